@@ -212,10 +212,14 @@ examples() {
 
 benchmarks() {
   local name page status=0 names=() files=()
-  for name in layers selective_scan ssd linear_scan state_update causal_conv1d norms overhead clients; do
+  for name in layers selective_scan ssd linear_scan state_update causal_conv1d norms overhead clients distributed; do
     echo "-- $name"
     if [ "$name" = clients ] && ! "$python" -c 'import transformers' 2>/dev/null; then
       echo "not measured: transformers is not installed"
+      continue
+    fi
+    if [ "$name" = distributed ] && ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
+      echo "not measured: there is one GPU"
       continue
     fi
     rm -f "$out/$name.json"

@@ -16,6 +16,7 @@ import torch
 import torch._inductor.utils
 from helpers import DEVICES
 from operator_spec import OperatorSpec
+from process_pool import Processes
 from ssd_helpers import preferred_products
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
@@ -111,6 +112,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    """Processes that run checks together, on gloo or NCCL: see ``process_pool.py``."""
+    started = Processes(lambda: tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
 
 
 @pytest.fixture

@@ -1,84 +1,65 @@
-"""A pool of processes that run functions together on gloo: it starts once for a file of tests."""
+"""Helpers of the tests of ``ssm_kernels.distributed``: spans of a sequence, packed sequences, and what ranks send."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import queue
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from process_pool import TWO_GPUS, Mesh, Place, param
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PROCESSES = 4
+SEQLEN = 23
+# The steps of each rank: fewer than a convolution's halo, none, and as many as a rank likes.
+LENGTHS = {1: (23,), 2: (9, 14), 3: (2, 0, 21), 4: (1, 2, 17, 3)}
+PLACES = [*(Place((size,)) for size in LENGTHS), TWO_GPUS]
+TOLERANCE = 1e-10
+CU_SEQLENS = (0, 5, 5, 11, 23)
 
 
-class Pool:
-    """Processes that have joined one group, and groups of the first 1, 2, 3 and 4 of them."""
-
-    def __init__(self, folder: Path, processes: int = PROCESSES) -> None:
-        self._is_broken = False
-        context = mp.get_context("spawn")
-        self._commands = [context.Queue() for _ in range(processes)]
-        self._results = context.Queue()
-        arguments = (str(folder / "store"), self._commands, self._results)
-        self._processes = mp.start_processes(_serve, arguments, processes, join=False, start_method="spawn")
-
-    def run(self, function: Callable[..., None], size: int, *args: Any, seconds: float = 60) -> list[str | None]:
-        """Runs ``function(group, rank, *args)`` on the first ``size`` processes; returns each one's traceback or None."""
-        assert not self._is_broken, "the pool has lost a process in an earlier test"
-        for commands in self._commands[:size]:
-            commands.put((function, size, args))
-        outcomes: dict[int, str | None] = {}
-        try:
-            while len(outcomes) < size:
-                outcomes.update([self._results.get(timeout=seconds)])
-        except queue.Empty:
-            self._is_broken = True
-            raise AssertionError(f"{function.__name__}: no result within {seconds} s; results of others: {outcomes}") from None
-        return [outcomes[rank] for rank in range(size)]
-
-    def check(self, function: Callable[..., None], size: int, *args: Any) -> None:
-        """Runs a function on ``size`` processes and fails with the tracebacks of those that raised."""
-        outcomes = self.run(function, size, *args)
-        failures = [f"rank {rank}:\n{outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None]
-        assert not failures, "\n".join(failures)
-
-    def close(self) -> None:
-        for commands in self._commands:
-            commands.put(None)
-        for process in self._processes.processes:
-            process.join(0 if self._is_broken else 10)
-            if process.is_alive():
-                process.kill()
+def over_places(checks: dict[str, Callable[..., None]]) -> list[Any]:
+    """Parameters of a test that runs each check on every number of ranks."""
+    return [param(place, check, id=name) for name, check in checks.items() for place in PLACES]
 
 
-def _serve(rank: int, store: str, commands: list[Any], results: Any) -> None:
-    torch.set_num_threads(1)
-    processes = len(commands)
-    timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timeout)
-    groups = {size: dist.new_group([*range(size)]) for size in range(1, processes + 1)}
-    for function, size, args in iter(commands[rank].get, None):
-        outcome = None
-        torch.manual_seed(0)
-        try:
-            function(groups[size], rank, *args)
-        except Exception:
-            outcome = traceback.format_exc()
-        results.put((rank, outcome))
-    results.close()
-    results.join_thread()
-    sys.stdout.flush()
-    # Compiled code and sharded modules keep the group, and with it gloo's threads, alive.
-    os._exit(0)
+def spans(lengths: tuple[int, ...]) -> Iterator[slice]:
+    begin = 0
+    for length in lengths:
+        yield slice(begin, begin + length)
+        begin += length
+
+
+def own_span(mesh: Mesh) -> slice:
+    """The steps of this rank."""
+    return [*spans(LENGTHS[mesh.size()])][mesh.get_local_rank()]
+
+
+def generator(mesh: Mesh, seed: int) -> Callable[..., Tensor]:
+    """Draws the same float64 numbers on every rank and device."""
+    source = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=source, dtype=torch.float64).to(mesh.device_type)
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+def cu_seqlens_of(mesh: Mesh, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(CU_SEQLENS, dtype=dtype, device=mesh.device_type)
+
+
+def packings(mesh: Mesh, batch: int) -> dict[str, dict[str, Tensor]]:
+    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down or be negative."""
+    source = torch.Generator().manual_seed(3)
+    ascending = torch.randint(0, 3, (batch, SEQLEN), generator=source).sort(1).values.to(mesh.device_type)
+    random = torch.randint(-1, 2, (batch, SEQLEN), generator=source).to(mesh.device_type)
+    return {"unpacked": {}, "ascending": {"seq_idx": ascending}, "random": {"seq_idx": random.int()}}
+
+
+def random_flags(mesh: Mesh, batch: int, share: float) -> Tensor:
+    numbers = torch.rand(batch, SEQLEN, generator=torch.Generator().manual_seed(2))
+    return (numbers < share).to(mesh.device_type)
 
 
 class Collectives(TorchDispatchMode):
@@ -94,10 +75,3 @@ class Collectives(TorchDispatchMode):
             tensors = [value for value in args if isinstance(value, Tensor)]
             self.sent.append((name[2], sum(value.numel() * value.element_size() for value in tensors)))
         return func(*args, **(kwargs or {}))
-
-
-def spans(lengths: tuple[int, ...]) -> Iterator[slice]:
-    begin = 0
-    for length in lengths:
-        yield slice(begin, begin + length)
-        begin += length

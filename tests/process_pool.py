@@ -1,20 +1,22 @@
-"""Cases that several processes of the CPU run together: one start of the processes, and a result for each case.
+"""Processes that run checks together on a device mesh: on CPUs with gloo, or on one GPU each with NCCL.
 
-A test module has a table of ``Case``s. :func:`run_cases` starts ``PROCESSES`` processes once. Each runs the cases in order, on
-a mesh of the first ranks that a case asks for, and reports what the case raised. A test for each case then asserts that it
-raised nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the
-remaining cases are reported as not run.
+The fixture ``processes`` starts them for the first test that needs them, and they serve all others. A test calls
+``processes.check(place, function, *args)``: the ranks of ``place`` run ``function(mesh, *args)``, and the test fails with the
+tracebacks of those that raised. Their current folder is empty at first. After a failure the ranks no longer agree about the
+next collective, so the next test starts new processes.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib
-import json
+import math
 import os
+import queue
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,58 +25,135 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PROCESSES = 4
 Mesh = Any  # torch.distributed.device_mesh.DeviceMesh
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {"cpu": ((1,), (2,), (3,), (4,), (2, 2)), "cuda": ((1,), (2,))}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+SECONDS = 120  # of a check
+TIMEOUT = datetime.timedelta(seconds=30)  # of a collective
 
 
-class Case(NamedTuple):
-    """A check and the shape of the mesh that it gets: (n,) is named "tensor", (m, n) "data" and "tensor"."""
+class Place(NamedTuple):
+    """The mesh that a check gets: (n,) is named "model", (m, n) "data" and "model"."""
 
     shape: tuple[int, ...]
-    check: Callable[[Mesh], None]
+    device: str = "cpu"
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.shape)
 
 
-def run_cases(module: str, folder: Path) -> dict[str, list[str]]:
-    """Runs ``CASES`` of a test module; what each rank that took part in a case raised, by the case's name."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
-    mp.start_processes(_work, (module, str(folder)), PROCESSES, start_method="spawn")
-    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
-    return {name: [report[name] for report in reports if name in report] for name in reports[0]}
+TWO_GPUS = Place((2,), "cuda")
 
 
-def assert_passed(results: dict[str, list[str]], name: str) -> None:
-    errors = [f"rank {rank}: {error}" for rank, error in enumerate(results.get(name, ["not run"])) if error]
-    assert not errors, "\n".join(errors)
+def param(place: Place, *values: Any, id: str = "") -> Any:
+    """Parameters of a test: ``values`` and then the place, or the place alone."""
+    ranks = "x".join(map(str, place.shape)) + (" GPUs" if place.device == "cuda" else "")
+    marks = [pytest.mark.cuda] if place.device == "cuda" else []
+    return pytest.param(*values, place, id=f"{id}-{ranks}" if id else ranks, marks=marks)
 
 
-def _work(rank: int, module: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60))
-    cases: dict[str, Case] = importlib.import_module(module).CASES
-    meshes = {shape: _make_mesh(shape) for shape in sorted({case.shape for case in cases.values()})}
-    report = dict.fromkeys((name for name, case in cases.items() if rank in meshes[case.shape].mesh), "not run")
-    os.chdir(folder)
+def why_not(device: str) -> str | None:
+    """Why no processes can run on this kind of device here."""
+    if not dist.is_available():
+        return "needs torch.distributed"
+    if device == "cpu":
+        return None if dist.is_gloo_available() else "needs torch.distributed with gloo"
+    if not dist.is_nccl_available():
+        return "needs torch.distributed with NCCL"
+    needed, found = max(map(math.prod, SHAPES["cuda"])), torch.cuda.device_count()
+    return None if found >= needed else f"needs {needed} CUDA GPUs, found {found}"
+
+
+class Processes:
+    """The processes of each kind of device, started when they are first needed."""
+
+    def __init__(self, make_folder: Callable[[], Path]) -> None:
+        self._make_folder = make_folder
+        self._pools: dict[str, _Pool] = {}
+
+    def check(self, place: Place, function: Callable[..., None], *args: Any) -> None:
+        """Runs a function of a test module on the ranks of ``place``; skips the test where there are no such devices."""
+        reason = why_not(place.device)
+        if reason is not None:
+            pytest.skip(reason)
+        if place.device not in self._pools:
+            self._pools[place.device] = _Pool(place.device, self._make_folder())
+        outcomes = self._pools[place.device].run(function, place.shape, args)
+        failures = [f"rank {rank}:\n{outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None]
+        if failures:
+            self._pools.pop(place.device).close()
+        assert not failures, "\n".join(failures)
+
+    def folder(self, device: str) -> Path | None:
+        """The folder of the processes that run now."""
+        return self._pools[device].folder if device in self._pools else None
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+class _Pool:
+    def __init__(self, device: str, folder: Path) -> None:
+        self.folder = folder
+        count = max(map(math.prod, SHAPES[device]))
+        context = mp.get_context("spawn")
+        self._commands = [context.Queue() for _ in range(count)]
+        self._results = context.Queue()
+        arguments = (device, str(folder), self._commands, self._results)
+        self._processes = mp.start_processes(_serve, arguments, count, join=False, daemon=True, start_method="spawn").processes
+
+    def run(self, function: Callable[..., None], shape: tuple[int, ...], args: Sequence[Any]) -> list[str | None]:
+        """The traceback of each rank, None for those that raised nothing."""
+        ranks = math.prod(shape)
+        for commands in self._commands[:ranks]:
+            commands.put((function.__module__, function.__qualname__, shape, args))
+        outcomes: dict[int, str | None] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(outcomes) < ranks:
+            try:
+                outcomes.update([self._results.get(timeout=1)])
+            except queue.Empty:
+                codes = [process.exitcode for process in self._processes]
+                if time.monotonic() > deadline or any(code is not None for code in codes):
+                    missing = f"no result within {SECONDS} s; exit codes of the processes: {codes}"
+                    return [outcomes.get(rank, missing) for rank in range(ranks)]
+        return [outcomes[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _serve(rank: int, device: str, folder: str, commands: list[Any], results: Any) -> None:
     try:
-        for name, case in cases.items():
-            if name in report:
-                report[name] = ""
-                case.check(meshes[case.shape])
-            # A case may read the files of another case.
-            dist.barrier()
+        meshes = _make_meshes(rank, device, folder, len(commands))
     except BaseException:
-        report[name] = traceback.format_exc()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
-    # fully_shard keeps the group, and with it gloo's threads, alive. Where the interpreter ends before them, the process
-    # sometimes aborts.
-    sys.stdout.flush()
-    os._exit(0)
+        results.put((rank, traceback.format_exc()))
+        raise
+    os.chdir(folder)
+    while True:
+        module, name, shape, args = commands[rank].get()
+        outcome = None
+        torch.manual_seed(0)
+        try:
+            getattr(importlib.import_module(module), name)(meshes[shape], *args)
+        except BaseException:
+            outcome = traceback.format_exc()
+        sys.stdout.flush()
+        results.put((rank, outcome))
 
 
-def _make_mesh(shape: tuple[int, ...]) -> Mesh:
+def _make_meshes(rank: int, device: str, folder: str, count: int) -> dict[tuple[int, ...], Mesh]:
     from torch.distributed.device_mesh import DeviceMesh
 
-    names = ("data", "tensor")[-len(shape) :]
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = f"file://{folder}/store"
+    dist.init_process_group(BACKENDS[device], init_method=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    return {
+        shape: DeviceMesh(device, torch.arange(math.prod(shape)).view(shape), mesh_dim_names=("data", "model")[-len(shape) :])
+        for shape in SHAPES[device]
+    }

@@ -1,8 +1,9 @@
-"""Checkpoints of models that one to four processes share: each distribution of a model reads what another has written."""
+"""Checkpoints of models on 1 to 4 ranks, on CPUs and on two GPUs: each distribution reads what another has written."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from process_pool import Case, Mesh, assert_passed, run_cases
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from torch import Tensor
 
 from ssm_kernels.models import MambaConfig, MambaLM
@@ -47,7 +48,7 @@ def distribute(models: Models, kind: str, mesh: Mesh) -> None:
 
     for model in models.models:
         if "tensor" in kind:
-            parallelize_module(model, mesh["tensor"], TensorParallel(), src_data_rank=None)  # every rank drew the same numbers
+            parallelize_module(model, mesh["model"], TensorParallel(), src_data_rank=None)  # every rank drew the same numbers
         if "fsdp" in kind:
             of_data = mesh["data"] if "tensor" in kind else mesh
             for layer in model.backbone.layers:
@@ -56,7 +57,7 @@ def distribute(models: Models, kind: str, mesh: Mesh) -> None:
 
 
 def make(kind: str, mesh: Mesh, seed: int) -> tuple[Models, torch.optim.Optimizer]:
-    models = Models(seed)
+    models = Models(seed).to("cpu" if mesh is None else mesh.device_type)
     distribute(models, kind, mesh)
     # A large eps: differences in rounding of gradients near zero stay small.
     return models, torch.optim.AdamW(models.parameters(), lr=0.1, eps=1e-3)
@@ -65,6 +66,7 @@ def make(kind: str, mesh: Mesh, seed: int) -> tuple[Models, torch.optim.Optimize
 def train(models: Models, optimizer: torch.optim.Optimizer, kind: str, mesh: Mesh, steps: range) -> None:
     for step in steps:
         tokens = torch.randint(VOCABULARY, (BATCH, SEQLEN), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.to("cpu" if mesh is None else mesh.device_type)
         if "fsdp" in kind:
             of_data = mesh["data"] if "tensor" in kind else mesh
             tokens = tokens.chunk(of_data.size())[of_data.get_local_rank()]
@@ -88,9 +90,11 @@ def true_states(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def whole(value: Any) -> Any:
+    """The whole tensor, on the CPU."""
     from torch.distributed.tensor import DTensor
 
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def assert_is_truth(models: Models, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -108,7 +112,7 @@ def assert_is_truth(models: Models, optimizer: torch.optim.Optimizer, steps: int
         torch.testing.assert_close(whole(actual), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def save(kind: str, mesh: Mesh) -> None:
+def save(mesh: Mesh, kind: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     from ssm_kernels.distributed import get_state_dict
@@ -123,7 +127,7 @@ def save(kind: str, mesh: Mesh) -> None:
     )
 
 
-def load(source: str, kind: str, mesh: Mesh) -> None:
+def load(mesh: Mesh, source: str, kind: str) -> None:
     """Training goes on from a checkpoint."""
     import torch.distributed.checkpoint as dcp
 
@@ -212,7 +216,7 @@ def check_functions_of_pytorch(kind: str, mesh: Mesh) -> None:
         state = get_model_state_dict(model, options=options_of(full_state_dict=True))
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(state[name], value), name
+            assert torch.equal(whole(state[name]), value), name
 
 
 def check_parts_of_one_group(mesh: Mesh) -> None:
@@ -242,29 +246,54 @@ PAIRS = [
     *((name, "one 1") for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
     *(("fsdp, tensor 4", "tensor 3"), ("tensor 3", "fsdp, tensor 4"), ("fsdp 3", "tensor 4"), ("tensor 2", "fsdp 3")),
 ]
-CASES: dict[str, Case] = {
-    **{f"{name} saves": Case(shape, partial(save, kind)) for name, (kind, shape) in SHAPES.items()},
-    **{f"{n} to {m}": Case(SHAPES[m][1], partial(load, n, SHAPES[m][0])) for n, m in PAIRS},
-    "whole file to tensor 3": Case((3,), partial(check_whole_file_is_read, "tensor", False)),
-    "whole file of rank 0 to tensor 4": Case((4,), partial(check_whole_file_is_read, "tensor", True)),
-    "whole file to fsdp, tensor 4": Case((2, 2), partial(check_whole_file_is_read, "fsdp, tensor", False)),
-    "tensor 3 to whole file": Case((3,), partial(check_whole_file_is_written, "tensor", False)),
-    "tensor 2 to whole file, flat": Case((2,), partial(check_whole_file_is_written, "tensor", True)),
-    "fsdp, tensor 4 to whole file": Case((2, 2), partial(check_whole_file_is_written, "fsdp, tensor", False)),
-    "flat states": Case((2,), partial(check_flat_states, False)),
-    "flat states, whole": Case((2,), partial(check_flat_states, True)),
-    "PyTorch's functions, tensor 3": Case((3,), partial(check_functions_of_pytorch, "tensor")),
-    "PyTorch's functions, fsdp, tensor 4": Case((2, 2), partial(check_functions_of_pytorch, "fsdp, tensor")),
-    "parts of one group": Case((2,), check_parts_of_one_group),
+PAIRS_ON_GPUS = (("one 1", "tensor 2"), ("tensor 2", "one 1"), ("tensor 2", "fsdp 2"), ("fsdp 2", "tensor 2"))
+CASES: dict[str, tuple[tuple[int, ...], Callable[[Mesh], None]]] = {
+    "whole file to tensor 3": ((3,), partial(check_whole_file_is_read, "tensor", False)),
+    "whole file of rank 0 to tensor 4": ((4,), partial(check_whole_file_is_read, "tensor", True)),
+    "whole file to fsdp, tensor 4": ((2, 2), partial(check_whole_file_is_read, "fsdp, tensor", False)),
+    "tensor 3 to whole file": ((3,), partial(check_whole_file_is_written, "tensor", False)),
+    "tensor 2 to whole file, flat": ((2,), partial(check_whole_file_is_written, "tensor", True)),
+    "fsdp, tensor 4 to whole file": ((2, 2), partial(check_whole_file_is_written, "fsdp, tensor", False)),
+    "flat states": ((2,), partial(check_flat_states, False)),
+    "flat states, whole": ((2,), partial(check_flat_states, True)),
+    "PyTorch's functions, tensor 3": ((3,), partial(check_functions_of_pytorch, "tensor")),
+    "PyTorch's functions, fsdp, tensor 4": ((2, 2), partial(check_functions_of_pytorch, "fsdp, tensor")),
+    "parts of one group": ((2,), check_parts_of_one_group),
+}
+CASES_ON_GPUS = {
+    # PyTorch broadcasts to all processes.
+    "whole file of rank 0 to tensor 2": ((2,), partial(check_whole_file_is_read, "tensor", True)),
+    **{name: CASES[name] for name in ("tensor 2 to whole file, flat", "flat states")},
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_cases(__name__, tmp_path_factory.mktemp("processes"))
+def run_case(mesh: Mesh, name: str) -> None:
+    (CASES | CASES_ON_GPUS)[name][1](mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoints_do_not_depend_on_the_ranks(name: str, results: dict[str, list[str]]) -> None:
-    assert_passed(results, name)
+@pytest.mark.parametrize(
+    ("source", "target", "on"),
+    [
+        *((source, target, "cpu") for source, target in PAIRS),
+        *(pytest.param(*pair, "cuda", marks=pytest.mark.cuda) for pair in PAIRS_ON_GPUS),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint(processes: Processes, source: str, target: str, on: str) -> None:
+    (of_source, ranks_of_source), (of_target, ranks_of_target) = SHAPES[source], SHAPES[target]
+    folder = processes.folder(on)
+    if folder is None or not (folder / source / ".metadata").exists():
+        processes.check(Place(ranks_of_source, on), save, of_source)
+    processes.check(Place(ranks_of_target, on), load, source, of_target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *(param(Place(shape), name, id=name) for name, (shape, _) in CASES.items()),
+        *(param(TWO_GPUS, name, id=name) for name in CASES_ON_GPUS),
+    ],
+)
+def test_states_do_not_depend_on_the_ranks(processes: Processes, name: str, place: Place) -> None:
+    processes.check(place, run_case, name)

@@ -1,4 +1,4 @@
-"""Context parallelism on 1 to 4 processes of the CPU: outputs, states and gradients of one process; what travels; errors."""
+"""``ContextParallel`` on 1 to 4 ranks, on CPUs and on two GPUs: layers and models of one process; what travels; errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,259 +19,50 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from distributed_helpers import Collectives, Pool, spans
+from distributed_helpers import (
+    SEQLEN,
+    Collectives,
+    close,
+    cu_seqlens_of,
+    generator,
+    over_places,
+    own_span,
+    packings,
+    random_flags,
+)
 from model_helpers import MIXERS, make_model, make_tokens
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from torch import Tensor
 
-import ssm_kernels
 from ssm_kernels import nn as layers
 
-if not dist.is_available() or not dist.is_gloo_available():
-    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ssm_kernels import distributed
 from ssm_kernels.distributed import ContextParallel, sum_gradients
-
-SEQLEN = 23
-# The steps of each rank: fewer than a convolution's halo, none, and as many as a rank likes.
-LENGTHS = {1: (23,), 2: (9, 14), 3: (2, 0, 21), 4: (1, 2, 17, 3)}
-SIZES = [*LENGTHS]
-TOLERANCE = 1e-10
-RECURRENCES = {
-    "linear_scan": ("a", "b"),
-    "mingru_scan": ("gate", "candidate"),
-    "minlstm_scan": ("forget", "input", "candidate"),
-    "liquid_scan": ("candidate", "tau", "dt"),
-    "rglru_scan": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
-    "hgrn_scan": ("log_gate", "x"),
-    "elu_gru_scan": ("gate", "candidate"),
-    "diag_linear_scan": ("gate", "x"),
-}
-CU_SEQLENS = (0, 5, 5, 11, 23)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(tmp_path_factory.mktemp("pool"))
-    yield pool
-    pool.close()
-
-
-def generator(seed: int) -> Callable[..., Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=source, dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
-
-
-def compare(
-    group: dist.ProcessGroup,
-    name: str,
-    inputs: Mapping[str, Tensor],
-    of_steps: Mapping[str, int],
-    axis: int,
-    options: Mapping[str, Any],
-    state: str | None,
-) -> None:
-    """Compares the operator ``name`` over the ranks of a group with the one of ``ssm_kernels``.
-
-    Args:
-        inputs: differentiable, of the whole sequence.
-        of_steps: the axis of time of the inputs and options that have one.
-        axis: the axis of time of the result.
-        options: other arguments.
-        state: the flag that asks for the last state, if that is compared too.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    own = [*spans(LENGTHS[size])][rank]
-
-    def cut(name: str, value: Any) -> Any:
-        if name not in of_steps:
-            return value
-        return value.narrow(of_steps[name], own.start, own.stop - own.start)
-
-    flags = {} if state is None else {state: True}
-    whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
-    results = getattr(ssm_kernels, name)(**whole, **options, **flags)
-    random = generator(1)
-    factors = [random(*result.shape) for result in (results if state else (results,))]
-    expected = results if state else (results,)
-    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
-
-    runs = []
-    for _ in range(2):
-        local = {name: cut(name, value).clone().requires_grad_() for name, value in inputs.items()}
-        own_options = {name: cut(name, value) for name, value in options.items()}
-        results = getattr(distributed, name)(**local, **own_options, **flags, group=group)
-        actual = results if state else (results,)
-        # Every rank returns the last state, and its share of the loss reads a part of it.
-        loss = (actual[0] * factors[0].narrow(axis, own.start, own.stop - own.start)).sum()
-        if state:
-            loss = loss + (actual[1] * factors[1]).sum() * (rank + 1) / (size * (size + 1) / 2)
-        loss.backward()
-        runs.append([*actual, *(value.grad for value in local.values())])
-    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True)), f"{name}: other bits in a second run"
-
-    close(actual[0], expected[0].narrow(axis, own.start, own.stop - own.start), f"{name}, {size} ranks, result")
-    if state:
-        close(actual[1], expected[1], f"{name}, {size} ranks, {state}")
-    for key, value in local.items():
-        gradient = value.grad
-        if key not in of_steps:
-            dist.all_reduce(gradient, group=group)
-        close(gradient, cut(key, whole[key].grad), f"{name}, {size} ranks, {options}, gradient of {key}")
-
-
-def packings(batch: int) -> dict[str, dict[str, Tensor]]:
-    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down or be negative."""
-    source = torch.Generator().manual_seed(3)
-    ascending = torch.randint(0, 3, (batch, SEQLEN), generator=source).sort(1).values
-    random = torch.randint(-1, 2, (batch, SEQLEN), generator=source)
-    return {"unpacked": {}, "ascending": {"seq_idx": ascending}, "random": {"seq_idx": random.int()}}
-
-
-def check_selective_scan(group: dist.ProcessGroup, rank: int) -> None:
-    random = generator(0)
-    batch, dim, dstate = 2, 4, 3
-    steps = random(batch, dim, SEQLEN)
-    inputs = {
-        "u": steps,
-        "delta": random(batch, dim, SEQLEN),
-        "A": -random(dim, dstate).abs() - 0.1,
-        "B": random(batch, 2, dstate, SEQLEN),
-        "C": random(batch, dstate, SEQLEN),
-        "D": random(dim),
-        "z": random(batch, dim, SEQLEN),
-        "delta_bias": random(dim),
-        "initial_state": random(batch, dim, dstate),
-    }
-    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2, "seq_idx": 1}
-    for discretization in ssm_kernels.discretizations:
-        options = {"discretization": discretization, "delta_softplus": True}
-        compare(group, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
-    for packing in packings(batch).values():
-        compare(group, "selective_scan", inputs, of_steps, 2, {"delta_softplus": True} | packing, "return_last_state")
-    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_state"}
-    packed = {"cu_seqlens": torch.tensor(CU_SEQLENS)}
-    for packing in (packed, packed | packings(1)["random"]):
-        compare(group, "selective_scan", row, of_steps, 2, {"discretization": "bilinear"} | packing, None)
-    few = {name: inputs[name] for name in ("u", "delta", "A", "C")} | {"B": random(dim, dstate)}
-    compare(group, "selective_scan", few, {"u": 2, "delta": 2, "C": 2}, 2, {}, None)
-
-
-def check_ssd_chunk_scan(group: dist.ProcessGroup, rank: int) -> None:
-    random = generator(0)
-    batch, heads, headdim, groups, dstate = 2, 4, 3, 2, 5
-    inputs = {
-        "x": random(batch, SEQLEN, heads, headdim),
-        "dt": random(batch, SEQLEN, heads),
-        "A": -random(heads).abs(),
-        "B": random(batch, SEQLEN, groups, dstate),
-        "C": random(batch, SEQLEN, groups, dstate),
-        "D": random(heads, headdim),
-        "z": random(batch, SEQLEN, heads, headdim),
-        "dt_bias": random(heads),
-        "initial_states": random(batch, heads, headdim, dstate),
-    }
-    of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
-    step_sizes = {"dt_softplus": True, "dt_limit": (0.2, 1.0)}
-    for discretization in ("zoh", "zoh_exact", "poly", "highorder", "rk4"):
-        options = step_sizes | {"discretization": discretization}
-        compare(group, "ssd_chunk_scan", inputs, of_steps, 1, options, "return_final_states")
-    for packing in packings(batch).values():
-        compare(group, "ssd_chunk_scan", inputs, of_steps, 1, step_sizes | packing, "return_final_states")
-    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_states"}
-    packed = {"cu_seqlens": torch.tensor(CU_SEQLENS)}
-    for packing in (packed, packed | packings(1)["random"]):
-        compare(group, "ssd_chunk_scan", row, of_steps, 1, step_sizes | packing, None)
-
-
-def check_causal_conv1d(group: dist.ProcessGroup, rank: int) -> None:
-    random = generator(0)
-    batch, channels = 2, 5
-    of_steps = {"x": 1, "seq_idx": 1}
-    for width in (1, 2, 4, 7):
-        inputs = {"x": random(batch, SEQLEN, channels), "weight": random(channels, width), "bias": random(channels)}
-        state = {"initial_state": random(batch, channels, width - 1)}
-        for packing in packings(batch).values():
-            options = {"activation": "silu"} | packing
-            compare(group, "causal_conv1d", inputs | state, of_steps, 1, options, "return_final_state")
-        row = inputs | {"x": inputs["x"][:1]}
-        packed = {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32)}
-        for packing in (packed, packed | packings(1)["random"]):
-            compare(group, "causal_conv1d", row, of_steps, 1, packing, None)
-
-
-def check_recurrences(group: dist.ProcessGroup, rank: int) -> None:
-    batch, channels = 2, 3
-    for name, names in RECURRENCES.items():
-        random = generator(0)
-        inputs = {key: random(batch, SEQLEN, channels) for key in names}
-        positive = {"a": "a", "log_gate": "log_gate"}
-        inputs |= {
-            key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs
-        }
-        if name == "liquid_scan":
-            inputs |= {"tau": random(channels).abs() + 0.5, "dt": random(batch, SEQLEN, 1).abs()}
-        if name == "rglru_scan":
-            inputs["recurrent_param"] = random(channels)
-        of_steps = {key: 1 for key, value in inputs.items() if value.dim() == 3} | {"reset": 1}
-        reset = torch.rand(batch, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.15
-        activations = ("g", "tanh") if name == "mingru_scan" else ()
-        settings = [{}, {"reset": reset}, *({"candidate_activation": activation} for activation in activations)]
-        if name == "mingru_scan":
-            settings.append({"gate_is_logit": False})
-        for reverse in (False, True):
-            state = {"h0": random(batch, channels)}
-            for options in settings:
-                compare(group, name, inputs | state, of_steps, 1, options | {"reverse": reverse}, "return_last_state")
-            row = {key: value[:1] if key in of_steps else value for key, value in inputs.items()}
-            row["h0"] = random(len(CU_SEQLENS) - 1, channels)
-            packed = {"cu_seqlens": torch.tensor(CU_SEQLENS), "reverse": reverse}
-            compare(group, name, row, of_steps, 1, packed, "return_last_state")
-
-
-CHECKS = {
-    "selective_scan": check_selective_scan,
-    "ssd_chunk_scan": check_ssd_chunk_scan,
-    "causal_conv1d": check_causal_conv1d,
-    "recurrences": check_recurrences,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
-def test_ranks_are_one_process(pool: Pool, check: Callable[..., None], size: int):
-    pool.check(check, size)
-
 
 Cut = Callable[[Tensor, int], Tensor]
 
 
-def compare_layer(
-    group: dist.ProcessGroup, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1
-) -> None:
-    """Compares a layer whose sequences are split over the ranks of a group with the same layer on one process.
+def compare_layer(mesh: Mesh, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1) -> None:
+    """Compares a layer whose sequences are split over the ranks of a mesh with the same layer on one process.
 
     Args:
         call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
             there is one, the last state.
         axis: the axis of time of the outputs.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    own = [*spans(LENGTHS[size])][rank]
+    size, own = mesh.size(), own_span(mesh)
+    layer = layer.to(mesh.device_type)
     parallel = copy.deepcopy(layer)
-    distributed_layer = parallelize(parallel, group)
+    distributed_layer = parallelize(parallel, mesh)
 
     expected = call(layer, lambda value, axis: value)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    random = generator(1)
+    random = generator(mesh, 1)
     factors = [random(*result.shape) for result in expected]
     sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
 
@@ -286,40 +77,39 @@ def compare_layer(
         close(value, whole, f"{what}, {size} ranks, last state")
         loss = loss + (value * factor).sum() / size
     loss.backward()
-    sum_gradients(parallel, group)
+    sum_gradients(parallel, mesh)
     for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
         close(parameter.grad, whole.grad, f"{what}, {size} ranks, gradient of {name}")
     layer.zero_grad()
 
 
-def parallelize(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+def parallelize(module: nn.Module, mesh: Mesh) -> nn.Module:
     return parallelize_module(module, mesh, ContextParallel())
 
 
-def check_mamba(group: dist.ProcessGroup, rank: int) -> None:
-    random = generator(0)
+def check_mamba(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
     x, z = random(2, SEQLEN, 6), random(2, SEQLEN, 6)
     for options in ({}, {"discretization": "bilinear", "bias": True}, {"d_conv": 1}, {"conv_bias": False, "d_conv": 6}):
         torch.manual_seed(0)
         layer = layers.Mamba(6, 4, **{"dt_rank": 2, "dtype": torch.float64} | options)
-        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba {options}")
-    seq_idx, cu_seqlens, row = packings(2)["ascending"]["seq_idx"], torch.tensor(CU_SEQLENS), x[:1]
-    compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba, seq_idx")
-    compare_layer(group, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba, cu_seqlens")
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba {options}")
+    seq_idx, cu_seqlens, row = packings(mesh, 2)["ascending"]["seq_idx"], cu_seqlens_of(mesh), x[:1]
+    compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba, seq_idx")
+    compare_layer(mesh, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba, cu_seqlens")
     layer = layers.SelectiveSSM(6, 4, dtype=torch.float64)
     initial = random(2, 6, 4)
 
     def call(layer: nn.Module, cut: Cut) -> Any:
         return layer(cut(x, 1), cut(z, 1), initial, return_last_state=True)
 
-    compare_layer(group, layer, call, "SelectiveSSM")
+    compare_layer(mesh, layer, call, "SelectiveSSM")
 
 
-def check_mamba2(group: dist.ProcessGroup, rank: int) -> None:
-    x = generator(0)(2, SEQLEN, 6)
-    seq_idx = packings(2)["ascending"]["seq_idx"]
-    cu_seqlens = torch.tensor(CU_SEQLENS)
+def check_mamba2(mesh: Mesh) -> None:
+    x = generator(mesh, 0)(2, SEQLEN, 6)
+    seq_idx = packings(mesh, 2)["ascending"]["seq_idx"]
+    cu_seqlens = cu_seqlens_of(mesh)
     sizes = {"d_state": 3, "headdim": 2, "dtype": torch.float64}
     variants: list[dict[str, Any]] = [
         {},
@@ -329,17 +119,17 @@ def check_mamba2(group: dist.ProcessGroup, rank: int) -> None:
     for options in variants:
         torch.manual_seed(0)
         layer = layers.Mamba2(6, **sizes | options)
-        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba2 {options}")
-    compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba2, seq_idx")
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba2 {options}")
+    compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba2, seq_idx")
     row = x[:1]
-    compare_layer(group, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba2, cu_seqlens")
+    compare_layer(mesh, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba2, cu_seqlens")
 
 
-def check_recurrent_layers(group: dist.ProcessGroup, rank: int) -> None:
-    random = generator(0)
+def check_recurrent_layers(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
     x, hx, dt = random(2, SEQLEN, 5), random(4, 2, 3), random(2, SEQLEN).abs()
-    reset = torch.rand(2, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.2
-    cu_seqlens = torch.tensor(CU_SEQLENS)
+    reset = random_flags(mesh, 2, 0.2)
+    cu_seqlens = cu_seqlens_of(mesh)
     row = random(SEQLEN, 1, 5)
     for kind in (layers.MinGRU, layers.MinLSTM, layers.Liquid):
         torch.manual_seed(0)
@@ -349,22 +139,22 @@ def check_recurrent_layers(group: dist.ProcessGroup, rank: int) -> None:
             options = {"dt": cut(dt, 1)} if kind is layers.Liquid else {}
             return layer(cut(x, 1), hx, reset=cut(reset, 1), **options)
 
-        compare_layer(group, layer, call, f"{kind.__name__}, reset")
+        compare_layer(mesh, layer, call, f"{kind.__name__}, reset")
         layer = kind(5, 3, dtype=torch.float64)
-        compare_layer(group, layer, lambda layer, cut: layer(cut(row, 0), cu_seqlens=cu_seqlens), f"{kind.__name__}, packed", 0)
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(row, 0), cu_seqlens=cu_seqlens), f"{kind.__name__}, packed", 0)
 
 
-def check_models(group: dist.ProcessGroup, rank: int) -> None:
-    tokens = make_tokens(1, SEQLEN)
-    cu_seqlens = torch.tensor(CU_SEQLENS)
+def check_models(mesh: Mesh) -> None:
+    tokens = make_tokens(1, SEQLEN, device=mesh.device_type)
+    cu_seqlens = cu_seqlens_of(mesh)
     for mixer in MIXERS:
-        model = make_model(mixer, d_intermediate=20)
+        model = make_model(mixer, mesh.device_type, d_intermediate=20)
         options = {} if mixer == "Mamba" else {"cu_seqlens": cu_seqlens}
 
         def call(model: nn.Module, cut: Cut, options: dict[str, Tensor] = options) -> Tensor:
             return model(cut(tokens, 1), **options).logits
 
-        compare_layer(group, model, call, f"MambaLM of {mixer}")
+        compare_layer(mesh, model, call, f"MambaLM of {mixer}")
 
 
 LAYER_CHECKS = {
@@ -376,21 +166,21 @@ LAYER_CHECKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("check", LAYER_CHECKS.values(), ids=list(LAYER_CHECKS))
-def test_layers_on_ranks_are_those_on_one_process(pool: Pool, check: Callable[..., None], size: int):
-    pool.check(check, size)
+@pytest.mark.parametrize(("check", "place"), over_places(LAYER_CHECKS))
+def test_layers_on_ranks_are_those_on_one_process(processes: Processes, check: Callable[..., None], place: Place):
+    processes.check(place, check)
 
 
-def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
+def check_collectives(mesh: Mesh) -> None:
     """Counts what a rank sends: sizes of the docstrings of ``functions.py``, in bytes."""
+    rank, device = mesh.get_local_rank(), mesh.device_type
     batch, d_model, width, dstate, channels = 2, 6, 4, 3, 12
-    x = torch.randn(batch, 5 + rank, d_model, requires_grad=True)
+    x = torch.randn(batch, 5 + rank, d_model, device=device, requires_grad=True)
     gather, number = "all_gather_into_tensor", 4
     halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
     states = batch * channels * dstate * number
 
-    layer = parallelize(layers.Mamba(d_model, dstate, width), group)
+    layer = parallelize(layers.Mamba(d_model, dstate, width, device=device), mesh)
     with Collectives() as forward:
         out = layer(x)
     with Collectives() as backward:
@@ -402,9 +192,12 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
     channels += 2 * groups * dstate
     halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
     states = batch * heads * headdim * dstate * number
-    layer = parallelize(layers.Mamba2(d_model, dstate, width, headdim=headdim, ngroups=groups), group)
+    layer = parallelize(layers.Mamba2(d_model, dstate, width, headdim=headdim, ngroups=groups, device=device), mesh)
     borders = 4 * batch * 8
-    for options, packing in (({}, []), ({"seq_idx": torch.zeros(batch, 5 + rank, dtype=torch.int32)}, [(gather, borders)])):
+    for options, packing in (
+        ({}, []),
+        ({"seq_idx": torch.zeros(batch, 5 + rank, dtype=torch.int32, device=device)}, [(gather, borders)]),
+    ):
         with Collectives() as forward:
             out = layer(x, **options)
         with Collectives() as backward:
@@ -412,7 +205,7 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
         assert forward.sent == [*packing, (gather, halo), (gather, states + batch * heads * number)]
         assert backward.sent == [(gather, states), (gather, grad_halo)]
 
-    layer = parallelize(layers.MinGRU(d_model, 7, batch_first=True), group)
+    layer = parallelize(layers.MinGRU(d_model, 7, batch_first=True, device=device), mesh)
     with Collectives() as forward:
         out, _ = layer(x)
     with Collectives() as backward:
@@ -422,30 +215,30 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
     assert backward.sent == [(gather, 2 * batch * 7 * number)]
 
     # All layers of a model share what they know of the borders.
-    model = parallelize(make_model("Mamba2"), group)
-    lengths, borders = 4 * 8, 4 * 8
-    ends = torch.tensor([0, 7, 5 + 6 + 7])
+    model = parallelize(make_model("Mamba2", device), mesh)
+    lengths, borders, steps = 4 * 8, 4 * 8, sum(5 + other for other in range(mesh.size()))
+    ends = torch.tensor([0, 7, steps], device=device)
     with Collectives() as forward:
-        model(make_tokens(1, 5 + rank), cu_seqlens=ends)
+        model(make_tokens(1, 5 + rank, device=device), cu_seqlens=ends)
     assert [sent for _, sent in forward.sent[:2]] == [lengths, borders] and len(forward.sent) == 2 + 2 * 2
     ends[1] = 8
     with Collectives() as forward:
-        model(make_tokens(1, 5 + rank), cu_seqlens=ends)
+        model(make_tokens(1, 5 + rank, device=device), cu_seqlens=ends)
     assert len(forward.sent) == 2 + 2 * 2
 
     # Gradients are added in buckets.
-    layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double())
+    layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double()).to(device)
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     with Collectives() as sums:
-        sum_gradients(layer, group)
+        sum_gradients(layer, mesh)
     assert sums.sent == [("all_reduce", 20 * 4), ("all_reduce", 12 * 8)]
-    assert all((parameter.grad == 1 + 2 + 3).all() for parameter in layer.parameters())
+    assert all((parameter.grad == sum(range(mesh.size() + 1))).all() for parameter in layer.parameters())
 
     # Nothing before the scan needs a gradient, and so no rank sends one.
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
-    layer = parallelize(layers.Mamba(d_model, dstate, width).requires_grad_(False), group)
+    layer = parallelize(layers.Mamba(d_model, dstate, width, device=device).requires_grad_(False), mesh)
     layer.out_proj.requires_grad_(True)
     layer.D.requires_grad_(True)
     out = layer(x.detach())
@@ -454,34 +247,35 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
     assert backward.sent == []
 
 
-def test_bytes_of_a_layer(pool: Pool):
-    pool.check(check_collectives, 3)
+@pytest.mark.parametrize("place", [param(Place((3,))), param(TWO_GPUS)])
+def test_bytes_of_a_layer(processes: Processes, place: Place):
+    processes.check(place, check_collectives)
 
 
-def test_one_rank_sends_nothing(pool: Pool):
-    pool.check(check_one_rank, 1)
+def test_one_rank_sends_nothing(processes: Processes):
+    processes.check(Place((1,)), check_one_rank)
 
 
-def check_one_rank(group: dist.ProcessGroup, rank: int) -> None:
-    layer = parallelize(layers.Mamba2(6, 3, headdim=2), group)
+def check_one_rank(mesh: Mesh) -> None:
+    layer = parallelize(layers.Mamba2(6, 3, headdim=2), mesh)
     with Collectives() as sent:
         layer(torch.randn(1, 5, 6), cu_seqlens=torch.tensor([0, 2, 5])).sum().backward()
     assert sent.sent == []
 
 
-def check_checkpointing(group: dist.ProcessGroup, rank: int) -> None:
-    x = generator(0)(2, SEQLEN, 6)
+def check_checkpointing(mesh: Mesh) -> None:
+    x = generator(mesh, 0)(2, SEQLEN, 6)
     layer = layers.Mamba(6, 4, dtype=torch.float64)
 
     def call(layer: nn.Module, cut: Cut) -> Tensor:
         return torch.utils.checkpoint.checkpoint(layer, cut(x, 1), use_reentrant=False)
 
-    compare_layer(group, layer, call, "checkpointed Mamba")
+    compare_layer(mesh, layer, call, "checkpointed Mamba")
 
 
-def check_compiled(group: dist.ProcessGroup, rank: int) -> None:
-    x = generator(0)(2, SEQLEN, 6)
-    random = generator(0)
+def check_compiled(mesh: Mesh) -> None:
+    x = generator(mesh, 0)(2, SEQLEN, 6)
+    random = generator(mesh, 0)
     for layer in (
         layers.Mamba(6, 4, dtype=torch.float64),
         layers.Mamba2(6, 3, headdim=2, dtype=torch.float64),
@@ -496,13 +290,13 @@ def check_compiled(group: dist.ProcessGroup, rank: int) -> None:
             own = cut(x, 1)
             return torch.compile(layer, backend="aot_eager", fullgraph=True)(own) if own is not x else layer(own)
 
-        compare_layer(group, layer, call, f"compiled {type(layer).__name__}")
+        compare_layer(mesh, layer, call, f"compiled {type(layer).__name__}")
 
 
-def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
+def check_low_precision(mesh: Mesh) -> None:
     """Under autocast, and in bf16: dtypes of one process, and values within the rounding of bf16."""
-    own = [*spans(LENGTHS[2])][rank]
-    x = generator(0)(2, SEQLEN, 16)
+    own, device = own_span(mesh), mesh.device_type
+    x = generator(mesh, 0)(2, SEQLEN, 16)
     for make in (
         lambda dtype: layers.Mamba(16, 4, dtype=dtype),
         lambda dtype: layers.Mamba2(16, 4, headdim=8, dtype=dtype),
@@ -511,11 +305,11 @@ def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
         lambda dtype: layers.SelectiveSSM(16, 4, dtype=dtype),
     ):
         for dtype in (torch.float32, torch.bfloat16):
-            layer = make(dtype)
-            parallel = parallelize(copy.deepcopy(layer), group)
+            layer = make(dtype).to(device)
+            parallel = parallelize(copy.deepcopy(layer), mesh)
             results = []
             for module, steps in ((layer, x), (parallel, x[:, own])):
-                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.float32):
                     out = module(steps.to(dtype))
                 out = out[0] if isinstance(out, tuple) else out
                 out.float().square().sum().backward()
@@ -523,7 +317,7 @@ def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
             whole, part = results
             assert part.dtype == whole.dtype
             torch.testing.assert_close(part, whole[:, own], rtol=0.03, atol=0.03 * whole.abs().max().item())
-            sum_gradients(parallel, group)
+            sum_gradients(parallel, mesh)
             for (name, actual), expected in zip(parallel.named_parameters(), layer.parameters(), strict=True):
                 assert actual.grad.dtype == expected.grad.dtype
                 scale = expected.grad.abs().max().item()
@@ -531,57 +325,71 @@ def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
                 assert close_to, f"{type(layer).__name__}, {dtype}, gradient of {name}"
 
 
-def check_fsdp(group: dist.ProcessGroup, rank: int) -> None:
-    """Two ranks for the batch, whose parameters FSDP2 shards, times two for the sequence."""
+def shard(model: nn.Module, mesh: Mesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    row, column = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
-    tokens = make_tokens(4, SEQLEN + 1)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    own = (slice(2 * row, 2 * row + 2), [*spans(LENGTHS[2])][column])
-    for mixer in MIXERS:
-        model = make_model(mixer)
-        parallel = copy.deepcopy(model)
-        parallelize_module(parallel, mesh["cp"], ContextParallel())
-        for layer in parallel.backbone.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(parallel, mesh=mesh["dp"])
-        F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).backward()
-        logits = parallel(inputs[own]).logits
-        # FSDP2 averages over its two ranks; each has half of the batch.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum") / (2 * SEQLEN)
-        loss.backward()
-        sum_gradients(parallel, mesh["cp"])
-        for (name, actual), expected in zip(parallel.named_parameters(), model.parameters(), strict=True):
-            close(actual.grad.full_tensor(), expected.grad, f"{mixer}, gradient of {name}")
-
-    # Sharded over the ranks of the sequence: FSDP2's average times their number is the sum.
-    model.zero_grad()
-    F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).backward()
-    parallel = copy.deepcopy(model)
-    parallel.zero_grad()
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
-    parallelize_module(parallel, mesh, ContextParallel())
-    for layer in parallel.backbone.layers:
+    for layer in model.backbone.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(parallel, mesh=mesh)
-    steps = [*spans(LENGTHS[4])][rank]
-    logits = parallel(inputs[:, steps]).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, steps].flatten(), reduction="sum") / targets.numel()
-    (loss * dist.get_world_size(group)).backward()
-    for (name, actual), expected in zip(parallel.named_parameters(), model.parameters(), strict=True):
-        close(actual.grad.full_tensor(), expected.grad, f"sharded over the sequence's ranks, gradient of {name}")
+    fully_shard(model, mesh=mesh)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def check_fsdp(mesh: Mesh) -> None:
+    """Ranks for the batch, whose parameters FSDP2 shards, times ranks for the sequence."""
+    data, model = mesh["data"], mesh["model"]
+    tokens = make_tokens(4, SEQLEN + 1, device=mesh.device_type)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    rows, steps = range(4)[2 * data.get_local_rank() :][:2], own_span(model)
+    own = slice(rows.start, rows.stop), steps
+    for mixer in MIXERS:
+        expected = make_model(mixer, mesh.device_type)
+        parallel = copy.deepcopy(expected)
+        parallelize(parallel, model)
+        shard(parallel, data)
+        (loss_of(expected, inputs, targets) / targets.numel()).backward()
+        # FSDP2 averages over its two ranks; each has half of the batch.
+        (loss_of(parallel, inputs[own], targets[own]) / (2 * SEQLEN)).backward()
+        sum_gradients(parallel, model)
+        for (name, actual), wanted in zip(parallel.named_parameters(), expected.parameters(), strict=True):
+            close(actual.grad.full_tensor(), wanted.grad, f"{mixer}, gradient of {name}")
+
+
+def check_fsdp_of_the_same_ranks(mesh: Mesh) -> None:
+    """Sharded over the ranks of the sequence: FSDP2's average times their number is the sum."""
+    tokens, steps = make_tokens(2, SEQLEN + 1, device=mesh.device_type), own_span(mesh)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    expected = make_model("Mamba2", mesh.device_type)
+    parallel = copy.deepcopy(expected)
+    parallelize(parallel, mesh)
+    shard(parallel, mesh)
+    loss_of(expected, inputs, targets).backward()
+    (loss_of(parallel, inputs[:, steps], targets[:, steps]) * mesh.size()).backward()
+    for (name, actual), wanted in zip(parallel.named_parameters(), expected.parameters(), strict=True):
+        close(actual.grad.full_tensor(), wanted.grad, f"gradient of {name}")
+
+
+WITH = {
+    "checkpointing": (check_checkpointing, Place((3,))),
+    "compile": (check_compiled, Place((2,))),
+    "low precision": (check_low_precision, Place((2,))),
+    "fsdp2": (check_fsdp, Place((2, 2))),
+    "fsdp2 of the same ranks": (check_fsdp_of_the_same_ranks, Place((4,))),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("check", "size"),
-    [(check_checkpointing, 3), (check_compiled, 2), (check_low_precision, 2), (check_fsdp, 4)],
-    ids=["checkpointing", "compile", "low precision", "fsdp2"],
+    ("check", "place"),
+    [
+        *(param(place, check, id=name) for name, (check, place) in WITH.items()),
+        *(param(TWO_GPUS, check, id=name) for name, (check, place) in WITH.items() if len(place.shape) == 1),
+    ],
 )
-def test_works_with(pool: Pool, check: Callable[..., None], size: int):
-    pool.check(check, size)
+def test_works_with(processes: Processes, check: Callable[..., None], place: Place):
+    processes.check(place, check)
 
 
 def raises(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
@@ -589,75 +397,21 @@ def raises(error: type[Exception], pattern: str, call: Callable[[], Any]) -> Non
         call()
 
 
-def check_errors(group: dist.ProcessGroup, rank: int) -> None:
-    """Every rank raises, and can go on."""
-
-    def scan(dim: int, batch: int = 2, dtype: torch.dtype = torch.float32, needs_grad: bool = False, **options: Any) -> Any:
-        u = torch.randn(batch, dim, 5 + rank, dtype=dtype, requires_grad=needs_grad)
-        B = torch.randn(batch, 3, 5 + rank, dtype=dtype)
-        A = options.pop("A", -torch.ones(dim, 3, dtype=dtype))
-        return distributed.selective_scan(u, u, A, B, B, group=group, **options)
-
-    # Each call is new on both ranks, so that they compare it.
-    rule = ("zoh", "bilinear")[rank]
-    expected = "same discretization on every rank, got zoh on rank 0 and bilinear on rank 1"
-    raises(ValueError, expected, lambda: scan(1, discretization=rule))
-    expected = r"same u on every rank, got float32 cpu \[2, 2, seqlen\] on rank 0 and float32 cpu \[1, 2, seqlen\] on rank 1"
-    raises(ValueError, expected, lambda: scan(2, batch=2 - rank))
-    expected = r"got float32 cpu \[2, 3, seqlen\] on rank 0 and float64 cpu \[2, 3, seqlen\] on rank 1"
-    raises(ValueError, expected, lambda: scan(3, dtype=(torch.float32, torch.float64)[rank]))
-    expected = r"got float32 cpu \[2, 4, seqlen\], requires_grad on rank 0 and float32 cpu \[2, 4, seqlen\] on rank 1"
-    raises(ValueError, expected, lambda: scan(4, needs_grad=rank == 0))
-    raises(ValueError, "expected A of shape", lambda: scan(5, A=-torch.ones(5 + rank, 3)))
-    raises(ValueError, "unknown discretization 'cubic'", lambda: scan(6, discretization=("cubic", "euler")[rank]))
-
-    def other() -> Any:
-        value = torch.randn(2, 5, 7)
-        return scan(7) if rank == 0 else distributed.linear_scan(value, value, group=group)
-
-    raises(ValueError, "expected the same call on every rank, got selective_scan on rank 0 and linear_scan on rank 1", other)
-    assert torch.isfinite(scan(1)).all()
-
-    x, weight = torch.randn(1, 5 + rank, 4), torch.randn(4, 3)
-    convolve = distributed.causal_conv1d
-
-    def packed(*ends: int) -> Callable[[], Any]:
-        return lambda: convolve(x, weight, cu_seqlens=torch.tensor([0, 3, *ends]), group=group)
-
-    packed(11)()
-    raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
-    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
-    raises(ValueError, "same cu_seqlens on every rank, got int64", packed(*[4, 5][: 1 + rank], 6, 7, 11))
-    raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
-    states = {"initial_state": torch.zeros(1, 4, 2), "cu_seqlens": torch.tensor([0, 3, 11])}
-    raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=group, **states))
-
-    layer = parallelize(layers.Mamba(4, 3, layer_idx=0), group)
+def check_errors(mesh: Mesh) -> None:
+    layer = parallelize(layers.Mamba(4, 3, layer_idx=0), mesh)
     cache = type("Cache", (), {"seqlen_offset": 0, "key_value_memory_dict": {}})()
     raises(ValueError, "no inference_params and no step with context parallelism", lambda: layer(torch.randn(1, 5, 4), cache))
     states = layer.allocate_inference_cache(1, 5)
     raises(ValueError, "no inference_params and no step", lambda: layer.step(torch.randn(1, 1, 4), *states))
     raises(TypeError, "expected a state_dict", lambda: pickle.dumps(layer))
-    gru = parallelize(layers.MinGRU(4, 3), group)
+    gru = parallelize(layers.MinGRU(4, 3), mesh)
     sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))
-    raises(ValueError, "contains layers of ssm_kernels, got Linear", lambda: parallelize(nn.Linear(3, 3), group))
-    expected = "expected a ProcessGroup or a DeviceMesh, got str"
-    raises(TypeError, expected, lambda: distributed.linear_scan(x, x, group="cp"))
+    raises(ValueError, "contains layers of ssm_kernels, got Linear", lambda: parallelize(nn.Linear(3, 3), mesh))
 
 
-def test_errors_are_raised_on_every_rank(pool: Pool):
-    pool.check(check_errors, 2)
-
-
-def test_a_rank_without_steps_passes_states_on(pool: Pool):
-    pool.check(check_empty, 2)
-
-
-def check_empty(group: dist.ProcessGroup, rank: int) -> None:
-    a, state = torch.full((1, 0, 2), 0.5), torch.tensor([[3.0, 4.0]])
-    _, last_state = distributed.linear_scan(a, a, state, return_last_state=True, group=group)
-    assert torch.equal(last_state, state)
+def test_errors_are_raised_on_every_rank(processes: Processes):
+    processes.check(Place((2,)), check_errors)
 
 
 def fail(rank: int, folder: str) -> None:
@@ -665,6 +419,7 @@ def fail(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5)) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",)) for group in groups]
     x = torch.randn(2, 5, 6)
 
     def is_message(call: Callable[[], Any], *parts: str) -> bool:
@@ -679,7 +434,7 @@ def fail(rank: int, folder: str) -> None:
         return is_expected
 
     # Rank 1 alone comes with another batch, after both have made a call.
-    layer = parallelize(layers.Mamba(6, 4), groups[0])
+    layer = parallelize(layers.Mamba(6, 4), meshes[0])
     dist.barrier()
     layer(x)
     changed = "causal_conv1d(x=float32 cpu [1, seqlen, 12]"
@@ -689,7 +444,7 @@ def fail(rank: int, folder: str) -> None:
     are_expected = is_message(lambda: layer(x[:1] if rank == 1 else x), *parts)
 
     # Rank 1 dies.
-    layer = parallelize(layers.Mamba(6, 4), groups[1])
+    layer = parallelize(layers.Mamba(6, 4), meshes[1])
     dist.barrier()
     layer(x)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Tensor parallelism on one to four processes of the CPU: what one process computes, in outputs, states and gradients."""
+"""Tensor parallelism on 1 to 4 ranks, on CPUs and on two GPUs: outputs, states and gradients of one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from process_pool import Case, Mesh, assert_passed, run_cases
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from ssd_helpers import METHODS
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def parallelize(module: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
 def pair(make: Callable[[], nn.Module], mesh: Mesh, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A layer and its copy that is parallel; the copies of the other ranks than 0 have other parameters."""
     torch.manual_seed(0)
-    expected = make()
+    expected = make().to(mesh.device_type)
     actual = copy.deepcopy(expected)
     if mesh.get_local_rank() > 0:
         with torch.no_grad():
@@ -89,8 +89,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def draw(mesh: Mesh, seed: int = 1) -> Tensor:
+    """The same activations on every rank and device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, SEQLEN, D_MODEL, generator=generator, dtype=torch.float64).to(mesh.device_type)
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
@@ -125,7 +127,8 @@ def run(layer: nn.Module, inputs: Tensor, weights: Tensor, **arguments: Any) -> 
 
 def check_layer(make: Callable[[], nn.Module], mesh: Mesh, **arguments: Any) -> None:
     expected, actual = pair(make, mesh)
-    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    x, weights = draw(mesh), draw(mesh, 2)
+    arguments = {name: value.to(mesh.device_type) for name, value in arguments.items()}
     if "cu_seqlens" in arguments:
         x, weights = x[:1], weights[:1]
     for wanted, got, name in zip(
@@ -146,7 +149,7 @@ def own(tensor: Tensor, axis: int, mesh: Mesh) -> Tensor:
 def check_generation(make: Callable[[], nn.Module], mesh: Mesh) -> None:
     """A prompt, steps and a longer continuation from the cache; each rank has its part of the states."""
     expected, actual = pair(make, mesh)
-    x = draw(BATCH, SEQLEN, D_MODEL)
+    x = draw(mesh)
     caches = [SimpleNamespace(seqlen_offset=0, key_value_memory_dict={}) for _ in range(2)]
     for begin, end in ((0, 5), (5, 6), (6, 7), (7, SEQLEN)):
         outputs = []
@@ -163,7 +166,7 @@ def check_generation(make: Callable[[], nn.Module], mesh: Mesh) -> None:
 
 def check_sequence_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
     expected, actual = pair(make, mesh, sequence_parallel=True)
-    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    x, weights = draw(mesh), draw(mesh, 2)
     wanted = run(expected, x, weights)
     for got, value in zip(run(actual, own(x, 1, mesh), own(weights, 1, mesh)), wanted, strict=True):
         assert_close(got, own(value, 1, mesh), "out, grad_x")
@@ -174,10 +177,10 @@ def check_low_precision(make: Callable[..., nn.Module], mesh: Mesh) -> None:
     """Autocast: the parallel layer is as near to float64 as the layer is."""
     expected, actual = pair(partial(make, dtype=torch.float32), mesh)
     exact = copy.deepcopy(expected).double()
-    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    x, weights = draw(mesh), draw(mesh, 2)
     results = [run(exact, x, weights)]
     for layer in (expected, actual):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(mesh.device_type, torch.bfloat16):
             inputs = x.float().requires_grad_()
             out = layer(inputs)
         assert out.dtype == torch.bfloat16
@@ -192,7 +195,7 @@ def check_bfloat16(make: Callable[..., nn.Module], mesh: Mesh) -> None:
     """Layers whose parameters are bfloat16: the parallel layer is as near to float64 as the layer is."""
     expected, actual = pair(lambda: make(dtype=torch.float32).bfloat16(), mesh)
     exact = copy.deepcopy(expected).double()
-    x, weights = (draw(BATCH, SEQLEN, D_MODEL, seed=seed).bfloat16() for seed in (1, 2))
+    x, weights = (draw(mesh, seed).bfloat16() for seed in (1, 2))
     results = [run(exact, x.double(), weights.double()), run(expected, x, weights), run(actual, x, weights)]
     for truth, plain, parallel in zip(*results, strict=True):
         error, bound = ((value.double() - truth).norm() / truth.norm() for value in (parallel, plain))
@@ -203,7 +206,7 @@ def check_same_bits(mesh: Mesh) -> None:
     results = []
     for _ in range(2):
         _, layer = pair(mamba2, mesh)
-        results.append((*run(layer, draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)), layer))
+        results.append((*run(layer, draw(mesh), draw(mesh, 2)), layer))
     for first, second in zip(results[0][:2], results[1][:2], strict=True):
         assert torch.equal(first, second)
     for first, second in zip(results[0][2].parameters(), results[1][2].parameters(), strict=True):
@@ -214,7 +217,7 @@ def check_checkpointing(mesh: Mesh) -> None:
     from torch.utils.checkpoint import checkpoint
 
     expected, actual = pair(mamba2, mesh)
-    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    x, weights = draw(mesh), draw(mesh, 2)
     wanted = run(expected, x, weights)
     got = run(lambda inputs: checkpoint(actual, inputs, use_reentrant=False), x, weights)
     assert_close(got[1], wanted[1], "grad_x")
@@ -223,7 +226,7 @@ def check_checkpointing(mesh: Mesh) -> None:
 
 def check_compilation(mesh: Mesh) -> None:
     expected, actual = pair(mamba2, mesh)
-    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    x, weights = draw(mesh), draw(mesh, 2)
     wanted = run(expected, x, weights)
     got = run(torch.compile(actual, backend="aot_eager", fullgraph=True), x, weights)
     for value, truth in zip(got, wanted, strict=True):
@@ -262,7 +265,7 @@ def check_collectives(
     that do not grow with the steps.
     """
     _, layer = pair(make, mesh)
-    x = draw(BATCH, SEQLEN, D_MODEL).requires_grad_()
+    x = draw(mesh).requires_grad_()
     out, counts, numbers = record_collectives(mesh, lambda: layer(x))
     wanted = Counter(all_reduce=forward[0]), BATCH * SEQLEN * forward[1]
     assert (counts, numbers) == wanted, (counts, numbers, wanted)
@@ -274,7 +277,7 @@ def check_collectives(
 def check_sequence_parallel_collectives(mesh: Mesh) -> None:
     """An all-gather and a reduce-scatter of the same numbers take the place of an all-reduce."""
     _, layer = pair(mamba, mesh, sequence_parallel=True)
-    x = own(draw(BATCH, SEQLEN, D_MODEL), 1, mesh).requires_grad_()
+    x = own(draw(mesh), 1, mesh).requires_grad_()
     inner = RANK + 2 * DSTATE
     wanted = Counter(all_gather_into_tensor=1, reduce_scatter_tensor=1, all_reduce=1)
     out, counts, numbers = record_collectives(mesh, lambda: layer(x))
@@ -286,7 +289,7 @@ def check_sequence_parallel_collectives(mesh: Mesh) -> None:
 def check_one_rank(mesh: Mesh) -> None:
     for make in (mamba, mamba2):
         _, layer = pair(make, mesh)
-        x = draw(BATCH, SEQLEN, D_MODEL).requires_grad_()
+        x = draw(mesh).requires_grad_()
         assert record_collectives(mesh, lambda layer=layer, x=x: layer(x).sum().backward())[1].total() == 0
 
 
@@ -301,8 +304,8 @@ def language_model(mixer: str, **fields: Any) -> MambaLM:
     return MambaLM(MambaConfig(**options), {"initializer_range": 1.0}, dtype=torch.float64)
 
 
-def tokens_of(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+def tokens_of(mesh: Mesh, *shape: int) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -314,7 +317,7 @@ def check_model(make: Callable[[], MambaLM], mesh: Mesh, **options: Any) -> None
 
     expected, actual = pair(make, mesh, **options)
     assert (actual.lm_head.weight is actual.backbone.embedding.weight) == actual.config.tie_embeddings
-    tokens = tokens_of(BATCH, SEQLEN + 1)
+    tokens = tokens_of(mesh, BATCH, SEQLEN + 1)
     wanted = loss_of(expected, tokens)
     wanted.backward()
     if options.get("gather_logits", True):
@@ -337,7 +340,7 @@ def check_model_generation(make: Callable[[], MambaLM], mesh: Mesh) -> None:
     import torch.distributed as dist
 
     expected, actual = pair(make, mesh)
-    prompt = tokens_of(BATCH, 4)
+    prompt = tokens_of(mesh, BATCH, 4)
     greedy = expected.generate(prompt, max_new_tokens=6, temperature=0)
     assert torch.equal(actual.generate(prompt, max_new_tokens=6, temperature=0), greedy)
     torch.manual_seed(mesh.get_rank())
@@ -345,7 +348,7 @@ def check_model_generation(make: Callable[[], MambaLM], mesh: Mesh) -> None:
     of_ranks = [torch.empty_like(drawn) for _ in range(mesh.size())]
     dist.all_gather(of_ranks, drawn, group=mesh.get_group())
     assert all(torch.equal(tokens, drawn) for tokens in of_ranks)
-    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    generators = [torch.Generator(mesh.device_type).manual_seed(3) for _ in range(2)]
     sampled = [model.generate(prompt, 10, generator=g) for model, g in zip((expected, actual), generators, strict=True)]
     assert torch.equal(*sampled)
 
@@ -354,11 +357,11 @@ def check_fsdp(mixer: str, mesh: Mesh) -> None:
     """FSDP2 on one dimension of the mesh and tensor parallelism on the other; the batch is divided over the first."""
     from torch.distributed.fsdp import fully_shard
 
-    expected, actual = pair(partial(language_model, mixer, d_intermediate=20), mesh["tensor"])
+    expected, actual = pair(partial(language_model, mixer, d_intermediate=20), mesh["model"])
     for layer in actual.backbone.layers:
         fully_shard(layer, mesh=mesh["data"])
     fully_shard(actual, mesh=mesh["data"])
-    tokens = tokens_of(2 * BATCH, SEQLEN + 1)
+    tokens = tokens_of(mesh, 2 * BATCH, SEQLEN + 1)
     for _ in range(2):
         loss_of(expected, tokens).backward()
         loss_of(actual, own(tokens, 0, mesh["data"])).backward()
@@ -371,7 +374,7 @@ def check_fsdp(mixer: str, mesh: Mesh) -> None:
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
         assert_close(whole(state[name]), value, name)
-    generated = [model.generate(tokens_of(BATCH, 4), 8, temperature=0) for model in (expected, actual)]
+    generated = [model.generate(tokens_of(mesh, BATCH, 4), 8, temperature=0) for model in (expected, actual)]
     assert torch.equal(*generated)
 
 
@@ -383,7 +386,7 @@ def cut_sequences_and_channels(layer: nn.Module, mesh: Mesh) -> nn.Module:
 
     from ssm_kernels.distributed import ContextParallel
 
-    return parallelize(parallelize_module(layer, mesh["data"], ContextParallel()), mesh["tensor"])
+    return parallelize(parallelize_module(layer, mesh["data"], ContextParallel()), mesh["model"])
 
 
 def check_context_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
@@ -391,7 +394,7 @@ def check_context_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
     torch.manual_seed(0)
     expected = make()
     actual = cut_sequences_and_channels(copy.deepcopy(expected), mesh)
-    inputs, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    inputs, weights = draw(mesh), draw(mesh, 2)
     out, grad = run(expected, inputs, weights)
     span = slice(SEQLEN // 3) if mesh["data"].get_local_rank() == 0 else slice(SEQLEN // 3, SEQLEN)
     own_out, own_grad = run(actual, inputs[:, span], weights[:, span])
@@ -407,7 +410,7 @@ def check_context_parallel_refuses(mesh: Mesh) -> None:
     torch.manual_seed(0)
     layer = cut_sequences_and_channels(mamba2(norm_before_gate=True), mesh)
     with pytest.raises(ValueError, match="expected no context parallelism together with norm_before_gate"):
-        layer(draw(BATCH, SEQLEN, D_MODEL))
+        layer(draw(mesh))
 
 
 def check_errors(mesh: Mesh) -> None:
@@ -449,16 +452,16 @@ def check_errors(mesh: Mesh) -> None:
         layer.load_state_dict({"in_proj.weight": state["in_proj.weight"]}, strict=False)
     spans = apply(language_model("Mamba"), sequence_parallel=True)
     with pytest.raises(ValueError, match="expected a seqlen that is a multiple of the 3 ranks with sequence_parallel, got 4"):
-        spans(tokens_of(1, 4))
+        spans(tokens_of(mesh, 1, 4))
     with pytest.raises(ValueError, match="MambaLM: expected num_last_tokens 0 with sequence_parallel, got 1"):
-        spans(tokens_of(1, 3), num_last_tokens=1)
+        spans(tokens_of(mesh, 1, 3), num_last_tokens=1)
     mixer = spans.backbone.layers[0].mixer
     with pytest.raises(ValueError, match=r"expected \(batch, seqlen, channels\) with sequence_parallel, which cannot cut one"):
-        mixer.step(draw(1, 1, D_MODEL), *mixer.allocate_inference_cache(1, 1))
+        mixer.step(draw(mesh)[:1, :1], *mixer.allocate_inference_cache(1, 1))
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected a model without sequence_parallel"):
-        spans.generate(tokens_of(1, 3), 4)
+        spans.generate(tokens_of(mesh, 1, 3), 4)
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected no cg with tensor parallelism"):
-        apply(language_model("Mamba")).generate(tokens_of(1, 3), 4, cg=True)
+        apply(language_model("Mamba")).generate(tokens_of(mesh, 1, 3), 4, cg=True)
     assert parallelize_module(nn.Module(), mesh, {}) is not None
 
 
@@ -479,6 +482,13 @@ def check_ranks_that_differ(mesh: Mesh) -> None:
 def check_mesh_of_two_dimensions(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="TensorParallel: expected a mesh of one dimension, got 2"):
         parallelize(mamba(), mesh)
+
+
+class Case(NamedTuple):
+    """A check, and the shape of the mesh that it gets."""
+
+    shape: tuple[int, ...]
+    check: Callable[[Mesh], None]
 
 
 PACKING = {
@@ -556,12 +566,29 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_cases(__name__, tmp_path_factory.mktemp("processes"))
+# A selection of each kind, for two GPUs.
+ON_GPUS = (
+    *("Mamba, zoh, 2", "Mamba, bilinear, 2", "Mamba2, zoh, 2", "Mamba2, 2 groups, 2", "Mamba2, 2 groups, norm before gate, 2"),
+    *("Mamba2, an MLP beside, 2", "GatedMLP, 2", "generation, Mamba, bilinear, 2", "generation, Mamba2, 1 groups, 2"),
+    *("sequence parallel, Mamba, biases, 2", "sequence parallel, Mamba2, 1 groups, 2", "autocast, Mamba", "autocast, Mamba2"),
+    *("bfloat16, Mamba", "bfloat16, Mamba2", "activation checkpointing", "compilation", "collectives, Mamba"),
+    *("collectives, Mamba2 with one group", "collectives, sequence parallel", "MambaLM, Mamba, 2", "MambaLM, Mamba2, 2"),
+    *("MambaLM, loss parallel", "MambaLM, sequence parallel, 2"),
+)
+
+
+def run_case(mesh: Mesh, name: str) -> None:
+    CASES[name].check(mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_are_one_process(name: str, results: dict[str, list[str]]) -> None:
-    assert_passed(results, name)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *(param(Place(case.shape), name, id=name) for name, case in CASES.items()),
+        *(param(TWO_GPUS, name, id=name) for name in ON_GPUS),
+    ],
+)
+def test_ranks_are_one_process(processes: Processes, name: str, place: Place) -> None:
+    assert CASES[name].shape == place.shape
+    processes.check(place, run_case, name)

@@ -1,22 +1,16 @@
-"""MambaLM on two processes of the CPU, under DistributedDataParallel and fully_shard, is MambaLM on one."""
+"""MambaLM on two ranks, CPUs or GPUs, under DistributedDataParallel and fully_shard, is MambaLM on one."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from model_helpers import MIXERS, make_model, make_tokens
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from torch import Tensor
-
-PROCESSES = 2
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -28,17 +22,15 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def work(rank: int, folder: str) -> None:
-    """One process: each has half of a batch, whose gradients are averaged."""
+def check(mesh: Mesh) -> None:
+    """Each rank has half of a batch, whose gradients are averaged."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
-    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
-    tokens = make_tokens(2 * PROCESSES, 10)
+    rank, device = mesh.get_local_rank(), mesh.device_type
+    tokens = make_tokens(2 * mesh.size(), 10, device=device)
     for mixer in MIXERS:
-        model = make_model(mixer, d_intermediate=20)
-        data_parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        model = make_model(mixer, device, d_intermediate=20)
+        data_parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=mesh.get_group())
         sharded = copy.deepcopy(model)
         for layer in sharded.backbone.layers:
             fully_shard(layer, mesh=mesh)
@@ -57,18 +49,11 @@ def work(rank: int, folder: str) -> None:
                 for parameter in (*model.parameters(), *data_parallel.parameters(), *sharded.parameters()):
                     parameter.sub_(parameter.grad, alpha=0.1)
                     parameter.grad = None
-        expected = model.generate(tokens[:, :3], max_new_tokens=5, temperature=0)
-        assert torch.equal(sharded.generate(tokens[:, :3], max_new_tokens=5, temperature=0), expected)
-    dist.barrier()
-    dist.destroy_process_group()
-    # DistributedDataParallel and fully_shard keep the group, and with it gloo's threads, alive. Where the interpreter ends
-    # before them, the process sometimes aborts.
-    sys.stdout.flush()
-    os._exit(0)
+        expected = model.generate(tokens[:, :3], max_new_tokens=5, temperature=0, cg=False)
+        assert torch.equal(sharded.generate(tokens[:, :3], max_new_tokens=5, temperature=0, cg=False), expected)
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(tmp_path: Path):
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
-    mp.start_processes(work, (str(tmp_path),), PROCESSES, start_method="spawn")
+@pytest.mark.parametrize("place", [param(Place((2,))), param(TWO_GPUS)])
+def test_two_ranks_are_one(processes: Processes, place: Place):
+    processes.check(place, check)

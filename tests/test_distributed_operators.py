@@ -1,0 +1,282 @@
+"""Operators over 1 to 4 ranks, on CPUs and on two GPUs: outputs, states and gradients of one process; errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_helpers import (
+    CU_SEQLENS,
+    SEQLEN,
+    close,
+    cu_seqlens_of,
+    generator,
+    over_places,
+    own_span,
+    packings,
+    random_flags,
+)
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param
+from torch import Tensor
+
+import ssm_kernels
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from ssm_kernels import distributed
+
+RECURRENCES = {
+    "linear_scan": ("a", "b"),
+    "mingru_scan": ("gate", "candidate"),
+    "minlstm_scan": ("forget", "input", "candidate"),
+    "liquid_scan": ("candidate", "tau", "dt"),
+    "rglru_scan": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
+    "hgrn_scan": ("log_gate", "x"),
+    "elu_gru_scan": ("gate", "candidate"),
+    "diag_linear_scan": ("gate", "x"),
+}
+
+
+def compare(
+    mesh: Mesh,
+    name: str,
+    inputs: Mapping[str, Tensor],
+    of_steps: Mapping[str, int],
+    axis: int,
+    options: Mapping[str, Any],
+    state: str | None,
+) -> None:
+    """Compares the operator ``name`` over the ranks of a mesh with the one of ``ssm_kernels``.
+
+    Args:
+        inputs: differentiable, of the whole sequence.
+        of_steps: the axis of time of the inputs and options that have one.
+        axis: the axis of time of the result.
+        options: other arguments.
+        state: the flag that asks for the last state, if that is compared too.
+    """
+    rank, size, own = mesh.get_local_rank(), mesh.size(), own_span(mesh)
+
+    def cut(name: str, value: Any) -> Any:
+        if name not in of_steps:
+            return value
+        return value.narrow(of_steps[name], own.start, own.stop - own.start)
+
+    flags = {} if state is None else {state: True}
+    whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    results = getattr(ssm_kernels, name)(**whole, **options, **flags)
+    random = generator(mesh, 1)
+    factors = [random(*result.shape) for result in (results if state else (results,))]
+    expected = results if state else (results,)
+    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
+
+    runs = []
+    for _ in range(2):
+        local = {name: cut(name, value).clone().requires_grad_() for name, value in inputs.items()}
+        own_options = {name: cut(name, value) for name, value in options.items()}
+        results = getattr(distributed, name)(**local, **own_options, **flags, group=mesh)
+        actual = results if state else (results,)
+        # Every rank returns the last state, and its share of the loss reads a part of it.
+        loss = (actual[0] * factors[0].narrow(axis, own.start, own.stop - own.start)).sum()
+        if state:
+            loss = loss + (actual[1] * factors[1]).sum() * (rank + 1) / (size * (size + 1) / 2)
+        loss.backward()
+        runs.append([*actual, *(value.grad for value in local.values())])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True)), f"{name}: other bits in a second run"
+
+    close(actual[0], expected[0].narrow(axis, own.start, own.stop - own.start), f"{name}, {size} ranks, result")
+    if state:
+        close(actual[1], expected[1], f"{name}, {size} ranks, {state}")
+    for key, value in local.items():
+        gradient = value.grad
+        if key not in of_steps:
+            dist.all_reduce(gradient, group=mesh.get_group())
+        close(gradient, cut(key, whole[key].grad), f"{name}, {size} ranks, {options}, gradient of {key}")
+
+
+def check_selective_scan(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
+    batch, dim, dstate = 2, 4, 3
+    steps = random(batch, dim, SEQLEN)
+    inputs = {
+        "u": steps,
+        "delta": random(batch, dim, SEQLEN),
+        "A": -random(dim, dstate).abs() - 0.1,
+        "B": random(batch, 2, dstate, SEQLEN),
+        "C": random(batch, dstate, SEQLEN),
+        "D": random(dim),
+        "z": random(batch, dim, SEQLEN),
+        "delta_bias": random(dim),
+        "initial_state": random(batch, dim, dstate),
+    }
+    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2, "seq_idx": 1}
+    for discretization in ssm_kernels.discretizations:
+        options = {"discretization": discretization, "delta_softplus": True}
+        compare(mesh, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
+    for packing in packings(mesh, batch).values():
+        compare(mesh, "selective_scan", inputs, of_steps, 2, {"delta_softplus": True} | packing, "return_last_state")
+    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_state"}
+    packed = {"cu_seqlens": cu_seqlens_of(mesh)}
+    for packing in (packed, packed | packings(mesh, 1)["random"]):
+        compare(mesh, "selective_scan", row, of_steps, 2, {"discretization": "bilinear"} | packing, None)
+    few = {name: inputs[name] for name in ("u", "delta", "A", "C")} | {"B": random(dim, dstate)}
+    compare(mesh, "selective_scan", few, {"u": 2, "delta": 2, "C": 2}, 2, {}, None)
+
+
+def check_ssd_chunk_scan(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
+    batch, heads, headdim, groups, dstate = 2, 4, 3, 2, 5
+    inputs = {
+        "x": random(batch, SEQLEN, heads, headdim),
+        "dt": random(batch, SEQLEN, heads),
+        "A": -random(heads).abs(),
+        "B": random(batch, SEQLEN, groups, dstate),
+        "C": random(batch, SEQLEN, groups, dstate),
+        "D": random(heads, headdim),
+        "z": random(batch, SEQLEN, heads, headdim),
+        "dt_bias": random(heads),
+        "initial_states": random(batch, heads, headdim, dstate),
+    }
+    of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+    step_sizes = {"dt_softplus": True, "dt_limit": (0.2, 1.0)}
+    for discretization in ("zoh", "zoh_exact", "poly", "highorder", "rk4"):
+        options = step_sizes | {"discretization": discretization}
+        compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, options, "return_final_states")
+    for packing in packings(mesh, batch).values():
+        compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, step_sizes | packing, "return_final_states")
+    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_states"}
+    packed = {"cu_seqlens": cu_seqlens_of(mesh)}
+    for packing in (packed, packed | packings(mesh, 1)["random"]):
+        compare(mesh, "ssd_chunk_scan", row, of_steps, 1, step_sizes | packing, None)
+
+
+def check_causal_conv1d(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
+    batch, channels = 2, 5
+    of_steps = {"x": 1, "seq_idx": 1}
+    for width in (1, 2, 4, 7):
+        inputs = {"x": random(batch, SEQLEN, channels), "weight": random(channels, width), "bias": random(channels)}
+        state = {"initial_state": random(batch, channels, width - 1)}
+        for packing in packings(mesh, batch).values():
+            options = {"activation": "silu"} | packing
+            compare(mesh, "causal_conv1d", inputs | state, of_steps, 1, options, "return_final_state")
+        row = inputs | {"x": inputs["x"][:1]}
+        packed = {"cu_seqlens": cu_seqlens_of(mesh, torch.int32)}
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            compare(mesh, "causal_conv1d", row, of_steps, 1, packing, None)
+
+
+def check_recurrences(mesh: Mesh) -> None:
+    batch, channels = 2, 3
+    for name, names in RECURRENCES.items():
+        random = generator(mesh, 0)
+        inputs = {key: random(batch, SEQLEN, channels) for key in names}
+        positive = {"a": "a", "log_gate": "log_gate"}
+        inputs |= {
+            key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs
+        }
+        if name == "liquid_scan":
+            inputs |= {"tau": random(channels).abs() + 0.5, "dt": random(batch, SEQLEN, 1).abs()}
+        if name == "rglru_scan":
+            inputs["recurrent_param"] = random(channels)
+        of_steps = {key: 1 for key, value in inputs.items() if value.dim() == 3} | {"reset": 1}
+        reset = random_flags(mesh, batch, 0.15)
+        activations = ("g", "tanh") if name == "mingru_scan" else ()
+        settings = [{}, {"reset": reset}, *({"candidate_activation": activation} for activation in activations)]
+        if name == "mingru_scan":
+            settings.append({"gate_is_logit": False})
+        for reverse in (False, True):
+            state = {"h0": random(batch, channels)}
+            for options in settings:
+                compare(mesh, name, inputs | state, of_steps, 1, options | {"reverse": reverse}, "return_last_state")
+            row = {key: value[:1] if key in of_steps else value for key, value in inputs.items()}
+            row["h0"] = random(len(CU_SEQLENS) - 1, channels)
+            packed = {"cu_seqlens": cu_seqlens_of(mesh), "reverse": reverse}
+            compare(mesh, name, row, of_steps, 1, packed, "return_last_state")
+
+
+CHECKS = {
+    "selective_scan": check_selective_scan,
+    "ssd_chunk_scan": check_ssd_chunk_scan,
+    "causal_conv1d": check_causal_conv1d,
+    "recurrences": check_recurrences,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "place"), over_places(CHECKS))
+def test_ranks_are_one_process(processes: Processes, check: Callable[..., None], place: Place):
+    processes.check(place, check)
+
+
+def raises(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def check_errors(mesh: Mesh) -> None:
+    """Every rank raises, and can go on."""
+    rank, device = mesh.get_local_rank(), mesh.device_type
+
+    def scan(dim: int, batch: int = 2, dtype: torch.dtype = torch.float32, needs_grad: bool = False, **options: Any) -> Any:
+        u = torch.randn(batch, dim, 5 + rank, dtype=dtype, device=device, requires_grad=needs_grad)
+        B = torch.randn(batch, 3, 5 + rank, dtype=dtype, device=device)
+        A = options.pop("A", -torch.ones(dim, 3, dtype=dtype, device=device))
+        return distributed.selective_scan(u, u, A, B, B, group=mesh, **options)
+
+    # Each call is new on both ranks, so that they compare it.
+    rule = ("zoh", "bilinear")[rank]
+    expected = "same discretization on every rank, got zoh on rank 0 and bilinear on rank 1"
+    raises(ValueError, expected, lambda: scan(1, discretization=rule))
+    single, double = f"float32 {device}", f"float64 {device}"
+    expected = rf"same u on every rank, got {single} \[2, 2, seqlen\] on rank 0 and {single} \[1, 2, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(2, batch=2 - rank))
+    expected = rf"got {single} \[2, 3, seqlen\] on rank 0 and {double} \[2, 3, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(3, dtype=(torch.float32, torch.float64)[rank]))
+    expected = rf"got {single} \[2, 4, seqlen\], requires_grad on rank 0 and {single} \[2, 4, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(4, needs_grad=rank == 0))
+    raises(ValueError, "expected A of shape", lambda: scan(5, A=-torch.ones(5 + rank, 3, device=device)))
+    raises(ValueError, "unknown discretization 'cubic'", lambda: scan(6, discretization=("cubic", "euler")[rank]))
+
+    def other() -> Any:
+        value = torch.randn(2, 5, 7, device=device)
+        return scan(7) if rank == 0 else distributed.linear_scan(value, value, group=mesh)
+
+    raises(ValueError, "expected the same call on every rank, got selective_scan on rank 0 and linear_scan on rank 1", other)
+    assert torch.isfinite(scan(1)).all()
+
+    x, weight = torch.randn(1, 5 + rank, 4, device=device), torch.randn(4, 3, device=device)
+    convolve = distributed.causal_conv1d
+
+    def packed(*ends: int) -> Callable[[], Any]:
+        return lambda: convolve(x, weight, cu_seqlens=torch.tensor([0, 3, *ends], device=device), group=mesh)
+
+    packed(11)()
+    raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
+    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
+    raises(ValueError, "same cu_seqlens on every rank, got int64", packed(*[4, 5][: 1 + rank], 6, 7, 11))
+    raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
+    states = {"initial_state": torch.zeros(1, 4, 2, device=device), "cu_seqlens": torch.tensor([0, 3, 11], device=device)}
+    raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=mesh, **states))
+
+    expected = "expected a ProcessGroup or a DeviceMesh, got str"
+    raises(TypeError, expected, lambda: distributed.linear_scan(x, x, group="cp"))
+
+
+@pytest.mark.parametrize("place", [param(Place((2,))), param(TWO_GPUS)])
+def test_errors_are_raised_on_every_rank(processes: Processes, place: Place):
+    processes.check(place, check_errors)
+
+
+def test_a_rank_without_steps_passes_states_on(processes: Processes):
+    processes.check(Place((2,)), check_empty)
+
+
+def check_empty(mesh: Mesh) -> None:
+    a, state = torch.full((1, 0, 2), 0.5), torch.tensor([[3.0, 4.0]])
+    _, last_state = distributed.linear_scan(a, a, state, return_last_state=True, group=mesh)
+    assert torch.equal(last_state, state)
