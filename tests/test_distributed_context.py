@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
+import math
 import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
-from ssm_kernels.distributed import ContextParallel, sum_gradients
+from ssm_kernels.distributed import ContextParallel, _agreement, _packing, sum_gradients
 
 SEQLEN = 23
 # The steps of each rank: fewer than a convolution's halo, none, and as many as a rank likes.
@@ -433,13 +436,13 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
         model(make_tokens(1, 5 + rank), cu_seqlens=ends)
     assert len(forward.sent) == 2 + 2 * 2
 
-    # Gradients are added in buckets.
+    # Gradients are added in buckets, with a number for each parameter.
     layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double())
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     with Collectives() as sums:
         sum_gradients(layer, group)
-    assert sums.sent == [("all_reduce", 20 * 4), ("all_reduce", 12 * 8)]
+    assert sums.sent == [("all_reduce", (20 + 2) * 4), ("all_reduce", (12 + 2) * 8)]
     assert all((parameter.grad == 1 + 2 + 3).all() for parameter in layer.parameters())
 
     # Nothing before the scan needs a gradient, and so no rank sends one.
@@ -627,7 +630,7 @@ def check_errors(group: dist.ProcessGroup, rank: int) -> None:
     packed(11)()
     raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
     raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
-    raises(ValueError, "same cu_seqlens on every rank, got int64", packed(*[4, 5][: 1 + rank], 6, 7, 11))
+    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(*[4, 5][: 1 + rank], 6, 7, 11))
     raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
     states = {"initial_state": torch.zeros(1, 4, 2), "cu_seqlens": torch.tensor([0, 3, 11])}
     raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=group, **states))
@@ -638,6 +641,10 @@ def check_errors(group: dist.ProcessGroup, rank: int) -> None:
     states = layer.allocate_inference_cache(1, 5)
     raises(ValueError, "no inference_params and no step", lambda: layer.step(torch.randn(1, 1, 4), *states))
     raises(TypeError, "expected a state_dict", lambda: pickle.dumps(layer))
+    gru = parallelize(layers.MinGRU(4, 3, bidirectional=True, batch_first=True), group)
+    x, reset = torch.randn(1 + rank, 5, 4), torch.zeros(1 + rank, 5, dtype=torch.bool)
+    expected = r"same reset on every rank, got bool cpu \[1, seqlen\] on rank 0 and bool cpu \[2, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: gru(x, reset=reset))
     gru = parallelize(layers.MinGRU(4, 3), group)
     sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))
@@ -704,3 +711,99 @@ def test_no_rank_hangs(tmp_path: Path):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 3]
+
+
+def check_drops(group: dist.ProcessGroup, rank: int) -> None:
+    """What a reset or a new sequence drops leaves no trace in later steps, nor their gradients in earlier ones."""
+    steps, own, axes = torch.arange(12)[None], slice(4 * rank, 4 * rank + 4), (1, 12, 2)
+
+    def run(name: str, place: int, bad: float, bad_gradient: float) -> list[Tensor]:
+        """Output and gradients of a scan that starts anew at the step ``place``."""
+        x, decay, factor = torch.ones(axes), torch.full(axes, 0.5), torch.ones(axes)
+        x[:, 1 if place > 4 else 0], factor[:, 10] = bad if place > 2 else 1, bad_gradient
+        initial, seq_idx = torch.full((1, 2, 1), float(bad)), (steps >= place).long()[:, own]
+        x, decay = (value[:, own].clone().requires_grad_() for value in (x, decay))
+        ones = torch.ones(1, 4, 1)
+        if name == "linear_scan":
+            out = distributed.linear_scan(decay, x, reset=(steps == place)[:, own], group=group)
+        elif name == "selective_scan":
+            u, delta, B = (value.transpose(1, 2) for value in (x, decay, ones))
+            options = {"initial_state": initial, "seq_idx": seq_idx, "group": group}
+            out = distributed.selective_scan(u, delta, -torch.ones(2, 1), B, B, **options).transpose(1, 2)
+        else:
+            B, options = ones[..., None], {"initial_states": initial[..., None], "seq_idx": seq_idx, "group": group}
+            out = distributed.ssd_chunk_scan(x[..., None], decay, -torch.ones(2), B, B, **options)[..., 0]
+        (out * factor[:, own]).sum().backward()
+        # On one process the gradients of dt in a chunk of ssd_chunk_scan share the NaN of one of its steps.
+        return [out.detach(), x.grad] if name == "ssd_chunk_scan" else [out.detach(), x.grad, decay.grad]
+
+    for name in ("linear_scan", "selective_scan", "ssd_chunk_scan"):
+        for place in (2, 4, 6, 8):
+            finite, later, earlier = run(name, place, 1, 1), run(name, place, math.inf, 1), run(name, place, 1, math.inf)
+            for value, wanted in zip(later, finite, strict=True):
+                new = (steps >= place)[:, own].expand_as(value[..., 0])
+                assert torch.equal(value[new], wanted[new]), (name, place, "later steps")
+            for value, wanted in zip(earlier, finite, strict=True):
+                old = (steps < place)[:, own].expand_as(value[..., 0])
+                assert torch.equal(value[old], wanted[old]), (name, place, "earlier steps")
+
+
+def test_dropped_states_leave_no_trace(pool: Pool):
+    pool.check(check_drops, 3)
+
+
+def check_absent_gradients(group: dist.ProcessGroup, rank: int) -> None:
+    """A rank without a gradient gets the sum of the others'; where no rank has one there is none."""
+    layer = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("all", "some", "none", "frozen")})
+    layer["frozen"].requires_grad_(False)
+    for name, ranks in (("all", (0, 1, 2)), ("some", (1, 2))):
+        if rank in ranks:
+            layer[name].weight.grad = torch.full((1, 2), rank + 1.0)
+    sum_gradients(layer, group)
+    gradients = {name: None if part.weight.grad is None else part.weight.grad.tolist() for name, part in layer.items()}
+    assert gradients == {"all": [[6.0, 6.0]], "some": [[5.0, 5.0]], "none": None, "frozen": None}
+
+
+def test_sum_of_absent_gradients(pool: Pool):
+    pool.check(check_absent_gradients, 3)
+
+
+def check_comparisons(group: dist.ProcessGroup, rank: int) -> None:
+    """A new call costs 2 * ranks - 1 reads of the store, and another number of packed sequences none."""
+    reads = [0]
+
+    class Counting:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                reads[0] += {"get": 1, "multi_get": len(args[0])}.get(name, 0)
+                return getattr(self.store, name)(*args)
+
+            return call
+
+    whole = _agreement._store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_agreement, "_store", lambda group: (Counting(whole(group)[0]), whole(group)[1]))
+        # A later group of the same name has agreed on nothing.
+        fresh = dist.new_group([*range(dist.get_world_size(group))], use_local_synchronization=True)
+        states = weakref.ref(fresh)
+        x, seqlen = torch.randn(1, 3 + rank, 2), sum(range(3, 3 + dist.get_world_size(group)))
+        for ends in ((5, seqlen), (2, 4, 6, seqlen), (seqlen,)):
+            cu_seqlens, h0 = torch.tensor([0, *ends]), torch.randn(len(ends), 2)
+            distributed.linear_scan(x, x, h0, cu_seqlens=cu_seqlens, group=fresh)
+            distributed.causal_conv1d(x, torch.ones(2, 3), cu_seqlens=cu_seqlens, group=fresh)
+        total = torch.tensor(reads)
+        dist.all_reduce(total, group=fresh)
+        assert total.item() == 2 * (2 * dist.get_world_size(group) - 1)
+        assert fresh in _agreement._histories and fresh in _packing._latest
+        dist.destroy_process_group(fresh)
+        known = len(_agreement._histories), len(_packing._latest)
+        del fresh
+        gc.collect()
+        assert states() is None and known == (len(_agreement._histories) + 1, len(_packing._latest) + 1)
+
+
+def test_comparisons_of_ranks(pool: Pool):
+    pool.check(check_comparisons, 4)
