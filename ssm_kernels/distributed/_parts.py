@@ -144,6 +144,8 @@ def local_of(parameter: Tensor | None) -> Tensor | None:
 class Local(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
+    _gradient_mesh: DeviceMesh | None  # over which gradients are summed that each rank has a part of
+
     def reset_parameters(self) -> None:
         raise NotImplementedError(
             f"{type(self).__name__}: expected parameters to be initialized before TensorParallel distributes them"
@@ -170,16 +172,27 @@ def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] 
         attributes: the parameters whose attributes are this rank's shards.
         sums: the mesh over which their gradients are summed.
     """
+    key = (mixin, type(module), tuple(attributes))
+    if key not in _derived:
+        _derived[key] = _derive(*key)
+    module.__class__ = _derived[key]
+    if isinstance(module, Local):
+        module._gradient_mesh = sums
 
+
+# One class for all layers of a kind: the compiler compiles the code of each class anew.
+_derived: dict[tuple[type[nn.Module], type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _derive(mixin: type[nn.Module], own: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     def reader(name: str) -> property:
-        def read(self: nn.Module) -> Tensor | None:
-            local = local_of(self._parameters[name])
-            return local if local is None or sums is None else sum_gradients([local], sums)[0]
+        def read(self: Local) -> Tensor | None:
+            local, mesh = local_of(self._parameters[name]), self._gradient_mesh
+            return local if local is None or mesh is None else sum_gradients([local], mesh)[0]
 
         return property(read)
 
-    own = type(module)
-    module.__class__ = type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
+    return type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
 
 
 class _JoinedLinear(torch.autograd.Function):
