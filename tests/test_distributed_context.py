@@ -627,6 +627,8 @@ def check_errors(group: dist.ProcessGroup, rank: int) -> None:
     def packed(*ends: int) -> Callable[[], Any]:
         return lambda: convolve(x, weight, cu_seqlens=torch.tensor([0, 3, *ends]), group=group)
 
+    expected = r"expected weight on cpu \(the device of x\), got meta"
+    raises(RuntimeError, expected, lambda: convolve(x, weight.to("meta"), group=group))
     packed(11)()
     raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
     raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
