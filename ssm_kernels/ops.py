@@ -209,8 +209,7 @@ def selective_scan(
     ``seq_idx``, which cannot be captured.
 
     **Cost of** ``reverse``. Nothing is copied or flipped. Channels-last tensors take the same kernels as without it. On CUDA,
-    tensors of contiguous steps take the warp scan: it moves vectors if rows and seqlen are multiples of 16 bytes, and else
-    single elements.
+    tensors of contiguous steps take the warp scan or the short scan (``docs/cuda.md``).
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,

@@ -139,8 +139,8 @@ def _selective_scan(
     batch, dim, _ = u.shape
     dtype = _wide(u)
     if reverse:
-        u, delta, z, B, C = (X if X is None or X.dim() == 2 else X.flip(-1) for X in (u, delta, z, B, C))
-        seq_idx = None if seq_idx is None else seq_idx.flip(1)
+        u, delta, B, C = (X if X.dim() == 2 else X.flip(-1) for X in (u, delta, B, C))
+        z, seq_idx = (None if X is None else X.flip(-1) for X in (z, seq_idx))
     x, delta, A, B, C, D, z_wide, bias, state = _to(dtype, u, delta, A, B, C, D, z, delta_bias, initial_state)
     # (seqlen, batch, groups, dstate); a time-invariant matrix is the same at each step, with a group for each channel.
     B, C = (X.expand(u.shape[2], batch, *X.shape) if X.dim() == 2 else _with_groups(X).permute(3, 0, 1, 2) for X in (B, C))

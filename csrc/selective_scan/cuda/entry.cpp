@@ -120,7 +120,7 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
   }
   const PackedRows rows = packed_rows(in);
   FwdOutputs outputs = allocate_fwd(in);
-  const SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
+  SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
   if (params.rows == 0 || params.dim == 0) return outputs;
 
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -132,6 +132,7 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
     Workspace workspace;
     reserve_carries(workspace, plan.warp_scan, params);
     workspace.allocate(in.A.options());
+    point_at_vectors<Scalar>(params, plan);
     return launch_fwd<Scalar>(params, plan, stream);
   }));
   return outputs;
@@ -171,6 +172,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.offset = plan.warp_scan.offset;
+    point_at_vectors<Scalar>(params, plan);
     return launch_bwd<Scalar>(params, plan, partial_sums, stream);
   }));
   return grads;

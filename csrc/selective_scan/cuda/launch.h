@@ -31,7 +31,7 @@ using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 // states), with rows that start at multiples of kVectorBytes; along the steps of rows that start at any element (kShifted, in
 // the sequential scan only); along the steps of rows that descend in memory, as those of a reverse scan do (kDescending, in the
 // warp scan only); or one by one.
-enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kDescending, kSingly };
+enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kSingly, kDescending };
 
 // How blocks share channels and time.
 struct ChannelPartition {

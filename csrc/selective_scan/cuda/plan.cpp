@@ -294,6 +294,45 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   return plan;
 }
 
+namespace {
+
+// Calls visit(view, access) for each tensor that the warp scan moves in tiles.
+template <typename Visitor>
+void for_each_tile(SelectiveScanParams& p, warp_scan::ScanPlan& plan, const Visitor& visit) {
+  visit(p.u, plan.u);
+  visit(p.delta, plan.delta);
+  visit(p.z, plan.z);
+  visit(p.B, plan.B);
+  visit(p.C, plan.C);
+}
+template <typename Visitor>
+void for_each_tile(SelectiveScanFwdParams& p, warp_scan::ScanPlan& plan, const Visitor& visit) {
+  for_each_tile(static_cast<SelectiveScanParams&>(p), plan, visit);
+  visit(p.out, plan.out);
+}
+template <typename Visitor>
+void for_each_tile(SelectiveScanBwdParams& p, warp_scan::ScanPlan& plan, const Visitor& visit) {
+  for_each_tile(static_cast<SelectiveScanParams&>(p), plan, visit);
+  visit(p.grad_out, plan.grad_out);
+  visit(p.grad_u, plan.grad_u);
+  visit(p.grad_delta, plan.grad_delta);
+  visit(p.grad_z, plan.grad_z);
+}
+
+}  // namespace
+
+template <typename Scalar, typename Params>
+void point_at_vectors(Params& p, Plan& plan) {
+  for_each_tile(p, plan.warp_scan, [&](auto& view, VectorAccess& access) {
+    if (access != VectorAccess::kDescending) return;
+    if (plan.is_sequential) {
+      access = VectorAccess::kSingly;
+    } else {
+      view.data = static_cast<Scalar*>(view.data) - (kVectorBytes / static_cast<int64_t>(sizeof(Scalar)) - 1);
+    }
+  });
+}
+
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
   switch (plan.sequences) {
@@ -312,6 +351,8 @@ bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
 #define SSM_PLANS(Scalar)                                                                           \
   template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&, KernelChoice); \
   template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&, KernelChoice); \
+  template void point_at_vectors<Scalar>(SelectiveScanFwdParams&, Plan&);                           \
+  template void point_at_vectors<Scalar>(SelectiveScanBwdParams&, Plan&);                           \
   template bool has_layout<Scalar>(const SequenceView&, const sequential::ScanPlan&);
 SSM_PLANS(float)
 SSM_PLANS(double)

@@ -48,6 +48,11 @@ Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, 
 template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
+// To be called before a launch: moves the data of each tensor that the warp scan accesses as kDescending from its first step to
+// the vector that ends there. The carry pass of a sequential scan, whose kernels share the parameters, moves elements instead.
+template <typename Scalar, typename Params>
+void point_at_vectors(Params& params, Plan& plan);
+
 // Queue the plan's kernels on the stream.
 template <typename Scalar>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);

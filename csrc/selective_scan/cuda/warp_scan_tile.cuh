@@ -2,10 +2,10 @@
 //
 // A tile of a (batch, dim, seqlen) tensor keeps its memory order in shared memory: the steps of a channel are contiguous, or
 // the channels of a step. A lane reads and writes its consecutive steps in either. Steps that descend in memory (kDescending)
-// also keep that order: step t of a tile is kSteps - 1 - t elements from its row's first, and lanes reverse the elements of a
-// vector in registers. Steps and channels past the end are zeros. A
-// tile of B or C is widened to the accumulation type, with the steps of a state contiguous. kVectorBytes of padding before each
-// lane's steps put the lanes' vectors into different banks.
+// keep that order inside each vector of kVectorBytes, and lanes reverse vectors in registers: data of such a tensor points at
+// the vector that ends with step 0. Steps and channels past the end are zeros. A tile of B or C is widened to the accumulation
+// type, with the steps of a state contiguous. kVectorBytes of padding before each lane's steps put the lanes' vectors into
+// different banks.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,22 @@
 namespace ssm_kernels::selective_scan::warp_scan {
 
 constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
+
+// Opaque, so that no predicate register holds the answer through the loop over states.
+__device__ __forceinline__ bool is_descending(VectorAccess access) {
+  return opaque(static_cast<int>(access)) == static_cast<int>(VectorAccess::kDescending);
+}
+
+// The elements of each kVectorBytes in the opposite order.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> reverse_vectors(const Vector<Scalar, size>& source) {
+  constexpr int kVector = kVectorSize<Scalar>;
+  static_assert(size % kVector == 0, "all vectors are whole");
+  Vector<Scalar, size> result;
+#pragma unroll
+  for (int j = 0; j < size; ++j) result.set(j, source[j / kVector * kVector + kVector - 1 - j % kVector]);
+  return result;
+}
 
 // Sizes of a block and its tile at compile time.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
@@ -55,39 +71,20 @@ struct SequenceTile {
     return data + channel * kChannelPitch + step;
   }
 
-  // A lane's consecutive steps, where they descend in memory.
-  __device__ __forceinline__ Scalar* descending(int channel, int first_step) const {
-    return data + channel * kChannelPitch + kSteps - TileConfig::kSteps - opaque(first_step);
-  }
-
   __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[TileConfig::kSteps]) const {
-    if (access == VectorAccess::kDescending) {
-      const auto vector = Vector<Scalar, TileConfig::kSteps>::load(descending(channel, first_step));
-#pragma unroll
-      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[TileConfig::kSteps - 1 - j]);
-      return;
-    }
     const Scalar* const source = at(channel, opaque(first_step));
     if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
     } else {
-      const auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
+      auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
+      if (is_descending(access)) vector = reverse_vectors(vector);
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[j]);
     }
   }
 
   __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[TileConfig::kSteps]) const {
-    if (access == VectorAccess::kDescending) {
-      Vector<Scalar, TileConfig::kSteps> vector;
-#pragma unroll
-      for (int j = 0; j < TileConfig::kSteps; ++j) {
-        vector.set(TileConfig::kSteps - 1 - j, from_accumulate<Scalar>(values[j]));
-      }
-      vector.store(descending(channel, first_step));
-      return;
-    }
     Scalar* const target = at(channel, opaque(first_step));
     if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
@@ -96,6 +93,7 @@ struct SequenceTile {
       Vector<Scalar, TileConfig::kSteps> vector;
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
+      if (is_descending(access)) vector = reverse_vectors(vector);
       vector.store(target);
     }
   }
@@ -108,9 +106,7 @@ struct SequenceTile {
       if (access == VectorAccess::kSingly) {
         *element = count ? source[offset] : from_accumulate<Scalar>(0);
       } else {
-        // The source is aligned also where nothing is read.
-        const int64_t first = access == VectorAccess::kDescending ? 1 - kVector : 0;
-        cuda::cp_async(element, source + (count ? offset : first), count * static_cast<int>(sizeof(Scalar)));
+        cuda::cp_async(element, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
       }
     });
   }
@@ -133,17 +129,16 @@ struct SequenceTile {
   __device__ __forceinline__ void for_each_vector(const SequenceView& view, int channels, int steps,
                                                   const Visitor& visit) const {
     const int thread = opaque_thread();
-    const bool descends = access == VectorAccess::kDescending;
-    if (access == VectorAccess::kAlongSteps || descends) {
+    if (access == VectorAccess::kAlongSteps || is_descending(access)) {
       constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several channels");
       const int step = thread % kRowVectors * kVector, count = max(0, min(kVector, steps - step));
-      const int place = descends ? kSteps - kVector - step : step, offset = descends ? 1 - kVector - step : step;
+      const int offset = is_descending(access) ? -step : step;
 #pragma unroll
       for (int first = 0; first < kChannels; first += kRows) {
         const int channel = first + thread / kRowVectors;
         if (kChannels % kRows != 0 && channel >= kChannels) break;
-        visit(data + channel * kChannelPitch + place, channel * view.stride_dim + offset, channel < channels ? count : 0);
+        visit(data + channel * kChannelPitch + step, channel * view.stride_dim + offset, channel < channels ? count : 0);
       }
     } else if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
@@ -186,25 +181,34 @@ struct MatrixSlice {
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    const bool descends = access == VectorAccess::kDescending;
-    if (access == VectorAccess::kAlongSteps || descends) {
+    if (is_descending(access)) {
+      constexpr int kRowVectors = TileConfig::kTileSteps / kVector;
+#pragma unroll 1
+      for (int i = thread; i < states * kRowVectors; i += TileConfig::kThreads) {
+        const int state = i / kRowVectors, step = i % kRowVectors * kVector;
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step < steps) vector = Vector<Scalar, kVector>::load(source + state * view.stride_state - step);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = to_accumulate(vector[j]);
+      }
+    } else if (access == VectorAccess::kAlongSteps) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
 #pragma unroll 1
       for (int state = thread / kRowVectors; state < states; state += kRows) {
-        const Scalar* const vector_source = source + state * view.stride_state + (descends ? 1 - kVector - step : step);
+        const Scalar* const vector_source = source + state * view.stride_state + step;
         auto vector = Vector<Scalar, kVector>::zero();
         if (step + kVector <= steps) {
           vector = Vector<Scalar, kVector>::load(vector_source);
         } else {
           for (int j = 0; j < kVector; ++j) {
-            if (step + j < steps) vector.set(j, vector_source[j]);  // not if the steps descend, in vectors that are whole
+            if (step + j < steps) vector.set(j, vector_source[j]);
           }
         }
         Vector<Acc, kVector> wide;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(descends ? vector[kVector - 1 - j] : vector[j]));
+        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
         wide.store(at(state, step));
       }
     } else if (access == VectorAccess::kAlongChannels) {
