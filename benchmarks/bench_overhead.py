@@ -53,7 +53,7 @@ def operators(inputs: dict[str, Tensor]) -> Calls:
     out, _, chunk_states = forward(*tensors, None, "zoh", True, True)
     grad_out = torch.ones_like(out)
     needs_grad = [True] * 8 + [False]  # all but the initial state
-    others = "zoh", True, None, None, None, needs_grad
+    others = "zoh", True, None, None, None, False, needs_grad
     return {
         "operator, forward": lambda: forward(*tensors, None, "zoh", True, True),
         "operator, backward": lambda: backward(grad_out, None, *tensors, chunk_states, *others),

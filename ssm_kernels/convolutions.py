@@ -83,7 +83,9 @@ def causal_conv1d(
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, up or down, a new sequence begins, whose initial state is zero. ``initial_state``
             belongs to the first sequence of a row, ``final_state`` to the last; together with ``cu_seqlens``, to the first and
-            the last part of each of its sequences.
+            the last part of each of its sequences. Steps with a negative number are padding and may hold anything, NaN too:
+            ``out`` and the gradient of ``x`` are zero there, weights and bias get no gradient from them, and a
+            ``final_state`` that belongs to padding is zero, as is the gradient of an ``initial_state`` that does.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Sequences are independent: ``initial_state`` and ``final_state``

@@ -29,6 +29,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
@@ -48,6 +49,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
@@ -67,6 +69,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
@@ -86,6 +89,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
@@ -105,6 +109,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
@@ -124,6 +129,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
@@ -143,6 +149,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
@@ -176,6 +183,8 @@ def selective_scan(
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence. ``initial_state`` is then
+            the state after the last step, ``last_state`` the one at step 0, and :math:`h_t` follows from :math:`h_{t+1}`.
         seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes, with a state of zero.
         cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` has the steps ``cu_seqlens[i]`` to
             ``cu_seqlens[i + 1] - 1``, which may be none. Together with ``seq_idx`` sequences begin where either says so; those
@@ -184,7 +193,7 @@ def selective_scan(
         states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps. A scan of the later steps that begins
             with it continues the sequence. Positions may repeat and need no order. With ``cu_seqlens`` the state at ``p`` is
-            that of the sequence of step ``p - 1``, and at 0 the first one of the sequence of step 0.
+            that of the sequence of step ``p - 1``, and at 0 the first one of the sequence of step 0. Not with ``reverse``.
 
     Returns:
         ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate) or
@@ -198,6 +207,10 @@ def selective_scan(
     are read as shifted rows by the sequential scan (``docs/cuda.md``) and element by element by the others. The host waits for
     the device to check the values of ``cu_seqlens``, unless a CUDA graph is being captured, and to count the sequences of
     ``seq_idx``, which cannot be captured.
+
+    **Cost of** ``reverse``. Nothing is copied or flipped. Channels-last tensors take the same kernels as without it. On CUDA,
+    tensors of contiguous steps take the warp scan: it moves vectors if rows and seqlen are multiples of 16 bytes, and else
+    single elements.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
@@ -213,13 +226,15 @@ def selective_scan(
 
     Raises:
         ValueError: a shape, a position, the discretization or, unless a CUDA graph is being captured, a value of
-            ``cu_seqlens`` is not as above.
+            ``cu_seqlens`` is not as above, or ``states_at`` is given with ``reverse``.
         RuntimeError: a dtype, layout or device is not as above, there is no kernel for the device, or ``seq_idx`` is given
             while a CUDA graph is being captured.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
     """
     if states_at is not None:
+        if reverse:
+            raise ValueError("selective_scan: expected states_at without reverse, got both")
         inputs = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
         inputs |= {"initial_state": initial_state, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         settings = {"discretization": discretization, "delta_softplus": delta_softplus}
@@ -239,6 +254,7 @@ def selective_scan(
         cu_seqlens,
         discretization=discretization,
         delta_softplus=delta_softplus,
+        reverse=reverse,
     )
     return results if return_last_state else results[0]
 

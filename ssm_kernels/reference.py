@@ -223,6 +223,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
@@ -242,6 +243,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
@@ -261,6 +263,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
@@ -280,6 +283,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
@@ -299,6 +303,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
@@ -318,6 +323,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
@@ -336,6 +342,7 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
@@ -343,10 +350,18 @@ def selective_scan(
 ) -> Tensor | tuple[Tensor, ...]:
     """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
 
-    Computed in the promoted dtype of all arguments; results have that dtype.
+    Computed in the promoted dtype of all arguments; results have that dtype. With ``reverse``, the scan of flipped arguments.
     """
     batch, dim, seqlen = u.shape
     dtype = _promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
+    if reverse:
+        if states_at is not None:
+            raise ValueError("selective_scan: expected states_at without reverse, got both")
+        u, delta, B, C = (v if v.dim() == 2 else v.flip(-1) for v in (u, delta, B, C))
+        z, seq_idx = (None if v is None else v.flip(-1) for v in (z, seq_idx))
+        if cu_seqlens is not None:
+            cu_seqlens = seqlen - cu_seqlens.flip(0)
+            initial_state = None if initial_state is None else initial_state.flip(0)
     u, A = u.to(dtype), A.to(dtype)
     delta = step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
@@ -371,6 +386,8 @@ def selective_scan(
         out = out + D.to(dtype)[:, None] * u
     if z is not None:
         out = out * F.silu(z.to(dtype))
+    if reverse:
+        out, h = out.flip(-1), h if cu_seqlens is None else h.flip(0)
     results = (out, *((h,) if return_last_state else ()), *_at_positions(states, states_at))
     return results if len(results) > 1 else out
 

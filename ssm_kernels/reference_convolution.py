@@ -24,16 +24,21 @@ def _count_changes(seq_idx: Tensor) -> Tensor:
     return F.pad((seq_idx.diff(dim=1) != 0).cumsum(dim=1), (min(1, seq_idx.shape[1]), 0))
 
 
+def _masked(x: Tensor, padding: Tensor | None) -> Tensor:
+    return x if padding is None else torch.where(padding, torch.zeros_like(x), x)
+
+
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, number: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seq_idx: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Loops over the lags; returns the sums before the activation and the new state of x, (batch, seqlen, channels).
 
     Args:
-        number: (batch, seqlen), the sequence of each step, not decreasing; ``state`` is the initial state of sequence 0.
+        seq_idx: (batch, seqlen); ``state`` is the initial state of the first sequence of a row.
     """
     past, seqlen = weight.shape[1] - 1, x.shape[1]
     steps = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    number = None if seq_idx is None else _count_changes(seq_idx)
     if number is not None:
         of_steps = torch.cat([number.new_zeros(x.shape[0], past), number], dim=1)
 
@@ -48,8 +53,10 @@ def _convolve(
     total = x.new_zeros(()) if bias is None else bias
     for lag in range(past + 1):
         total = total + weight[:, past - lag] * read(past - lag, seqlen, number)
-    last = number[:, -1:] if number is not None and seqlen else None
-    return total, read(seqlen, past, last).transpose(1, 2)
+    if seq_idx is None or number is None or seqlen == 0:
+        return total, read(seqlen, past, None).transpose(1, 2)
+    final_state = _masked(read(seqlen, past, number[:, -1:]), (seq_idx[:, -1:] < 0)[..., None])
+    return total, final_state.transpose(1, 2)
 
 
 @overload
@@ -101,13 +108,16 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Depthwise causal convolution. Arguments and results as :func:`ssm_kernels.causal_conv1d`.
 
-    A loop over packed sequences, and for each over the lags.
+    A loop over packed sequences, and for each over the lags. Padding is replaced by zeros before and after.
     """
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     state = x.new_zeros(sequences, x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
+    padding = None if seq_idx is None else (seq_idx < 0)[..., None]
+    x = _masked(x, padding)
     if cu_seqlens is not None:
-        pieces = x.split(cu_seqlens.diff().tolist(), dim=1)
-        numbers = [None] * len(pieces) if seq_idx is None else map(_count_changes, seq_idx.split(cu_seqlens.diff().tolist(), 1))
+        lengths = cu_seqlens.diff().tolist()
+        pieces = x.split(lengths, dim=1)
+        numbers = [None] * len(pieces) if seq_idx is None else seq_idx.split(lengths, dim=1)
         results = [
             _convolve(piece, weight, bias, state[i, None], number)
             for i, (piece, number) in enumerate(zip(pieces[:sequences], numbers, strict=False))
@@ -115,8 +125,8 @@ def causal_conv1d(
         total = torch.cat([total for total, _ in results], dim=1) if results else x
         final_state = torch.cat([state for _, state in results]) if results else state
     else:
-        total, final_state = _convolve(x, weight, bias, state, None if seq_idx is None else _count_changes(seq_idx))
-    out = _activate(total, activation)
+        total, final_state = _convolve(x, weight, bias, state, seq_idx)
+    out = _masked(_activate(total, activation), padding)
     return (out, final_state) if return_final_state else out
 
 

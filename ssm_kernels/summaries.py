@@ -391,12 +391,15 @@ def _linear_recurrence_initial_gradient(
         recurrence: the name of the scan, such as ``"mingru_scan"``.
         inputs: those of the scan, in the order of its arguments; the first has the shape that others broadcast to.
     """
+    first, *others = inputs
+    expanded = [first, *(x.expand_as(first) for x in others)]
     if reset is not None:
         later = reset.flip(1) if reverse else reset
         is_cut = later.cumsum(1) > 0
-        grad_h = grad_h.masked_fill((is_cut.flip(1) if reverse else is_cut)[..., None], 0)
-    first, *others = inputs
-    expanded = [first, *(x.expand_as(first) for x in others)]
+        is_cut = (is_cut.flip(1) if reverse else is_cut)[..., None]
+        # Zero gradients times Inf or NaN of steps that the state does not reach would be NaN.
+        grad_h, expanded = grad_h.masked_fill(is_cut, 0), [x.masked_fill(is_cut, 1) for x in expanded]
+        first = expanded[0]
     needs_grad = [False] * 4 + [True]
     options = (recurrence, candidate_activation or "none", gate_is_logit, reverse, needs_grad)
     # Other gradients read h; this one does not.

@@ -59,7 +59,7 @@ def make_inputs(
     """Keyword arguments of ``causal_conv1d``, the same numbers on every device.
 
     Args:
-        seq_idx: sequences of some steps each, whose numbers come again, are negative and do not ascend.
+        seq_idx: sequences of some steps each, whose numbers come again and do not ascend, and padding between them.
         cu_seqlens: makes batch 1, and seqlen what they end at.
         layout: of x.
     """

@@ -50,10 +50,10 @@ def cu_seqlens_of(mesh: Mesh, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def packings(mesh: Mesh, batch: int) -> dict[str, dict[str, Tensor]]:
-    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down."""
+    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down or be negative."""
     source = torch.Generator().manual_seed(3)
     ascending = torch.randint(0, 3, (batch, SEQLEN), generator=source).sort(1).values.to(mesh.device_type)
-    random = torch.randint(0, 2, (batch, SEQLEN), generator=source).to(mesh.device_type)
+    random = torch.randint(-1, 2, (batch, SEQLEN), generator=source).to(mesh.device_type)
     return {"unpacked": {}, "ascending": {"seq_idx": ascending}, "random": {"seq_idx": random.int()}}
 
 

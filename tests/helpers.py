@@ -31,6 +31,9 @@ DEVICES = {
     "ssd_chunk_scan": ["cpu", "cuda"],
 }
 
+# The version of mamba_ssm in the tables of docs/clients.md, where its names come from ssm_kernels.compat.
+COMPAT_VERSION = "2.3.2, its names from ssm_kernels.compat"
+
 
 class Method(NamedTuple):
     """Known properties of a discretization, independent of its code.

@@ -30,8 +30,8 @@ TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 def kernels_of(inputs: dict[str, Any]) -> tuple[str, str]:
     """The names of the kernels that forward and backward of a call take."""
     options = inputs.get("discretization", "zoh"), inputs.get("delta_softplus", False)
-    packed = inputs.get("seq_idx"), inputs.get("cu_seqlens")
-    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *packed)
+    of_time = inputs.get("seq_idx"), inputs.get("cu_seqlens"), inputs.get("reverse", False)
+    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *of_time)
     forward, backward = (plan.partition(",")[0] for plan in plans)
     return forward, backward
 
@@ -72,6 +72,7 @@ def make_inputs(
     delta_bias: bool = True,
     delta_softplus: bool = True,
     initial_state: bool = True,
+    reverse: bool = False,
     resets: Sequence[Iterable[int]] | None = None,
     cu_seqlens: Sequence[int] | None = None,
     discretization: str = "zoh",
@@ -126,7 +127,7 @@ def make_inputs(
         inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-    return inputs | {"discretization": discretization, "delta_softplus": delta_softplus}
+    return inputs | {"discretization": discretization, "delta_softplus": delta_softplus, "reverse": reverse}
 
 
 def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
@@ -200,6 +201,8 @@ CASES: dict[str, dict[str, Any]] = {
     "packed_with_states": {"cu_seqlens": PACKED, "groups": 2},
     "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
     "resets": {"resets": ((2,), (1, 3)), "layout": "transposed"},
+    "reverse": {"reverse": True, "groups": 2},
+    "reverse_packed_with_resets": {"reverse": True, "cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
 }
 SIZES = [
     {"seqlen": seqlen, **CASES[case]}
@@ -218,10 +221,10 @@ class SelectiveScan(OperatorSpec):
     several_chunks = MappingProxyType({"dim": 6, "seqlen": 70})
     packs = True
     large = MappingProxyType({"dim": 60, "seqlen": 70, "dstate": 16})
-    compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous", "resets")
+    compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous", "resets", "reverse")
     mapped = (
         *("all", "required_only", "groups", "constant_B_and_C"),
-        *("packed_with_states", "packed_with_resets", "resets"),
+        *("packed_with_states", "packed_with_resets", "resets", "reverse"),
     )
     sizes = SIZES
     layouts = LAYOUTS

@@ -57,7 +57,7 @@ class SelectiveScanSummary(Summary):
 
     def make_inputs(self, **options: Any) -> Inputs:
         inputs = selective_scan_helpers.make_inputs(**options, D=False, z=False, initial_state=False)
-        left_out = ("C", "D", "z", "initial_state", "seq_idx", "cu_seqlens")
+        left_out = ("C", "D", "z", "initial_state", "seq_idx", "cu_seqlens", "reverse")
         return {name: value for name, value in inputs.items() if name not in left_out}
 
     def result_shapes(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:

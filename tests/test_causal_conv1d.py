@@ -225,12 +225,12 @@ def test_packed_equals_one_by_one(size, dtype, cut, device):
 
 
 def test_numbers_of_sequences_are_arbitrary(device):
-    """A new sequence begins where the number changes: A B A are three, and only equality counts."""
+    """A new sequence begins where the number changes: A B A are three, and only equality and the sign count."""
     for dtype, big in ((torch.int32, 2**31 - 1), (torch.int64, 2**40)):
         inputs = make_inputs(batch=1, seqlen=7, channels=8, device=device)
         cuts = [
             torch.tensor([[a, a, b, b, b, a, a]], dtype=dtype, device=device)
-            for a, b in ((0, 1), (5, -3), (big, -big), (big, 0))
+            for a, b in ((0, 1), (5, 3), (big, 0), (big - 1, big))
         ]
         first, *others = (evaluate(with_state, inputs | {"seq_idx": cut}, make_cotangents(inputs)) for cut in cuts)
         for other in others:
@@ -241,6 +241,58 @@ def test_numbers_of_sequences_are_arbitrary(device):
         out, final_state = with_state(**apart | {"initial_state": state})
         torch.testing.assert_close(first["out"], out)
         torch.testing.assert_close(first["final_state"], final_state[2:])
+
+
+# Lengths of sequences: each number and how many steps have it. Long, one step and two steps of padding: at the begin, between
+# sequences and at the end of a row, two paddings in a row, and a row of padding.
+PADDED_ROWS = (
+    ((0, 70), (-1, 90), (1, 60), (-3, 2), (2, 50), (-1, 56)),
+    ((-1, 100), (-2, 1), (4, 3), (-1, 1), (5, 1), (-9, 40), (4, 182)),
+    ((-1, 328),),
+)
+
+
+def make_padded_inputs(device: str, *, packed: bool, dtype: torch.dtype, **options) -> dict:
+    """Inputs of 328 steps with PADDED_ROWS; packed: the first row alone, and cu_seqlens that cut its padding and sequences."""
+    cut = {"cu_seqlens": (0, 40, 100, 100, 150, 200, 328)} if packed else {"batch": 3, "seqlen": 328}
+    inputs = make_inputs(**(options | cut), dtype=dtype, device=device)
+    rows = [[number for number, steps in row for _ in range(steps)] for row in PADDED_ROWS[: 1 if packed else 3]]
+    return inputs | {"seq_idx": torch.tensor(rows, dtype=torch.int64 if packed else torch.int32, device=device)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 6])
+@pytest.mark.parametrize("layout", ["contiguous", "odd_slice", "channels_first_memory"])
+def test_padding(layout, width, packed, device):
+    """Its outputs and gradients are zero, as are states after it, and nothing depends on what it holds."""
+    for dtype, channels in itertools.product((torch.float32, torch.bfloat16), (136, 21)):
+        inputs = make_padded_inputs(device, packed=packed, dtype=dtype, width=width, channels=channels, layout=layout)
+        cotangents = make_cotangents(inputs)
+        results = assert_matches_reference(inputs)
+        padding = inputs["seq_idx"] < 0
+        for name in ("out", "grad_x"):
+            assert not results[name][padding].any() and results[name][~padding].any()
+        # Of the third packed sequence, which has no steps, the final state is the initial one.
+        is_zero = padding[0, inputs["cu_seqlens"][1:].long() - 1] if packed else padding[:, -1]
+        is_zero[2] &= not packed
+        assert width == 1 or torch.equal(results["final_state"].flatten(1).any(1), ~is_zero)
+        # What backward reads of NaN, it must not multiply by zero.
+        expected = evaluate(with_state, inputs, cotangents)
+        for tensor in (inputs["x"], cotangents[0]):
+            tensor.masked_fill_(padding[..., None], math.nan)
+        assert_equal(evaluate(with_state, inputs, cotangents), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_leaves_the_bits_of_sequences(packed, device):
+    """The outputs and gradients of a sequence are the same with padding beside it as with other sequences there."""
+    for dtype, layout in itertools.product((torch.float32, torch.bfloat16), ("contiguous", "channels_first_memory")):
+        inputs = make_padded_inputs(device, packed=packed, dtype=dtype, channels=24, layout=layout)
+        cotangents, is_step = make_cotangents(inputs), inputs["seq_idx"] >= 0
+        numbers = inputs["seq_idx"].where(is_step, 100 - inputs["seq_idx"])
+        actual, expected = (evaluate(with_state, inputs | {"seq_idx": ids}, cotangents) for ids in (inputs["seq_idx"], numbers))
+        for name in ("out", "grad_x"):
+            assert torch.equal(actual[name][is_step], expected[name][is_step])
 
 
 @pytest.mark.parametrize("bounds", [(0, 40, 75), (0, 1, 2, 3, 75), (0, 33, 34, 70, 75)], ids=str)

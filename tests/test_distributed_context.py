@@ -226,13 +226,13 @@ def check_collectives(mesh: Mesh) -> None:
         model(make_tokens(1, 5 + rank, device=device), cu_seqlens=ends)
     assert len(forward.sent) == 2 + 2 * 2
 
-    # Gradients are added in buckets.
+    # Gradients are added in buckets, with a number for each parameter.
     layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double()).to(device)
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     with Collectives() as sums:
         sum_gradients(layer, mesh)
-    assert sums.sent == [("all_reduce", 20 * 4), ("all_reduce", 12 * 8)]
+    assert sums.sent == [("all_reduce", (20 + 2) * 4), ("all_reduce", (12 + 2) * 8)]
     assert all((parameter.grad == sum(range(mesh.size() + 1))).all() for parameter in layer.parameters())
 
     # Nothing before the scan needs a gradient, and so no rank sends one.
@@ -404,6 +404,11 @@ def check_errors(mesh: Mesh) -> None:
     states = layer.allocate_inference_cache(1, 5)
     raises(ValueError, "no inference_params and no step", lambda: layer.step(torch.randn(1, 1, 4), *states))
     raises(TypeError, "expected a state_dict", lambda: pickle.dumps(layer))
+    rank = mesh.get_local_rank()
+    gru = parallelize(layers.MinGRU(4, 3, bidirectional=True, batch_first=True), mesh)
+    x, reset = torch.randn(1 + rank, 5, 4), torch.zeros(1 + rank, 5, dtype=torch.bool)
+    expected = r"same reset on every rank, got bool cpu \[1, seqlen\] on rank 0 and bool cpu \[2, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: gru(x, reset=reset))
     gru = parallelize(layers.MinGRU(4, 3), mesh)
     sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))

@@ -255,10 +255,12 @@ def check_errors(mesh: Mesh) -> None:
     def packed(*ends: int) -> Callable[[], Any]:
         return lambda: convolve(x, weight, cu_seqlens=torch.tensor([0, 3, *ends], device=device), group=mesh)
 
+    expected = rf"expected weight on {device}(:\d)? \(the device of x\), got meta"
+    raises(RuntimeError, expected, lambda: convolve(x, weight.to("meta"), group=mesh))
     packed(11)()
     raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
     raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
-    raises(ValueError, "same cu_seqlens on every rank, got int64", packed(*[4, 5][: 1 + rank], 6, 7, 11))
+    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(*[4, 5][: 1 + rank], 6, 7, 11))
     raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
     states = {"initial_state": torch.zeros(1, 4, 2, device=device), "cu_seqlens": torch.tensor([0, 3, 11], device=device)}
     raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=mesh, **states))

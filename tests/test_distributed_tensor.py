@@ -234,6 +234,20 @@ def check_compilation(mesh: Mesh) -> None:
     assert_same_gradients(actual, expected)
 
 
+def check_classes(mesh: Mesh) -> None:
+    """Layers of a kind have one class, so that the compiler compiles their code once."""
+    from torch._dynamo.testing import CompileCounter
+
+    _, model = pair(partial(language_model, "Mamba2"), mesh)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for block in model.backbone.layers:
+        torch.compile(block.mixer, backend=counter, fullgraph=True)(draw(BATCH, SEQLEN, D_MODEL))
+    assert counter.frame_count == 1
+    first, second = (block.modules() for block in model.backbone.layers)
+    assert [type(module) for module in first] == [type(module) for module in second]
+
+
 # Collectives of a layer.
 
 
@@ -465,10 +479,19 @@ def check_errors(mesh: Mesh) -> None:
     assert parallelize_module(nn.Module(), mesh, {}) is not None
 
 
+def check_tokens(mesh: Mesh) -> None:
+    """Every rank finds tokens outside of the vocabulary; the last rank has no rows."""
+    model = parallelize(language_model("Mamba", vocab_size=9, pad_vocab_size_multiple=1), mesh)
+    for token in (-1, 9, 12):
+        with pytest.raises(IndexError, match=f"expected tokens from 0 to 8, got {min(token, 3)} to {max(token, 3)}"):
+            model(torch.tensor([[3, token]]))
+    assert torch.isfinite(model(torch.tensor([[0, 8]])).logits).all()
+
+
 def check_ranks_that_differ(mesh: Mesh) -> None:
     rank = mesh.get_local_rank()
     with pytest.raises(
-        ValueError, match=r"expected the same layer on every rank, got Mamba2\(.*'zoh'\) on rank 0 and .*'rk4'\) on"
+        ValueError, match=r"expected the same layer on every rank, got Mamba2\(.*'zoh'\) on ranks 0, 1 and .*'rk4'\) on rank 2"
     ):
         parallelize(mamba2(discretization="rk4" if rank == 2 else "zoh"), mesh)
     with pytest.raises(ValueError, match=r"expected the same A_log on every rank, got torch.float64 .* and torch.float32"):
@@ -557,7 +580,9 @@ CASES: dict[str, Case] = {
     "MambaLM, generation": Case((3,), partial(check_model_generation, partial(language_model, "Mamba2"))),
     "MambaLM, FSDP2, Mamba": Case((2, 2), partial(check_fsdp, "Mamba")),
     "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
+    "compilation of layers of a kind": Case((2,), check_classes),
     "errors": Case((3,), check_errors),
+    "errors, tokens outside of the vocabulary": Case((4,), check_tokens),
     "errors, ranks that differ": Case((3,), check_ranks_that_differ),
     "Mamba, context parallel": Case((2, 2), partial(check_context_parallel, mamba)),
     "Mamba2, context parallel": Case((2, 2), partial(check_context_parallel, mamba2)),

@@ -284,7 +284,7 @@ def test_scan_backward_into_a_slice(device):
     B, C = torch.randn(2, 2, 4, 5, dtype=torch.float64, device=device)
     A, D, bias = layer.A_log.detach()[:6], layer.D.detach()[:6], layer.dt_proj.bias.detach()[:6]
     _, _, states = torch.ops.ssm_kernels._selective_scan_fwd(u, delta, -A.exp(), B, C, D, z, bias, None, "zoh", True, True)
-    arguments = (grad_out, None, u, delta, -A.exp(), B, C, D, z, bias, states, "zoh", True, None, None, None, [True] * 9)
+    arguments = (grad_out, None, u, delta, -A.exp(), B, C, D, z, bias, states, "zoh", True, None, None, None, False, [True] * 9)
     expected = list(torch.ops.ssm_kernels._selective_scan_bwd(*arguments))
     wide = torch.full((2, 6, 10), 7.0, dtype=torch.float64, device=device)
     others = torch.ops.ssm_kernels._selective_scan_bwd_out(*arguments, wide[..., 5:])

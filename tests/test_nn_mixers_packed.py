@@ -44,6 +44,22 @@ def test_packed_sequences(name, device):
         torch.testing.assert_close(layer(u, cu_seqlens=cu_seqlens.long()), layer(u, cu_seqlens=cu_seqlens))
 
 
+@every_mixer
+def test_padding_in_the_middle(name, device):
+    """Steps with a negative number mix to zero, before the bias of the out-projection, and change no other step."""
+    layer = make_layer(name, device)
+    u = make_sequence(1, 11, WIDTH, device=device).requires_grad_()
+    seq_idx = torch.tensor([[0] * 4 + [-1] * 3 + [1] * 4], device=device)
+    actual, sequences = layer(u, seq_idx=seq_idx), [layer(u[:, :4]), layer(u[:, 7:])]
+    padding = layer.out_proj(u.new_zeros(1, 3, layer.out_proj.in_features))
+    expected = torch.cat([sequences[0], padding, sequences[1]], dim=1)
+    of_values, of_gradients = TOLERANCES[name]
+    assert_all_close(actual, expected, *of_values)
+    assert_same_gradients(actual, expected, {"u": u} | parameters_of(layer), *of_gradients)
+    (grad,) = torch.autograd.grad(layer(u, seq_idx=seq_idx).square().sum(), u)
+    assert not grad[:, 4:7].any()
+
+
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba2-conv_of_one_step", "Mamba2-with_mlp", "Mamba2-no_norm"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("padding", [0, 2])

@@ -55,6 +55,8 @@ SELECTIVE_CALLS: Mapping[str, Inputs] = {
     "required_only": {"batch": 1, "dim": 5, "seqlen": 8300, "dstate": 16, **MINIMAL},
     "packed": {"dim": 70, "dstate": 16, "cu_seqlens": (0, 0, 65, 200, 1000)},
     "packed_vectors": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "dtype": torch.bfloat16},
+    "reverse": {"dim": 70, "seqlen": 152, "dstate": 16, "reverse": True},
+    "packed_reverse": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "reverse": True},
 }
 SSD_SIZES = {"headdim": 64, "dstate": 64, "dtype": torch.bfloat16}
 SSD_CALLS: Mapping[str, Inputs] = {

@@ -41,6 +41,7 @@ def argument_sets(draw, dtypes=(torch.float64,)):
         delta_bias=draw(st.booleans()),
         delta_softplus=draw(st.booleans()),
         initial_state=draw(st.booleans()),
+        reverse=draw(st.booleans()),
         discretization=draw(st.sampled_from([*METHODS, "foh"])),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
@@ -92,7 +93,8 @@ def test_cut_anywhere(inputs, cut, device):
     out, last_state = selective_scan(**inputs, return_last_state=True)
     step = round(cut * out.shape[-1])
     state, parts = inputs["initial_state"], []
-    for steps in (slice(0, step), slice(step, None)):
+    slices = [slice(0, step), slice(step, None)]
+    for steps in reversed(slices) if inputs["reverse"] else slices:
         part = {
             name: inputs[name][..., steps]
             if name in ("u", "delta", "z") or (name in "BC" and inputs[name].dim() > 2)
@@ -102,7 +104,8 @@ def test_cut_anywhere(inputs, cut, device):
         }
         y, state = selective_scan(**(inputs | part | {"initial_state": state}), return_last_state=True)
         parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, dim=-1), out, rtol=1e-11, atol=1e-11)
+    whole = torch.cat(parts[::-1] if inputs["reverse"] else parts, dim=-1)
+    torch.testing.assert_close(whole, out, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(state, last_state, rtol=1e-11, atol=1e-11)
 
 

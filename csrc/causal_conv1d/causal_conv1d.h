@@ -11,9 +11,13 @@
 // one final state, of its last. With cu_seqlens the ids count its sequences, each of which has its own states. Where seq_idx
 // divides these further into parts, the first part has the initial state and the last the final state; the flags below, added
 // to the ids, say which parts those are not.
+//
+// Steps with a negative id are padding: their outputs, the gradients of their inputs, and the final state of a sequence that
+// ends with padding are zero. No result depends on x or on gradients there, so both may hold anything.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/decoding_rows.h"
 #include "common/macros.h"
@@ -49,8 +53,9 @@ struct ParameterView {
 };
 
 // With has_state_of_each_sequence an id holds these flags above the bits of the sequence's number. kOddPart differs between
-// adjacent parts of a sequence.
+// adjacent parts of a sequence. kPadding is the sign.
 constexpr int64_t kOddPart = int64_t(1) << 32, kNoInitialState = kOddPart << 1, kNoFinalState = kOddPart << 2;
+constexpr int64_t kPadding = std::numeric_limits<int64_t>::min();
 
 // The id of each step's sequence, (batch, seqlen), data null if each batch row is one sequence.
 struct IdView {
@@ -81,6 +86,7 @@ struct ConvParams {
   SSM_HOST_DEVICE bool is_last_step(int64_t b, int64_t t) const {
     return t == seqlen - 1 || (ids.data != nullptr && ids.at(b, t) != ids.at(b, t + 1));
   }
+  SSM_HOST_DEVICE bool is_padding(int64_t b, int64_t t) const { return ids.data != nullptr && ids.at(b, t) < 0; }
   // The index among the states of the sequence that begins or ends at step t; negative if it has no state.
   SSM_HOST_DEVICE int64_t state_of_first_step(int64_t b, int64_t t) const {
     return has_state_of_each_sequence ? state_of(ids.at(b, t), kNoInitialState) : t == 0 ? b : -1;

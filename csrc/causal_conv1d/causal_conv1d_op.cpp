@@ -109,7 +109,8 @@ at::Tensor sequence_ids(const Inputs& in) {
   return packed.to(at::kLong)
       .add_(part.remainder(2), kOddPart)
       .add_(is_not_part_of(first), kNoInitialState)
-      .add_(is_not_part_of(last), kNoFinalState);
+      .add_(is_not_part_of(last), kNoFinalState)
+      .add_(in.seq_idx->lt(0), kPadding);
 }
 
 namespace {

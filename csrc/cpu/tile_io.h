@@ -1,9 +1,9 @@
 // Loads and stores tiles: copies between strided tensors and scratch memory, [steps][lanes] in the accumulation type.
 //
 // A lane is a channel or a state, a step is one of time. The functions vectorize tensors that are contiguous along either axis,
-// along time by transposing square tiles in registers, and accept any other strides. Scratch rows are `row` values apart, a
-// multiple of the vector length. A load fills the lanes up to the next multiple of the vector length with zeros, and may write
-// as many steps, rounded up in the same way.
+// along time in either direction by transposing square tiles in registers, and accept any other strides. Scratch rows are `row`
+// values apart, a multiple of the vector length. A load fills the lanes up to the next multiple of the vector length with
+// zeros, and may write as many steps, rounded up in the same way.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -48,6 +48,28 @@ inline void store_as(Scalar* target, const at::vec::Vectorized<Acc>& value, int6
     static_assert(std::is_same_v<Acc, float> && sizeof(Scalar) == 2, "16-bit types accumulate in float32");
     at::vec::convert<Scalar>(value).store(target, count);
   }
+}
+
+// The same of elements whose addresses descend from the first one's.
+template <typename Acc, typename Scalar>
+inline at::vec::Vectorized<Acc> load_descending_as(const Scalar* first, int64_t count) {
+  using Vec = at::vec::Vectorized<Acc>;
+  if (count == Vec::size()) return at::vec::flip(load_as<Acc>(first - (Vec::size() - 1)));
+  alignas(64) Acc padded[Vec::size()] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = static_cast<Acc>(first[-i]);
+  return Vec::loadu(padded);
+}
+
+template <typename Acc, typename Scalar>
+inline void store_descending_as(Scalar* first, const at::vec::Vectorized<Acc>& value, int64_t count) {
+  using Vec = at::vec::Vectorized<Acc>;
+  if (count == Vec::size()) {
+    store_as<Acc>(first - (Vec::size() - 1), at::vec::flip(value));
+    return;
+  }
+  alignas(64) Acc values[Vec::size()];
+  value.store(values);
+  for (int64_t i = 0; i < count; ++i) first[-i] = static_cast<Scalar>(values[i]);
 }
 
 // Stores two full vectors. Rounding them to fp16 or bf16 together takes fewer shuffles than one by one.
@@ -103,14 +125,18 @@ void load_tile(Acc* tile, int64_t row, const Scalar* source, int64_t stride_lane
   constexpr int64_t kSize = Vec::size();
   if (stride_lane == 1 || lanes == 1) {
     for (int64_t t = 0; t < steps; ++t) load_row(tile + t * row, source + t * stride_step, lanes);
-  } else if (stride_step == 1) {
+  } else if (stride_step == 1 || stride_step == -1) {
     alignas(64) Acc square[kSize * kSize];
     for (int64_t lane = 0; lane < lanes; lane += kSize) {
       const int64_t rows = std::min(kSize, lanes - lane);
       for (int64_t i = rows; i < kSize; ++i) Vec(Acc(0)).store(square + i * kSize);
       for (int64_t t = 0; t < steps; t += kSize) {
-        for (int64_t i = 0; i < rows; ++i) {
-          load_as<Acc>(source + (lane + i) * stride_lane + t, std::min(kSize, steps - t)).store(square + i * kSize);
+        const Scalar* const first = source + lane * stride_lane + t * stride_step;
+        const int64_t count = std::min(kSize, steps - t);
+        if (stride_step == 1) {
+          for (int64_t i = 0; i < rows; ++i) load_as<Acc>(first + i * stride_lane, count).store(square + i * kSize);
+        } else {
+          for (int64_t i = 0; i < rows; ++i) load_descending_as<Acc>(first + i * stride_lane, count).store(square + i * kSize);
         }
         transpose_square(square, kSize, tile + t * row + lane, row);
       }
@@ -132,14 +158,21 @@ void store_tile(Scalar* target, int64_t stride_lane, int64_t stride_step, const 
   constexpr int64_t kSize = Vec::size();
   if (stride_lane == 1 || lanes == 1) {
     for (int64_t t = 0; t < steps; ++t) store_row(target + t * stride_step, tile + t * row, lanes);
-  } else if (stride_step == 1) {
+  } else if (stride_step == 1 || stride_step == -1) {
     alignas(64) Acc square[kSize * kSize];
     for (int64_t lane = 0; lane < lanes; lane += kSize) {
       const int64_t rows = std::min(kSize, lanes - lane);
       for (int64_t t = 0; t < steps; t += kSize) {
         transpose_square(tile + t * row + lane, row, square, kSize);
+        Scalar* const first = target + lane * stride_lane + t * stride_step;
+        const int64_t count = std::min(kSize, steps - t);
         for (int64_t i = 0; i < rows; ++i) {
-          store_as<Acc>(target + (lane + i) * stride_lane + t, Vec::loadu(square + i * kSize), std::min(kSize, steps - t));
+          const Vec values = Vec::loadu(square + i * kSize);
+          if (stride_step == 1) {
+            store_as<Acc>(first + i * stride_lane, values, count);
+          } else {
+            store_descending_as<Acc>(first + i * stride_lane, values, count);
+          }
         }
       }
     }

@@ -9,6 +9,10 @@
 // of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of
 // chunks is no special case when torch.compile traces a dynamic seqlen.)
 //
+// A reverse scan, in which h_t follows from h_{t+1}, is a scan of views of the same memory whose step 0 is the last step of
+// the tensor: their strides along time are negative. All that is said here of steps, chunks and rows is then in the scan's
+// time.
+//
 // A batch row may hold several sequences. Kernels scan rows: a row is a batch row or, of a packed call, one sequence, whose
 // chunks begin at its own first step. Of a packed sequence only the states between its chunks are saved, the one before step t
 // of the batch row in place t / chunk_length: such steps are at least chunk_length apart, also across sequences, so that no two

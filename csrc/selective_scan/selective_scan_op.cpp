@@ -2,8 +2,12 @@
 
 #include "selective_scan/selective_scan_op.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "torch/autograd_op.h"
@@ -114,16 +118,32 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
           bwd.needs_grad[kGradInitialState] ? allocate_states(in, bwd.grad_last_state) : absent()};
 }
 
-SequenceView sequence_view(const OptionalTensor& tensor, Access access) {
-  if (!is_present(tensor)) return {};
-  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+namespace {
+
+// The view of a tensor whose last axis is time, with the steps in the opposite order. The data of an empty tensor may be null,
+// which would be taken for that of an absent one.
+template <typename View>
+View reversed(View view, const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return view;
+  view.data = static_cast<char*>(view.data) + (tensor.size(-1) - 1) * view.stride_step * tensor.element_size();
+  view.stride_step = -view.stride_step;
+  return view;
 }
 
-MatrixView matrix_view(const at::Tensor& t, Access access) {
+}  // namespace
+
+SequenceView sequence_view(const OptionalTensor& tensor, Access access, bool reverse) {
+  if (!is_present(tensor)) return {};
+  const SequenceView view{data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+  return reverse ? reversed(view, *tensor) : view;
+}
+
+MatrixView matrix_view(const at::Tensor& t, Access access, bool reverse) {
   void* const data = data_of(t, access);
   if (t.dim() == 2) return {data, false, 1, 0, t.stride(0), t.stride(1), 0};
-  if (t.dim() == 3) return {data, true, 1, t.stride(0), 0, t.stride(1), t.stride(2)};
-  return {data, true, t.size(1), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  const MatrixView view = t.dim() == 3 ? MatrixView{data, true, 1, t.stride(0), 0, t.stride(1), t.stride(2)}
+                                       : MatrixView{data, true, t.size(1), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return reverse ? reversed(view, t) : view;
 }
 
 StateView state_view(const OptionalTensor& tensor) {
@@ -157,22 +177,41 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
   params.discretization = method;
   params.delta_softplus = in.delta_softplus;
-  params.u = sequence_view(in.u, Access::kRead);
-  params.delta = sequence_view(in.delta, Access::kRead);
-  params.z = sequence_view(in.z, Access::kRead);
-  params.B = matrix_view(in.B, Access::kRead);
-  params.C = matrix_view(in.C, Access::kRead);
+  params.u = sequence_view(in.u, Access::kRead, in.reverse);
+  params.delta = sequence_view(in.delta, Access::kRead, in.reverse);
+  params.z = sequence_view(in.z, Access::kRead, in.reverse);
+  params.B = matrix_view(in.B, Access::kRead, in.reverse);
+  params.C = matrix_view(in.C, Access::kRead, in.reverse);
   params.A = state_view(in.A);
   params.D = channel_view(in.D);
   params.delta_bias = channel_view(in.delta_bias);
+}
+
+// The fields of the sequences of cu_seqlens in a reverse scan. Nobody has checked the values while a CUDA graph is captured: no
+// row may leave the tensors.
+at::Tensor reversed_sequences(const at::Tensor& cu_seqlens, int64_t seqlen) {
+  const at::Tensor offsets = cu_seqlens.to(at::kLong), begins = offsets.slice(0, 0, -1).clamp(0, seqlen);
+  const at::Tensor ends = at::maximum(offsets.slice(0, 1), begins).clamp_max(seqlen);
+  const at::Tensor states = at::arange(begins.size(0), begins.options());
+  return at::stack({at::zeros_like(states), seqlen - ends, seqlen - begins, states, states}, 1);
+}
+
+// The same parts of rows in the opposite order of time: each begins where it ended, and starts from the state that it ended in.
+at::Tensor reversed_parts(const at::Tensor& parts, int64_t seqlen) {
+  const auto field = [&](int64_t i) { return parts.select(1, i); };
+  return at::stack({field(0), seqlen - field(2), seqlen - field(1), field(4), field(3)}, 1);
 }
 
 }  // namespace
 
 PackedRows make_packed_rows(const Inputs& in) {
   PackedRows rows;
+  const int64_t seqlen = in.u.size(2);
   if (is_present(in.seq_idx)) {
     rows.fields = sequence_parts(*in.seq_idx, in.cu_seqlens);
+    if (in.reverse) rows.fields = reversed_parts(rows.fields, seqlen);
+  } else if (is_present(in.cu_seqlens) && in.reverse) {
+    rows.fields = reversed_sequences(*in.cu_seqlens, seqlen);
   } else if (is_present(in.cu_seqlens)) {
     rows.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
   }
@@ -185,7 +224,7 @@ SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, 
   SelectiveScanFwdParams params;
   fill_params(params, in, method, rows);
   params.initial_state = state_view(in.initial_state);
-  params.out = sequence_view(outputs.out, Access::kWrite);
+  params.out = sequence_view(outputs.out, Access::kWrite, in.reverse);
   params.last_state = outputs.last_state.data_ptr();
   if (outputs.chunk_states.size(1) > 0) params.chunk_states = outputs.chunk_states.data_ptr();
   return params;
@@ -196,14 +235,15 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
   SelectiveScanBwdParams params;
   fill_params(params, bwd.in, method, rows);
   params.initial_state = state_view(rows.initial_state);
-  params.grad_out = sequence_view(bwd.grad_out, Access::kRead);
+  const bool reverse = bwd.in.reverse;
+  params.grad_out = sequence_view(bwd.grad_out, Access::kRead, reverse);
   params.grad_last_state = state_view(bwd.grad_last_state);
   params.chunk_states = chunk_states.const_data_ptr();
   const auto sequence = [&](Grad grad) {
-    return grads[grad].numel() > 0 ? sequence_view(grads[grad], Access::kWrite) : SequenceView();
+    return grads[grad].numel() > 0 ? sequence_view(grads[grad], Access::kWrite, reverse) : SequenceView();
   };
   const auto matrix = [&](Grad grad) {
-    return grads[grad].numel() > 0 ? matrix_view(grads[grad], Access::kWrite) : MatrixView();
+    return grads[grad].numel() > 0 ? matrix_view(grads[grad], Access::kWrite, reverse) : MatrixView();
   };
   const auto pointer = [&](Grad grad) -> void* { return grads[grad].numel() > 0 ? grads[grad].mutable_data_ptr() : nullptr; };
   params.grad_u = sequence(kGradU);
@@ -241,7 +281,7 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at:
 
   static auto saved_fields(Inputs& in) {
     return std::tuple_cat(in.fields_but_state(), std::tie(in.packed_initial_state, in.seq_idx, in.cu_seqlens, in.discretization,
-                                                          in.delta_softplus, in.has_initial_state));
+                                                          in.delta_softplus, in.reverse, in.has_initial_state));
   }
 
   static NeedsGrad has_edges(Inputs& in) {

@@ -25,7 +25,7 @@ struct Inputs {
   at::Tensor u, delta, A, B, C;
   OptionalTensor D, z, delta_bias, initial_state, seq_idx, cu_seqlens;
   std::string_view discretization;
-  bool delta_softplus = false;
+  bool delta_softplus = false, reverse = false;
 
   // Not among the public operator's arguments.
   bool save_chunk_states = false;
@@ -36,20 +36,22 @@ struct Inputs {
 
   auto fields_but_state() { return std::tie(u, delta, A, B, C, D, z, delta_bias); }
   auto fields() {
-    return std::tuple_cat(fields_but_state(), std::tie(initial_state, seq_idx, cu_seqlens, discretization, delta_softplus));
+    return std::tuple_cat(fields_but_state(),
+                          std::tie(initial_state, seq_idx, cu_seqlens, discretization, delta_softplus, reverse));
   }
 };
 
 struct PlanInputs : Inputs {
   auto fields() {
-    return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, delta_softplus, seq_idx, cu_seqlens));
+    return std::tuple_cat(fields_but_state(),
+                          std::tie(initial_state, discretization, delta_softplus, seq_idx, cu_seqlens, reverse));
   }
 };
 
 struct FwdInputs : Inputs {
   auto fields() {
-    return std::tuple_cat(fields_but_state(),
-                          std::tie(initial_state, discretization, delta_softplus, save_chunk_states, seq_idx, cu_seqlens));
+    return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, delta_softplus, save_chunk_states,
+                                                       seq_idx, cu_seqlens, reverse));
   }
 };
 
@@ -92,7 +94,7 @@ struct BwdInputs {
   auto fields() {
     return std::tuple_cat(grads(), in.fields_but_state(),
                           std::tie(chunk_states, in.discretization, in.delta_softplus, in.packed_initial_state, in.seq_idx,
-                                   in.cu_seqlens, needs_grad));
+                                   in.cu_seqlens, in.reverse, needs_grad));
   }
 };
 
@@ -134,12 +136,13 @@ struct PackedRows {
   OptionalTensor initial_state;
 };
 // Copies cu_seqlens to int64 or, with seq_idx, lists the parts of each batch row that begin where it changes; the host has to
-// know the number of parts.
+// know the number of parts. With reverse the rows are in the scan's time, which begins at the last step.
 PackedRows make_packed_rows(const Inputs& in);
 
-// As kernels see them; of a tensor that is absent, with data null.
-SequenceView sequence_view(const OptionalTensor& tensor, Access access);
-MatrixView matrix_view(const at::Tensor& tensor, Access access);
+// As kernels see them; of a tensor that is absent, with data null. With reverse, step 0 of a view is the tensor's last step,
+// and its stride along time is negative.
+SequenceView sequence_view(const OptionalTensor& tensor, Access access, bool reverse = false);
+MatrixView matrix_view(const at::Tensor& tensor, Access access, bool reverse = false);
 StateView state_view(const OptionalTensor& tensor);
 ChannelView channel_view(const OptionalTensor& tensor);
 

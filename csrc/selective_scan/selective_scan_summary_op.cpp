@@ -181,7 +181,7 @@ SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   at::Tensor grad_delta = (grad_exponent * in.A.to(at::kDouble)).sum(-1, /*keepdim=*/true).expand(in.delta.sizes());
   if (in.delta_softplus) grad_delta = at::softplus_backward(grad_delta, steps.biased.to(at::kDouble), 1, 20);
   add(kSummaryGradDelta, grad_delta);
-  if (is_present(in.delta_bias)) add(kSummaryGradDeltaBias, grad_delta.sum({0, 2}));
+  if (is_present(in.delta_bias)) add(kSummaryGradDeltaBias, grad_delta.sum(at::IntArrayRef({0, 2})));
   return grads;
 }
 

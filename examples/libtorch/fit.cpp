@@ -24,9 +24,11 @@ std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& u, const at:
   using Signature = std::tuple<at::Tensor, at::Tensor>(
       const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
       const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
-      const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization, bool delta_softplus);
+      const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization, bool delta_softplus,
+      bool reverse);
   static const auto scan = c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::selective_scan", "").typed<Signature>();
-  return scan.call(u, delta, A, B, C, {}, {}, {}, {}, {}, {}, discretization, /*delta_softplus=*/true);
+  return scan.call(u, delta, A, B, C, {}, {}, {}, {}, {}, {}, discretization, /*delta_softplus=*/true,
+                   /*reverse=*/false);
 }
 
 // Of (dim, dstate) each; A is -exp(log_A), so that states decay whatever is learned.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
@@ -40,7 +39,7 @@ def causal_conv1d_fn(
             float32, a copy of the parameter.
         bias: (channels,), as ``weight``, independently of it.
         seq_idx: (batch, seqlen), integers. A new sequence begins where it changes. Steps with a negative number are padding:
-            their output is zero.
+            their output and gradient are zero, and so is the final state of a row that ends with padding.
         initial_states: (batch, channels, width - 1), dtype of ``x``: the steps before the first.
         return_final_states: also return the last ``width - 1`` steps; for either layout, and with ``seq_idx``, where the
             package asks for channels-last and no ``seq_idx``.
@@ -65,7 +64,7 @@ def causal_conv1d_fn(
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only")
     if final_states_out is not None and weight.dim() == 2:
         _check_final_states_out(final_states_out, (x.shape[0], x.shape[1], weight.shape[1] - 1), x)
-    out, final_states = convolve_with_padding(x.transpose(1, 2), weight, bias, activation, seq_idx, initial_states)
+    out, final_states = convolve(x.transpose(1, 2), weight, bias, activation, seq_idx, initial_states)
     out = out.transpose(1, 2)
     if not return_final_states:
         return out
@@ -74,7 +73,7 @@ def causal_conv1d_fn(
     return out, final_states
 
 
-def convolve_with_padding(
+def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -82,9 +81,9 @@ def convolve_with_padding(
     seq_idx: Tensor | None,
     initial_states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The convolution of ``x``, (batch, seqlen, channels), zero where ``seq_idx`` is negative, and the final states."""
+    """The convolution of ``x``, (batch, seqlen, channels), and the final states."""
     with no_autocast(x):
-        out, final_states = causal_conv1d(
+        return causal_conv1d(
             x,
             readable(weight, x.dtype),
             readable(bias, x.dtype),
@@ -93,17 +92,6 @@ def convolve_with_padding(
             initial_state=initial_states,
             return_final_state=True,
         )
-    if seq_idx is not None and _may_have_padding(seq_idx):
-        out = out.masked_fill_((seq_idx < 0).unsqueeze(-1), 0)
-    return out, final_states
-
-
-def _may_have_padding(seq_idx: Tensor) -> bool:
-    """Whether a number is negative, or cannot be read: on CUDA, where the host would have to wait, and for traced tensors."""
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
-    if is_traced or seq_idx.device.type != "cpu" or type(seq_idx) is not Tensor or torch._C._are_functorch_transforms_active():
-        return True
-    return bool((seq_idx < 0).any())
 
 
 def _check_final_states_out(final_states_out: Tensor, shape: tuple[int, ...], x: Tensor) -> None:

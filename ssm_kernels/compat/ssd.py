@@ -13,7 +13,7 @@ from .. import ops
 from .._packing import check_same_packing, with_padding
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
-from .causal_conv1d import convolve_with_padding
+from .causal_conv1d import convolve
 from .norms import rmsnorm_fn
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
@@ -150,7 +150,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
         raise RuntimeError(f"{name}: expected cu_seqlens of dtype int32 or int64, got {cu_seqlens.dtype}")
 
 
-_convolve = peer_arguments(x="zxbcdt", weight="conv1d_weight", bias="conv1d_bias")(convolve_with_padding)
+_convolve = peer_arguments(x="zxbcdt", weight="conv1d_weight", bias="conv1d_bias")(convolve)
 _scan = peer_arguments(x="zxbcdt", dt="zxbcdt")(mamba_chunk_scan_combined)
 _normalize = peer_arguments(x="zxbcdt", weight="rmsnorm_weight")(rmsnorm_fn)
 

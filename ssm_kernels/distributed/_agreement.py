@@ -6,37 +6,51 @@ description changes, and compares it with those of the others. The descriptions 
 process group, because a rank whose description has not changed is already in the all-gather: the rank that waits for it raises
 after the group's time-out, and the other when its all-gather fails.
 
-A call whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
+Rank 0 reads the description of every rank and writes its finding, which each other rank reads: 2 * ranks - 1 reads. A call
+whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
 compiled makes it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed as dist
 from torch import Tensor
 
 from ._collectives import Group
 
-__all__ = ["Agreement", "calls_of_others", "describe"]
+__all__ = ["Agreement", "calls_of_others", "compare", "describe"]
 
-# By the name of a group: how many comparisons its ranks have made, and what they have agreed on.
-_comparisons: dict[str, int] = {}
-_agreed_of_functions: dict[str, set[tuple[Any, ...]]] = {}
+_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
+_Call = tuple[Any, ...]
 
 
-def describe(tensor: Tensor | None, time: int | None = None) -> str:
-    """Shape without the number of steps, dtype, device and whether a gradient is needed."""
+@dataclasses.dataclass
+class _History:
+    """How many comparisons the ranks of a process group have made, and the calls of functions that they have agreed on."""
+
+    comparisons: int = 0
+    agreed: set[_Call] = dataclasses.field(default_factory=set)
+
+
+# By the process group itself: a later one may have the same name.
+_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, _History] = weakref.WeakKeyDictionary()
+
+
+def describe(tensor: Tensor | None, free: int | None = None, size: str = "seqlen") -> str:
+    """Shape, dtype, device and whether a gradient is needed. The size of the axis ``free`` may differ: ``size`` names it."""
     if tensor is None:
         return "None"
     axes = [str(size) for size in tensor.shape]
-    if time is not None and time < len(axes):
-        axes[time] = "seqlen"
+    if free is not None and free < len(axes):
+        axes[free] = size
     needs_grad = ", requires_grad" if torch.is_grad_enabled() and tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device.type} [{', '.join(axes)}]{needs_grad}"
 
@@ -52,96 +66,120 @@ class Agreement:
 
     def __init__(self, group: Group, of_layer: bool = False) -> None:
         self._group = group
-        self._last: dict[tuple[Any, ...], tuple[Any, ...]] | None = {} if of_layer else None
+        self._last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Call, _Call]] | None = None
+        if of_layer:
+            self._last = weakref.WeakKeyDictionary()
 
     def check(self, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:
-        """Compares the description of a call with the other ranks', if it is new.
-
-        Args:
-            operator: the name of the operator, for messages.
-            description: arguments by name, as strings, numbers or None.
-            validate: checks the arguments; an error that it raises is raised on every rank.
-
-        Raises:
-            ValueError: the ranks' descriptions differ, or ``validate`` raised a ValueError on another rank.
-            RuntimeError: a rank does not make a new call, or ``validate`` raised another error on another rank.
-        """
+        """Compares the description of a call with the other ranks', if it is new. See :func:`compare`."""
         if self._group.size == 1:
             return
+        process_group = self._group.process_group
         key = (operator, *description.items())
         # A bidirectional layer alternates between two calls, and so does checkpointing that recomputes a forward.
         place = (operator, torch.is_grad_enabled(), description.get("reverse"))
         if self._last is not None:
-            if self._last.get(place) == key:
-                return
-        elif key in _agreed_of_functions.setdefault(self._group.name, set()):
+            last = self._last.setdefault(process_group, {})
+            if last.get(place) != key:
+                compare(self._group, operator, description, validate)
+                last[place] = key
             return
-        error: Exception | None = None
-        try:
-            validate()
-        except (ValueError, RuntimeError, TypeError) as raised:
-            error = raised
-        call: dict[str, Any] = {
-            "operator": operator,
-            "arguments": dict(description),
-            "error": None if error is None else str(error),
-        }
-        call["is_value_error"] = isinstance(error, ValueError)
-        calls = _exchange(self._group, operator, call)
-        if error is not None:
-            raise error
-        _compare(operator, calls)
-        if self._last is not None:
-            self._last[place] = key
-        else:
-            _agreed_of_functions[self._group.name].add(key)
+        agreed = _histories.setdefault(process_group, _History()).agreed
+        if key not in agreed:
+            compare(self._group, operator, description, validate)
+            agreed.add(key)
 
 
-def _key(number: int, rank: int) -> str:
-    return f"ssm_kernels/context_parallel/{number}/{rank}"
+def compare(group: Group, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:
+    """Compares the description of a call with the other ranks'.
+
+    Args:
+        group: the ranks.
+        operator: the name of the operator, for messages.
+        description: arguments by name, as strings, numbers or None.
+        validate: checks the arguments; an error that it raises is raised on every rank.
+
+    Raises:
+        ValueError: the ranks' descriptions differ, or ``validate`` raised a ValueError on another rank.
+        TypeError: ``validate`` raised a TypeError on another rank.
+        RuntimeError: a rank does not make a new call, or ``validate`` raised another error on another rank.
+    """
+    error: Exception | None = None
+    try:
+        validate()
+    except Exception as raised:
+        error = raised
+    call: dict[str, Any] = {"operator": operator, "arguments": dict(description)}
+    if error is not None:
+        call["raised"] = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError"), str(error)
+    # A fake process group, for dry runs in one process, exchanges nothing.
+    found = None if group.size == 1 or dist.get_backend(group.process_group) == "fake" else _exchange(group, operator, call)
+    if error is not None:
+        raise error
+    if found is not None:
+        kind, message = found
+        raise _ERRORS[kind](f"{operator}: {message}")
+
+
+def _key(number: int, of: int | str) -> str:
+    return f"ssm_kernels/comparison/{number}/{of}"
 
 
 def _store(group: Group) -> tuple[Any, datetime.timedelta]:
     """The store of a process group, and the group's time-out."""
-    resolve: Any = c10d.__dict__["_resolve_process_group"]
-    process_group = resolve(group.name)
+    process_group: Any = group.process_group
     options: Any = process_group._get_backend(process_group._device_types[0]).options
     return process_group.get_group_store(), options._timeout
 
 
-def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calls of all ranks."""
-    number = _comparisons.get(group.name, 0)
-    _comparisons[group.name] = number + 1
+def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What rank 0 finds in the calls of all ranks: the type and the message of an error, or None if the calls are equal."""
+    history = _histories.setdefault(group.process_group, _History())
+    number = history.comparisons
+    history.comparisons += 1
+    store, _ = _store(group)
+    keys, result = [_key(number, rank) for rank in range(group.size)], _key(number, "result")
+    store.set(keys[group.rank], json.dumps(call))
+    _wait(group, operator, call, keys if group.rank == 0 else [result], keys)
+    if group.rank == 0:
+        found = _difference([json.loads(value) for value in store.multi_get(keys)])
+        store.set(result, json.dumps(found))
+    else:
+        found = json.loads(store.get(result))
+    if number > 0:
+        # Every rank has begun this comparison and so has read all of the one before.
+        store.delete_key(_key(number - 1, group.rank))
+        if group.rank == 0:
+            store.delete_key(_key(number - 1, "result"))
+    return found
+
+
+def _wait(group: Group, operator: str, call: Mapping[str, Any], awaited: list[str], keys: list[str]) -> None:
+    """Waits for entries of the store; raises RuntimeError if a rank does not write its own of ``keys`` within the time-out."""
     store, timeout = _store(group)
-    store.set(_key(number, group.rank), json.dumps(call))
-    calls, absent = [], []
-    for rank in range(group.size):
+    absent: list[int] = []
+    # Rank 0 may have begun to wait later than this rank, and find all calls after this rank's time-out.
+    for _ in range(2):
         try:
-            store.wait([_key(number, rank)], timeout)
-            calls.append(json.loads(store.get(_key(number, rank))))
+            store.wait(awaited, timeout)
+            return
         except RuntimeError:  # the store's time-out
-            absent.append(rank)
-            break
-    if absent:
-        absent += [rank for rank in range(absent[0] + 1, group.size) if not store.check([_key(number, rank)])]
-        raise RuntimeError(
-            f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent}, "
-            f"which have not made one within {timeout}: they have died or called with other arguments. Every rank must "
-            "make the same calls in the same order"
-        )
-    if number >= 2:
-        # Every rank has begun comparison number - 1 and so has read all of the one before.
-        store.delete_key(_key(number - 2, group.rank))
-    return calls
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if absent:
+                break
+    raise RuntimeError(
+        f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent or [0]}, "
+        f"which have not made one within {timeout}: they have died or called with other arguments. Every rank must make the "
+        "same calls in the same order"
+    )
 
 
 def calls_of_others(group: Group) -> str:
     """Describes the calls with which other ranks wait for this one; empty if there are none."""
     try:
-        number, (store, _) = _comparisons.get(group.name, 0), _store(group)
-        ranks = [rank for rank in range(group.size) if rank != group.rank and store.check([_key(number, rank)])]
-        calls = {rank: _text(json.loads(store.get(_key(number, rank)))) for rank in ranks}
+        history, (store, _) = _histories.get(group.process_group, _History()), _store(group)
+        keys = {rank: _key(history.comparisons, rank) for rank in range(group.size) if rank != group.rank}
+        calls = {rank: _text(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
     except RuntimeError:  # the store has died with its rank
         return ""
     return "".join(f" Rank {rank} called {text}, and this rank did not." for rank, text in calls.items())
@@ -152,18 +190,19 @@ def _text(call: Mapping[str, Any]) -> str:
     return f"{call['operator']}({arguments})"
 
 
-def _compare(operator: str, calls: list[dict[str, Any]]) -> None:
+def _difference(calls: list[dict[str, Any]]) -> tuple[str, str] | None:
     for rank, call in enumerate(calls):
-        if call["error"] is not None:
-            message = f"{operator}: rank {rank} of the group raised: {call['error']}"
-            raise ValueError(message) if call["is_value_error"] else RuntimeError(message)
+        if "raised" in call:
+            kind, message = call["raised"]
+            return kind, f"rank {rank} of the group raised: {message}"
     operators = [call["operator"] for call in calls]
     if len(set(operators)) > 1:
-        raise ValueError(f"{operator}: expected the same call on every rank, got {_by_rank(operators)}")
+        return "ValueError", f"expected the same call on every rank, got {_by_rank(operators)}"
     for name in {name: None for call in calls for name in call["arguments"]}:
         values = [str(call["arguments"].get(name)) for call in calls]
         if len(set(values)) > 1:
-            raise ValueError(f"{operator}: expected the same {name} on every rank, got {_by_rank(values)}")
+            return "ValueError", f"expected the same {name} on every rank, got {_by_rank(values)}"
+    return None
 
 
 def _by_rank(values: list[str]) -> str:

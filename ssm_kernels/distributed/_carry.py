@@ -15,6 +15,10 @@ state, is the gradient of the last state of rank r - 1:
 Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence
 over ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time
 passes the ranks in the opposite order.
+
+A span in which a sequence begins, or with a reset, drops the state before it, and with it Inf and NaN, as one process does.
+Any other decay of zero is a factor: NaN stays NaN, and Inf becomes NaN. One process gives NaN where a step's decay is zero, and
+Inf where only the product of the steps underflows.
 """
 
 from __future__ import annotations
@@ -32,17 +36,40 @@ def _like(factor: Tensor, states: Tensor) -> Tensor:
     return factor.reshape(*factor.shape, *(1,) * (states.dim() - factor.dim()))
 
 
-def _fold(states: Tensor, decays: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
-    """The state after each rank, of the shape of ``states``, (ranks, ...). ``decays`` has leading axes of it."""
-    ranks, of_decay = decays.shape[0], decays[0].numel()
-    if of_decay == states[0].numel():
-        a, b = (value.reshape(1, ranks, -1) for value in (decays, states))
+def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | None, reverse: bool) -> Tensor | None:
+    """The last state of ``h = decay * h + value`` over ranks, from ``first``; None if there are neither ranks nor ``first``.
+
+    Args:
+        values: (ranks, ...).
+        decays: with leading axes of ``values``.
+        keeps: (ranks, batch), bool: a rank where it is false drops the state before it, Inf and NaN included.
+        first: the state before the first rank, or None for zero.
+        reverse: whether the last rank is the first.
+    """
+    if keeps is not None:
+        drops = (~keeps).long()
+        later = drops.cumsum(0) if reverse else drops.flip(0).cumsum(0).flip(0)
+        # What a later rank drops is zero from the beginning.
+        values = torch.where(_like(later == drops, values), values, 0)
+        decays = torch.where(_like(later == 0, decays), decays, 0)
+        first = None if first is None else torch.where(_like((later == 0).all(0), first), first, 0)
+    if first is None:
+        if values.shape[0] == 0:
+            return None
+        first, rest = (values[-1], slice(0, -1)) if reverse else (values[0], slice(1, None))
+        values, decays = values[rest], decays[rest]
+    ranks = values.shape[0]
+    if ranks == 0:
+        return first
+    of_decay = decays[0].numel()
+    if of_decay == values[0].numel():
+        a, b = (tensor.reshape(1, ranks, -1) for tensor in (decays, values))
     else:
-        b = states.reshape(ranks, of_decay, -1).transpose(0, 1)
+        b = values.reshape(ranks, of_decay, -1).transpose(0, 1)
         a = decays.reshape(ranks, of_decay, 1).transpose(0, 1).expand_as(b)
-    h0 = None if first is None else first.reshape(b.shape[0], b.shape[2])
-    h = torch.ops.ssm_kernels._linear_recurrence_fwd([a, b], h0, None, None, "linear_scan", "none", True, reverse)[0]
-    return h.transpose(0, 1).reshape(states.shape) if h.shape[0] > 1 else h.reshape(states.shape)
+    h0 = first.reshape(b.shape[0], b.shape[2])
+    h = torch.ops.ssm_kernels._linear_recurrence_fwd([a, b], h0, None, None, "linear_scan", "none", True, reverse)[1]
+    return h.reshape(first.shape)
 
 
 class Carry:
@@ -61,82 +88,92 @@ class Carry:
     def is_first(self) -> bool:
         return self._group.rank == (self._group.size - 1 if self._reverse else 0)
 
-    def begin(self, last_state: Tensor, decay: Tensor, initial_state: Tensor | None) -> Gathering:
+    def begin(
+        self,
+        last_state: Tensor,
+        decay: Tensor,
+        initial_state: Tensor | None,
+        passes: Tensor | None = None,
+        keeps: Tensor | None = None,
+    ) -> Gathering:
         """Sends the summary of this rank's span.
 
         Args:
             last_state: from the state zero, (batch, ...).
             decay: of its dtype, with leading axes of it.
             initial_state: the state before the whole sequence. The first rank's counts.
+            passes: see :meth:`end`.
+            keeps: (batch,), bool, where other ranks do not know it from ``passes``: whether this span keeps the state before
+                it. It travels as numbers of the dtype of ``decay``.
         """
         if self.is_first and initial_state is not None:
-            last_state = torch.addcmul(last_state, _like(decay, last_state), initial_state)
-        return Gathering([last_state, decay], self._group, f"{self._what}: states")
+            after = torch.addcmul(last_state, _like(decay, last_state), initial_state)
+            own = keeps if passes is None else passes[1, self._group.rank]
+            last_state = after if own is None else torch.where(_like(own, after), after, last_state)
+        tensors = [last_state, decay] if keeps is None else [last_state, decay, keeps.to(decay.dtype)]
+        return Gathering(tensors, self._group, f"{self._what}: states")
 
     def end(
-        self, gathering: Gathering, continues: Tensor | None, initial_state: Tensor | None, needs_final: bool
+        self, gathering: Gathering, passes: Tensor | None, initial_state: Tensor | None, needs_final: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Receives the summaries of all ranks.
 
         Args:
-            continues: (ranks, batch), bool: whether the sequence before a rank's span goes on in it; None: it does.
+            passes: (2, ranks, batch), bool: whether a state passes the border before a rank, and whether it passes on to the
+                border after it; None: it does, unless the ranks have sent ``keeps``.
 
         Returns:
             This rank's initial state; the state after the last rank if ``needs_final``; and, for backward, the decays of the
-            ranks after this one, zero where a new sequence begins at the border, and ``continues`` of these ranks.
+            ranks after this one and ``passes`` of these ranks.
         """
-        states, decays = gathering.wait()
+        states, decays, *sent = gathering.wait()
+        if sent:
+            passes = torch.stack([torch.ones_like(sent[0], dtype=torch.bool), sent[0] != 0])
         rank, size = self._group.rank, self._group.size
-        passing = decays
-        if continues is not None:
-            passing = torch.where(_like(continues, decays), decays, 0)
-        before = slice(rank + 1, size) if self._reverse else slice(0, rank)
-        after = slice(0, rank) if self._reverse else slice(rank + 1, size)
-        wanted = slice(0, size) if needs_final else before
+
+        def fold(ranks: slice) -> Tensor | None:
+            return _fold(states[ranks], decays[ranks], None if passes is None else passes[1, ranks], None, self._reverse)
+
         initial, final = initial_state, None
-        if wanted.stop > wanted.start:
-            running = _fold(states[wanted], passing[wanted], None, self._reverse)
-            if not self.is_first:
-                initial = running[rank + 1 - wanted.start if self._reverse else rank - 1]
-                if continues is not None:
-                    initial = torch.where(_like(continues[rank], initial), initial, 0)
-            if needs_final:
-                final = running[0 if self._reverse else -1].clone()
+        if not self.is_first:
+            initial = fold(slice(rank + 1, size) if self._reverse else slice(0, rank))
+            assert initial is not None
+            if passes is not None:
+                initial = torch.where(_like(passes[0, rank], initial), initial, 0)
+            initial = initial.contiguous()
+        if needs_final:
+            final = fold(slice(0, size))
         if initial is None and torch.compiler.is_compiling():
             initial = torch.zeros_like(states[rank])
-        if initial is not None and not self.is_first:
-            initial = initial.contiguous()
         if initial is not None:
             initial = gathering.tie(initial)
-        return initial, final, passing[after].clone(), None if continues is None else continues[after].clone()
+        after = self._after()
+        return initial, final, decays[after].clone(), None if passes is None else passes[:, after].clone()
 
     def gradient(
-        self,
-        local_gradient: Tensor,
-        grad_final: Tensor | None,
-        passing: Tensor,
-        continues: Tensor | None,
+        self, local_gradient: Tensor, grad_final: Tensor | None, decays: Tensor, passes: Tensor | None
     ) -> Tensor | None:
         """The gradient of the state after this rank's span; None if it is zero.
 
         Args:
             local_gradient: of this rank's initial state, from its outputs alone.
             grad_final: of the final state, which every rank returned; its gradients are summed.
-            passing: from :meth:`end`.
-            continues: from :meth:`end`.
+            decays: from :meth:`end`.
+            passes: from :meth:`end`.
         """
         tensors = [local_gradient] if grad_final is None else [local_gradient, grad_final]
         gathering = Gathering(tensors, self._group, f"{self._what}: gradients of states")
         gathered = gathering.wait()
-        rank, size = self._group.rank, self._group.size
         final = gathered[1].sum(0) if grad_final is not None else None
-        after = slice(0, rank) if self._reverse else slice(rank + 1, size)
-        if after.stop == after.start:
-            if final is None and torch.compiler.is_compiling():
-                final = torch.zeros_like(local_gradient)
-            return None if final is None else gathering.tie(final)
-        gradients = gathered[0][after]
-        if continues is not None:
-            gradients = torch.where(_like(continues, gradients), gradients, 0)
-        running = _fold(gradients, passing, final, not self._reverse)
-        return gathering.tie(running[-1 if self._reverse else 0].contiguous())
+        gradients, keeps = gathered[0][self._after()], None
+        if passes is not None:
+            keeps = passes[1]
+            gradients = torch.where(_like(passes[0], gradients), gradients, 0)
+        gradient = _fold(gradients, decays, keeps, final, not self._reverse)
+        if gradient is None and torch.compiler.is_compiling():
+            gradient = torch.zeros_like(local_gradient)
+        return None if gradient is None else gathering.tie(gradient.contiguous())
+
+    def _after(self) -> slice:
+        """The ranks after this one, in the direction of the recurrence."""
+        return slice(0, self._group.rank) if self._reverse else slice(self._group.rank + 1, self._group.size)

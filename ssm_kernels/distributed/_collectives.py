@@ -10,9 +10,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,6 +61,13 @@ class Group:
         if rank < 0:
             raise ValueError(f"context parallelism: expected a group of this process, rank {dist.get_rank()}")
         return cls(group.group_name, dist.get_world_size(group), rank)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group that has this name now. Not for compiled code."""
+        resolve: Any = c10d.__dict__["_resolve_process_group"]
+        process_group: dist.ProcessGroup = resolve(self.name)
+        return process_group
 
 
 def tie(tensor: Tensor, to: Tensor) -> Tensor:

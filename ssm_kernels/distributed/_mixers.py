@@ -39,7 +39,7 @@ def step_limit(value: float) -> float:
 
 
 class Mamba2Mixer(torch.autograd.Function):
-    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``continues`` are those of ``Packing``."""
+    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``passes`` are those of ``Packing``."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class Mamba2Mixer(torch.autograd.Function):
         norm_weight: Tensor | None,
         seq_idx: Tensor | None,
         past: Tensor | None,
-        continues: Tensor | None,
+        passes: Tensor | None,
         headdim: int,
         ngroups: int,
         dstate: int,
@@ -90,18 +90,19 @@ class Mamba2Mixer(torch.autograd.Function):
             **ctx.scan,
         )
         carry = Carry(group, "Mamba2", reverse=False)
-        initial, _, passing, later = carry.end(carry.begin(last_states, decay, None), continues, None, False)
+        gathering = carry.begin(last_states, decay, None, passes)
+        initial, _, decays, later = carry.end(gathering, passes, None, False)
         ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
         out, _, _, y, rstd, parameters = _ops._mamba2_mixer_fwd(projected, *arguments)
         tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
-        ctx.save_for_backward(*tensors, y, rstd, parameters, sources, own, passing, later)
+        ctx.save_for_backward(*tensors, y, rstd, parameters, sources, own, decays, later)
         ctx.carry, ctx.halo, ctx.norm_before_gate = carry, halo, norm_before_gate
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        *tensors, y, rstd, parameters, sources, own, passing, later = ctx.saved_tensors
+        *tensors, y, rstd, parameters, sources, own, decays, later = ctx.saved_tensors
         projected, conv_weight, conv_bias, A_log, _, dt_bias, norm_weight, steps, _, seq_idx = tensors
         heads, headdim, ngroups, dstate = ctx.sizes
         d_ssm, of_groups = heads * headdim, ngroups * dstate
@@ -132,7 +133,7 @@ class Mamba2Mixer(torch.autograd.Function):
                     seq_idx=seq_idx,
                     **ctx.scan,
                 )
-            grad_states = ctx.carry.gradient(local, None, passing, later)
+            grad_states = ctx.carry.gradient(local, None, decays, later)
         wanted = [*needs, needs[0] and steps is not None, False]
         arguments = (*tensors, None, *ctx.options)
         results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments)

@@ -135,7 +135,7 @@ class GroupOperators:
         return SelectiveScan.apply(
             *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
-            None if packing is None else packing.continues,
+            None if packing is None else packing.passes,
             discretization,
             delta_softplus,
             return_last_state,
@@ -183,7 +183,7 @@ class GroupOperators:
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
-            None if packing is None else packing.continues,
+            None if packing is None else packing.passes,
             chunk_size,
             dt_softplus,
             *((-math.inf, math.inf) if dt_limit is None else map(step_limit, dt_limit)),
@@ -216,8 +216,8 @@ class GroupOperators:
         _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
         if weight.shape[1] == 1:  # a step reads no other
-            results = convolutions.causal_conv1d(
-                x, weight, bias, activation=activation, initial_state=initial_state, return_final_state=True
+            results = local(
+                x, weight, bias, seq_idx=seq_idx, initial_state=initial_state, activation=activation, return_final_state=True
             )
             return results if return_final_state else results[0]
         return CausalConv1d.apply(
@@ -324,12 +324,24 @@ class GroupOperators:
         if torch.compiler.is_compiling():
             return
         description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
-        description |= {"cu_seqlens": describe(cu_seqlens)} | {name: str(value) for name, value in options.items()}
+        # The number of packed sequences changes from call to call: Spans compares it.
+        description |= {"cu_seqlens": describe(cu_seqlens, 0, "sequences + 1")}
+        h0 = tensors.get("h0")
+        if cu_seqlens is not None and h0 is not None and h0.dim() > 0 and h0.shape[0] == cu_seqlens.shape[0] - 1:
+            description["h0"] = describe(h0, 0, "sequences")
+        description |= {name: str(value) for name, value in options.items()}
         sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
         lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
         description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
 
         def check() -> None:
+            given = {name: value for name, value in (*tensors.items(), ("cu_seqlens", cu_seqlens)) if value is not None}
+            like, *others = given
+            for name in others:
+                if given[name].device != given[like].device:
+                    raise RuntimeError(
+                        f"{operator}: expected {name} on {given[like].device} (the device of {like}), got {given[name].device}"
+                    )
             arguments = _on_meta(tensors)
             if takes_cu_seqlens and cu_seqlens is not None:
                 arguments |= _on_meta({"cu_seqlens": cu_seqlens})

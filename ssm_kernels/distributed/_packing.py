@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ._collectives import Gathering, Group
@@ -31,7 +32,8 @@ class _Latest(NamedTuple):
     made: object
 
 
-_latest: dict[tuple[str, type], _Latest] = {}
+# By the process group itself: a later one may have the same name.
+_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[type, _Latest]] = weakref.WeakKeyDictionary()
 
 
 def of_latest(kind: type[_Made], tensors: Sequence[Tensor], seqlen: int, group: Group, make: Callable[[], _Made]) -> _Made:
@@ -45,14 +47,15 @@ def of_latest(kind: type[_Made], tensors: Sequence[Tensor], seqlen: int, group: 
     if torch.compiler.is_compiling() or is_captured or any(tensor.is_inference() for tensor in tensors):
         return make()
     versions = [tensor._version for tensor in tensors]
-    latest = _latest.get((group.name, kind))
+    of_group = _latest.setdefault(group.process_group, {})
+    latest = of_group.get(kind)
     if latest is not None and (latest.versions, latest.seqlen) == (versions, seqlen):
         same = len(latest.tensors) == len(tensors)
         if same and all(reference() is tensor for reference, tensor in zip(latest.tensors, tensors, strict=True)):
             assert isinstance(latest.made, kind)
             return latest.made
     made = make()
-    _latest[group.name, kind] = _Latest([weakref.ref(tensor) for tensor in tensors], versions, seqlen, made)
+    of_group[kind] = _Latest([weakref.ref(tensor) for tensor in tensors], versions, seqlen, made)
     return made
 
 
@@ -66,10 +69,11 @@ class Packing:
 
     Attributes:
         seq_idx: as given.
-        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step. The last
-            row is of the border after the last rank: the steps of the last sequence. A span without steps has the number of the
-            border after it.
-        continues: (ranks, batch), bool: whether a sequence goes on at the border before a rank.
+        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
+            its number is negative, which is padding for convolutions. The last row is of the border after the last rank: the
+            steps of the last sequence. A span without steps has the number of the border after it.
+        passes: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on at
+            the end of the rank's span. For scans, to which a negative number is one like others.
     """
 
     def __init__(self, seq_idx: Tensor, group: Group) -> None:
@@ -87,16 +91,20 @@ class Packing:
         number = torch.zeros_like(first)
         run = torch.full_like(first, _ALL)
         is_begun = torch.zeros_like(first, dtype=torch.bool)
-        rows = []
+        rows, numbers, keeps = [], [], []
         for first, last, trailing, lengths in (of_rank.unbind(0) for of_rank in table.unbind(0)):
             is_empty = lengths == 0
             past = torch.where(is_empty | ~is_begun | (first == number), run, 0)
             rows.append(past)
+            numbers.append(torch.where(is_empty, number, first))
+            keeps.append(trailing == lengths)
             run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
             number = torch.where(is_empty, number, last)
             is_begun = is_begun | ~is_empty
-        self.past = torch.stack([*rows, run])
-        self.continues = self.past[:-1] > 0
+        past = torch.stack([*rows, run])
+        goes_on = past[:-1] > 0
+        self.passes = torch.stack([goes_on, goes_on & torch.stack(keeps)])
+        self.past = torch.where(torch.stack([*numbers, number]) < 0, 0, past)
 
 
 class Spans:
@@ -117,7 +125,8 @@ class Spans:
         values = cu_seqlens.long()
         weights = torch.arange(1, values.shape[0] + 1, device=values.device)
         checksum, is_ascending = (values * weights).sum(), (values[1:] >= values[:-1]).all() & (values[0] == 0)
-        own = torch.stack([torch.full_like(checksum, seqlen), values[-1], checksum, is_ascending.long()])
+        entries = is_ascending.long() * values.shape[0]
+        own = torch.stack([torch.full_like(checksum, seqlen), values[-1], checksum, entries])
         table = Gathering([own], group, "lengths of the spans").wait()[0]
         lengths = table[:, 0]
         if not torch.compiler.is_compiling() and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -130,7 +139,7 @@ class Spans:
             raise ValueError(
                 f"{operator}: expected the same cu_seqlens on every rank, got others, that end at {[row[1] for row in table]}"
             )
-        if not table[0][3]:
+        if table[0][3] == 0:
             raise ValueError(f"{operator}: expected cu_seqlens that begin at 0 and do not decrease")
         lengths = [row[0] for row in table]
         if sum(lengths) != table[0][1]:
@@ -150,5 +159,5 @@ class Spans:
 
 
 def combine(numbers: Tensor, others: Tensor) -> Tensor:
-    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are."""
-    return (numbers.long() << 32) | (others.long() & 0xFFFFFFFF)
+    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are, and negative where ``others`` are."""
+    return (numbers.long() << 32) | (others.long() & (0xFFFFFFFF | -(1 << 63)))

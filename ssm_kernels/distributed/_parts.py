@@ -90,6 +90,14 @@ def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def _on_mesh(tensor: DTensor) -> DTensor:
+    """``tensor`` on the devices of its mesh: a state dict may be offloaded to the CPU, whose tensors NCCL does not take."""
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    if local.device.type != "cpu" or mesh.device_type == "cpu":
+        return tensor
+    return _from_local(local.to(mesh.device_type), mesh, tensor.placements, tensor.shape)
+
+
 def _across(dim: int, whole: Tensor) -> list[Placement]:
     """Placements that leave the axis ``dim`` whole and cut a matrix along its other axis."""
     assert isinstance(whole, DTensor)
@@ -102,7 +110,8 @@ def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
     if not isinstance(first, DTensor):
         return torch.cat([*pieces], dim)
     placements = _across(dim, first)
-    local = torch.cat([cast(DTensor, piece).redistribute(placements=placements).to_local() for piece in pieces], dim)
+    pieces_across = [_on_mesh(cast(DTensor, piece)).redistribute(placements=placements) for piece in pieces]
+    local = torch.cat([piece.to_local() for piece in pieces_across], dim).to(first.to_local().device)
     shape = [*first.shape]
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
     return _from_local(local, first.device_mesh, placements, shape)
@@ -113,7 +122,7 @@ def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     if not isinstance(whole, DTensor):
         return [piece.contiguous() for piece in whole.split([*sizes], dim)]
     placements = _across(dim, whole)
-    locals_ = whole.redistribute(placements=placements).to_local().split([*sizes], dim)
+    locals_ = _on_mesh(whole).redistribute(placements=placements).to_local().split([*sizes], dim)
     shapes = [[*whole.shape[:dim], size, *whole.shape[dim + 1 :]] for size in sizes]
     return [_from_local(local, whole.device_mesh, placements, shape) for local, shape in zip(locals_, shapes, strict=True)]
 
@@ -126,7 +135,7 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         # distribute_tensor does not know the placements of FSDP2 with tensor parallelism.
         value = DTensor.from_local(value.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return value.redistribute(mesh, placements)
+    return _on_mesh(value).redistribute(mesh, placements)
 
 
 def _is_shard(parameter: Tensor | None) -> bool:
@@ -143,6 +152,8 @@ def local_of(parameter: Tensor | None) -> Tensor | None:
 
 class Local(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
+
+    _gradient_mesh: DeviceMesh | None  # over which gradients are summed that each rank has a part of
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
@@ -170,16 +181,27 @@ def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] 
         attributes: the parameters whose attributes are this rank's shards.
         sums: the mesh over which their gradients are summed.
     """
+    key = (mixin, type(module), tuple(attributes))
+    if key not in _derived:
+        _derived[key] = _derive(*key)
+    module.__class__ = _derived[key]
+    if isinstance(module, Local):
+        module._gradient_mesh = sums
 
+
+# One class for all layers of a kind: the compiler compiles the code of each class anew.
+_derived: dict[tuple[type[nn.Module], type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _derive(mixin: type[nn.Module], own: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     def reader(name: str) -> property:
-        def read(self: nn.Module) -> Tensor | None:
-            local = local_of(self._parameters[name])
-            return local if local is None or sums is None else sum_gradients([local], sums)[0]
+        def read(self: Local) -> Tensor | None:
+            local, mesh = local_of(self._parameters[name]), self._gradient_mesh
+            return local if local is None or mesh is None else sum_gradients([local], mesh)[0]
 
         return property(read)
 
-    own = type(module)
-    module.__class__ = type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
+    return type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
 
 
 class _JoinedLinear(torch.autograd.Function):

@@ -49,7 +49,7 @@ class SelectiveScan(torch.autograd.Function):
         delta_bias: Tensor | None,
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
-        continues: Tensor | None,
+        passes: Tensor | None,
         discretization: str,
         delta_softplus: bool,
         needs_final: bool,
@@ -61,21 +61,21 @@ class SelectiveScan(torch.autograd.Function):
         last_state, decay = selective_scan_summary(
             u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus, seq_idx=seq_idx
         )
-        gathering = carry.begin(last_state, decay, initial_state)
-        initial, final, passing, continues = carry.end(gathering, continues, initial_state, needs_final)
+        gathering = carry.begin(last_state, decay, initial_state, passes)
+        initial, final, decays, passes = carry.end(gathering, passes, initial_state, needs_final)
         needs_grad = saves and any(ctx.needs_input_grad)
         out, _, chunk_states = _ops._selective_scan_fwd(
             u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None
         )
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
-        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, passing, continues)
+        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes)
         ctx.carry, ctx.options = carry, options
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, passing, continues = ctx.saved_tensors
+        u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes = ctx.saved_tensors
         discretization, delta_softplus = ctx.options
         needs = [*ctx.needs_input_grad[:9]]
         grad_last_state = None
@@ -93,9 +93,9 @@ class SelectiveScan(torch.autograd.Function):
                     delta_softplus=delta_softplus,
                     seq_idx=seq_idx,
                 )
-            grad_last_state = ctx.carry.gradient(local, grad_final, passing, continues)
+            grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None)
+        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, False)
         gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(u.shape[0], *A.shape)
@@ -118,7 +118,7 @@ class SsdChunkScan(torch.autograd.Function):
         dt_bias: Tensor | None,
         initial_states: Tensor | None,
         seq_idx: Tensor | None,
-        continues: Tensor | None,
+        passes: Tensor | None,
         chunk_size: int | None,
         dt_softplus: bool,
         dt_min: float,
@@ -130,20 +130,20 @@ class SsdChunkScan(torch.autograd.Function):
         carry = Carry(group, "ssd_chunk_scan", reverse=False)
         options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
         last_states, decay = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
-        gathering = carry.begin(last_states, decay, initial_states)
-        initial, final, passing, continues = carry.end(gathering, continues, initial_states, needs_final)
+        gathering = carry.begin(last_states, decay, initial_states, passes)
+        initial, final, decays, passes = carry.end(gathering, passes, initial_states, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, _ = _ops._ssd_chunk_scan_fwd(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization
         )
-        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, passing, continues)
+        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes)
         ctx.carry, ctx.chunk_size = carry, chunk_size
         ctx.scalars, ctx.discretization = scalars, discretization
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, passing, continues = ctx.saved_tensors
+        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes = ctx.saved_tensors
         arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, ctx.discretization)
         needs = [*ctx.needs_input_grad[:9]]
         grad_final_states = None
@@ -163,7 +163,7 @@ class SsdChunkScan(torch.autograd.Function):
                     discretization=ctx.discretization,
                     seq_idx=seq_idx,
                 )
-            grad_final_states = ctx.carry.gradient(local, grad_final, passing, continues)
+            grad_final_states = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
@@ -175,7 +175,8 @@ class LinearRecurrence(torch.autograd.Function):
     """``h`` and, with ``needs_final``, the state after the last span in the direction of time.
 
     With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the
-    steps before the first reset of a row, from the state of the ranks before, and of the others.
+    steps before the first reset of a row, from the state of the ranks before, and of the others. Each step takes its values and
+    gradients from one of them: what the other makes of Inf and NaN counts for nothing.
     """
 
     @staticmethod
@@ -195,56 +196,65 @@ class LinearRecurrence(torch.autograd.Function):
         options = (recurrence, candidate_activation, gate_is_logit, reverse)
         carry = Carry(group, recurrence, reverse)
         last_state, decay = _ops._linear_recurrence_summary_fwd(inputs, cu_seqlens, None, *options)
-        is_reset = after_reset = None
+        is_reset = after_reset = keeps = None
         if reset is not None:
             h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)
             count = reset.flip(1).cumsum(1).flip(1) if reverse else reset.cumsum(1)
             after_reset = (count > 0)[..., None]
             is_reset = reset.any(1)[:, None]
+            keeps = ~is_reset[:, 0]
             last_state, decay = torch.where(is_reset, last_after, last_state), decay.masked_fill(is_reset, 0)
-        gathering = carry.begin(last_state, decay, h0)
-        initial, final, passing, _ = carry.end(gathering, None, h0, needs_final)
+        gathering = carry.begin(last_state, decay, h0, keeps=keeps)
+        initial, final, decays, passes = carry.end(gathering, None, h0, needs_final)
         h, _ = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
         if after_reset is not None:
             h = torch.where(after_reset, h_after, h)
-        ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, passing, *inputs)
+        ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs)
         ctx.carry, ctx.options = carry, options
         return (h, final) if needs_final else h
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor, grad_final: Tensor | None = None) -> Any:
-        h, initial, h0, cu_seqlens, reset, after_reset, is_reset, passing, *inputs = ctx.saved_tensors
+        h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs = ctx.saved_tensors
         needs_h0, needs = ctx.needs_input_grad[8], [*ctx.needs_input_grad[9:]]
         wanted = [*needs, *[False] * (4 - len(needs))]
         rows = grad_h.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        before = grad_h if after_reset is None else grad_h.masked_fill(after_reset, 0)
         if ctx.carry.is_first:
-            local = tie(passing.new_zeros(rows, grad_h.shape[2]), grad_h)
+            local = tie(decays.new_zeros(rows, grad_h.shape[2]), grad_h)
         else:
             recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
             local = _linear_recurrence_initial_gradient(
-                before,
+                grad_h,
                 recurrence,
                 inputs,
                 candidate_activation=candidate_activation,
                 gate_is_logit=gate_is_logit,
                 reverse=reverse,
                 cu_seqlens=cu_seqlens,
+                reset=reset,
             )
-        grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
-        grad_last_before = grad_last_state
-        if grad_last_state is not None and is_reset is not None:
-            grad_last_before = grad_last_state.masked_fill(is_reset, 0)
-        arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
+        grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
         flags = [*wanted, needs_h0 and ctx.carry.is_first]
-        gradients = _results(_ops._linear_recurrence_bwd(before, grad_last_before, *arguments, flags), flags)
-        if after_reset is not None:
-            after = grad_h.masked_fill(~after_reset, 0)
-            grad_last_after = None if grad_last_state is None else grad_last_state.masked_fill(~is_reset, 0)
+        if after_reset is None:
+            arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
+            gradients = _results(_ops._linear_recurrence_bwd(grad_h, grad_last_state, *arguments, flags), flags)
+        else:
+            grad_last_before = grad_last_after = None
+            if grad_last_state is not None:
+                grad_last_before = grad_last_state.masked_fill(is_reset, 0)
+                grad_last_after = grad_last_state.masked_fill(~is_reset, 0)
+            before = [value.masked_fill(after_reset, 1) for value in inputs]
+            arguments = (before, h, initial, None, None, *ctx.options)
+            grad_before = grad_h.masked_fill(after_reset, 0)
+            gradients = _results(_ops._linear_recurrence_bwd(grad_before, grad_last_before, *arguments, flags), flags)
             arguments = (inputs, h, h0, None, reset, *ctx.options)
+            grad_after = grad_h.masked_fill(~after_reset, 0)
             flags = [*wanted, needs_h0]
-            others = _results(_ops._linear_recurrence_bwd(after, grad_last_after, *arguments, flags), flags)
-            gradients = [a if b is None else b if a is None else a + b for a, b in zip(gradients, others, strict=True)]
+            others = _results(_ops._linear_recurrence_bwd(grad_after, grad_last_after, *arguments, flags), flags)
+            for place, (own, other) in enumerate(zip(gradients[:4], others[:4], strict=True)):
+                gradients[place] = None if own is None or other is None else torch.where(after_reset, other, own)
+            own, other = gradients[4], others[4]
+            gradients[4] = other if own is None or other is None else own + other
         if needs_h0 and gradients[4] is None:
             gradients[4] = torch.zeros_like(local)
         return (*(None,) * 8, gradients[4], *gradients[: len(inputs)])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -141,7 +142,7 @@ class _Context(GroupOperators):
         out: Tensor = Mamba2Mixer.apply(
             to.lower(projected),
             *map(to.wide, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight)),
-            *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.continues)),
+            *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.passes)),
             *options.values(),
             self.group,
         )
@@ -158,6 +159,9 @@ class _Context(GroupOperators):
 
     def starts_backwards(self, reset: Tensor) -> Tensor:
         """Where the direction that runs backwards starts anew: at the step before each reset, on the rank that has it."""
+        if self.group.size == 1:
+            return F.pad(reset[:, 1:], (0, 1)) if reset.shape[1] > 0 else reset
+        self._agree("bidirectional layer", lambda reset: None, {"reset": reset}, {}, {"reset": 1})
         batch, seqlen = reset.shape
         first = reset[:, 0].long() if seqlen > 0 else reset.new_zeros(batch, dtype=torch.int64)
         table = Gathering([torch.stack([first, torch.full_like(first, seqlen)])], self.group, "reset at the borders").wait()[0]
@@ -214,37 +218,46 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
     results are the gradients of the whole loss. For sharded parameters of FSDP2 on another mesh dimension the local shards are
     added.
 
+    A parameter that some ranks have not used counts as zero there and gets the sum on every rank. One that no rank has used
+    keeps the gradient None. One number for each parameter says so; only a rank with a gradient that is None waits for it.
+
     Args:
-        module: its parameters have gradients on every rank, or on none.
+        module: the same on every rank, with the same parameters that require a gradient.
         group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
     """
     ranks = Group.of(group)
     if ranks.size == 1:
         return
-    for gradients in _buckets(_local_gradients(module)):
-        total = torch.cat([gradient.flatten() for gradient in gradients])
+    for bucket in _buckets(parameter for parameter in module.parameters() if parameter.requires_grad):
+        gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in bucket]
+        are_present = gradients[0].new_tensor([parameter.grad is not None for parameter, _ in bucket])
+        total = torch.cat([*(gradient.flatten() for gradient in gradients), are_present])
         total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
-        parts = torch.ops._c10d_functional.wait_tensor(total).split([gradient.numel() for gradient in gradients])
+        sizes = [*(gradient.numel() for gradient in gradients), len(gradients)]
+        *parts, counts = torch.ops._c10d_functional.wait_tensor(total).split(sizes)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
+        if any(parameter.grad is None for parameter, _ in bucket):
+            for (parameter, gradient), count in zip(bucket, counts.tolist(), strict=True):
+                if parameter.grad is None and count > 0:
+                    parameter.grad = gradient
 
 
-def _buckets(gradients: Iterator[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device that are next to each other, up to ``_BUCKET_BYTES`` unless one has more."""
-    bucket: list[Tensor] = []
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Parameters with their gradients, zeros where there is none.
+
+    The gradients of a bucket have one dtype and device and follow each other, up to ``_BUCKET_BYTES`` unless one has more.
+    """
+    bucket: list[tuple[nn.Parameter, Tensor]] = []
     size = 0
-    for gradient in gradients:
-        is_other = bucket and (gradient.dtype, gradient.device) != (bucket[0].dtype, bucket[0].device)
-        if is_other or (bucket and size + gradient.nbytes > _BUCKET_BYTES):
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        is_other = bucket and (gradient.dtype, gradient.device) != (bucket[0][1].dtype, bucket[0][1].device)
+        nbytes = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).nbytes
+        if is_other or (bucket and size + nbytes > _BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
+        bucket.append((parameter, gradient))
+        size += nbytes
     if bucket:
         yield bucket
-
-
-def _local_gradients(module: nn.Module) -> Iterator[Tensor]:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            yield parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -185,8 +185,8 @@ def linear_scan(
     With ``reverse`` the last rank is the first. ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the
     state before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all
     sequences of the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward
-    and batch * channels in backward; with ``return_last_state`` twice as many in backward; with ``cu_seqlens`` the sequences
-    are the batch.
+    and batch * channels in backward; with ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers
+    in forward; with ``cu_seqlens`` the sequences are the batch.
     """
     return _of(group).recurrence(
         "linear_scan",

@@ -44,6 +44,8 @@ from ..nn.common import conv_parameters, wide_dtype
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
 from ..ops import ssd_chunk_scan
+from ._agreement import compare
+from ._collectives import Group
 from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become
 from ._reductions import all_reduce, finished, leave
 
@@ -101,13 +103,13 @@ class TensorParallel(ParallelStyle):
                 f"{_NAME}: expected a mesh of one dimension, got {device_mesh.ndim}: slice it by name, as in mesh['tensor']"
             )
         layers = _layers_of(module)
-        error: Exception | None = None
-        try:
+
+        def check() -> None:
             for name, layer in layers:
                 _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
-        except (ValueError, TypeError) as raised:
-            error = raised
-        _agree(device_mesh, self._describe(module, layers), error)
+
+        # Ranks that go on alone would wait for each other.
+        compare(Group.of(device_mesh), _NAME, self._describe(module, layers), check)
         if device_mesh.size() == 1:
             return module
         how = Distribution(device_mesh, self.src_data_rank)
@@ -150,26 +152,6 @@ class TensorParallel(ParallelStyle):
         become(model, _TensorParallelLM)
         of_ranks = cast(Any, model)
         of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
-
-
-def _agree(mesh: DeviceMesh, description: dict[str, str], error: Exception | None) -> None:
-    """Raises on every rank where one has an error or another description: ranks that go on alone would wait for each other."""
-    found: list[Any] = [(description, None if error is None else str(error))]
-    # A fake process group, for dry runs in one process, exchanges nothing.
-    if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
-        found = [None] * mesh.size()
-        dist.all_gather_object(found, (description, None if error is None else str(error)), group=mesh.get_group())
-    if error is not None:
-        raise error
-    for rank, (other, message) in enumerate(found):
-        if message is not None:
-            raise ValueError(f"{_NAME}: rank {rank} of the mesh raised: {message}")
-        for name in {**found[0][0], **other}:
-            values = found[0][0].get(name), other.get(name)
-            if values[0] != values[1]:
-                raise ValueError(
-                    f"{_NAME}: expected the same {name} on every rank, got {values[0]} on rank 0 and {values[1]} on rank {rank}"
-                )
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -409,6 +391,8 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
 class _VocabularyParallel(Local):
     """Mixin for an embedding of which this rank has the rows of some tokens. The embeddings of the others are zero here.
 
+    Tokens outside of the vocabulary raise an IndexError on the CPU and fail an assertion on CUDA, as in ``nn.Embedding``.
+
     PyTorch's ``RowwiseParallel`` gives the same result, but a gradient of all rows on every rank.
     """
 
@@ -418,14 +402,22 @@ class _VocabularyParallel(Local):
     def forward(self, tokens: Tensor) -> Tensor:
         whole = cast(DTensor, self.weight)
         rows = whole.to_local()
+        vocabulary = whole.shape[0]
         # As Shard cuts: equal numbers of rows, and fewer or none for the last ranks.
-        first = self._mesh.get_local_rank() * -(-whole.shape[0] // self._mesh.size())
+        first = self._mesh.get_local_rank() * -(-vocabulary // self._mesh.size())
         places = tokens - first
         is_other = (places < 0) | (places >= rows.shape[0])
         if rows.shape[0] == 0:
             rows = F.pad(rows, (0, 0, 0, 1))
-        found = F.embedding(places.masked_fill(is_other, 0), rows).masked_fill(is_other[..., None], 0)
-        return leave(found, self._mesh, self._sequence_parallel)
+        # Every rank finds tokens outside of the vocabulary: PyTorch's check of the place -1 does not wait for a GPU.
+        places = places.masked_fill(is_other, 0).masked_fill((tokens < 0) | (tokens >= vocabulary), -1)
+        try:
+            found = F.embedding(places, rows)
+        except IndexError as error:
+            raise IndexError(
+                f"{_NAME}: expected tokens from 0 to {vocabulary - 1}, got {int(tokens.min())} to {int(tokens.max())}"
+            ) from error
+        return leave(found.masked_fill(is_other[..., None], 0), self._mesh, self._sequence_parallel)
 
 
 class _TensorParallelLM(nn.Module):

@@ -133,10 +133,14 @@ def _selective_scan(
     save_chunk_states: bool,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _refuse_packed("selective_scan", cu_seqlens)
     batch, dim, _ = u.shape
     dtype = _wide(u)
+    if reverse:
+        u, delta, z, B, C = (X if X is None or X.dim() == 2 else X.flip(-1) for X in (u, delta, z, B, C))
+        seq_idx = None if seq_idx is None else seq_idx.flip(1)
     x, delta, A, B, C, D, z_wide, bias, state = _to(dtype, u, delta, A, B, C, D, z, delta_bias, initial_state)
     # (seqlen, batch, groups, dstate); a time-invariant matrix is the same at each step, with a group for each channel.
     B, C = (X.expand(u.shape[2], batch, *X.shape) if X.dim() == 2 else _with_groups(X).permute(3, 0, 1, 2) for X in (B, C))
@@ -148,7 +152,7 @@ def _selective_scan(
         discretization, x.permute(2, 0, 1)[..., None], dt, A, B, C, state[:, :, None], _keep(seq_idx, dtype)
     )
     out = _skip_and_gate(y[..., 0].permute(1, 2, 0), x, None if D is None else D[:, None], z_wide).to(u.dtype)
-    return out, last_state[:, :, 0], x.new_zeros(0)
+    return out.flip(-1) if reverse else out, last_state[:, :, 0], x.new_zeros(0)
 
 
 def _with_groups(X: Tensor) -> Tensor:

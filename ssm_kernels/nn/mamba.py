@@ -123,7 +123,8 @@ class Mamba(SelectiveBase, PackedMixer):
                 prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
                 ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
                 packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
-            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes. Steps with a negative number
+                are padding, whose convolution is zero; what they hold must be finite.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
                 before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
 

@@ -272,7 +272,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         Args:
             u: (batch, seqlen, d_model), any strides; (batch * seqlen, d_model) if ``seqlen`` is given.
             seqlen: steps of each row of the batch, where ``u`` is flattened. Not together with ``cu_seqlens``.
-            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes. Steps with a negative number
+                are padding, whose convolution is zero; what they hold must be finite.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
                 before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
             inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``

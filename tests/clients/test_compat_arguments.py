@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import COMPAT_VERSION
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssm_kernels.compat import references
-from ssm_kernels.compat._modules import VERSIONS
 from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from ssm_kernels.compat.layer_norm import layer_norm_fn, rms_norm_fn
 from ssm_kernels.compat.norms import layernorm_fn, rmsnorm_fn
@@ -20,7 +21,7 @@ from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d
 
 OPERATOR = "every operator"
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = COMPAT_VERSION
 LOW = torch.bfloat16
 
 
@@ -452,12 +453,15 @@ def test_padding_that_is_not_in_the_traced_call(backend, fresh_dynamo):
     assert not call(x, with_padding)[..., 6:].any() and call(x, without)[..., 6:].any()
 
 
-def test_eager_calls_mask_only_padding():
-    x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
-    for seq_idx, masks in ((torch.zeros(1, 9), 0), (torch.tensor([[0] * 6 + [-1] * 3]), 1)):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            causal_conv1d_fn(x, weight, seq_idx=seq_idx.int())
-        assert sum(event.count for event in profile.key_averages() if event.key == "aten::masked_fill_") == masks
+def test_final_states_after_padding_are_zero(device):
+    """Whatever the padding holds, and its operator masks nothing by other operations."""
+    x, weight = torch.randn(2, 6, 9, device=device), torch.randn(6, 4, device=device)
+    x[0, :, 6:] = math.nan
+    seq_idx = torch.tensor([[0] * 6 + [-1] * 3, [-1] * 6 + [0] * 3], device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out, states = causal_conv1d_fn(x, weight, seq_idx=seq_idx, return_final_states=True)
+    assert not out[0, :, 6:].any() and not states[0].any() and torch.equal(states[1], x[1, :, 6:])
+    assert not {"aten::lt", "aten::where", "aten::masked_fill_"} & {event.key for event in profile.key_averages()}
 
 
 def test_padding_under_vmap():

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import COMPAT_VERSION
 from torch import Tensor
 
 from ssm_kernels import reference
@@ -21,7 +22,7 @@ from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d
 
 OPERATOR = "every operator"
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
+CLIENT_VERSION = COMPAT_VERSION
 OTHER_MODULES = (
     *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple", "unserved")),
     "ssm_kernels.models.mamba_lm",

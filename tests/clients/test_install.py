@@ -16,13 +16,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers import COMPAT_VERSION
 
 import ssm_kernels
 from ssm_kernels import compat
 from ssm_kernels.compat._modules import MODULES, VERSIONS
 
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
+CLIENT_VERSION = COMPAT_VERSION
 ROOT = Path(__file__).resolve().parents[2]
 
 

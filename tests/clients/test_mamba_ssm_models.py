@@ -16,13 +16,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import COMPAT_VERSION
 
 from ssm_kernels import compat
 from ssm_kernels.compat import mamba2_simple, mixer_seq_simple, models
 from ssm_kernels.compat._modules import MODULES
 
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
+CLIENT_VERSION = COMPAT_VERSION
 OPERATOR = "mamba2_mixer"
 OWN = "`MambaLMHeadModel` of its own files, 2.3.2.post1"
 LAYERS = {"Mamba1": {"d_state": 4}, "Mamba2": {"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2}}

@@ -20,7 +20,7 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x), Tensor)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=False), Tensor)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, x, x, x, return_last_state=True, discretization="foh"), Pair)
-    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, reverse=flag, return_last_state=flag), Tensor | Pair)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, states_at=[1, 2]), Pair)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, states_at=x, return_last_state=True), Triple)
     ssm_kernels.selective_scan(x, x, x, x, x).mean().backward()

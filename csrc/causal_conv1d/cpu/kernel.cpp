@@ -215,8 +215,13 @@ void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
   in.x = {memory.tile(past), past, {}};
   const Rows<Acc> x_tile = memory.tile(kTileSteps), out_tile = memory.tile(kTileSteps);
   for_each_sequence(p, view.batch, [&](int64_t begin, int64_t end) {
-    view.load_state(in.x.past, p.initial_state, true, p.state_of_first_step(view.batch, begin), past);
-    convolve(view, p, in, x_tile, out_tile, begin, end);
+    if (p.is_padding(view.batch, begin)) {
+      view.clear(in.x.past, past);
+      view.store_zeros(p.out, out_tile, begin, end);
+    } else {
+      view.load_state(in.x.past, p.initial_state, true, p.state_of_first_step(view.batch, begin), past);
+      convolve(view, p, in, x_tile, out_tile, begin, end);
+    }
     view.store_state(p.final_state, p.state_of_last_step(view.batch, end - 1), in.x.past, past);
   });
 }
@@ -247,6 +252,11 @@ void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
   for_each_sequence(p, view.batch, [&](int64_t begin, int64_t end) {
     const int64_t first_state = p.state_of_first_step(view.batch, begin),
                   last_state = p.state_of_last_step(view.batch, end - 1);
+    if (p.is_padding(view.batch, begin)) {
+      view.clear(grad_initial, past);
+      view.store_zeros(p.grad_x, grad_x_tile, begin, end);
+      return view.store_state(p.grad_initial_state, first_state, grad_initial, past);
+    }
     view.load_state(in.x.past, p.initial_state, true, first_state, past);
     view.clear(grads.g.past, past);
     // Element i of the tile's grad_e belongs to the initial state for i < is_initial, else to step t0 + i - past of x.

@@ -134,6 +134,17 @@ struct TaskView {
     store(view.data, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, tile, steps);
   }
 
+  // Stores zeros to steps [begin, end). The tile has kTileSteps rows.
+  void store_zeros(const SequenceView& view, const Rows<Acc>& tile, int64_t begin, int64_t end) const {
+    if (view.data == nullptr) return;
+    clear(tile, kTileSteps);
+    for (int64_t t = begin; t < end; t += kTileSteps) {
+      const int64_t steps = std::min(kTileSteps, end - t);
+      for (int64_t i = 0; is_in_place(view) && i < steps; ++i) std::fill_n(in_place(view, t)[i], lanes, Acc(0));
+      store(view, tile, t, steps);
+    }
+  }
+
   // Loads a sequence's state. An absent tensor, and a sequence without a state, give zeros.
   void load_state(const Rows<Acc>& rows, const StateView& view, bool is_input_kind, int64_t sequence, int64_t steps) const {
     if (view.data == nullptr || sequence < 0) return clear(rows, steps);

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     }
   }
   if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0) {
-    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c);
+    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
   }
 }
 

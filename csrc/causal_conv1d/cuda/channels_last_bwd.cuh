@@ -12,8 +12,8 @@
 //
 // The main loop computes kAhead steps per iteration, while cp.async copies the next iteration's inputs and gradients into
 // stages of shared memory that belong to the lane. Near the ends of sequences a second loop computes one step at a time and
-// reads all of its inputs from global memory. The specialized kernel also takes a second gradient of out, which it adds to the
-// first.
+// reads all of its inputs from global memory; in padding it only stores zeros to grad_x. The specialized kernel also takes a
+// second gradient of out, which it adds to the first.
 #pragma once
 
 #include <type_traits>
@@ -134,7 +134,10 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
              is_unbroken(least - kHalo + 1, t + 1);
     };
 
-    if (segment.end + kHalo <= seqlen && is_unbroken(segment.end - kHalo + 1, segment.end + kHalo - 1)) {
+    const auto is_padding = [&](int t) { return !is_specialized && p.is_padding(segment.b, t); };
+
+    if (segment.end + kHalo <= seqlen && is_unbroken(segment.end - kHalo + 1, segment.end + kHalo - 1) &&
+        !is_padding(segment.end)) {
       Inputs rows[2 * kHalo], grads[kHalo];
 #pragma unroll
       for (int j = 0; j < 2 * kHalo; ++j) rows[j] = x.load(segment.end + kHalo - 1 - j);
@@ -157,11 +160,13 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
     } else {
       const int last = segment.end + kHalo - 1 < seqlen - 1 ? segment.end + kHalo - 1 : seqlen - 1;
 #pragma unroll 1
-      for (int t = last; t >= segment.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kAfter>());
+      for (int t = last; t >= segment.end; --t) {
+        if (!is_padding(t)) step_alone(t, std::integral_constant<StepKind, StepKind::kAfter>());
+      }
     }
 
     int t = segment.end - 1;
-    bool is_inner = are_inner(t);
+    bool is_inner = !is_padding(t) && are_inner(t);
 #pragma unroll 1
     while (t >= segment.t) {
       if (is_inner) {
@@ -201,6 +206,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         };
         p.has_silu ? run(std::true_type()) : run(std::false_type());
         to_last = kFar;
+      } else if (is_padding(t)) {
+        if (p.grad_x.data != nullptr) grad_x.store(t, Inputs::zero());
+        --t;
       } else {
         step_alone(t, std::integral_constant<StepKind, StepKind::kEdge>());
         --t;

@@ -6,7 +6,8 @@
 //
 // The main loop computes kAhead steps per iteration, while cp.async copies the inputs of later iterations into stages of shared
 // memory that belong to the lane and need no barrier. Near the ends of packed sequences a second loop computes one step at a
-// time: where a sequence begins, it replaces the last inputs by the sequence's initial state.
+// time: where a sequence begins, it replaces the last inputs by the sequence's initial state. In padding it only stores
+// zeros. A sequence is padding as a whole and never begins in the main loop, so that loop does not test for padding.
 //
 // The channels-last kernels are compiled twice. The specialized one takes batch rows of one sequence and a width of
 // kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
@@ -141,8 +142,13 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
     }
     return true;
   };
+  const auto is_padding = [&](int t) { return !is_specialized && p.is_padding(segment.b, t); };
+  const auto store_final_states = [&](int64_t t, bool is_padding) {
+#pragma unroll 1
+    for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, t, segment.c + i, is_padding);
+  };
   int t = segment.t;
-  bool is_inner = are_inner(t);
+  bool is_inner = !is_padding(t) && are_inner(t);
 #pragma unroll 1
   while (t < segment.end) {
     if (is_inner) {
@@ -176,25 +182,24 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
       };
       p.has_silu ? run(std::true_type()) : run(std::false_type());
     } else {
-      if (!is_specialized && t > segment.t && p.is_first_step(segment.b, t)) {
-        load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
+      const bool pads = is_padding(t);
+      if (pads) {
+        out.store(t, Inputs::zero());
+      } else {
+        if (!is_specialized && t > segment.t && p.is_first_step(segment.b, t)) {
+          load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
+        }
+        Acc inputs[kVector];
+        to_channels(x.load_once(t), inputs);
+        step(t, inputs, p.has_silu);
       }
-      Acc inputs[kVector];
-      to_channels(x.load_once(t), inputs);
-      step(t, inputs, p.has_silu);
-      if (!is_specialized && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) {
-#pragma unroll 1
-        for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, t, segment.c + i);
-      }
+      if (!is_specialized && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) store_final_states(t, pads);
       ++t;
-      is_inner = are_inner(t);
+      is_inner = !pads && are_inner(t);
     }
   }
   if constexpr (is_specialized) {
-    if (p.final_state.data != nullptr && segment.end == p.seqlen) {
-#pragma unroll 1
-      for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c + i);
-    }
+    if (p.final_state.data != nullptr && segment.end == p.seqlen) store_final_states(p.seqlen - 1, /*is_padding=*/false);
   }
 }
 

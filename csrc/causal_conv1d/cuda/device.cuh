@@ -106,15 +106,16 @@ __device__ __forceinline__ Scalar load_element(const ConvParams& p, int64_t b, i
   return load_initial<Scalar>(p, b, t - since, c, lag - since);
 }
 
-// Stores the final state of the sequence that ends at step t.
+// Stores the final state of the sequence that ends at step t: zero if this step is padding.
 template <typename Scalar>
-__device__ __forceinline__ void store_final_state(const ConvFwdParams& p, int64_t b, int64_t t, int64_t c) {
+__device__ __forceinline__ void store_final_state(const ConvFwdParams& p, int64_t b, int64_t t, int64_t c, bool is_padding) {
   const int64_t state = p.state_of_last_step(b, t);
   if (state < 0) return;
   for (int64_t i = 0; i < p.width - 1; ++i) {
     const int64_t lag = p.width - 2 - i;
     static_cast<Scalar*>(p.final_state.data)[p.final_state.offset(state, c, i)] =
-        load_element<Scalar>(p, b, t, c, lag, steps_since_first(p, b, t, lag));
+        is_padding ? from_accumulate<Scalar>(AccumulateType<Scalar>(0))
+                   : load_element<Scalar>(p, b, t, c, lag, steps_since_first(p, b, t, lag));
   }
 }
 

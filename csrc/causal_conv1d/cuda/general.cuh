@@ -51,18 +51,19 @@ __global__ void __launch_bounds__(kGeneralThreads) conv_fwd_general_kernel(const
   using Acc = AccumulateType<Scalar>;
   Element at;
   if (!at.find(p, p.seqlen)) return;
-  const Acc pre = sum_taps<Scalar>(p, at.b, at.t, at.c);
+  const bool is_padding = p.is_padding(at.b, at.t);
+  const Acc pre = is_padding ? Acc(0) : sum_taps<Scalar>(p, at.b, at.t, at.c);  // whose SiLU is zero, too
   static_cast<Scalar*>(p.out.data)[p.out.offset(at.b, at.t, at.c)] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
   if (p.final_state.data != nullptr && p.is_last_step(at.b, at.t)) {
-    store_final_state<Scalar>(p, at.b, at.t, at.c);
+    store_final_state<Scalar>(p, at.b, at.t, at.c, is_padding);
   }
 }
 
-// g_t; zero without grad_out.
+// g_t; zero without grad_out and in padding.
 template <typename Scalar>
 __device__ __forceinline__ AccumulateType<Scalar> compute_grad_pre(const ConvBwdParams& p, int64_t b, int64_t t, int64_t c) {
   using Acc = AccumulateType<Scalar>;
-  if (p.grad_out.data == nullptr) return 0;
+  if (p.grad_out.data == nullptr || p.is_padding(b, t)) return 0;
   const Acc grad = to_accumulate(static_cast<const Scalar*>(p.grad_out.data)[p.grad_out.offset(b, t, c)]);
   return p.has_silu ? grad * silu_derivative(sum_taps<Scalar>(p, b, t, c)) : grad;
 }
@@ -87,11 +88,14 @@ __global__ void __launch_bounds__(kGeneralThreads) conv_bwd_x_general_kernel(con
   using Acc = AccumulateType<Scalar>;
   Element at;
   if (!at.find(p, p.seqlen)) return;
-  const int64_t after = steps_to_last(p, at.b, at.t);
-  Acc sum = after < p.width - 1 ? load_grad_final<Scalar>(p, at.b, at.t + after, at.c, after) : Acc(0);
-  for (int64_t lag = after; lag >= 0; --lag) {
-    const Acc grad = static_cast<const Acc*>(grad_pre.data)[grad_pre.offset(at.b, at.t + lag, at.c)];
-    sum = Math<Acc>::fma(load_weight<Scalar>(p, at.c, lag), grad, sum);
+  Acc sum = 0;
+  if (!p.is_padding(at.b, at.t)) {
+    const int64_t after = steps_to_last(p, at.b, at.t);
+    if (after < p.width - 1) sum = load_grad_final<Scalar>(p, at.b, at.t + after, at.c, after);
+    for (int64_t lag = after; lag >= 0; --lag) {
+      const Acc grad = static_cast<const Acc*>(grad_pre.data)[grad_pre.offset(at.b, at.t + lag, at.c)];
+      sum = Math<Acc>::fma(load_weight<Scalar>(p, at.c, lag), grad, sum);
+    }
   }
   static_cast<Scalar*>(p.grad_x.data)[p.grad_x.offset(at.b, at.t, at.c)] = from_accumulate<Scalar>(sum);
 }
@@ -109,6 +113,7 @@ __global__ void __launch_bounds__(kGeneralThreads)
   const int64_t end = begin + tiling.steps < p.seqlen ? begin + tiling.steps : p.seqlen;
   Acc sum = 0;
   for (int64_t t = begin; t < end; ++t) {
+    if (p.is_padding(b, t)) continue;
     const Acc factor =
         row == p.width ? Acc(1) : to_accumulate(load_element<Scalar>(p, b, t, c, row, steps_since_first(p, b, t, row)));
     sum = Math<Acc>::fma(static_cast<const Acc*>(grad_pre.data)[grad_pre.offset(b, t, c)], factor, sum);
@@ -124,10 +129,14 @@ __global__ void __launch_bounds__(kGeneralThreads, 1) conv_bwd_initial_kernel(co
   if (!at.find(p, p.ids.data == nullptr ? 1 : p.seqlen) || !p.is_first_step(at.b, at.t)) return;
   const int64_t state = p.state_of_first_step(at.b, at.t);
   if (state < 0) return;
+  const bool is_padding = p.is_padding(at.b, at.t);
   const int64_t after = steps_to_last(p, at.b, at.t);
   for (int64_t missing = 1; missing < p.width; ++missing) {
-    Acc sum = after < p.width - 1 ? load_grad_final<Scalar>(p, at.b, at.t + after, at.c, after + missing) : Acc(0);
-    for (int64_t lag = p.width - 1; lag >= missing; --lag) {
+    Acc sum = 0;
+    if (after < p.width - 1 && !is_padding) {
+      sum = load_grad_final<Scalar>(p, at.b, at.t + after, at.c, after + missing);
+    }
+    for (int64_t lag = p.width - 1; lag >= missing && !is_padding; --lag) {
       if (lag - missing > after) continue;
       sum =
           Math<Acc>::fma(load_weight<Scalar>(p, at.c, lag), compute_grad_pre<Scalar>(p, at.b, at.t + lag - missing, at.c), sum);

@@ -85,6 +85,11 @@ __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const
          at.first_step * view.stride_step;
 }
 
+// Whether the steps of a row, which may descend in memory, are closer to each other than neighboring rows.
+__device__ __forceinline__ bool are_steps_closer(int64_t stride_step, int64_t stride_row) {
+  return (stride_step < 0 ? -stride_step : stride_step) <= stride_row;
+}
+
 // The offset of an element of a (rows, dim, dstate) tensor.
 __device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
   return (row * p.dim + channel) * p.dstate + state;

@@ -161,8 +161,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     at::Tensor arranged_grad_out;
     if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, plan.sequential)) {
       arranged_grad_out = at::empty_like(in.u).copy_(*bwd.grad_out);
-      params.grad_out = {arranged_grad_out.mutable_data_ptr(), arranged_grad_out.stride(0), arranged_grad_out.stride(1),
-                         arranged_grad_out.stride(2)};
+      params.grad_out = sequence_view(arranged_grad_out, Access::kRead, in.reverse);
       plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     }
     Workspace workspace;

@@ -30,6 +30,12 @@ bool is_along_steps(const SequenceView& view, int64_t bytes) {
 bool is_along_channels(const SequenceView& view, int64_t bytes) {
   return view.data == nullptr || (view.stride_dim == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_step}));
 }
+// The steps descend, and the vectors that end at the row's first step and before other steps are aligned and whole.
+template <typename View>
+bool is_descending(const View& view, const SelectiveScanParams& p, int64_t bytes, std::initializer_list<int64_t> strides) {
+  return view.stride_step == -1 && p.seqlen * bytes % kVectorBytes == 0 &&
+         is_aligned(static_cast<const char*>(view.data) + bytes, bytes, strides);
+}
 // Rows may start at any element.
 bool is_shifted(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_step == 1; }
 // Whether every tile's first channel is a multiple of the vector's size.
@@ -102,13 +108,27 @@ void set_tiles_that_fit(warp_scan::ScanPlan& plan, const Params& p, int block_ch
   set_tiles(plan, p, plan.block_channels);
 }
 
+// The same for the warp scan, which alone moves descending vectors.
+VectorAccess warp_scan_access_of(const SequenceView& view, const SelectiveScanParams& p, const ChannelPartition& partition,
+                                 int64_t bytes) {
+  const bool descends = !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_dim});
+  return descends ? VectorAccess::kDescending : access_of(view, p, partition, bytes);
+}
+
+VectorAccess warp_scan_access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
+  const bool descends =
+      !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_channel, view.stride_state});
+  return descends ? VectorAccess::kDescending : access_of(view, p, bytes);
+}
+
+// Of the warp scan and of the short scan, which takes descending vectors one by one.
 template <typename ScanPlan>
 void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
-  plan.u = access_of(p.u, p, plan, bytes);
-  plan.delta = access_of(p.delta, p, plan, bytes);
-  plan.z = access_of(p.z, p, plan, bytes);
-  plan.B = access_of(p.B, p, bytes);
-  plan.C = access_of(p.C, p, bytes);
+  plan.u = warp_scan_access_of(p.u, p, plan, bytes);
+  plan.delta = warp_scan_access_of(p.delta, p, plan, bytes);
+  plan.z = warp_scan_access_of(p.z, p, plan, bytes);
+  plan.B = warp_scan_access_of(p.B, p, bytes);
+  plan.C = warp_scan_access_of(p.C, p, bytes);
 }
 
 constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
@@ -147,7 +167,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   set_segments(plan, p, segments,
                plan.config == FwdConfig::kManyChannels ? Many::tile_steps(kIsDouble) : Few::tile_steps(kIsDouble));
   set_accesses(plan, p, sizeof(Scalar));
-  plan.out = access_of(p.out, p, plan, sizeof(Scalar));
+  plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
   return plan;
 }
 
@@ -166,10 +186,10 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   }
   set_segments(plan, p, segments, Sizes::kTileSteps);
   set_accesses(plan, p, sizeof(Scalar));
-  plan.grad_out = access_of(p.grad_out, p, plan, sizeof(Scalar));
-  plan.grad_u = access_of(p.grad_u, p, plan, sizeof(Scalar));
-  plan.grad_delta = access_of(p.grad_delta, p, plan, sizeof(Scalar));
-  plan.grad_z = access_of(p.grad_z, p, plan, sizeof(Scalar));
+  plan.grad_out = warp_scan_access_of(p.grad_out, p, plan, sizeof(Scalar));
+  plan.grad_u = warp_scan_access_of(p.grad_u, p, plan, sizeof(Scalar));
+  plan.grad_delta = warp_scan_access_of(p.grad_delta, p, plan, sizeof(Scalar));
+  plan.grad_z = warp_scan_access_of(p.grad_z, p, plan, sizeof(Scalar));
   return plan;
 }
 

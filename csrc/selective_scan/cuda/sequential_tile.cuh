@@ -197,9 +197,16 @@ struct ThreadVectors {
       vector.store_once(target);
     }
   }
-  // The place of vector i in a raw tile in shared memory; of a shifted vector, the block that holds its first byte.
+  // The place of vector i in a raw tile in shared memory; of a shifted vector, the block that holds its first byte. A warp's
+  // vectors along the steps, shifted or not, have the same part of the tile: a shifted tile may follow one that is not while
+  // other warps still read that one.
   __device__ __forceinline__ int place(int i) const {
-    return kIsShifted ? channel(i) * (kPerRow + 1) + thread % kPerRow : thread + i * TileConfig::kProducers;
+    if constexpr (kAlongChannels) {
+      return thread + i * TileConfig::kProducers;
+    } else {
+      const int lane = thread % kWarpSize, in_warp = kIsShifted ? lane / kPerRow * (kPerRow + 1) + lane % kPerRow : lane;
+      return (thread / kWarpSize * (kWarpSize / kPerRow) + i * kRows) * (kPerRow + 1) + in_warp;
+    }
   }
   // Starts asynchronous copies into a raw tile, of the vectors from the thread's `first` on and, of a shifted row, its last
   // block. A row's elements from `steps` on become zeros.

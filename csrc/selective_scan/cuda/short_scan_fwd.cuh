@@ -24,7 +24,7 @@ static_assert(kMaxSteps <= kShortChunk, "the only chunk boundaries are before th
 // memory.
 template <int rows, typename Visitor>
 __device__ __forceinline__ void for_each_element(int64_t stride_row, int64_t stride_step, const Visitor& visit) {
-  const bool steps_are_closer = stride_step < stride_row;
+  const bool steps_are_closer = are_steps_closer(stride_step, stride_row);
   static_assert(rows * kMaxSteps % kThreads == 0, "each thread has as many elements");
 #pragma unroll 4
   for (int first = 0; first < rows * kMaxSteps; first += kThreads) {

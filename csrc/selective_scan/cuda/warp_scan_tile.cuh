@@ -1,7 +1,9 @@
 // Tiles in shared memory and scans over a warp's lanes, for the warp scan's forward and backward.
 //
 // A tile of a (batch, dim, seqlen) tensor keeps its memory order in shared memory: the steps of a channel are contiguous, or
-// the channels of a step. A lane reads and writes its consecutive steps in either. Steps and channels past the end are zeros. A
+// the channels of a step. A lane reads and writes its consecutive steps in either. Steps that descend in memory (kDescending)
+// also keep that order: step t of a tile is kSteps - 1 - t elements from its row's first, and lanes reverse the elements of a
+// vector in registers. Steps and channels past the end are zeros. A
 // tile of B or C is widened to the accumulation type, with the steps of a state contiguous. kVectorBytes of padding before each
 // lane's steps put the lanes' vectors into different banks.
 #pragma once
@@ -53,7 +55,18 @@ struct SequenceTile {
     return data + channel * kChannelPitch + step;
   }
 
+  // A lane's consecutive steps, where they descend in memory.
+  __device__ __forceinline__ Scalar* descending(int channel, int first_step) const {
+    return data + channel * kChannelPitch + kSteps - TileConfig::kSteps - opaque(first_step);
+  }
+
   __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[TileConfig::kSteps]) const {
+    if (access == VectorAccess::kDescending) {
+      const auto vector = Vector<Scalar, TileConfig::kSteps>::load(descending(channel, first_step));
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[TileConfig::kSteps - 1 - j]);
+      return;
+    }
     const Scalar* const source = at(channel, opaque(first_step));
     if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
@@ -66,6 +79,15 @@ struct SequenceTile {
   }
 
   __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[TileConfig::kSteps]) const {
+    if (access == VectorAccess::kDescending) {
+      Vector<Scalar, TileConfig::kSteps> vector;
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) {
+        vector.set(TileConfig::kSteps - 1 - j, from_accumulate<Scalar>(values[j]));
+      }
+      vector.store(descending(channel, first_step));
+      return;
+    }
     Scalar* const target = at(channel, opaque(first_step));
     if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
@@ -86,7 +108,9 @@ struct SequenceTile {
       if (access == VectorAccess::kSingly) {
         *element = count ? source[offset] : from_accumulate<Scalar>(0);
       } else {
-        cuda::cp_async(element, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
+        // The source is aligned also where nothing is read.
+        const int64_t first = access == VectorAccess::kDescending ? 1 - kVector : 0;
+        cuda::cp_async(element, source + (count ? offset : first), count * static_cast<int>(sizeof(Scalar)));
       }
     });
   }
@@ -109,15 +133,17 @@ struct SequenceTile {
   __device__ __forceinline__ void for_each_vector(const SequenceView& view, int channels, int steps,
                                                   const Visitor& visit) const {
     const int thread = opaque_thread();
-    if (access == VectorAccess::kAlongSteps) {
+    const bool descends = access == VectorAccess::kDescending;
+    if (access == VectorAccess::kAlongSteps || descends) {
       constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several channels");
       const int step = thread % kRowVectors * kVector, count = max(0, min(kVector, steps - step));
+      const int place = descends ? kSteps - kVector - step : step, offset = descends ? 1 - kVector - step : step;
 #pragma unroll
       for (int first = 0; first < kChannels; first += kRows) {
         const int channel = first + thread / kRowVectors;
         if (kChannels % kRows != 0 && channel >= kChannels) break;
-        visit(data + channel * kChannelPitch + step, channel * view.stride_dim + step, channel < channels ? count : 0);
+        visit(data + channel * kChannelPitch + place, channel * view.stride_dim + offset, channel < channels ? count : 0);
       }
     } else if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
@@ -127,7 +153,7 @@ struct SequenceTile {
         visit(at(channel, step), channel + step * view.stride_step, step < steps ? count : 0);
       }
     } else {
-      const bool steps_are_closer = view.stride_step <= view.stride_dim;
+      const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_dim);
 #pragma unroll 1
       for (int i = thread; i < kChannels * kSteps; i += TileConfig::kThreads) {
         const int channel = steps_are_closer ? i / kSteps : i % kChannels, step = steps_are_closer ? i % kSteps : i / kChannels;
@@ -160,24 +186,25 @@ struct MatrixSlice {
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    if (access == VectorAccess::kAlongSteps) {
+    const bool descends = access == VectorAccess::kDescending;
+    if (access == VectorAccess::kAlongSteps || descends) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
 #pragma unroll 1
       for (int state = thread / kRowVectors; state < states; state += kRows) {
-        const Scalar* const vector_source = source + state * view.stride_state + step;
+        const Scalar* const vector_source = source + state * view.stride_state + (descends ? 1 - kVector - step : step);
         auto vector = Vector<Scalar, kVector>::zero();
         if (step + kVector <= steps) {
           vector = Vector<Scalar, kVector>::load(vector_source);
         } else {
           for (int j = 0; j < kVector; ++j) {
-            if (step + j < steps) vector.set(j, vector_source[j]);
+            if (step + j < steps) vector.set(j, vector_source[j]);  // not if the steps descend, in vectors that are whole
           }
         }
         Vector<Acc, kVector> wide;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
+        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(descends ? vector[kVector - 1 - j] : vector[j]));
         wide.store(at(state, step));
       }
     } else if (access == VectorAccess::kAlongChannels) {
@@ -192,7 +219,7 @@ struct MatrixSlice {
         for (int j = 0; j < kVector; ++j) *at(state + j, step) = to_accumulate(vector[j]);
       }
     } else {
-      const bool steps_are_closer = view.stride_step <= view.stride_state;
+      const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_state);
       for (int i = thread; i < TileConfig::kTileSteps * slice_states; i += TileConfig::kThreads) {
         const int state = steps_are_closer ? i / TileConfig::kTileSteps : i % slice_states;
         const int step = steps_are_closer ? i % TileConfig::kTileSteps : i / slice_states;

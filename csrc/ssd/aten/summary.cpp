@@ -121,7 +121,7 @@ void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs&
     for (const Run& run : scan.long_runs(part)) {
       const Chunks chunks = scan.load(run);
       state = after_run(scan, chunks, state);
-      total.narrow(0, run.row, run.rows).add_(chunks.steps.zeta.sum({0, 2}));
+      total.narrow(0, run.row, run.rows).add_(chunks.steps.zeta.sum(at::IntArrayRef({0, 2})));
     }
     outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
   }

@@ -1,0 +1,120 @@
+"""What ranks of ``ssm_kernels.distributed`` agree on: dropped states, sums of gradients, and each other's calls."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from process_pool import Mesh, Place, Processes
+from torch import Tensor
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from ssm_kernels import distributed
+from ssm_kernels.distributed import _agreement, _packing, sum_gradients
+
+
+def check_drops(mesh: Mesh) -> None:
+    """What a reset or a new sequence drops leaves no trace in later steps, nor their gradients in earlier ones."""
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    steps, own, axes = torch.arange(12)[None], slice(4 * rank, 4 * rank + 4), (1, 12, 2)
+
+    def run(name: str, place: int, bad: float, bad_gradient: float) -> list[Tensor]:
+        """Output and gradients of a scan that starts anew at the step ``place``."""
+        x, decay, factor = torch.ones(axes), torch.full(axes, 0.5), torch.ones(axes)
+        x[:, 1 if place > 4 else 0], factor[:, 10] = bad if place > 2 else 1, bad_gradient
+        initial, seq_idx = torch.full((1, 2, 1), float(bad)), (steps >= place).long()[:, own]
+        x, decay = (value[:, own].clone().requires_grad_() for value in (x, decay))
+        ones = torch.ones(1, 4, 1)
+        if name == "linear_scan":
+            out = distributed.linear_scan(decay, x, reset=(steps == place)[:, own], group=group)
+        elif name == "selective_scan":
+            u, delta, B = (value.transpose(1, 2) for value in (x, decay, ones))
+            options = {"initial_state": initial, "seq_idx": seq_idx, "group": group}
+            out = distributed.selective_scan(u, delta, -torch.ones(2, 1), B, B, **options).transpose(1, 2)
+        else:
+            B, options = ones[..., None], {"initial_states": initial[..., None], "seq_idx": seq_idx, "group": group}
+            out = distributed.ssd_chunk_scan(x[..., None], decay, -torch.ones(2), B, B, **options)[..., 0]
+        (out * factor[:, own]).sum().backward()
+        # On one process the gradients of dt in a chunk of ssd_chunk_scan share the NaN of one of its steps.
+        return [out.detach(), x.grad] if name == "ssd_chunk_scan" else [out.detach(), x.grad, decay.grad]
+
+    for name in ("linear_scan", "selective_scan", "ssd_chunk_scan"):
+        for place in (2, 4, 6, 8):
+            finite, later, earlier = run(name, place, 1, 1), run(name, place, math.inf, 1), run(name, place, 1, math.inf)
+            for value, wanted in zip(later, finite, strict=True):
+                new = (steps >= place)[:, own].expand_as(value[..., 0])
+                assert torch.equal(value[new], wanted[new]), (name, place, "later steps")
+            for value, wanted in zip(earlier, finite, strict=True):
+                old = (steps < place)[:, own].expand_as(value[..., 0])
+                assert torch.equal(value[old], wanted[old]), (name, place, "earlier steps")
+
+
+def test_dropped_states_leave_no_trace(processes: Processes):
+    processes.check(Place((3,)), check_drops)
+
+
+def check_absent_gradients(mesh: Mesh) -> None:
+    """A rank without a gradient gets the sum of the others'; where no rank has one there is none."""
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    layer = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("all", "some", "none", "frozen")})
+    layer["frozen"].requires_grad_(False)
+    for name, ranks in (("all", (0, 1, 2)), ("some", (1, 2))):
+        if rank in ranks:
+            layer[name].weight.grad = torch.full((1, 2), rank + 1.0)
+    sum_gradients(layer, group)
+    gradients = {name: None if part.weight.grad is None else part.weight.grad.tolist() for name, part in layer.items()}
+    assert gradients == {"all": [[6.0, 6.0]], "some": [[5.0, 5.0]], "none": None, "frozen": None}
+
+
+def test_sum_of_absent_gradients(processes: Processes):
+    processes.check(Place((3,)), check_absent_gradients)
+
+
+def check_comparisons(mesh: Mesh) -> None:
+    """A new call costs 2 * ranks - 1 reads of the store, and another number of packed sequences none."""
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    reads = [0]
+
+    class Counting:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                reads[0] += {"get": 1, "multi_get": len(args[0])}.get(name, 0)
+                return getattr(self.store, name)(*args)
+
+            return call
+
+    whole = _agreement._store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_agreement, "_store", lambda group: (Counting(whole(group)[0]), whole(group)[1]))
+        # A later group of the same name has agreed on nothing.
+        fresh = dist.new_group([*range(dist.get_world_size(group))], use_local_synchronization=True)
+        states = weakref.ref(fresh)
+        x, seqlen = torch.randn(1, 3 + rank, 2), sum(range(3, 3 + dist.get_world_size(group)))
+        for ends in ((5, seqlen), (2, 4, 6, seqlen), (seqlen,)):
+            cu_seqlens, h0 = torch.tensor([0, *ends]), torch.randn(len(ends), 2)
+            distributed.linear_scan(x, x, h0, cu_seqlens=cu_seqlens, group=fresh)
+            distributed.causal_conv1d(x, torch.ones(2, 3), cu_seqlens=cu_seqlens, group=fresh)
+        total = torch.tensor(reads)
+        dist.all_reduce(total, group=fresh)
+        assert total.item() == 2 * (2 * dist.get_world_size(group) - 1)
+        assert fresh in _agreement._histories and fresh in _packing._latest
+        dist.destroy_process_group(fresh)
+        known = len(_agreement._histories), len(_packing._latest)
+        del fresh
+        gc.collect()
+        assert states() is None and known == (len(_agreement._histories) + 1, len(_packing._latest) + 1)
+
+
+def test_comparisons_of_ranks(processes: Processes):
+    processes.check(Place((4,)), check_comparisons)
