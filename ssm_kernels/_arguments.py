@@ -18,7 +18,9 @@ _Result = TypeVar("_Result")
 
 def is_autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on; False for a device that has none, such as meta, for which PyTorch's question raises."""
-    return is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # torch.compile of PyTorch 2.11 cannot trace is_autocast_available.
+    has_autocast = device_type in ("cpu", "cuda") or is_autocast_available(device_type)
+    return has_autocast and torch.is_autocast_enabled(device_type)
 
 
 def empty_output(x: torch.Tensor) -> torch.Tensor:

@@ -242,7 +242,7 @@ def check_classes(mesh: Mesh) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     for block in model.backbone.layers:
-        torch.compile(block.mixer, backend=counter, fullgraph=True)(draw(BATCH, SEQLEN, D_MODEL))
+        torch.compile(block.mixer, backend=counter, fullgraph=True)(draw(mesh))
     assert counter.frame_count == 1
     first, second = (block.modules() for block in model.backbone.layers)
     assert [type(module) for module in first] == [type(module) for module in second]
