@@ -10,8 +10,9 @@ import selective_scan_helpers
 import ssd_helpers
 import torch
 from helpers import LAYOUTS, parameter_dtype
-from operator_spec import Inputs, OperatorSpec
+from operator_spec import Cotangents, Inputs, OperatorSpec, Results
 from recurrence_helpers import PLAIN, VARIANTS, Variant
+from ssd_rounding import scan_in_16_bit_products
 from torch import Tensor
 
 from ssm_kernels import reference_summaries
@@ -120,9 +121,19 @@ class SsdChunkScanSummary(Summary):
     def internal_values(self, inputs: Inputs) -> Inputs:
         return inputs | dict(zip(("dt_min", "dt_max"), inputs["dt_limit"], strict=True))
 
-    def from_a_state(self, inputs: Inputs, state: Tensor) -> Tensor:
+    def scan_inputs(self, inputs: Inputs, state: Tensor | None = None) -> Inputs:
         more = dict.fromkeys(("D", "z", "cu_seqlens", "chunk_size"))
-        return ssd_helpers.scan(**inputs, **more, C=inputs["B"], initial_states=state)[1]
+        return {**inputs, **more, "C": inputs["B"], "initial_states": state}
+
+    def from_a_state(self, inputs: Inputs, state: Tensor) -> Tensor:
+        return ssd_helpers.scan(**self.scan_inputs(inputs, state))[1]
+
+    def evaluate_natively(self, inputs: Inputs, cotangents: Cotangents | None, exact: Results) -> Results:
+        """The final states of the scan's kernels, whose products have operands of 16 bits on CUDA; all else is exact."""
+        native, call = super().evaluate_natively(inputs, cotangents, exact), self.scan_inputs(inputs)
+        if ssd_helpers.has_16_bit_products(call):
+            native["final_states"] = scan_in_16_bit_products(**call)[1].detach()
+        return native
 
 
 class RecurrenceSummary(Summary):
