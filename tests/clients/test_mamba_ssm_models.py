@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -362,6 +363,9 @@ def test_inference_params_have_their_positions():
     params.reset(20, 1)
     assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (20, 1, 0)
     assert params.key_value_memory_dict == {0: "state"} and lengths.sum() == 0
+    replaced = dataclasses.replace(params, max_seqlen=9)
+    assert replaced.max_seqlen == 9 and replaced.lengths_per_sample is lengths
+    assert [*vars(params)] == [field.name for field in dataclasses.fields(params)] and repr(lengths) in repr(params)
     with pytest.raises(NotImplementedError, match="batch_size_offset"):
         InferenceParams(10, 2, batch_size_offset=1)
 
