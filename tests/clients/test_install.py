@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -109,6 +110,20 @@ def test_a_context_leaves_an_installation_as_it_was():
     assert "mamba_ssm" not in sys.modules
 
 
+def test_a_context_keeps_the_modules_until_its_end():
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:  # as two threads may interleave them
+        first.enter_context(compat.installed())
+        second.enter_context(compat.installed())
+        first.close()
+        compat.install()
+        compat.uninstall()
+        assert "mamba_ssm" in sys.modules
+    assert "mamba_ssm" not in sys.modules
+    with compat.installed():
+        compat.install()
+    assert "mamba_ssm" in sys.modules
+
+
 @pytest.mark.parametrize("name", ["mamba_ssm", "causal_conv1d", "mamba_ssm.ops"])
 def test_a_package_that_is_imported_already_stays(name):
     other = ModuleType(name)
@@ -120,6 +135,13 @@ def test_a_package_that_is_imported_already_stays(name):
         assert not [each for each in sys.modules if each.partition(".")[0] in VERSIONS and each != name]
     finally:
         del sys.modules[name]
+
+
+def test_a_blocked_package_is_refused_and_stays_blocked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
+    with pytest.raises(RuntimeError, match=r"to be blocked, got None in sys\.modules for causal_conv1d: delete"):
+        compat.install()
+    assert sys.modules["causal_conv1d"] is None and "mamba_ssm" not in sys.modules
 
 
 def test_uninstall_keeps_a_module_of_somebody_else():
@@ -149,6 +171,12 @@ def test_a_missing_submodule_is_named():
     ):
         importlib.import_module("mamba_ssm.nothing")
     assert error.value.name == "mamba_ssm.nothing"
+
+
+def test_a_missing_submodule_has_no_spec():
+    with compat.installed():
+        assert importlib.util.find_spec("mamba_ssm.modules.mamba3") is None
+        assert compat._FINDER.find_spec("mamba_ssm.modules.mamba3") is None
 
 
 def test_a_missing_name_is_named():
