@@ -21,6 +21,7 @@ from helpers import COMPAT_VERSION
 
 import ssm_kernels
 from ssm_kernels import compat
+from ssm_kernels.compat.__main__ import main
 from ssm_kernels.compat._modules import MODULES, VERSIONS
 
 CLIENT = "mamba_ssm"
@@ -326,6 +327,25 @@ def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
     assert result.stdout.splitlines() == [f"__main__ {rest}", f"__mp_main__ {rest}"]
 
 
-def test_the_command_without_a_script_says_how_to_use_it():
-    result = run_python("-m", "ssm_kernels.compat")
-    assert result.returncode == 2 and "python -m ssm_kernels.compat script.py" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "expected a script, or -m and a module, got nothing"),
+        (["-c", "pass"], 2, "expected a script, or -m and a module, got -c"),
+        (["missing.py"], 1, "expected a script, got missing.py, which does not exist"),
+        (["-m", "missing"], 1, "expected a module that Python can run, got missing"),
+    ],
+    ids=["nothing", "code", "script", "module"],
+)
+def test_the_command_without_a_program_says_how_to_use_it(arguments, code, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compat", *arguments])
+    monkeypatch.setenv("SSM_KERNELS_COMPAT_MAIN", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    usage = capsys.readouterr().err
+    message = f"python -m ssm_kernels.compat: {message}"
+    if code == 2:
+        assert stop.value.code == 2 and "python -m ssm_kernels.compat script.py" in usage and message in usage
+    else:
+        assert stop.value.code == message  # Python prints it and exits with 1
