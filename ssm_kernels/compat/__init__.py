@@ -31,6 +31,8 @@ __all__ = ["install", "installed", "uninstall"]
 _lock = threading.RLock()
 # The modules in sys.modules that install() made, by name; empty if they are not installed.
 _installed: dict[str, ModuleType] = {}
+# What keeps them installed: install(), under its own name, and every open context of installed().
+_holders: set[object] = set()
 
 
 def install() -> None:
@@ -42,58 +44,87 @@ def install() -> None:
     processes are not affected. A second call changes nothing.
 
     Raises:
-        RuntimeError: ``mamba_ssm`` or ``causal_conv1d``, or a submodule, was imported from elsewhere already. Nothing is
-            changed.
+        RuntimeError: ``mamba_ssm`` or ``causal_conv1d``, or a submodule, was imported from elsewhere already, or a None in
+            ``sys.modules`` blocks its import. Nothing is changed.
     """
-    with _lock:
-        if _installed:
-            return
-        foreign = sorted(name for name in sys.modules if name.partition(".")[0] in VERSIONS)
-        if foreign:
-            raise RuntimeError(
-                f"ssm_kernels.compat.install: expected none of {', '.join(VERSIONS)} to be imported, got {', '.join(foreign)} "
-                "from another package: call install() before the first import"
-            )
-        modules = {name: _make_module(name, exports) for name, exports in MODULES.items()}
-        for name, module in modules.items():
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(modules[parent], child, module)
-        _installed.update(modules)
-        sys.modules.update(modules)
-        sys.meta_path.insert(0, _FINDER)
+    _hold("install")
 
 
 def uninstall() -> None:
     """Takes back what :func:`install` did: later imports find the packages that are installed, if there are any.
 
-    Functions and classes that were imported before stay as they are. Without :func:`install` the call changes nothing, and a
-    module that something else has put in the place of an installed one stays there.
+    While a context of :func:`installed` is open, in any thread, the modules stay until it ends. Functions and classes that were
+    imported before stay as they are. Without :func:`install` the call changes nothing, and a module that something else has put
+    in the place of an installed one stays there.
     """
-    with _lock:
-        for name, module in _installed.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-        _installed.clear()
-        if _FINDER in sys.meta_path:
-            sys.meta_path.remove(_FINDER)
+    _release("install")
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """A context in which the modules are installed. Leaves them installed if they were at its beginning.
+    """A context in which the modules are installed. They stay until the last context, of all threads, has ended, and as long
+    as :func:`install` asks for.
 
     Raises:
         RuntimeError: as :func:`install`.
     """
-    with _lock:
-        was_installed = bool(_installed)
-        install()
+    holder = object()
+    _hold(holder)
     try:
         yield
     finally:
-        if not was_installed:
-            uninstall()
+        _release(holder)
+
+
+def _hold(holder: object) -> None:
+    with _lock:
+        if not _installed:
+            _add_modules()
+        _holders.add(holder)
+
+
+def _release(holder: object) -> None:
+    with _lock:
+        _holders.discard(holder)
+        if not _holders:
+            _remove_modules()
+
+
+def _add_modules() -> None:
+    _check_no_other_package()
+    modules = {name: _make_module(name, exports) for name, exports in MODULES.items()}
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    _installed.update(modules)
+    sys.modules.update(modules)
+    sys.meta_path.insert(0, _FINDER)
+
+
+def _remove_modules() -> None:
+    for name, module in _installed.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _installed.clear()
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+
+
+def _check_no_other_package() -> None:
+    others = {name: module for name, module in [*sys.modules.items()] if name.partition(".")[0] in VERSIONS}
+    imported = sorted(name for name, module in others.items() if module is not None)
+    packages = ", ".join(VERSIONS)
+    if imported:
+        raise RuntimeError(
+            f"ssm_kernels.compat.install: expected none of {packages} to be imported, got {', '.join(imported)} from another "
+            "package: call install() before the first import"
+        )
+    if others:
+        raise RuntimeError(
+            f"ssm_kernels.compat.install: expected none of {packages} to be blocked, got None in sys.modules for "
+            f"{', '.join(sorted(others))}: delete the entries before install()"
+        )
 
 
 def _make_module(name: str, exports: dict[str, Any]) -> ModuleType:
@@ -137,7 +168,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
-    """Finds and loads the installed modules and their versions. Raises for a submodule that the table does not have."""
+    """Finds and loads the installed modules and their versions. The import of a submodule that the table does not have raises
+    an error with the table; ``importlib.util.find_spec`` returns None for it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -146,6 +178,8 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
             return None
         if fullname in _installed:
             return _installed[fullname].__spec__
+        if not _is_import():
+            return None
         raise ModuleNotFoundError(
             f"ssm_kernels.compat has no module {fullname}, it has {', '.join(MODULES)}; ssm_kernels.compat.uninstall() gives "
             "way to the package itself",
@@ -163,6 +197,17 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     ) -> Iterable[importlib.metadata.Distribution]:
         name = None if context is None else context.name
         return [_Distribution(root) for root in VERSIONS if name is None or name.lower().replace("-", "_") == root]
+
+
+def _is_import() -> bool:
+    """Whether an import, and not ``importlib.util.find_spec``, asks the finder that calls this function.
+
+    A finder receives the same arguments from both. ``find_spec`` needs a None where there is no module, but the import system
+    turns a None into a message without the list of modules. The function tells them apart by the name of the import system's
+    function two calls above the finder. If a Python names it otherwise, imports raise the plain message.
+    """
+    asking = sys._getframe(2).f_back
+    return asking is not None and asking.f_code.co_name == "_find_and_load_unlocked"
 
 
 _FINDER = _Finder()

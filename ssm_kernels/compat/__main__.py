@@ -14,9 +14,13 @@ from ._script import run_main
 def main() -> None:
     arguments = sys.argv[1:]
     as_module = arguments[:1] == ["-m"]
-    if len(arguments) <= as_module or arguments[0] in ("-h", "--help"):
+    if len(arguments) <= as_module or (arguments[0].startswith("-") and not as_module):
         print(__doc__, file=sys.stderr)
-        sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+        if arguments[:1] in (["-h"], ["--help"]):
+            sys.exit(0)
+        got = arguments[0] if arguments else "nothing"
+        print(f"python -m ssm_kernels.compat: expected a script, or -m and a module, got {got}", file=sys.stderr)
+        sys.exit(2)
     run_main(arguments[as_module:], as_module)
 
 

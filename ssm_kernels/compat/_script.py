@@ -36,7 +36,12 @@ def run_main(arguments: list[str], as_module: bool) -> None:
 
     Args:
         arguments: the script's path or the module's name, and then the program's own.
+
+    Raises:
+        SystemExit: there is no such script or module.
     """
+    if not as_module and not Path(arguments[0]).exists():
+        sys.exit(f"python -m ssm_kernels.compat: expected a script, got {arguments[0]}, which does not exist")
     install()
     sys.argv = arguments
     if as_module:
@@ -72,7 +77,7 @@ def _load(program: str) -> tuple[CodeType, str, str]:
         spec = importlib.util.find_spec(f"{name}.__main__")
     code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
     if spec is None or spec.origin is None or code is None:
-        raise ImportError(f"python -m ssm_kernels.compat: expected a module that Python can run, got {name}")
+        sys.exit(f"python -m ssm_kernels.compat: expected a module that Python can run, got {name}")
     return code, spec.origin, spec.parent or ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ def causal_conv1d_fn(
         return_final_states: also return the last ``width - 1`` steps; for either layout, and with ``seq_idx``, where the
             package asks for channels-last and no ``seq_idx``.
         final_states_out: (batch, channels, width - 1), dtype of ``x``: written in place and returned as the final states.
+            Autograd does not record the write: final states with a gradient are returned as another tensor.
         activation: None, ``"silu"`` or ``"swish"``.
 
     Returns:
@@ -68,9 +71,18 @@ def causal_conv1d_fn(
     out = out.transpose(1, 2)
     if not return_final_states:
         return out
-    if final_states_out is not None:
-        final_states = final_states_out.copy_(final_states)
-    return out, final_states
+    return out, final_states if final_states_out is None else write_final_states(final_states, final_states_out)
+
+
+def write_final_states(final_states: Tensor, final_states_out: Tensor) -> Tensor:
+    """Writes to ``final_states_out`` and returns it or, if they have a gradient, ``final_states``.
+
+    Autograd does not record the write: the copies of all calls that write to a tensor would be one growing graph. The result
+    is not a detached alias of ``final_states_out`` with a gradient, because Inductor drops a write to such an alias.
+    """
+    with torch.no_grad():
+        final_states_out.copy_(final_states)
+    return final_states if final_states.requires_grad else final_states_out
 
 
 def convolve(
@@ -223,8 +235,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
     Args:
         x: (steps, channels), sequences one after another.
-        cu_seqlens: (sequences + 1,), integers that do not decrease: sequence ``i`` is steps ``cu_seqlens[i]`` to
-            ``cu_seqlens[i + 1] - 1``.
+        cu_seqlens: (sequences + 1,), integers from 0 to ``steps`` that do not decrease: sequence ``i`` is steps
+            ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. Their values are checked on the CPU only, outside of compilation.
         state_len: how many steps a state has.
 
     Returns:
@@ -232,7 +244,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         sequence has fewer steps. The host does not wait for the device.
 
     Raises:
-        ValueError: a shape or ``state_len`` is not as above.
+        ValueError: a shape, ``state_len`` or, on the CPU, a value of ``cu_seqlens`` is not as above.
         RuntimeError: a dtype or device is not as above.
         TypeError: an argument is not a tensor where one is expected, or ``state_len`` is not an integer.
     """
@@ -246,10 +258,20 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected cu_seqlens of dtype int32 or int64, got {cu_seqlens.dtype}")
     check_device(name, "cu_seqlens", cu_seqlens, "x", x)
+    if not isinstance(state_len, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name}: expected state_len to be an integer, got {type(state_len).__name__}")
     if state_len < 0:
         raise ValueError(f"{name}: expected state_len of at least 0, got {state_len}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(name, cu_seqlens, x.shape[0])
     if x.shape[0] == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, x.shape[1]).transpose(1, 2)
     steps = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=cu_seqlens.device)
     is_own = steps >= cu_seqlens[:-1, None]
     return x[steps.clamp(min=0)].masked_fill(~is_own[..., None], 0).transpose(1, 2)
+
+
+def _check_ends(function: str, cu_seqlens: Tensor, steps: int) -> None:
+    ends = cu_seqlens.tolist()
+    if ends[0] < 0 or ends[-1] > steps or ends != sorted(ends):
+        raise ValueError(f"{function}: expected cu_seqlens from 0 to the steps of x = {steps}, not decreasing, got {ends}")

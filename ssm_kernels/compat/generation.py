@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..models.generation import GraphedStep
-from ..models.generation import InferenceParams as _InferenceParams
 
 __all__ = [
     "DecodingCGCache",
@@ -28,29 +27,32 @@ __all__ = [
 ]
 
 
-class InferenceParams(_InferenceParams):
-    """The cache for decoding, with all fields of ``mamba_ssm``'s.
+@dataclasses.dataclass
+class InferenceParams:
+    """The cache for decoding: :class:`ssm_kernels.models.InferenceParams` with all fields of ``mamba_ssm``'s, in its order.
 
     Args:
+        max_seqlen: the largest number of steps; only recorded.
+        max_batch_size: sequences decoded together.
+        seqlen_offset: steps done so far. The caller counts them.
         batch_size_offset: must be 0; the mixers read a cache from its first row.
+        key_value_memory_dict: the states of each mixer under its ``layer_idx``.
         lengths_per_sample: (batch,); the mixers do not read it. ``reset`` sets it to zero.
+
+    Raises:
+        NotImplementedError: ``batch_size_offset`` is not 0.
     """
 
-    def __init__(
-        self,
-        max_seqlen: int,
-        max_batch_size: int,
-        seqlen_offset: int = 0,
-        batch_size_offset: int = 0,
-        key_value_memory_dict: dict[int, Any] | None = None,
-        lengths_per_sample: Tensor | None = None,
-    ) -> None:
-        if batch_size_offset != 0:
-            raise NotImplementedError(f"InferenceParams: expected batch_size_offset 0, got {batch_size_offset}")
-        super().__init__(
-            max_seqlen, max_batch_size, seqlen_offset, {} if key_value_memory_dict is None else key_value_memory_dict
-        )
-        self.batch_size_offset, self.lengths_per_sample = batch_size_offset, lengths_per_sample
+    max_seqlen: int
+    max_batch_size: int
+    seqlen_offset: int = 0
+    batch_size_offset: int = 0
+    key_value_memory_dict: dict[int, Any] = dataclasses.field(default_factory=dict)
+    lengths_per_sample: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size_offset != 0:
+            raise NotImplementedError(f"InferenceParams: expected batch_size_offset 0, got {self.batch_size_offset}")
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Sets the sizes and returns to offset 0; the states stay."""

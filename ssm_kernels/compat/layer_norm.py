@@ -164,8 +164,14 @@ def rms_norm_fn(
     )
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm with a residual and dropout before it; parameters as in ``mamba_ssm``."""
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm with a residual and dropout before it; parameters as in ``mamba_ssm``, whose models all have these norms.
+
+    As an ``nn.RMSNorm`` it also is a norm of :class:`ssm_kernels.nn.Block` with ``fused_add_norm``, which reads weight and eps.
+    """
+
+    eps: float
+    bias: None
 
     def __init__(
         self,
@@ -175,18 +181,11 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.eps = eps
+        super().__init__(hidden_size, eps, device=device, dtype=dtype)
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Sets the weight to one."""
-        nn.init.ones_(self.weight)
-
-    def forward(
+    def forward(  # type: ignore[override]  # the residual and the options
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Tensor | tuple[Tensor | None, ...]:
         """:func:`rms_norm_fn` with the module's weight and eps, and its dropout in training."""
@@ -200,3 +199,13 @@ class RMSNorm(nn.Module):
             prenorm=prenorm,
             residual_in_fp32=residual_in_fp32,
         )
+
+
+def replace_rms_norms(model: nn.Module) -> None:
+    """Puts an :class:`RMSNorm` with the same weight in the place of each ``nn.RMSNorm`` of a model."""
+    for module in [*model.modules()]:
+        for name, norm in module.named_children():
+            if type(norm) is nn.RMSNorm and norm.eps is not None:
+                own = RMSNorm(norm.normalized_shape[0], norm.eps, device="meta")
+                own.weight = norm.weight
+                setattr(module, name, own)

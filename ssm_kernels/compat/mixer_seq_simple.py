@@ -12,6 +12,7 @@ from torch import nn
 from ..models import mamba_lm
 from ..models.config import MambaConfig
 from ..nn import Block, GatedMLP, Mamba, Mamba2
+from .layer_norm import RMSNorm, replace_rms_norms
 
 __all__ = ["MixerModel", "create_block"]
 
@@ -45,7 +46,7 @@ def create_block(
         attn_layer_idx: must be empty.
         attn_cfg: must be empty.
         norm_epsilon: eps of the norms.
-        rms_norm: norm with ``nn.RMSNorm`` instead of ``nn.LayerNorm``.
+        rms_norm: norm with :class:`.layer_norm.RMSNorm` instead of ``nn.LayerNorm``.
         residual_in_fp32: see :class:`ssm_kernels.nn.Block`.
         fused_add_norm: likewise.
         layer_idx: the mixer's key in ``InferenceParams.key_value_memory_dict``, and the block's attribute of this name.
@@ -66,7 +67,7 @@ def create_block(
     mlp_cls: Callable[[int], nn.Module] = nn.Identity
     if d_intermediate > 0:
         mlp_cls = functools.partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **factory)
-    norm: Callable[..., nn.Module] = nn.RMSNorm if rms_norm else nn.LayerNorm
+    norm: Callable[..., nn.Module] = RMSNorm if rms_norm else nn.LayerNorm
     block = Block(
         d_model,
         functools.partial(mixer, layer_idx=layer_idx, **options, **factory),
@@ -123,6 +124,7 @@ class MixerModel(mamba_lm.MixerModel):
             pad_vocab_size_multiple=1,
         )
         super().__init__(config, initializer_cfg, device, dtype)
+        replace_rms_norms(self)
         for block in self.layers:
             for norm in (block.norm, getattr(block, "norm2", None)):
                 if norm is not None:

@@ -11,6 +11,7 @@ from ..models.checkpoints import find_folder, load_config, load_weights
 from ..models.config import MambaConfig
 from ..models.mamba_lm import MambaLM
 from .generation import GenerateOutput, GenerationMixin, InferenceParams
+from .layer_norm import replace_rms_norms
 
 __all__ = [
     "GenerateOutput",
@@ -24,7 +25,17 @@ __all__ = [
 
 
 class MambaLMHeadModel(GenerationMixin, MambaLM):  # type: ignore[misc]  # generate has the arguments of mamba_ssm
-    """:class:`ssm_kernels.models.MambaLM` with ``mamba_ssm``'s ``generate``."""
+    """:class:`ssm_kernels.models.MambaLM` with ``mamba_ssm``'s ``generate`` and norms, :class:`.layer_norm.RMSNorm`."""
+
+    def __init__(
+        self,
+        config: MambaConfig,
+        initializer_cfg: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, initializer_cfg, device, dtype)
+        replace_rms_norms(self)
 
 
 def load_config_hf(model_name: str) -> dict[str, Any]:

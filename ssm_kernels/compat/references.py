@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ._promotion import cast, common_dtype, wide_dtype
+from .causal_conv1d import write_final_states
 
 __all__ = [
     "causal_conv1d_ref",
@@ -136,7 +137,7 @@ def causal_conv1d_ref(
     if not return_final_states:
         return out
     final_states = final_states.to(x.dtype)
-    return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
+    return out, final_states if final_states_out is None else write_final_states(final_states, final_states_out)
 
 
 def causal_conv1d_update_ref(

@@ -399,6 +399,16 @@ def small(*shape: int) -> torch.Tensor:
             ValueError,
             r"expected seq_idx of shape \(1, seqlen\) = \[1, 9\], got \[9\]",
         ),
+        (
+            lambda x: causal_conv1d_varlen_states(x[0], torch.tensor([0, 4, 9]), 3),
+            ValueError,
+            r"states: expected cu_seqlens from 0 to the steps of x = 6, not decreasing, got \[0, 4, 9\]",
+        ),
+        (
+            lambda x: causal_conv1d_varlen_states(x[0], torch.tensor([0, 6]), 4.0),
+            TypeError,
+            "causal_conv1d_varlen_states: expected state_len to be an integer, got float",
+        ),
     ],
 )
 def test_refused_arguments(call, error, message):

@@ -17,6 +17,7 @@ from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_upd
 from ssm_kernels.compat.layer_norm import RMSNorm as AddRMSNorm
 from ssm_kernels.compat.layer_norm import layer_norm_fn, rms_norm_fn
 from ssm_kernels.compat.norms import LayerNorm, RMSNorm, layernorm_fn, rmsnorm_fn
+from ssm_kernels.compat.references import causal_conv1d_ref
 from ssm_kernels.compat.selective_scan import mamba_inner_fn, selective_scan_fn, selective_state_update
 from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
@@ -266,6 +267,18 @@ def test_causal_conv1d_fn(device, layout, activation):
     states_out = torch.empty(2, 6, 3, dtype=x.dtype, device=device)
     states = causal_conv1d_fn(x, weight, bias, return_final_states=True, final_states_out=states_out)[1]
     assert states is states_out and torch.equal(states_out, x[..., -3:])
+
+
+@pytest.mark.parametrize("function", [causal_conv1d_fn, causal_conv1d_ref])
+def test_a_cache_of_final_states_stays_outside_of_the_graph(function, device):
+    x, weight = randn(2, 6, 13, device=device), randn(6, 4, device=device)
+    cache = torch.zeros(4, 6, 3, dtype=x.dtype, device=device)
+    x.requires_grad_()
+    states = function(x, weight, return_final_states=True, final_states_out=cache[:2])[1]
+    assert not cache.requires_grad and torch.equal(cache[:2], x[..., -3:]) and torch.equal(states, cache[:2])
+    expected = torch.zeros_like(x)
+    expected[..., -3:] = 1
+    assert torch.equal(torch.autograd.grad(states.sum(), x)[0], expected)
 
 
 @pytest.mark.serves("packed sequences", model="`causal_conv1d_fn`")

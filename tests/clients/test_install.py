@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ from helpers import COMPAT_VERSION
 
 import ssm_kernels
 from ssm_kernels import compat
+from ssm_kernels.compat.__main__ import main
 from ssm_kernels.compat._modules import MODULES, VERSIONS
 
 CLIENT = "mamba_ssm"
@@ -109,6 +111,20 @@ def test_a_context_leaves_an_installation_as_it_was():
     assert "mamba_ssm" not in sys.modules
 
 
+def test_a_context_keeps_the_modules_until_its_end():
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:  # as two threads may interleave them
+        first.enter_context(compat.installed())
+        second.enter_context(compat.installed())
+        first.close()
+        compat.install()
+        compat.uninstall()
+        assert "mamba_ssm" in sys.modules
+    assert "mamba_ssm" not in sys.modules
+    with compat.installed():
+        compat.install()
+    assert "mamba_ssm" in sys.modules
+
+
 @pytest.mark.parametrize("name", ["mamba_ssm", "causal_conv1d", "mamba_ssm.ops"])
 def test_a_package_that_is_imported_already_stays(name):
     other = ModuleType(name)
@@ -120,6 +136,13 @@ def test_a_package_that_is_imported_already_stays(name):
         assert not [each for each in sys.modules if each.partition(".")[0] in VERSIONS and each != name]
     finally:
         del sys.modules[name]
+
+
+def test_a_blocked_package_is_refused_and_stays_blocked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
+    with pytest.raises(RuntimeError, match=r"to be blocked, got None in sys\.modules for causal_conv1d: delete"):
+        compat.install()
+    assert sys.modules["causal_conv1d"] is None and "mamba_ssm" not in sys.modules
 
 
 def test_uninstall_keeps_a_module_of_somebody_else():
@@ -149,6 +172,12 @@ def test_a_missing_submodule_is_named():
     ):
         importlib.import_module("mamba_ssm.nothing")
     assert error.value.name == "mamba_ssm.nothing"
+
+
+def test_a_missing_submodule_has_no_spec():
+    with compat.installed():
+        assert importlib.util.find_spec("mamba_ssm.modules.mamba3") is None
+        assert compat._FINDER.find_spec("mamba_ssm.modules.mamba3") is None
 
 
 def test_a_missing_name_is_named():
@@ -298,6 +327,25 @@ def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
     assert result.stdout.splitlines() == [f"__main__ {rest}", f"__mp_main__ {rest}"]
 
 
-def test_the_command_without_a_script_says_how_to_use_it():
-    result = run_python("-m", "ssm_kernels.compat")
-    assert result.returncode == 2 and "python -m ssm_kernels.compat script.py" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "expected a script, or -m and a module, got nothing"),
+        (["-c", "pass"], 2, "expected a script, or -m and a module, got -c"),
+        (["missing.py"], 1, "expected a script, got missing.py, which does not exist"),
+        (["-m", "missing"], 1, "expected a module that Python can run, got missing"),
+    ],
+    ids=["nothing", "code", "script", "module"],
+)
+def test_the_command_without_a_program_says_how_to_use_it(arguments, code, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compat", *arguments])
+    monkeypatch.setenv("SSM_KERNELS_COMPAT_MAIN", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    usage = capsys.readouterr().err
+    message = f"python -m ssm_kernels.compat: {message}"
+    if code == 2:
+        assert stop.value.code == 2 and "python -m ssm_kernels.compat script.py" in usage and message in usage
+    else:
+        assert stop.value.code == message  # Python prints it and exits with 1

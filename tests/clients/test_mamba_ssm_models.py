@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -362,6 +363,9 @@ def test_inference_params_have_their_positions():
     params.reset(20, 1)
     assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (20, 1, 0)
     assert params.key_value_memory_dict == {0: "state"} and lengths.sum() == 0
+    replaced = dataclasses.replace(params, max_seqlen=9)
+    assert replaced.max_seqlen == 9 and replaced.lengths_per_sample is lengths
+    assert [*vars(params)] == [field.name for field in dataclasses.fields(params)] and repr(lengths) in repr(params)
     with pytest.raises(NotImplementedError, match="batch_size_offset"):
         InferenceParams(10, 2, batch_size_offset=1)
 
@@ -405,6 +409,34 @@ def test_created_blocks_are_the_layers_of_a_mixer_model(layer, rms_norm, device)
     gradient = torch.autograd.grad(x.square().sum(), block.mixer.A_log)[0]
     assert gradient.abs().max() > 0
     assert model.embedding.weight.shape == (21, 32) and model.norm_f.eps == 0.1
+
+
+def test_norms_are_those_of_mamba_ssm(device):
+    """A block of its RMSNorm with fused_add_norm, and a client's own sum and norm after our models' blocks."""
+    with compat.installed():
+        from mamba_ssm import Mamba
+        from mamba_ssm.modules.block import Block
+        from mamba_ssm.ops.triton.layer_norm import RMSNorm, layer_norm_fn
+    options = {"ssm_cfg": LAYERS["Mamba1"], "rms_norm": True, "device": device}
+    blocks = [
+        Block(32, Mamba, torch.nn.Identity, functools.partial(RMSNorm, eps=1e-3), fused_add_norm=fused).to(device)
+        for fused in (True, False)
+    ]
+    blocks[1].load_state_dict(blocks[0].state_dict(), strict=True)
+    x, residual = torch.randn(2, 5, 32, device=device), torch.randn(2, 5, 32, device=device)
+    torch.testing.assert_close(blocks[0](x, residual), blocks[1](x, residual))
+    models_of_norms = [
+        *blocks,
+        mixer_seq_simple.create_block(32, 24, **options),
+        mixer_seq_simple.MixerModel(32, 1, 24, 21, norm_epsilon=0.1, **options),
+        make_ours("Mamba1", device, d_intermediate=24),
+    ]
+    for model in models_of_norms:
+        norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+        assert norms and all(isinstance(norm, RMSNorm) and norm.bias is None for norm in norms)
+    norm = models_of_norms[3].norm_f
+    tail = layer_norm_fn(x, norm.weight, norm.bias, residual, eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm))
+    torch.testing.assert_close(tail, F.rms_norm(x + residual, (32,), eps=0.1))
 
 
 @pytest.mark.parametrize(("name", "value"), [("attn_layer_idx", [1]), ("attn_cfg", {"num_heads": 2})])
