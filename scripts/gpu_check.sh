@@ -177,14 +177,19 @@ tests() {
 }
 
 # Each tool on several shares of the cases at once.
+# racecheck orders by an mbarrier only what the arriving thread itself has done. In the sequential linear scans one lane arrives
+# for its warp, after a __syncwarp(), and racecheck reports what the other lanes wrote; it reports nothing in the same exchange if
+# every lane arrives.
 sanitizer() {
-  local tool status=0 program share shares=$((($(nproc) + 3) / 4)) running
+  local tool status=0 program share shares=$((($(nproc) + 3) / 4)) running options
   program=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
   for tool in memcheck racecheck initcheck synccheck; do
     echo "-- $tool"
+    options=()
+    if [ "$tool" = racecheck ]; then options=(--kernel-name-exclude kernel_substring=linear_scan_sequential); fi
     running=()
     for share in $(seq "$shares"); do
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" --target-processes all --error-exitcode 1 \
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 1 \
         "$python" scripts/sanitizer_cases.py --share "$share/$shares" >"$out/$tool.$share.log" 2>&1 &
       running+=($!)
     done
