@@ -199,8 +199,7 @@ StateUpdateParams make_shared_params(const Inputs& in, Discretization method, co
   params.dt_softplus = in.dt_softplus;
   params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
-  params.dt_min = dt_min;
-  params.dt_max = dt_max;
+  std::tie(params.dt_min, params.dt_max) = std::tuple_cat(kernel_dt_limit(dt_min, dt_max));
   params.input_kind = scalar_kind(in.x.scalar_type());
   params.state_kind = scalar_kind(in.state.scalar_type());
 
