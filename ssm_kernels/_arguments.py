@@ -50,12 +50,14 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
     return operator
 
 
-def finite_dt_limit(dt_limit: Sequence[float]) -> list[float]:
-    """``dt_limit`` with the largest finite numbers in place of infinities: the operators take both as no limit.
+def finite_dt_limit(dt_limit: Sequence[float] | None) -> list[float]:
+    """``dt_limit`` with the largest finite numbers in place of infinities and of None: the operators take all as no limit.
 
     AOTInductor cannot read an infinity back from its packages.
     """
     largest = sys.float_info.max
+    if dt_limit is None:
+        return [-largest, largest]
     return [max(min(limit, largest), -largest) for limit in dt_limit]
 
 

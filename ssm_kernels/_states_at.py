@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._arguments import is_autocast_enabled
+from ._arguments import finite_dt_limit, is_autocast_enabled
 
 __all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
 
@@ -57,10 +56,10 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         out, last_state, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(
             *(value for name, value in inputs.items() if name not in ("seq_idx", "cu_seqlens")), *options.values(), True
         )
-        states = {seqlen: last_state}
-        for p in positions:
-            state = states[p] if p in states else chunk_states[:, p // chunk]
-            if p not in states and p % chunk != 0:
+        states: dict[int, Tensor] = {}
+        for p in set(positions):
+            state = last_state if p == seqlen else chunk_states[:, p // chunk]
+            if p != seqlen and p % chunk != 0:
                 piece = of_steps(p // chunk * chunk, p, state) | {"D": None, "z": None}
                 state = op(*(piece | {"C": piece["B"]}).values(), **options)[1]
             states[p] = state
@@ -73,7 +72,7 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         return result
 
     try:
-        outputs, states = _scan_pieces(scan, positions, seqlen, initial_state)
+        outputs, states, last_state = _scan_pieces(scan, positions, seqlen, initial_state)
     except ValueError:
         op(*inputs.values(), **options)  # the message has the sizes of the whole tensors
         raise
@@ -81,7 +80,7 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         out = torch.cat([piece.transpose(1, 2) for piece in outputs], 1).transpose(1, 2)
     else:
         out = _join(outputs, 2)
-    return out, states[seqlen], _of_positions(positions, states, states[seqlen], cu_seqlens)
+    return out, last_state, _of_positions(positions, states, last_state, cu_seqlens)
 
 
 def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) -> _Results:
@@ -114,12 +113,11 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
         return call(**values)
 
     try:
-        outputs, states = _scan_pieces(scan, positions, seqlen, arguments["initial_states"])
+        outputs, states, final_states = _scan_pieces(scan, positions, seqlen, arguments["initial_states"])
     except ValueError:
         call(**arguments)  # the message has the sizes of the whole tensors
         raise
-    out, final_states = _join(outputs, 1), states[seqlen]
-    return out, final_states, _of_positions(positions, states, final_states, cu_seqlens)
+    return _join(outputs, 1), final_states, _of_positions(positions, states, final_states, cu_seqlens)
 
 
 def _packed_piece(
@@ -147,24 +145,23 @@ def _of_positions(positions: list[int], states: dict[int, Tensor], last: Tensor,
     """(batch, positions, ...): with ``cu_seqlens``, of each position the state of the sequence of the step before it.
 
     Args:
-        states: of all sequences, by position.
-        last: the states after all steps.
+        states, last: of all sequences, as ``_scan_pieces`` returns them.
     """
     if cu_seqlens is None:
         return _stack(positions, states, last)
     chosen = {}
     for p in {0, *positions}:
-        if p in states and last.shape[0] > 0:
-            number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=last.shape[0] - 1)
-            chosen[p] = states[p].index_select(0, number)
-        else:
+        if (p == 0 and 0 not in states) or last.shape[0] == 0:
             chosen[p] = last.new_zeros(1, *last.shape[1:])
+        else:
+            number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=last.shape[0] - 1)
+            chosen[p] = states.get(p, last).index_select(0, number)
     return _stack(positions, chosen, chosen[0])
 
 
 def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call: Callable[..., Any]) -> _Results:
     """The results of one call of the operator that returns states beside them. ``call``: of the public operator."""
-    low, high = arguments["dt_limit"] or (-sys.float_info.max, sys.float_info.max)
+    low, high = finite_dt_limit(arguments["dt_limit"])
     values = arguments | {"dt_limit": low}
     operands = [item for name, value in values.items() for item in ((value, high) if name == "dt_limit" else (value,))]
     ascending = sorted(set(positions))
@@ -181,30 +178,35 @@ def _scan_pieces(
     positions: list[int],
     seqlen: int,
     state: Tensor | None,
-) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """``out`` of each piece, and the states at 0, if given, at seqlen and at the positions between.
+) -> tuple[list[Tensor], dict[int, Tensor], Tensor]:
+    """``out`` of each piece, the states at 0, if given, and at the positions before seqlen, and the last state.
+
+    The last state has no entry, because an exported program's seqlen may be a symbol, which is no key.
 
     Args:
         scan: returns ``out`` and the last state of the steps from the first to before the second number.
     """
     states = {} if state is None else {0: state}
-    outputs = []
-    for begin, end in itertools.pairwise([0, *sorted({p for p in positions if 0 < p < seqlen}), seqlen]):
-        out, state = scan(begin, end, state)
-        outputs.append(out)
-        states[end] = state
-    return outputs, states
+    between = sorted({p for p in positions if 0 < p < seqlen})
+    pieces = []
+    for begin, end in itertools.pairwise([0, *between, seqlen]):
+        pieces.append(scan(begin, end, state))
+        state = pieces[-1][1]
+    outputs, ends = ([piece[i] for piece in pieces] for i in (0, 1))
+    return outputs, states | dict(zip(between, ends[:-1], strict=True)), ends[-1]
 
 
 def _join(outputs: list[Tensor], time: int) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, time)
 
 
-def _stack(positions: list[int], states: dict[int, Tensor], like: Tensor) -> Tensor:
-    """(batch, positions, ...), in the dtype of ``like``, (batch, ...). A state that is absent is zero."""
+def _stack(positions: list[int], states: dict[int, Tensor], last: Tensor) -> Tensor:
+    """(batch, positions, ...), in the dtype of ``last``, (batch, ...). An absent state is zero at 0, and else ``last``."""
     if not positions:
-        return like.new_empty(like.shape[0], 0, *like.shape[1:])
-    return torch.stack([states[p].to(like.dtype) if p in states else torch.zeros_like(like) for p in positions], 1)
+        return last.new_empty(last.shape[0], 0, *last.shape[1:])
+    absent = {0: torch.zeros_like(last)} if 0 in positions and 0 not in states else {}
+    states = states | absent
+    return torch.stack([states.get(p, last).to(last.dtype) for p in positions], 1)
 
 
 def _sequence_of(cu_seqlens: Tensor, step: int) -> Tensor:

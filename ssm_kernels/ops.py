@@ -348,6 +348,7 @@ def selective_state_update(
 
     Returns:
         ``out``, shape and dtype of ``x``; the argument if it is given. Not differentiable: backward through it raises.
+        ``state`` requires a gradient after the call only if it did before; backward through it then raises, too.
 
     Raises:
         ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, a table of indices, ``num_accepted_tokens`` or

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._arguments import names_arguments
+from ._arguments import finite_dt_limit, names_arguments
 from .ops import _dt_limit
 from .recurrence_steps import step_size
 
@@ -360,9 +360,8 @@ def _ssd_chunk_scan_initial_gradient(
     Args:
         grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``dt``.
     """
-    low, high = (-math.inf, math.inf) if dt_limit is None else dt_limit
     result: Tensor = torch.ops.ssm_kernels._ssd_chunk_scan_initial_gradient(
-        grad_out, dt, A, C, dt_bias, dt_softplus, low, high, seq_idx, discretization
+        grad_out, dt, A, C, dt_bias, dt_softplus, *finite_dt_limit(dt_limit), seq_idx, discretization
     )
     return result
 

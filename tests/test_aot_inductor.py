@@ -1,10 +1,11 @@
-"""Every layer in a package of AOTInductor: exported, compiled ahead of time, loaded, and run on other sizes."""
+"""Layers and operators with limits in packages of AOTInductor: exported, compiled ahead of time, loaded, run on other sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._pytree import tree_leaves
 
 import ssm_kernels.nn as layers
 from build_linking import SHARED_LIBSTDCXX
+from ssm_kernels import ssd_chunk_scan, ssd_chunk_scan_summary
+from ssm_kernels.compat.ssd import mamba_chunk_scan_combined
 
 D_MODEL = 16
 INFINITE = (math.inf, -math.inf)
@@ -33,21 +37,45 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "MinLSTM": lambda: layers.MinLSTM(D_MODEL, D_MODEL),
     "Block": lambda: layers.Block(D_MODEL, layers.Mamba, norm_cls=nn.RMSNorm, mlp_cls=layers.GatedMLP),
 }
+
+
+class Scan(nn.Module):
+    """An operator of SSD, its sequences parts of one input."""
+
+    def __init__(self, function: Callable[..., Any], *options: Any, **limits: Any) -> None:
+        super().__init__()
+        self.function, self.options, self.limits = function, options, limits
+
+    def forward(self, x: Tensor) -> Any:
+        sequences = x.unflatten(-1, (2, D_MODEL // 2)), x[..., :2] - 0.5
+        B, C = (x[..., columns].unflatten(-1, (1, 4)) for columns in (slice(4), slice(4, 8)))
+        matrices = (B,) if self.function is ssd_chunk_scan_summary else (B, C)
+        return self.function(*sequences, -torch.ones(2, device=x.device), *matrices, *self.options, **self.limits)
+
+
+OPERATORS: dict[str, Callable[[], nn.Module]] = {
+    "ssd_chunk_scan": lambda: Scan(ssd_chunk_scan),
+    "ssd_chunk_scan, no limits": lambda: Scan(ssd_chunk_scan, dt_limit=None),
+    "ssd_chunk_scan, the operator": lambda: Scan(torch.ops.ssm_kernels.ssd_chunk_scan, dt_limit=(0.0, math.inf)),
+    "ssd_chunk_scan_summary": lambda: Scan(ssd_chunk_scan_summary, dt_limit=None),
+    "mamba_chunk_scan_combined": lambda: Scan(mamba_chunk_scan_combined, 16),
+}
+MODULES = LAYERS | OPERATORS
 # All in one on the CPU, because each package takes a compiler seconds. On CUDA torch 2.11 generates C++ for all of them that
 # does not compile: it reuses an array of sizes outside the scope that declares it.
-PACKAGES = [pytest.param("cpu", tuple(LAYERS), id="cpu")]
-PACKAGES += [pytest.param("cuda", (name,), id=f"cuda-{name}", marks=pytest.mark.cuda) for name in LAYERS]
+PACKAGES = [pytest.param("cpu", tuple(MODULES), id="cpu")]
+PACKAGES += [pytest.param("cuda", (name,), id=f"cuda-{name}", marks=pytest.mark.cuda) for name in MODULES]
 
 
-class Layers(nn.Module):
-    """Layers of one input."""
+class Modules(nn.Module):
+    """Modules of one input."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: LAYERS[name]() for name in names})
+        self.parts = nn.ModuleDict({name: MODULES[name]() for name in names})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        outputs = {name: layer(x) for name, layer in self.layers.items()}
+        outputs = {name: part(x) for name, part in self.parts.items()}
         return {name: output[0] if isinstance(output, tuple) else output for name, output in outputs.items()}
 
 
@@ -72,15 +100,16 @@ def compiler(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "names"), PACKAGES)
-def test_layers_in_a_package(where: str, names: tuple[str, ...], tmp_path: Path, fresh_dynamo, compiler):
+def test_modules_in_a_package(where: str, names: tuple[str, ...], tmp_path: Path, fresh_dynamo, compiler):
     torch.manual_seed(0)
-    module = Layers(names).to(where).requires_grad_(False)
+    module = Modules(names).to(where).requires_grad_(False)
     x = torch.randn(2, 9, D_MODEL, device=where)
     sizes = {"x": {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("seqlen", min=2, max=4096)}}
     program = torch.export.export(module, (x,), dynamic_shapes=sizes)
-    constants = [argument for node in program.graph.nodes for argument in (*node.args, *node.kwargs.values())]
+    nodes = program.run_decompositions().graph.nodes
+    constants = [constant for node in nodes for constant in tree_leaves((node.args, node.kwargs))]
     assert not any(isinstance(constant, float) and constant in INFINITE for constant in constants)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layers.pt2"))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "modules.pt2"))
     compiled = torch._inductor.aoti_load_package(package)
     for shape in ((2, 9), (3, 70)):
         x = torch.randn(*shape, D_MODEL, device=where)

@@ -74,8 +74,7 @@ def test_compile_once_for_every_batch(device, fresh_dynamo):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("result", ["out", "state"])
-@pytest.mark.parametrize("name", ["state", "x", "A", "D"])
+@pytest.mark.parametrize("name, result", [("state", "state"), *((name, "out") for name in ("state", "x", "A", "D"))])
 def test_backward_says_that_there_is_none(name, result, device):
     inputs = make_step_inputs(device=device)
     leaf = inputs[name].requires_grad_()
@@ -86,16 +85,25 @@ def test_backward_says_that_there_is_none(name, result, device):
         results[result].sum().backward()
 
 
-def test_backward_through_a_view_of_a_cache_says_so_too(device):
-    """The state of one layer, a view of all layers' states, beside weights that require gradients."""
+@pytest.mark.parametrize("is_function", [False, True], ids=["plain", "of_a_parameter"])
+def test_a_cache_collects_no_graph(is_function, device):
+    """The state of one layer, a view of all layers' states, beside weights that require gradients: it requires one only if the
+    cache does, which is a function of a learned initial state."""
     inputs = make_step_inputs(device=device)
-    cache = torch.stack([inputs["state"], inputs["state"]])
+    learned = torch.stack([inputs["state"], inputs["state"]]).requires_grad_(is_function)
+    cache = learned * 1
     inputs |= {"A": inputs["A"].requires_grad_(), "state": cache[1]}
-    expected = step(inputs | {"A": inputs["A"].detach()})[1]
-    selective_state_update(**inputs)
+    expected = step(inputs | {"A": inputs["A"].detach(), "state": cache[1].detach()})[1]
+    out = selective_state_update(**inputs)
+    assert out.requires_grad and cache.requires_grad == is_function
     assert torch.equal(cache[1], expected)
-    with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable")):
-        cache.sum().backward()
+    if is_function:
+        with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable")):
+            cache.sum().backward()
+    else:
+        before = cache[1].clone()
+        assert selective_state_update(**inputs).requires_grad and cache.grad_fn is None
+        assert not torch.equal(cache[1], before)
 
 
 def test_forward_mode_says_that_there_is_none(device):

@@ -274,6 +274,29 @@ def test_compile(name, needs_grad, device):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@every_scan
+def test_export_with_any_length(name, packed, device):
+    inputs = make_inputs(name, **({"cu_seqlens": (0, 2, 9)} if packed else {}), seqlen=9, device=device)
+    first, last = ("u", "initial_state") if name == SELECTIVE else ("x", "initial_states")
+    sequences, axis = (("delta", "B", "C", "z"), -1) if name == SELECTIVE else (ssd_helpers.SEQUENCES[1:], 1)
+    names = (first, *(key for key in sequences if inputs[key] is not None), *(("cu_seqlens",) if packed else ()))
+    rest = {key: value for key, value in inputs.items() if key not in (*names, last)}
+
+    class Scan(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Any:
+            return getattr(ssm_kernels, name)(**dict(zip(names, given, strict=True)), **rest, states_at=[2, 0, 1, 2])
+
+    length = torch.export.Dim("length", min=4, max=100)  # the last piece has at least 2 steps
+    sizes = tuple({} if key == "cu_seqlens" else {axis % inputs[key].dim(): length} for key in names)
+    program = torch.export.export(Scan(), tuple(inputs[key] for key in names), dynamic_shapes=(sizes,))
+    for seqlen in (4, 9, CHUNK + 6):
+        offsets = {"cu_seqlens": (0, 2, seqlen)} if packed else {}
+        others = make_inputs(name, **offsets, seqlen=seqlen, device=device)
+        given = tuple(others[key] for key in names)
+        torch.testing.assert_close(program.module()(*given), Scan()(*given), rtol=1e-12, atol=1e-12)
+
+
 BAD = [
     ([-1], ValueError, f"expected states_at from 0 to seqlen = {SEQLEN}, got -1"),
     ([0, SEQLEN + 1], ValueError, f"expected states_at from 0 to seqlen = {SEQLEN}, got {SEQLEN + 1}"),

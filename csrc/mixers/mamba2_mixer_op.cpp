@@ -124,7 +124,8 @@ struct Call {
     if (!has_norm()) scan.z = in_heads(in.projected);
     scan.dt_bias = parameters.bias;
     scan.dt_softplus = true;
-    std::tie(scan.dt_min, scan.dt_max) = std::tuple_cat(make_dt_limit(in.dt_min, in.dt_max));
+    scan.dt_min = in.dt_min;
+    scan.dt_max = in.dt_max;
     scan.initial_states = in.ssm_state;
     scan.seq_idx = in.seq_idx;
     scan.cu_seqlens = in.cu_seqlens;

@@ -199,8 +199,7 @@ StateUpdateParams make_shared_params(const Inputs& in, Discretization method, co
   params.dt_softplus = in.dt_softplus;
   params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
-  params.dt_min = dt_min;
-  params.dt_max = dt_max;
+  std::tie(params.dt_min, params.dt_max) = std::tuple_cat(kernel_dt_limit(dt_min, dt_max));
   params.input_kind = scalar_kind(in.x.scalar_type());
   params.state_kind = scalar_kind(in.state.scalar_type());
 
@@ -317,8 +316,7 @@ Pointer make_error_node(torch::autograd::edge_list inputs) {
   constexpr bool kIsShared = std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>;
   using Node = std::enable_if_t<sizeof(Pointer) != 0, torch::autograd::Error>;  // a dependent name: one branch is looked into
   const char message[] =
-      "selective_state_update is not differentiable, neither in its output nor in the state that it updates: train with "
-      "selective_scan, and decode under torch.no_grad()";
+      "selective_state_update is not differentiable: train with selective_scan, and decode under torch.no_grad()";
   if constexpr (kIsShared) {
     return Pointer(new Node(message, std::move(inputs)), [](Node* node) { deleteNode(node); });
   } else {
@@ -326,7 +324,8 @@ Pointer make_error_node(torch::autograd::edge_list inputs) {
   }
 }
 
-// If an input requires a gradient, attaches error nodes to the output and to the state, so that backward raises.
+// If an input requires a gradient, attaches an error node to the output, so that backward raises. The state gets one only if it
+// requires a gradient itself: a cache beside parameters that require gradients would collect a node in each step.
 at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
   const auto& op = operator_of<SelectiveStateUpdate>();
   op.check(in);
@@ -336,20 +335,17 @@ at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
   TORCH_CHECK_NOT_IMPLEMENTED(!apply([](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); }),
                               kOp, ": forward-mode differentiation is not supported");
   const bool needs_graph = apply([](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); });
+  const bool state_needs_graph = torch::autograd::compute_requires_grad(in.state);
+  torch::autograd::check_inplace(in.state, state_needs_graph);
   torch::autograd::edge_list edges;
-  if (needs_graph) {
-    torch::autograd::check_inplace(in.state, true);
-    edges = apply([](const auto&... tensors) { return torch::autograd::collect_next_edges(tensors...); });
-  }
+  if (needs_graph) edges = apply([](const auto&... tensors) { return torch::autograd::collect_next_edges(tensors...); });
   at::Tensor out;
   {
     at::AutoDispatchBelowAutograd guard;
     out = op.redispatch(keys & c10::after_autograd_keyset, in);
   }
-  if (needs_graph) {
-    torch::autograd::set_history(out, make_error_node(edges));
-    torch::autograd::rebase_history(in.state, make_error_node(edges));
-  }
+  if (needs_graph) torch::autograd::set_history(out, make_error_node(edges));
+  if (state_needs_graph) torch::autograd::rebase_history(in.state, make_error_node(edges));
   return out;
 }
 

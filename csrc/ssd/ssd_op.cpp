@@ -203,24 +203,14 @@ GradTensors bwd(const BwdInputs& bwd) {
   return bwd_aten(bwd);
 }
 
-namespace {
-
-void restore_dt_limit(Inputs& in) { std::tie(in.dt_min, in.dt_max) = std::tuple_cat(make_dt_limit(in.dt_min, in.dt_max)); }
-
-}  // namespace
-
 StatesOutputs states_fwd(const StatesInputs& in) {
   if (in.x.is_meta()) return meta<check_states_inputs, allocate_states>(in);
-  StatesInputs limited = in;
-  restore_dt_limit(limited);
-  return states_aten(limited);
+  return states_aten(in);
 }
 
 GradTensors states_bwd(const StatesBwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return meta<check_states_inputs, allocate_states_bwd>(bwd);
-  StatesBwdInputs limited = bwd;
-  restore_dt_limit(limited.in);
-  return states_bwd_aten(limited);
+  return states_bwd_aten(bwd);
 }
 
 // A forward call, or its backward.

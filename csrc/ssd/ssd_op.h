@@ -25,7 +25,7 @@ struct Inputs {
   std::optional<c10::SymInt> chunk_size;
   OptionalTensor D, z, dt_bias;
   bool dt_softplus = false;
-  double dt_min = 0, dt_max = 0;
+  double dt_min = 0, dt_max = 0;  // of parse_dt_limit; kernels read kernel_dt_limit of them
   OptionalTensor initial_states, seq_idx, cu_seqlens;
   std::string_view discretization;  // of the caller's string
 

@@ -5,6 +5,7 @@
 #include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -73,13 +74,13 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
 }
 
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  if (!dt_limit.has_value()) return {-kInfinity, kInfinity};
+  constexpr double kLargest = std::numeric_limits<double>::max();
+  if (!dt_limit.has_value()) return {-kLargest, kLargest};
   TORCH_CHECK_VALUE(dt_limit->size() == 2, op, ": expected dt_limit = (min, max), got ", dt_limit->size(), " numbers");
-  return make_dt_limit((*dt_limit)[0], (*dt_limit)[1]);
+  return {std::clamp((*dt_limit)[0], -kLargest, kLargest), std::clamp((*dt_limit)[1], -kLargest, kLargest)};
 }
 
-DtLimit make_dt_limit(double min, double max) {
+DtLimit kernel_dt_limit(double min, double max) {
   using Limits = std::numeric_limits<double>;
   const auto limit = [](double value) {
     return std::abs(value) == Limits::max() ? std::copysign(Limits::infinity(), value) : value;
@@ -88,7 +89,8 @@ DtLimit make_dt_limit(double min, double max) {
 }
 
 void check_dt_limit(const char* op, double min, double max) {
-  TORCH_CHECK_VALUE(min <= max, op, ": expected dt_limit = (min, max) with min <= max, got (", min, ", ", max, ")");
+  const auto [low, high] = kernel_dt_limit(min, max);
+  TORCH_CHECK_VALUE(low <= high, op, ": expected dt_limit = (min, max) with min <= max, got (", low, ", ", high, ")");
 }
 
 ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like)

@@ -38,10 +38,11 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
 
 // The smallest and the largest step size.
 using DtLimit = std::array<double, 2>;
-// dt_limit as an operator's argument: absent, there are no limits.
+// The argument dt_limit as operators pass it to each other: the largest finite numbers stand for no limit, because AOTInductor
+// cannot load a package whose graph contains an infinity. Absent, there are no limits.
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit);
-// The largest finite numbers stand for no limit, because AOTInductor writes no infinity into its packages.
-DtLimit make_dt_limit(double min, double max);
+// The limits of such an argument as kernels compare with them: infinities where there is no limit.
+DtLimit kernel_dt_limit(double min, double max);
 // Raises unless min <= max.
 void check_dt_limit(const char* op, double min, double max);
 

@@ -7,8 +7,6 @@ convolution of C once more for the gradient of the span's initial state.
 
 from __future__ import annotations
 
-import math
-import sys
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from ._carry import Carry
 from ._collectives import Group, tie
 from ._convolution import Halo
 
-__all__ = ["Mamba2Mixer", "before_gate", "step_limit"]
+__all__ = ["Mamba2Mixer", "before_gate"]
 
 _ops = torch.ops.ssm_kernels
 
@@ -31,11 +29,6 @@ def before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
         return grad_out
     wide = torch.promote_types(z.dtype, torch.float32)
     return (grad_out.to(wide) * F.silu(z.to(wide))).to(grad_out.dtype)
-
-
-def step_limit(value: float) -> float:
-    """A limit of the step sizes; the largest finite numbers are no limit, as in ``_arguments.finite_dt_limit``."""
-    return value if abs(value) < sys.float_info.max else math.copysign(math.inf, value)
 
 
 class Mamba2Mixer(torch.autograd.Function):
@@ -72,11 +65,7 @@ class Mamba2Mixer(torch.autograd.Function):
         if taps > 0:
             steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
         ctx.sizes = (heads, headdim, ngroups, dstate)
-        ctx.scan = {
-            "dt_softplus": True,
-            "dt_limit": (step_limit(dt_min), step_limit(dt_max)),
-            "discretization": discretization,
-        }
+        ctx.scan = {"dt_softplus": True, "dt_limit": (dt_min, dt_max), "discretization": discretization}
         xB = _convolved(slice(0, d_ssm + of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
         x, B = xB.split([d_ssm, of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)

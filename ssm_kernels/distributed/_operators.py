@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import convolutions, ops, recurrences
-from .._arguments import is_autocast_enabled
+from .._arguments import finite_dt_limit, is_autocast_enabled
 from ._agreement import Agreement, describe
 from ._collectives import Group
 from ._convolution import CausalConv1d
-from ._mixers import step_limit
 from ._packing import Packing, Spans, combine, of_latest
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
@@ -186,7 +185,7 @@ class GroupOperators:
             None if packing is None else packing.passes,
             chunk_size,
             dt_softplus,
-            *((-math.inf, math.inf) if dt_limit is None else map(step_limit, dt_limit)),
+            *finite_dt_limit(dt_limit),
             discretization,
             return_final_states,
             self.group,

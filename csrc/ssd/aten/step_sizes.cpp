@@ -21,7 +21,8 @@ Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) 
   steps.biased = dt.to(accumulate);
   if (is_present(in.dt_bias)) steps.biased = steps.biased + *in.dt_bias;
   steps.unclamped = in.dt_softplus ? at::softplus(steps.biased, kSoftplusBeta, kSoftplusThreshold) : steps.biased;
-  steps.size = at::clamp(steps.unclamped, in.dt_min, in.dt_max).to(at::kDouble);
+  const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  steps.size = at::clamp(steps.unclamped, dt_min, dt_max).to(at::kDouble);
   steps.zeta = steps.size * in.A.to(at::kDouble);
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
@@ -44,7 +45,8 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);
   });
-  const at::Tensor is_clamped = steps.unclamped.lt(in.dt_min).logical_or_(steps.unclamped.gt(in.dt_max));
+  const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  const at::Tensor is_clamped = steps.unclamped.lt(dt_min).logical_or_(steps.unclamped.gt(dt_max));
   grads.biased = grad_size.masked_fill_(is_clamped, 0);
   if (in.dt_softplus) {
     grads.biased = at::softplus_backward(grads.biased, steps.biased.to(at::kDouble), kSoftplusBeta, kSoftplusThreshold);

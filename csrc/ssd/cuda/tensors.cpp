@@ -90,8 +90,9 @@ void KernelInputs::fill(SsdParams& params) const {
   params.dstate = static_cast<int>(B.size(3));
   params.discretization = method_;
   params.dt_softplus = in_.dt_softplus;
-  params.dt_min = static_cast<float>(in_.dt_min);
-  params.dt_max = static_cast<float>(in_.dt_max);
+  const auto [dt_min, dt_max] = kernel_dt_limit(in_.dt_min, in_.dt_max);
+  params.dt_min = static_cast<float>(dt_min);
+  params.dt_max = static_cast<float>(dt_max);
   params.x = const_rows_view(x);
   params.B = const_rows_view(B);
   params.C = const_rows_view(C);
