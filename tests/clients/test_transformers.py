@@ -7,6 +7,7 @@ those that the configuration asks for.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,32 @@ def test_a_quantized_dt_proj(model: str, is_marked: bool, device: str) -> None:
     assert {name for name in expected if not name.endswith("dt_proj.weight")} == set(actual)
     for name, value in actual.items():
         close(value, expected[name], rounding(of, SEQLEN), name)
+
+
+class OnlyLinear(torch.Tensor):
+    """A quantized weight as a tensor subclass: ``linear`` is its only product."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("matmul", "__matmul__"):
+            raise NotImplementedError
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is torch.nn.functional.linear else out
+
+
+def test_a_quantized_weight_of_dt_proj(device: str) -> None:
+    of, ids = MODELS["Mamba"], tokens(2, SEQLEN, device)
+    net = of.make(device)
+    with patched(), torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        for mixer in net.modules():
+            if hasattr(mixer, "dt_proj"):
+                mixer.dt_proj.weight = torch.nn.Parameter(mixer.dt_proj.weight.detach().as_subclass(OnlyLinear))
+        actual = net(ids, use_cache=False).logits
+    close(actual, expected, rounding(of, SEQLEN))
 
 
 @pytest.mark.parametrize("model", ["Mamba", "FalconMamba", "Jamba"])
