@@ -444,10 +444,13 @@ class _CalledWeight:
 
 def _calls_dt_proj(mixer: Any) -> bool:
     dt_proj = getattr(mixer, "dt_proj", None)
-    if dt_proj is None or (type(dt_proj) is torch.nn.Linear and getattr(dt_proj, "_hf_hook", None) is not None):
-        return False  # the mixer itself runs accelerate's hooks of dt_proj
-    # A quantized weight may be a tensor subclass, which has linear() and no other product.
-    return not is_only_a_product(dt_proj) or hasattr(dt_proj.weight, "__tensor_flatten__")
+    if dt_proj is None:
+        return False
+    if is_only_a_product(dt_proj):
+        # A quantized weight may be a tensor subclass, which has linear() and no other product.
+        return hasattr(dt_proj.weight, "__tensor_flatten__")
+    # The mixer itself runs the hooks that accelerate adds to a plain layer.
+    return type(dt_proj) is not torch.nn.Linear or getattr(dt_proj, "_hf_hook", None) is None
 
 
 def _forward_with_dt_proj(forward: Function) -> Function:
