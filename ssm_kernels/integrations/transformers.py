@@ -7,6 +7,9 @@ already and, by an import hook, in modules that follow. Models, weights, caches 
 transformers 5.17 and newer marks the functions with a decorator, by which :func:`patch` finds them. transformers 4.57 has two
 forwards in each mixer class and takes the one with kernels on CUDA devices only; there ``forward`` is replaced too.
 
+Mixers of Mamba's kind multiply by the weight of ``dt_proj`` and do not call the module, so an adapter on it has no effect.
+Their ``forward`` is replaced by one that calls ``dt_proj`` where it is more than a plain ``nn.Linear``.
+
 The fused functions, ``mamba_inner_fn`` and ``mamba_split_conv1d_scan_combined``, become functions that return None; the models
 then go on with the parts. mamba_ssm's fused functions differ from the models' own path: no mask after the convolution, other
 norms.
@@ -19,6 +22,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import re
 import sys
 import threading
@@ -34,6 +38,7 @@ from torch import Tensor
 from ..compat import causal_conv1d as _conv
 from ..compat.selective_scan import selective_scan_fn, selective_state_update
 from ..compat.ssd import mamba_chunk_scan_combined
+from ..nn.common import is_only_a_product
 
 __all__ = ["Served", "patch", "patched", "served", "unpatch"]
 
@@ -73,9 +78,12 @@ def patch() -> Served:
     ``causal_conv1d_update`` (LFM2, Qwen3-Next, ...). A second call changes nothing.
 
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
-    contains the operators of ``torch.ops.ssm_kernels``. Models of Mamba-2's kind and convolutions take packed sequences, as
+    contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind and convolutions take packed sequences, as
     ``seq_idx`` or, in one row, as ``cu_seqlens``; those of Mamba's kind raise an error for them, because transformers does not
-    pass them to their scan.
+    pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence, and those
+    of GraniteMoeHybrid FlashAttention too.
+
+    Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train.
 
     With transformers 4.57 the fast path of each mixer runs on CPU too, except that of FalconH1, which is for CUDA only. A
     Qwen3-Next model must be made after this call, because its layers keep the functions.
@@ -88,28 +96,34 @@ def patch() -> Served:
         RuntimeError: its version is not served: older than 4.57, or 5.0 to 5.16.
     """
     with _lock:
-        _state.start()
+        _state.hold(patch)
         return served()
 
 
 def unpatch() -> Served:
-    """Restores what :func:`patch` replaced. Names that others have assigned since keep what those assigned."""
+    """Restores what :func:`patch` replaced. Names that others have assigned since keep what those assigned.
+
+    While a block of :func:`patched` runs, in any thread, the models stay patched until it ends.
+    """
     with _lock:
-        _state.stop()
+        _state.release(patch)
         return served()
 
 
 @contextmanager
 def patched() -> Iterator[Served]:
-    """:func:`patch` for a ``with`` block, then :func:`unpatch`, unless the models were patched before the block."""
+    """:func:`patch` for a ``with`` block. The models stay patched until the last block, of all threads, has ended, and as long
+    as :func:`patch` asks for.
+    """
+    holder = object()
     with _lock:
-        before = _state.active
-        result = patch()
+        _state.hold(holder)
+        result = served()
     try:
         yield result
     finally:
-        if not before:
-            unpatch()
+        with _lock:
+            _state.release(holder)
 
 
 def served() -> Served:
@@ -117,7 +131,7 @@ def served() -> Served:
     with _lock:
         modules: dict[str, dict[str, str]] = {}
         for place in _state.places:
-            if place.kernel not in _FUSED:
+            if place.kernel not in (*_FUSED, _DT_PROJ):
                 modules.setdefault(place.name, {})[place.attribute] = place.kernel
         return Served(_state.version, _state.active, modules)
 
@@ -298,6 +312,7 @@ _REFUSED = {
 }
 _ACTIVATIONS = (None, "silu", "swish")
 _FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
+_DT_PROJ = "dt_proj"
 _KERNELS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _causal_conv1d_fn,
     "causal_conv1d_update": _causal_conv1d_update,
@@ -371,17 +386,29 @@ def _replacements_457(module: ModuleType) -> dict[str, tuple[str, object]]:
     return found
 
 
-class _FastMixer:
-    """A mixer as its fast path sees it: not in training, because the path would call a fused function then.
+def _mixers_that_read_dt_proj(module: ModuleType) -> dict[str, Function]:
+    """The forwards of transformers 5.17 and newer that multiply by the weight of ``dt_proj``, by the mixer's class."""
+    classes = {name: vars(value) for name, value in list(vars(module).items()) if isinstance(value, type)}
+    forwards = {name: members["forward"] for name, members in classes.items() if "forward" in members}
+    return {name: forward for name, forward in forwards.items() if _DT_PROJ in _names(inspect.unwrap(forward))}
 
-    The path multiplies by the weight of ``dt_proj``, which its own path calls: a module in the place of ``dt_proj``, such as a
-    layer with adapters, is called here too.
+
+def _names(function: object) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
+
+
+class _MixerOnParts:
+    """A mixer as its forward sees it: not in training, because the forward would call a fused function then.
+
+    The forward multiplies by the weight of ``dt_proj``. A module that is more than its weight and bias, such as a layer with
+    adapters, is called instead.
     """
 
     def __init__(self, mixer: Any) -> None:
         self._mixer = mixer
         self.training = False
-        if _has_another_dt_proj(mixer):
+        if _calls_dt_proj(mixer):
             self.dt_proj = _CalledProjection(mixer.dt_proj)
 
     def __getattr__(self, name: str) -> Any:
@@ -389,21 +416,49 @@ class _FastMixer:
 
 
 class _CalledProjection:
-    """Stands for ``dt_proj`` and its weight: ``weight @ x`` calls the module and takes its bias off, which the scan adds."""
+    """Stands for ``dt_proj``: a product with its weight calls the module."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self.bias, self.weight = module, module.bias, self
+        self._module = module
+        # PyTorch's quantized layers have methods in the places of weight and bias.
+        self.bias = module.bias() if callable(module.bias) else module.bias
+        self.weight = _CalledWeight(module, self.bias)
 
     def __call__(self, x: Tensor) -> Any:
         return self._module(x)
 
-    def __matmul__(self, x: Tensor) -> Tensor:
-        out = self._module(x.transpose(1, 2))
-        return (out if self.bias is None else out - self.bias).transpose(1, 2)
+
+class _CalledWeight:
+    """``weight @ x`` calls a projection and takes its bias off, which the scan adds."""
+
+    def __init__(self, module: Any, bias: Tensor | None) -> None:
+        self.module, self.bias = module, bias
+
+    @classmethod
+    def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The product, for which Python and ``torch.compile`` call the reflected method of x, ``torch.export`` an operator."""
+        x, weight = args if isinstance(args[0], Tensor) else reversed(args)
+        out = weight.module(x.transpose(1, 2))
+        return (out if weight.bias is None else out - weight.bias).transpose(1, 2)
 
 
-def _has_another_dt_proj(mixer: Any) -> bool:
-    return type(getattr(mixer, "dt_proj", None)) not in (torch.nn.Linear, type(None))
+def _calls_dt_proj(mixer: Any) -> bool:
+    dt_proj = getattr(mixer, "dt_proj", None)
+    if dt_proj is None:
+        return False
+    if is_only_a_product(dt_proj):
+        # A quantized weight may be a tensor subclass, which has linear() and no other product.
+        return hasattr(dt_proj.weight, "__tensor_flatten__")
+    # The mixer itself runs the hooks that accelerate adds to a plain layer.
+    return type(dt_proj) is not torch.nn.Linear or getattr(dt_proj, "_hf_hook", None) is None
+
+
+def _forward_with_dt_proj(forward: Function) -> Function:
+    @functools.wraps(forward)
+    def on_parts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(_MixerOnParts(self) if _calls_dt_proj(self) else self, *args, **kwargs)
+
+    return on_parts
 
 
 def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
@@ -411,7 +466,7 @@ def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
     def on_kernels(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_served = hidden_states.is_cuda or (on_cpu and hidden_states.device.type == "cpu")
         if is_served and getattr(self, "use_fast_kernels", True):  # use_mamba_kernels of the configuration
-            mixer = _FastMixer(self) if self.training or _has_another_dt_proj(self) else self
+            mixer = _MixerOnParts(self) if self.training or _calls_dt_proj(self) else self
             return fast(mixer, hidden_states, *args, **kwargs)
         return forward(self, hidden_states, *args, **kwargs)
 
@@ -448,11 +503,25 @@ class _State:
         self.is_457 = False
         self.places: list[_Place] = []
         self.hook = _Hook()
+        # What keeps the models patched: the function patch(), and every open block of patched().
+        self.holders: set[object] = set()
 
-    def start(self) -> None:
+    def hold(self, holder: object) -> None:
         self._check_version()
-        if self.active:
-            return
+        if not self.active:
+            try:
+                self._start()
+            except BaseException:
+                self._stop()
+                raise
+        self.holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        self.holders.discard(holder)
+        if self.active and not self.holders:
+            self._stop()
+
+    def _start(self) -> None:
         self.active = True
         sys.meta_path.insert(0, self.hook)
         for name, module in list(sys.modules.items()):
@@ -460,9 +529,7 @@ class _State:
                 self.serve(module)
         self._assign_copies()
 
-    def stop(self) -> None:
-        if not self.active:
-            return
+    def _stop(self) -> None:
         self.active = False
         sys.meta_path.remove(self.hook)
         for place in reversed(self.places):
@@ -474,17 +541,21 @@ class _State:
             setattr(owner, attribute, originals[id(value)].original)
 
     def serve(self, module: ModuleType) -> None:
-        """Assigns the functions to the names of a module that is imported."""
+        """Assigns the functions to the names of a module that is imported; all of them or, on an error, none."""
         found = _replacements_457(module) if self.is_457 else _replacements(module)
-        for attribute, (kernel, ours) in found.items():
-            self._assign(module, module.__name__, attribute, kernel, ours)
-        if not self.is_457:
-            return
-        for name, fast in _mixers_457(module).items():
-            mixer = getattr(module, name)
-            # FalconH1's enters the scope of a CUDA device.
-            ours = _forward_457(mixer.forward, fast, on_cpu="FalconH1" not in name)
-            self._assign(mixer, f"{module.__name__}.{name}", "forward", "cuda_kernels_forward", ours)
+        forwards: dict[str, tuple[str, Function]] = {}
+        if self.is_457:
+            for name, fast in _mixers_457(module).items():
+                # FalconH1's enters the scope of a CUDA device.
+                ours = _forward_457(getattr(module, name).forward, fast, on_cpu="FalconH1" not in name)
+                forwards[name] = ("cuda_kernels_forward", ours)
+        elif any(kernel == "selective_scan_fn" for kernel, _ in found.values()):
+            for name, forward in _mixers_that_read_dt_proj(module).items():
+                forwards[name] = (_DT_PROJ, _forward_with_dt_proj(forward))
+        for attribute, (kernel, function) in found.items():
+            self._assign(module, module.__name__, attribute, kernel, function)
+        for name, (kernel, forward) in forwards.items():
+            self._assign(getattr(module, name), f"{module.__name__}.{name}", "forward", kernel, forward)
 
     def _assign(self, owner: Any, name: str, attribute: str, kernel: str, ours: object) -> None:
         self.places.append(_Place(owner, name, attribute, kernel, vars(owner).get(attribute, _ABSENT), ours))

@@ -7,6 +7,7 @@ those that the configuration asks for.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +32,15 @@ from transformers_models import (
     without_tf32,  # noqa: F401
 )
 
+from ssm_kernels.integrations import transformers as integration
 from ssm_kernels.integrations.transformers import patched
 
 CLIENT, OPERATOR = "transformers", "ssd_chunk_scan"
 SEQLEN, NEW = 37, 6
 models = pytest.mark.parametrize("model", MODELS)
-packing = pytest.mark.parametrize("model", [name for name, of in MODELS.items() if of.packs is not None])
+packing = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.serves(of.packs_as)) for name, of in MODELS.items() if of.packs is not None]
+)
 
 
 @pytest.mark.serves("training")
@@ -52,6 +56,74 @@ def test_logits_and_gradients_equal_the_models_own_path(model: str, device: str)
     assert set(actual) == set(expected)
     for name, value in actual.items():
         close(value, expected[name], rounding(of, SEQLEN), name)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer with int8 weights, by which one cannot multiply."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("model", ["Mamba", "FalconMamba", "Jamba"])
+def test_a_quantized_dt_proj(model: str, is_marked: bool, device: str) -> None:
+    of, ids = MODELS[model], tokens(2, SEQLEN, device)
+    net, exact = of.make(device), of.make(device)
+    if is_marked:
+        net.config._is_quantized = True
+    for mixer, rounded in zip(net.modules(), list(exact.modules()), strict=False):
+        if hasattr(mixer, "dt_proj"):
+            mixer.dt_proj = Int8Linear(mixer.dt_proj)
+            rounded.dt_proj.weight.data = mixer.dt_proj.weight * mixer.dt_proj.scale
+    expected = logits_and_gradients(exact, ids)
+    with patched(), counting() as calls:
+        actual = logits_and_gradients(net, ids)
+        tokens_of_net = net.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert calls == of.training_calls() + of.calls(1, steps=NEW - 1)
+    assert torch.equal(tokens_of_net, exact.generate(ids, max_new_tokens=NEW, do_sample=False))
+    assert {name for name in expected if not name.endswith("dt_proj.weight")} == set(actual)
+    for name, value in actual.items():
+        close(value, expected[name], rounding(of, SEQLEN), name)
+
+
+class OnlyLinear(torch.Tensor):
+    """A quantized weight as a tensor subclass: ``linear`` is its only product."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("matmul", "__matmul__"):
+            raise NotImplementedError
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is torch.nn.functional.linear else out
+
+
+def test_a_quantized_weight_of_dt_proj(device: str) -> None:
+    of, ids = MODELS["Mamba"], tokens(2, SEQLEN, device)
+    net = of.make(device)
+    with patched(), torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        for mixer in net.modules():
+            if hasattr(mixer, "dt_proj"):
+                mixer.dt_proj.weight = torch.nn.Parameter(mixer.dt_proj.weight.detach().as_subclass(OnlyLinear))
+        actual = net(ids, use_cache=False).logits
+    close(actual, expected, rounding(of, SEQLEN))
+
+
+@pytest.mark.parametrize("model", ["Mamba", "FalconMamba", "Jamba"])
+def test_a_plain_dt_proj_is_not_called(model: str) -> None:
+    net = MODELS[model].make()
+    mixers = [module for module in net.modules() if hasattr(module, "dt_proj")]
+    assert mixers and not any(integration._calls_dt_proj(mixer) for mixer in mixers)
 
 
 @pytest.mark.serves("left padding")
@@ -104,7 +176,6 @@ def test_cached_generation_equals_uncached_and_the_models_own(model: str, device
         close(cached.logits[step], uncached.logits[step], rounding(of, 9 + NEW))
 
 
-@pytest.mark.serves("packed sequences")
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
 @packing
 def test_packed_sequences_equal_separate_ones(model: str, by: str, device: str) -> None:

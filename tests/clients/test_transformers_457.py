@@ -16,7 +16,16 @@ import transformers
 if not transformers.__version__.startswith("4.57."):
     pytest.skip(f"the tests are for transformers 4.57; {transformers.__version__} is installed", allow_module_level=True)
 
-from transformers_models import MODELS, close, counting, logits_and_gradients, rounding, tokens, without_tf32  # noqa: F401
+from transformers_models import (
+    MODELS,
+    PACKS_IN_MAMBA_LAYERS,
+    close,
+    counting,
+    logits_and_gradients,
+    rounding,
+    tokens,
+    without_tf32,  # noqa: F401
+)
 
 from ssm_kernels.integrations.transformers import patched, served
 
@@ -114,7 +123,7 @@ def test_cached_generation_equals_the_models_own(model: str, device: str) -> Non
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.serves("packed sequences")
+@pytest.mark.serves(PACKS_IN_MAMBA_LAYERS)
 @pytest.mark.parametrize("model", ["Bamba", "GraniteMoeHybrid"])
 def test_packed_sequences_equal_separate_ones(model: str, device: str) -> None:
     of, lengths = MODELS[model], (9, 1, 20, 7)

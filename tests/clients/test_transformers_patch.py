@@ -71,6 +71,46 @@ def test_a_context_that_waits_for_another_patch_leaves_it() -> None:
     assert served().active
 
 
+def test_a_context_does_not_end_those_of_other_threads() -> None:
+    first, second = patched(), patched()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # in the order in which two threads may end theirs
+    assert served().active and runs_on_kernels()
+    unpatch()
+    assert served().active
+    second.__exit__(None, None, None)
+    assert not served().active and not runs_on_kernels()
+
+
+def test_patch_in_a_context_outlasts_it() -> None:
+    with patched():
+        patch()
+    assert served().active
+    assert not unpatch().active
+
+
+def test_an_error_while_it_patches_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mamba", "mamba2"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    before, finders, serve, modules = contents(), list(sys.meta_path), integration._State.serve, []
+
+    def fail_later(self: Any, module: ModuleType) -> None:
+        modules.append(module)
+        if len(modules) == 2:
+            raise KeyError
+        serve(self, module)
+
+    with monkeypatch.context() as context:
+        context.setattr(integration._State, "serve", fail_later)
+        with pytest.raises(KeyError):
+            patch()
+    assert not served().active and not served().modules
+    assert not changed(before) and sys.meta_path == finders
+    patch()
+    assert runs_on_kernels()
+
+
 @pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
 def test_models_on_the_meta_device(model: str) -> None:
     net = MODELS[model].make().to("meta")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCABULARY = 64
+PACKS_IN_MAMBA_LAYERS = "packed sequences without attention layers"
 CONV, CONV_STEP = "_causal_conv1d_fwd", "causal_conv1d_update"
 STEP = "selective_state_update"
 
@@ -30,6 +31,7 @@ class Model:
         scan: the operator of the mixer's scan; None for a model that has the convolution only.
         scans: calls of the scan, and of the decoding step, in a mixer's forward.
         packs: options for a test of packed sequences; None where transformers does not pass ``seq_idx`` to the scan.
+        packs_as: the behaviour that this test shows.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Model:
     mixers: int = 2
     scans: int = 1
     packs: dict[str, Any] | None = None
+    packs_as: str = "packed sequences with position_ids"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,6 +133,7 @@ MODELS = {
             SSD,
             # Its attention keeps packed sequences apart with FlashAttention only.
             packs={"num_hidden_layers": 2, "layer_types": ["mamba", "mamba"]},
+            packs_as=PACKS_IN_MAMBA_LAYERS,
             options=ATTENTION
             | HEADS
             | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2}
