@@ -268,8 +268,8 @@ def test_same_as_the_packages(name, dtype):
 def test_same_last_state():
     torch.manual_seed(0)
     tensors = scan(torch.float32)
-    theirs = imported(SCAN).selective_scan_fn(**tensors, return_last_state=True)
-    ours = MODULES[SCAN]["selective_scan_fn"](**tensors, return_last_state=True)
+    theirs = imported(SCAN).selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
+    ours = MODULES[SCAN]["selective_scan_fn"](**tensors, delta_softplus=True, return_last_state=True)
     for found, expected in zip(ours, theirs, strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
