@@ -6,6 +6,7 @@ import numbers
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
@@ -236,7 +237,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     Args:
         x: (steps, channels), sequences one after another.
         cu_seqlens: (sequences + 1,), integers from 0 to ``steps`` that do not decrease: sequence ``i`` is steps
-            ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. Their values are checked on the CPU only, outside of compilation.
+            ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. Their values are checked on the CPU only, and not in traced calls.
         state_len: how many steps a state has.
 
     Returns:
@@ -262,13 +263,19 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         raise TypeError(f"{name}: expected state_len to be an integer, got {type(state_len).__name__}")
     if state_len < 0:
         raise ValueError(f"{name}: expected state_len of at least 0, got {state_len}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not _is_traced(cu_seqlens):
         _check_ends(name, cu_seqlens, x.shape[0])
     if x.shape[0] == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, x.shape[1]).transpose(1, 2)
     steps = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=cu_seqlens.device)
     is_own = steps >= cu_seqlens[:-1, None]
     return x[steps.clamp(min=0)].masked_fill(~is_own[..., None], 0).transpose(1, 2)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether the values of a tensor cannot be read: for tracing, under a dispatch mode or a transform, of a subclass."""
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
+    return bool(is_traced or type(tensor) is not Tensor or torch._C._are_functorch_transforms_active())
 
 
 def _check_ends(function: str, cu_seqlens: Tensor, steps: int) -> None:

@@ -68,7 +68,7 @@ def selective_scan(
     return_last_state: bool = False,
     group: GroupLike = None,
 ) -> Any:
-    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
+    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization; without ``reverse``.
 
     A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
     gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.

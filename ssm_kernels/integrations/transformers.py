@@ -83,7 +83,8 @@ def patch() -> Served:
     pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence, and those
     of GraniteMoeHybrid FlashAttention too.
 
-    Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train.
+    Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train. A plain layer with hooks of accelerate
+    is not called, because the mixer runs those.
 
     With transformers 4.57 the fast path of each mixer runs on CPU too, except that of FalconH1, which is for CUDA only. A
     Qwen3-Next model must be made after this call, because its layers keep the functions.
@@ -437,6 +438,12 @@ class _CalledWeight:
     @classmethod
     def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The product, for which Python and ``torch.compile`` call the reflected method of x, ``torch.export`` an operator."""
+        if function.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
+            return NotImplemented
+        # torch.compile has lost the order of a product that Python reflects.
+        weight = args[function.__name__ == "__rmatmul__"]
+        if not (isinstance(weight, cls) or torch.compiler.is_compiling()):
+            return NotImplemented
         x, weight = args if isinstance(args[0], Tensor) else reversed(args)
         out = weight.module(x.transpose(1, 2))
         return (out if weight.bias is None else out - weight.bias).transpose(1, 2)

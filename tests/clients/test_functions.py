@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import COMPAT_VERSION
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssm_kernels import reference
 from ssm_kernels.compat._modules import MODULES
@@ -322,6 +323,16 @@ def test_causal_conv1d_varlen_states(device):
     states = causal_conv1d_varlen_states(x, torch.tensor([0, 2, 2, 10], device=device), 3)
     zero = torch.zeros(6, 3, dtype=x.dtype, device=device)
     torch.testing.assert_close(states, torch.stack([torch.cat([zero[:, :1], x[:2].T], dim=1), zero, x[7:].T]))
+
+
+def test_varlen_states_of_a_traced_call():
+    x, cu_seqlens = torch.randn(10, 6), torch.tensor([0, 2, 10])
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in (x, cu_seqlens)]
+        assert causal_conv1d_varlen_states(*fake, 3).shape == (2, 6, 3)
+    ends = torch.stack([cu_seqlens, torch.tensor([0, 5, 10])])
+    mapped = torch.vmap(lambda each: causal_conv1d_varlen_states(x, each, 3))(ends)
+    torch.testing.assert_close(mapped, torch.stack([causal_conv1d_varlen_states(x, each, 3) for each in ends]))
 
 
 @pytest.mark.parametrize("with_heads", [False, True])

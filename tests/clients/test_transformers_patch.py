@@ -266,6 +266,15 @@ assert not served().active
     assert out == "ssm_kernels.integrations.transformers: expected transformers, which is not installed\n"
 
 
+def test_the_weight_of_a_called_projection_takes_one_product_only() -> None:
+    layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3, 4)
+    weight = integration._CalledProjection(layer).weight
+    torch.testing.assert_close(weight @ x, layer.weight @ x)
+    for call in (lambda: x.mT @ weight, lambda: torch.nn.functional.linear(x.mT, weight), lambda: x * weight):
+        with pytest.raises(TypeError):
+            call()
+
+
 @pytest.mark.parametrize("version", ["4.56.2", "5.14.1"])
 def test_an_unserved_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", version)
