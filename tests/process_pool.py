@@ -111,7 +111,7 @@ class _Pool:
             commands.put((function.__module__, function.__qualname__, shape, args))
         outcomes: dict[int, str | None] = {}
         deadline = time.monotonic() + SECONDS
-        while len(outcomes) < ranks:
+        while not outcomes.keys() >= set(range(ranks)):
             try:
                 outcomes.update([self._results.get(timeout=1)])
             except queue.Empty:

@@ -13,6 +13,7 @@ compiled makes it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ._collectives import Group
 
@@ -128,8 +130,11 @@ def _key(number: int, of: int | str) -> str:
 def _store(group: Group) -> tuple[Any, datetime.timedelta]:
     """The store of a process group, and the group's time-out."""
     process_group: Any = group.process_group
-    options: Any = process_group._get_backend(process_group._device_types[0]).options
-    return process_group.get_group_store(), options._timeout
+    try:
+        timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options
+        timeout = default_pg_timeout
+    return process_group.get_group_store(), timeout
 
 
 def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -140,7 +145,7 @@ def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str
     store, _ = _store(group)
     keys, result = [_key(number, rank) for rank in range(group.size)], _key(number, "result")
     store.set(keys[group.rank], json.dumps(call))
-    _wait(group, operator, call, keys if group.rank == 0 else [result], keys)
+    _wait(group, operator, call, keys, result)
     if group.rank == 0:
         found = _difference([json.loads(value) for value in store.multi_get(keys)])
         store.set(result, json.dumps(found))
@@ -154,24 +159,33 @@ def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str
     return found
 
 
-def _wait(group: Group, operator: str, call: Mapping[str, Any], awaited: list[str], keys: list[str]) -> None:
-    """Waits for entries of the store; raises RuntimeError if a rank does not write its own of ``keys`` within the time-out."""
+def _wait(group: Group, operator: str, call: Mapping[str, Any], keys: list[str], result: str) -> None:
+    """Rank 0 waits for every rank's entry of the store, other ranks for its finding.
+
+    Raises RuntimeError if a rank does not write its own of ``keys`` within the time-out; rank 0 tells the others.
+    """
     store, timeout = _store(group)
+    awaited = keys if group.rank == 0 else [result]
     absent: list[int] = []
     # Rank 0 may have begun to wait later than this rank, and find all calls after this rank's time-out.
     for _ in range(2):
         try:
             store.wait(awaited, timeout)
             return
-        except RuntimeError:  # the store's time-out
-            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:  # the store's time-out, or the store has died with its rank
+            with contextlib.suppress(RuntimeError):
+                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if absent:
                 break
-    raise RuntimeError(
-        f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent or [0]}, "
-        f"which have not made one within {timeout}: they have died or called with other arguments. Every rank must make the "
-        "same calls in the same order"
+    message = (
+        f"rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent or [0]}, which have "
+        f"not made one within {timeout}: they have died or called with other arguments. Every rank must make the same calls in "
+        "the same order"
     )
+    if group.rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.set(result, json.dumps(("RuntimeError", message)))
+    raise RuntimeError(f"{operator}: {message}")
 
 
 def calls_of_others(group: Group) -> str:

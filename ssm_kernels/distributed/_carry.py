@@ -140,7 +140,9 @@ class Carry:
             assert initial is not None
             if passes is not None:
                 initial = torch.where(_like(passes[0, rank], initial), initial, 0)
-            initial = initial.contiguous()
+            # From one rank it is a view of what all ranks have sent, which backward must not keep.
+            is_view = passes is None and (size - 1 - rank if self._reverse else rank) == 1
+            initial = initial.clone() if is_view else initial.contiguous()
         if needs_final:
             final = fold(slice(0, size))
         if initial is None and torch.compiler.is_compiling():

@@ -111,10 +111,11 @@ def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat([*pieces], dim)
     placements = _across(dim, first)
     pieces_across = [_on_mesh(cast(DTensor, piece)).redistribute(placements=placements) for piece in pieces]
-    local = torch.cat([piece.to_local() for piece in pieces_across], dim).to(first.to_local().device)
+    local = torch.cat([piece.to_local() for piece in pieces_across], dim)
     shape = [*first.shape]
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    return _from_local(local, first.device_mesh, placements, shape)
+    # An offloaded state stays offloaded. DTensor.from_local moves its argument to the mesh's device.
+    return _from_local(local, first.device_mesh, placements, shape).to(first.to_local().device)
 
 
 def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:

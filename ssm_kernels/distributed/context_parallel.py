@@ -230,7 +230,11 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
         return
     for bucket in _buckets(parameter for parameter in module.parameters() if parameter.requires_grad):
         gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in bucket]
-        are_present = gradients[0].new_tensor([parameter.grad is not None for parameter, _ in bucket])
+        # Not from a list, whose copy to the device the host would wait for.
+        are_present = gradients[0].new_ones(len(bucket))
+        for i, (parameter, _) in enumerate(bucket):
+            if parameter.grad is None:
+                are_present[i].zero_()
         total = torch.cat([*(gradient.flatten() for gradient in gradients), are_present])
         total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
         sizes = [*(gradient.numel() for gradient in gradients), len(gradients)]
@@ -243,6 +247,10 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
                     parameter.grad = gradient
 
 
+def _zero_gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None) or parameter.dtype)
+
+
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
     """Parameters with their gradients, zeros where there is none.
 
@@ -251,7 +259,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.Param
     bucket: list[tuple[nn.Parameter, Tensor]] = []
     size = 0
     for parameter in parameters:
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = _zero_gradient(parameter) if parameter.grad is None else parameter.grad
         is_other = bucket and (gradient.dtype, gradient.device) != (bucket[0][1].dtype, bucket[0][1].device)
         nbytes = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).nbytes
         if is_other or (bucket and size + nbytes > _BUCKET_BYTES):
