@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,13 @@ peft = pytest.importorskip("peft", reason="needs the package peft")
 PROJECTIONS = {"Mamba": ["in_proj", "x_proj", "dt_proj", "out_proj"], "Mamba2": ["in_proj", "out_proj"]}
 PLAIN = {"Mamba": mamba, "Mamba2": mamba2}
 every_mixer = pytest.mark.parametrize("model", MIXERS)
+
+
+@pytest.fixture(autouse=True)
+def same_compilers() -> Iterator[None]:
+    """BOFT of peft sets CC and CXX of the process to gcc, with which later tests cannot link C++."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 class Holder(nn.Module):
