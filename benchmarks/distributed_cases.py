@@ -1,4 +1,4 @@
-"""What ``bench_distributed.py`` measures on every rank: language models over ranks beside one GPU, and collectives alone.
+"""The cases that ``bench_distributed.py`` measures on every rank: language models over ranks and on one GPU, and collectives.
 
 Every rank runs the same code. A row has *figures* under "ours" (the model over the ranks), "one" (the whole model and batch on
 one GPU) and "part" (one GPU with a rank's share of the steps, without communication). Times of "ours" are those of the slowest

@@ -181,7 +181,7 @@ def _scan_pieces(
 ) -> tuple[list[Tensor], dict[int, Tensor], Tensor]:
     """``out`` of each piece, the states at 0, if given, and at the positions before seqlen, and the last state.
 
-    The last state has no entry, because an exported program's seqlen may be a symbol, which is no key.
+    The dictionary does not hold the last state: an exported program's seqlen may be a symbol, which cannot be a key.
 
     Args:
         scan: returns ``out`` and the last state of the steps from the first to before the second number.

@@ -26,7 +26,7 @@ OPTIONS = argparse.Namespace(ranks=2, device="cpu", json=None, cases=None)
 
 
 def small_cases() -> list[Any]:
-    """Of each kind, with one layer."""
+    """Returns one case of each kind; its model has one layer."""
     context, _, tensor, *_, reduce = bench_distributed.cases(OPTIONS)
     context, tensor = (replace(case, layer="Mamba2", n_layer=1) for case in (context, tensor))
     gather = replace(reduce, operation="all-gather")
@@ -98,7 +98,7 @@ def test_constants_are_those_of_the_times():
     assert by_ranks[8]["efficiency"] == pytest.approx(0.5 / (work + sent(8, 3)))
     assert by_ranks[8]["speedup"] == pytest.approx(1.0 / (work / 2 + sent(8, 3)))
     assert by_ranks[8]["steps"] == 800
-    # Before the collectives are measured there is no model.
+    # model_rows() models nothing before the collectives are measured.
     assert model_rows({"rows": [model]}) == []
 
 

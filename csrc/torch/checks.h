@@ -41,7 +41,7 @@ using DtLimit = std::array<double, 2>;
 // The argument dt_limit as operators pass it to each other: the largest finite numbers stand for no limit, because AOTInductor
 // cannot load a package whose graph contains an infinity. Absent, there are no limits.
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit);
-// The limits of such an argument as kernels compare with them: infinities where there is no limit.
+// Returns the limits that kernels compare with: the largest finite numbers, which stand for no limit, become infinities.
 DtLimit kernel_dt_limit(double min, double max);
 // Raises unless min <= max.
 void check_dt_limit(const char* op, double min, double max);

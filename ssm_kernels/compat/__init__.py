@@ -31,7 +31,7 @@ __all__ = ["install", "installed", "uninstall"]
 _lock = threading.RLock()
 # The modules in sys.modules that install() made, by name; empty if they are not installed.
 _installed: dict[str, ModuleType] = {}
-# What keeps them installed: install(), under its own name, and every open context of installed().
+# The holders that keep the modules installed: install(), under its own name, and every open context of installed().
 _holders: set[object] = set()
 
 
@@ -202,9 +202,9 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 def _is_import() -> bool:
     """Whether an import, and not ``importlib.util.find_spec``, asks the finder that calls this function.
 
-    A finder receives the same arguments from both. ``find_spec`` needs a None where there is no module, but the import system
-    turns a None into a message without the list of modules. The function tells them apart by the name of the import system's
-    function two calls above the finder. If a Python names it otherwise, imports raise the plain message.
+    The import system and ``find_spec`` call a finder with the same arguments. ``find_spec`` needs None for a missing module,
+    which the import system turns into a message without the list of modules. This function tells them apart by the name of the
+    import system's function two calls above the finder. If a Python names it otherwise, imports raise the plain message.
     """
     asking = sys._getframe(2).f_back
     return asking is not None and asking.f_code.co_name == "_find_and_load_unlocked"

@@ -38,7 +38,7 @@ def run_main(arguments: list[str], as_module: bool) -> None:
         arguments: the script's path or the module's name, and then the program's own.
 
     Raises:
-        SystemExit: there is no such script or module.
+        SystemExit: the script or the module does not exist.
     """
     if not as_module and not Path(arguments[0]).exists():
         sys.exit(f"python -m ssm_kernels.compat: expected a script, got {arguments[0]}, which does not exist")

@@ -138,7 +138,7 @@ def _store(group: Group) -> tuple[Any, datetime.timedelta]:
 
 
 def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What rank 0 finds in the calls of all ranks: the type and the message of an error, or None if the calls are equal."""
+    """Returns rank 0's finding about the calls of all ranks: type and message of an error, or None if the calls are equal."""
     history = _histories.setdefault(group.process_group, _History())
     number = history.comparisons
     history.comparisons += 1

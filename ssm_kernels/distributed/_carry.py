@@ -49,7 +49,7 @@ def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | 
     if keeps is not None:
         drops = (~keeps).long()
         later = drops.cumsum(0) if reverse else drops.flip(0).cumsum(0).flip(0)
-        # What a later rank drops is zero from the beginning.
+        # A state that a later rank drops enters the scan as zero, so that no Inf or NaN of it spreads.
         values = torch.where(_like(later == drops, values), values, 0)
         decays = torch.where(_like(later == 0, decays), decays, 0)
         first = None if first is None else torch.where(_like((later == 0).all(0), first), first, 0)

@@ -510,7 +510,7 @@ class _State:
         self.is_457 = False
         self.places: list[_Place] = []
         self.hook = _Hook()
-        # What keeps the models patched: the function patch(), and every open block of patched().
+        # The holders that keep the models patched: the function patch(), and every open block of patched().
         self.holders: set[object] = set()
 
     def hold(self, holder: object) -> None:

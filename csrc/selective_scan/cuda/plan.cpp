@@ -121,7 +121,7 @@ VectorAccess warp_scan_access_of(const MatrixView& view, const SelectiveScanPara
   return descends ? VectorAccess::kDescending : access_of(view, p, bytes);
 }
 
-// Of the warp scan and of the short scan, which takes descending vectors one by one.
+// Sets the accesses of the warp scan and of the short scan. The short scan moves the elements of descending vectors singly.
 template <typename ScanPlan>
 void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
   plan.u = warp_scan_access_of(p.u, p, plan, bytes);
