@@ -161,15 +161,18 @@ PY
   "$python" setup.py build_ext --inplace && is_usable
 }
 
+# The cores of this machine; nproc alone counts no more than OMP_NUM_THREADS.
+cores() { env -u OMP_NUM_THREADS nproc; }
+
 # tests <most workers> <expression of marks>
 tests() {
   local most=$1 marks=$2 workers threads=${OMP_NUM_THREADS:-} parallel=()
-  workers=$(nproc)
+  workers=$(cores)
   workers=${WORKERS:-$((workers < most ? workers : most))}
   if "$python" -c 'import xdist' 2>/dev/null; then
     # Tests that need much of the GPU's memory are one group, which one worker runs.
     parallel=(-n "$workers" --dist loadgroup)
-    threads=${threads:-$((($(nproc) + workers - 1) / workers))}
+    threads=${threads:-$((($(cores) + workers - 1) / workers))}
   fi
   echo "pytest ${parallel[*]:-, one test at a time}, OMP_NUM_THREADS=${threads:-unset}"
   env ${threads:+OMP_NUM_THREADS="$threads"} "$python" -m pytest -q -p no:cacheprovider --durations 10 -rf "${parallel[@]}" \
@@ -181,7 +184,7 @@ tests() {
 # for its warp, after a __syncwarp(), and racecheck reports what the other lanes wrote; it reports nothing in the same exchange if
 # every lane arrives.
 sanitizer() {
-  local tool status=0 program share shares=$((($(nproc) + 3) / 4)) running options
+  local tool status=0 program share shares=$((($(cores) + 3) / 4)) running options
   program=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
   for tool in memcheck racecheck initcheck synccheck; do
     echo "-- $tool"

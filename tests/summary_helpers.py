@@ -179,6 +179,13 @@ class RecurrenceSummary(Summary):
     def internal_values(self, inputs: Inputs) -> Inputs:
         return self.variant.internal_values(inputs | {"h0": None}) | {"recurrence": self.name}
 
+    def rounding_floor(self, name: str, inputs: Inputs) -> float | None:
+        """Of the decay, a rounding for each of its factors."""
+        if name != "decay":
+            return None
+        states = self.result_dtypes(inputs)[0]
+        return max(16, self.first(inputs).shape[1]) * torch.finfo(states).eps / 2
+
     def call_reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return reference_summaries.recurrence_summary(self.variant.name, **inputs)
 

@@ -441,7 +441,7 @@ class _CalledWeight:
         if function.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
             return NotImplemented
         # torch.compile has lost the order of a product that Python reflects.
-        weight = args[function.__name__ == "__rmatmul__"]
+        weight = args[1 if function.__name__ == "__rmatmul__" else 0]
         if not (isinstance(weight, cls) or torch.compiler.is_compiling()):
             return NotImplemented
         x, weight = args if isinstance(args[0], Tensor) else reversed(args)
