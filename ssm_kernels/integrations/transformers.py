@@ -4,45 +4,36 @@ A modeling module of transformers calls its scan, convolution and decoding steps
 fallbacks are loops in PyTorch. :func:`patch` assigns functions on these kernels to those names: in modules that are imported
 already and, by an import hook, in modules that follow. Models, weights, caches and results keep their form.
 
-transformers 5.17 and newer marks the functions with a decorator, by which :func:`patch` finds them. transformers 4.57 has two
-forwards in each mixer class and takes the one with kernels on CUDA devices only; there ``forward`` is replaced too.
-
-Mixers of Mamba's kind multiply by the weight of ``dt_proj`` and do not call the module, so an adapter on it has no effect.
-Their ``forward`` is replaced by one that calls ``dt_proj`` where it is more than a plain ``nn.Linear``.
-
-The fused functions, ``mamba_inner_fn`` and ``mamba_split_conv1d_scan_combined``, become functions that return None; the models
-then go on with the parts. mamba_ssm's fused functions differ from the models' own path: no mask after the convolution, other
-norms.
+transformers 5.17 and newer marks the functions with a decorator, by which :func:`patch` finds them; in 4.57 the names say what
+they are. Mixers of Mamba's kind get another ``forward`` too (``_transformers_mixers``).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..compat import causal_conv1d as _conv
-from ..compat.selective_scan import selective_scan_fn, selective_state_update
-from ..compat.ssd import mamba_chunk_scan_combined
-from ..nn.common import is_only_a_product
+from ._transformers_functions import (
+    FUSED,
+    KERNELS,
+    Function,
+    make_causal_conv1d_fn,
+    make_causal_conv1d_fn_of_mamba,
+    make_causal_conv1d_update,
+)
+from ._transformers_mixers import DT_PROJ, forward_457, forward_with_dt_proj, mixers_457, mixers_that_read_dt_proj
 
 __all__ = ["Served", "patch", "patched", "served", "unpatch"]
-
-Function = Callable[..., Any]
 
 # Modeling files of transformers, and those that it downloads with a checkpoint (trust_remote_code).
 _MODELING = re.compile(r"(transformers\.models\.\w+|transformers_modules\..+)\.modeling_\w+")
@@ -132,202 +123,9 @@ def served() -> Served:
     with _lock:
         modules: dict[str, dict[str, str]] = {}
         for place in _state.places:
-            if place.kernel not in (*_FUSED, _DT_PROJ):
+            if place.kernel not in (*FUSED, DT_PROJ):
                 modules.setdefault(place.name, {})[place.attribute] = place.kernel
         return Served(_state.version, _state.active, modules)
-
-
-# ---- The functions that the models call. Each drops the keywords that the models' own function does not use either, and raises
-# an error for packed sequences that it cannot keep apart.
-
-
-def _sequence_numbers(function: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    """``seq_idx``, or that of ``cu_seqlens`` of one packed row. The host does not wait for their values."""
-    if seq_idx is not None or cu_seqlens is None:
-        return seq_idx
-    if cu_seqlens.dim() != 1:
-        raise ValueError(f"{function}: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
-    steps = torch.arange(seqlen, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.bucketize(steps, cu_seqlens[1:].contiguous(), right=True, out_int32=True)[None]
-
-
-def _refuse_packed(function: str, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
-        if value is not None:
-            raise NotImplementedError(f"{function}: {name} is not supported: {_REFUSED[function]}")
-
-
-def _causal_conv1d_fn(original: Function) -> Function:
-    @functools.wraps(original)
-    def causal_conv1d_fn(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
-        seq_idx = _sequence_numbers("causal_conv1d_fn", x.shape[-1], seq_idx, cu_seqlens)
-        if activation in _ACTIVATIONS:
-            return _conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation=activation)
-        return _activation(activation)(_conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx))
-
-    return causal_conv1d_fn
-
-
-def _causal_conv1d_fn_of_mamba(original: Function) -> Function:
-    conv = _causal_conv1d_fn(original)
-
-    @functools.wraps(original)
-    def causal_conv1d_fn(*args: Any, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
-        # The scan that follows gets neither: a sequence would continue the state of the one before.
-        _refuse_packed("causal_conv1d_fn", seq_idx, cu_seqlens)
-        return conv(*args, **kwargs)
-
-    return causal_conv1d_fn
-
-
-def _causal_conv1d_update(original: Function) -> Function:
-    @functools.wraps(original)
-    def causal_conv1d_update(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
-        _refuse_packed("causal_conv1d_update", seq_idx, cu_seqlens)
-        if activation in _ACTIVATIONS:
-            return _conv.causal_conv1d_update(x, conv_state, weight, bias, activation)
-        return _activation(activation)(_conv.causal_conv1d_update(x, conv_state, weight, bias))
-
-    return causal_conv1d_update
-
-
-def _selective_scan_fn(original: Function) -> Function:
-    @functools.wraps(original)
-    def scan(
-        u: Tensor,
-        delta: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
-        _refuse_packed("selective_scan_fn", seq_idx, cu_seqlens)
-        return selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
-
-    return scan
-
-
-def _selective_state_update(original: Function) -> Function:
-    @functools.wraps(original)
-    def step(
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
-        _refuse_packed("selective_state_update", seq_idx, cu_seqlens)
-        return selective_state_update(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
-
-    return step
-
-
-def _mamba_chunk_scan_combined(original: Function) -> Function:
-    @functools.wraps(original)
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: Sequence[float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
-        seq_idx = _sequence_numbers("mamba_chunk_scan_combined", x.shape[1], seq_idx, cu_seqlens)
-        return mamba_chunk_scan_combined(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size,
-            D=D,
-            z=z,
-            dt_bias=dt_bias,
-            initial_states=initial_states,
-            seq_idx=seq_idx,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-            return_final_states=return_final_states,
-        )
-
-    return scan
-
-
-def _fused(original: Function) -> Function:
-    @functools.wraps(original)
-    def fused(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    return fused
-
-
-_MAMBA_IS_NOT_PACKED = "the scan of models of Mamba's kind takes no packed sequences in transformers; pad them instead"
-_STEP_IS_NOT_PACKED = "a decoding step has one token of each row; pass prompts in one call, and packed prompts without a cache"
-_REFUSED = {
-    "causal_conv1d_fn": _MAMBA_IS_NOT_PACKED,
-    "selective_scan_fn": _MAMBA_IS_NOT_PACKED,
-    "causal_conv1d_update": _STEP_IS_NOT_PACKED,
-    "selective_state_update": _STEP_IS_NOT_PACKED,
-}
-_ACTIVATIONS = (None, "silu", "swish")
-_FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
-_DT_PROJ = "dt_proj"
-_KERNELS: dict[str, Callable[[Function], Function]] = {
-    "causal_conv1d_fn": _causal_conv1d_fn,
-    "causal_conv1d_update": _causal_conv1d_update,
-    "mamba_chunk_scan_combined": _mamba_chunk_scan_combined,
-    "selective_scan_fn": _selective_scan_fn,
-    "selective_state_update": _selective_state_update,
-    **dict.fromkeys(_FUSED, _fused),
-}
-
-
-def _activation(name: str | None) -> Function:
-    """An activation that the convolution's kernel does not have."""
-    activation: Function = importlib.import_module("transformers.activations").ACT2FN[name]
-    return activation
 
 
 # ---- Which names of a module are replaced by what.
@@ -348,14 +146,14 @@ def _replacements(module: ModuleType) -> dict[str, tuple[str, object]]:
     names = {
         attribute: name
         for attribute, value in list(vars(module).items())
-        if callable(value) and (name := _decorated_name(value)) in _KERNELS
+        if callable(value) and (name := _decorated_name(value)) in KERNELS
     }
     found: dict[str, tuple[str, object]] = {}
     for attribute, name in names.items():
         assert name is not None
-        make = _KERNELS[name]
+        make = KERNELS[name]
         if name == "causal_conv1d_fn" and "selective_scan_fn" in names.values():
-            make = _causal_conv1d_fn_of_mamba
+            make = make_causal_conv1d_fn_of_mamba
         found[attribute] = (name, make(getattr(module, attribute)))
     return found
 
@@ -364,120 +162,21 @@ def _no_original(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("the fused functions of mamba_ssm are not served: transformers' mixers run on the parts")
 
 
-def _mixers_457(module: ModuleType) -> dict[str, Function]:
-    """The forwards with kernels of a module of transformers 4.57, by the mixer's class."""
-    classes = {name: vars(value) for name, value in list(vars(module).items()) if isinstance(value, type)}
-    return {name: members["cuda_kernels_forward"] for name, members in classes.items() if "cuda_kernels_forward" in members}
-
-
 def _replacements_457(module: ModuleType) -> dict[str, tuple[str, object]]:
     """As :func:`_replacements` for transformers 4.57: functions that are None or absent, and what says whether they are."""
     # Some modules define a function only if its package is installed.
-    called = {name for fast in _mixers_457(module).values() for name in fast.__code__.co_names}
-    names = [name for name in _KERNELS if name in vars(module) or name in called]
+    called = {name for fast in mixers_457(module).values() for name in fast.__code__.co_names}
+    names = [name for name in KERNELS if name in vars(module) or name in called]
     found: dict[str, tuple[str, object]] = {
-        name: (name, _no_original if name in _FUSED else _KERNELS[name](_no_original)) for name in names
+        name: (name, _no_original if name in FUSED else KERNELS[name](_no_original)) for name in names
     }
     if "_causal_conv1d_cache" in vars(module):
-        conv = _causal_conv1d_update(_no_original), _causal_conv1d_fn(_no_original)
+        conv = make_causal_conv1d_update(_no_original), make_causal_conv1d_fn(_no_original)
         found["_causal_conv1d_cache"] = ("causal_conv1d_fn", conv)
     # Qwen3-Next's condition includes kernels that are not served.
     if found and "is_fast_path_available" in vars(module) and "chunk_gated_delta_rule" not in vars(module):
         found["is_fast_path_available"] = ("flag", True)
     return found
-
-
-def _mixers_that_read_dt_proj(module: ModuleType) -> dict[str, Function]:
-    """The forwards of transformers 5.17 and newer that multiply by the weight of ``dt_proj``, by the mixer's class."""
-    classes = {name: vars(value) for name, value in list(vars(module).items()) if isinstance(value, type)}
-    forwards = {name: members["forward"] for name, members in classes.items() if "forward" in members}
-    return {name: forward for name, forward in forwards.items() if _DT_PROJ in _names(inspect.unwrap(forward))}
-
-
-def _names(function: object) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return () if code is None else code.co_names
-
-
-class _MixerOnParts:
-    """A mixer as its forward sees it: not in training, because the forward would call a fused function then.
-
-    The forward multiplies by the weight of ``dt_proj``. A module that is more than its weight and bias, such as a layer with
-    adapters, is called instead.
-    """
-
-    def __init__(self, mixer: Any) -> None:
-        self._mixer = mixer
-        self.training = False
-        if _calls_dt_proj(mixer):
-            self.dt_proj = _CalledProjection(mixer.dt_proj)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mixer, name)
-
-
-class _CalledProjection:
-    """Stands for ``dt_proj``: a product with its weight calls the module."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        # PyTorch's quantized layers have methods in the places of weight and bias.
-        self.bias = module.bias() if callable(module.bias) else module.bias
-        self.weight = _CalledWeight(module, self.bias)
-
-    def __call__(self, x: Tensor) -> Any:
-        return self._module(x)
-
-
-class _CalledWeight:
-    """``weight @ x`` calls a projection and takes its bias off, which the scan adds."""
-
-    def __init__(self, module: Any, bias: Tensor | None) -> None:
-        self.module, self.bias = module, bias
-
-    @classmethod
-    def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The product, for which Python and ``torch.compile`` call the reflected method of x, ``torch.export`` an operator."""
-        if function.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
-            return NotImplemented
-        # torch.compile has lost the order of a product that Python reflects.
-        weight = args[1 if function.__name__ == "__rmatmul__" else 0]
-        if not (isinstance(weight, cls) or torch.compiler.is_compiling()):
-            return NotImplemented
-        x, weight = args if isinstance(args[0], Tensor) else reversed(args)
-        out = weight.module(x.transpose(1, 2))
-        return (out if weight.bias is None else out - weight.bias).transpose(1, 2)
-
-
-def _calls_dt_proj(mixer: Any) -> bool:
-    dt_proj = getattr(mixer, "dt_proj", None)
-    if dt_proj is None:
-        return False
-    if is_only_a_product(dt_proj):
-        # A quantized weight may be a tensor subclass, which has linear() and no other product.
-        return hasattr(dt_proj.weight, "__tensor_flatten__")
-    # The mixer itself runs the hooks that accelerate adds to a plain layer.
-    return type(dt_proj) is not torch.nn.Linear or getattr(dt_proj, "_hf_hook", None) is None
-
-
-def _forward_with_dt_proj(forward: Function) -> Function:
-    @functools.wraps(forward)
-    def on_parts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(_MixerOnParts(self) if _calls_dt_proj(self) else self, *args, **kwargs)
-
-    return on_parts
-
-
-def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
-    @functools.wraps(forward)
-    def on_kernels(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_served = hidden_states.is_cuda or (on_cpu and hidden_states.device.type == "cpu")
-        if is_served and getattr(self, "use_fast_kernels", True):  # use_mamba_kernels of the configuration
-            mixer = _MixerOnParts(self) if self.training or _calls_dt_proj(self) else self
-            return fast(mixer, hidden_states, *args, **kwargs)
-        return forward(self, hidden_states, *args, **kwargs)
-
-    return on_kernels
 
 
 # ---- The state of the patch.
@@ -552,13 +251,13 @@ class _State:
         found = _replacements_457(module) if self.is_457 else _replacements(module)
         forwards: dict[str, tuple[str, Function]] = {}
         if self.is_457:
-            for name, fast in _mixers_457(module).items():
+            for name, fast in mixers_457(module).items():
                 # FalconH1's enters the scope of a CUDA device.
-                ours = _forward_457(getattr(module, name).forward, fast, on_cpu="FalconH1" not in name)
+                ours = forward_457(getattr(module, name).forward, fast, on_cpu="FalconH1" not in name)
                 forwards[name] = ("cuda_kernels_forward", ours)
         elif any(kernel == "selective_scan_fn" for kernel, _ in found.values()):
-            for name, forward in _mixers_that_read_dt_proj(module).items():
-                forwards[name] = (_DT_PROJ, _forward_with_dt_proj(forward))
+            for name, forward in mixers_that_read_dt_proj(module).items():
+                forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
         for attribute, (kernel, function) in found.items():
             self._assign(module, module.__name__, attribute, kernel, function)
         for name, (kernel, forward) in forwards.items():

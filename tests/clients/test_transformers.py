@@ -32,7 +32,7 @@ from transformers_models import (
     without_tf32,  # noqa: F401
 )
 
-from ssm_kernels.integrations import transformers as integration
+from ssm_kernels.integrations._transformers_mixers import calls_dt_proj
 from ssm_kernels.integrations.transformers import patched
 
 CLIENT, OPERATOR = "transformers", "ssd_chunk_scan"
@@ -123,7 +123,7 @@ def test_a_quantized_weight_of_dt_proj(device: str) -> None:
 def test_a_plain_dt_proj_is_not_called(model: str) -> None:
     net = MODELS[model].make()
     mixers = [module for module in net.modules() if hasattr(module, "dt_proj")]
-    assert mixers and not any(integration._calls_dt_proj(mixer) for mixer in mixers)
+    assert mixers and not any(calls_dt_proj(mixer) for mixer in mixers)
 
 
 @pytest.mark.serves("left padding")

@@ -21,6 +21,7 @@ import transformers
 from transformers_models import MODELS, counting, tokens
 
 from ssm_kernels.integrations import transformers as integration
+from ssm_kernels.integrations._transformers_mixers import CalledProjection
 from ssm_kernels.integrations.transformers import patch, patched, served, unpatch
 
 CLIENT = "transformers"
@@ -268,7 +269,7 @@ assert not served().active
 
 def test_the_weight_of_a_called_projection_takes_one_product_only() -> None:
     layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3, 4)
-    weight = integration._CalledProjection(layer).weight
+    weight = CalledProjection(layer).weight
     torch.testing.assert_close(weight @ x, layer.weight @ x)
     for call in (lambda: x.mT @ weight, lambda: torch.nn.functional.linear(x.mT, weight), lambda: x * weight):
         with pytest.raises(TypeError):
