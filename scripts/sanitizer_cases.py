@@ -11,7 +11,7 @@ allocation, so the sanitizer finds accesses past its end.
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,22 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import conv_helpers
-import decoding_helpers
 import norm_helpers
 import recurrence_helpers
+import sanitizer_decoding
 import ssd_helpers
 import torch
 from helpers import DTYPES, METHODS, move, move_all, set_debug_option, uninitialized_memory_is_nan
 from operator_spec import OperatorSpec, with_gradients
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
-from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, STEP_DTYPES, TENSORS, make_inputs, make_step_inputs
+from sanitizer_comparison import Check, Inputs, difference_between
+from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, make_inputs
 from torch import Tensor
-
-from ssm_kernels import causal_conv1d_update, selective_state_update
-
-Inputs = dict[str, Any]
-# Returns a description of the error, or None.
-Check = Callable[[], str | None]
 
 RESULTS = ("out", "last_state")
 # A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.
@@ -144,12 +139,13 @@ def ways(inputs: Inputs) -> tuple[str, ...]:
 
 
 def move_whole_blocks(inputs: Inputs, device: str) -> Inputs:
-    """As move_all, but the memory ends on a multiple of the 16 bytes of an asynchronous copy (cp.async): memcheck counts all of
-    them, also where the kernel reads only the first of them and fills the others with zeros."""
+    """As move_all, but the memory ends on a multiple of the 16 bytes of an asynchronous copy (cp.async): the tools count all of
+    them, also where the kernel reads only the first of them and fills the others with zeros. Those others are NaN here."""
 
     def moved(tensor: Tensor) -> Tensor:
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        memory = tensor.new_empty(-(-elements * tensor.element_size() // 16) * 16 // tensor.element_size(), device=device)
+        whole = -(-elements * tensor.element_size() // 16) * 16 // tensor.element_size()
+        memory = tensor.new_full((whole,), math.nan if tensor.is_floating_point() else 0, device=device)
         memory[:elements].copy_(tensor.as_strided((elements,), (1,), 0))
         return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -173,22 +169,6 @@ def check_scan(case: ScanCase, way: str) -> str | None:
     cotangents = dict(zip(RESULTS, SELECTIVE_SCAN.make_cotangents(case.inputs), strict=True))
     expected, actual = (evaluate_scan(case, cotangents, device) for device in ("cpu", "cuda"))
     return difference_between(f"{way}, {case.name}", actual, expected)
-
-
-def difference_between(
-    name: str, actual: dict[str, Tensor], expected: dict[str, Tensor], in_16_bits: bool = False
-) -> str | None:
-    """Describes a wrong result of the device. The tolerance is loose: the tests check accuracy."""
-    for what, value in expected.items():
-        relative = 3e-2 if in_16_bits else {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
-        if not value.numel():
-            continue
-        # The device flushes float32 numbers below 1e-38 to zero.
-        tolerance = relative * max(value.detach().double().abs().max().item(), 1e-30)
-        difference = (actual[what].detach().cpu().double() - value.detach().double()).abs().max().item()
-        if not difference <= tolerance:
-            return f"{name}: {what} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
-    return None
 
 
 def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
@@ -377,97 +357,6 @@ def ssd_checks() -> Iterator[Check]:
                     yield partial(check, *case, products=products)
 
 
-def state_update_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs: each kernel (dtypes, method, fast and tied, fast and not tied, general), then each path inside them."""
-    for dtype, state_dtype in STEP_DTYPES:
-        for method in METHODS:
-            options = {"dtype": dtype, "state_dtype": state_dtype, "discretization": method}
-            name = f"{dtype} {state_dtype} {method}"
-            inputs = make_step_inputs(dim=37, dstate=32, **options)
-            yield f"fast {name}", inputs
-            yield f"fast, tied {name}", inputs | {"A": inputs["A"][:, :1].expand(37, 32)}
-            yield f"general {name}", make_step_inputs(dim=37, dstate=7, **options)
-        options = {"dtype": dtype, "state_dtype": state_dtype}
-        name = f"{dtype} {state_dtype}"
-        for dstate in (1, 8, 16, 64, 128, 255, 256):
-            yield f"dstate {dstate} {name}", make_step_inputs(dim=9, dstate=dstate, **options)
-        for dstate in (7, 32):
-            inputs = make_step_inputs(dim=37, dstate=dstate, **options)
-            cast = inputs | {parameter: inputs[parameter].to(dtype) for parameter in ("A", "D", "dt_bias")}
-            yield f"parameters in the dtype of x, dstate {dstate} {name}", cast
-            yield f"the same, tied {name}", cast | {"A": cast["A"][:, :1].expand(37, dstate)}
-        for layout in ("transposed", "permuted", "offset", "sliced"):
-            yield f"{layout} {name}", make_step_inputs(heads=3, dim=5, dstate=16, groups=3, layout=layout, **options)
-        yield f"groups {name}", make_step_inputs(heads=6, dim=11, dstate=64, groups=2, **options)
-        absent = dict.fromkeys(("D", "z", "dt_bias", "dt_softplus"), False)
-        yield f"required only {name}", make_step_inputs(dim=37, dstate=32, **absent, **options)
-        inputs = make_step_inputs(dim=37, dstate=32, **options)
-        yield f"parameters in the dtype of x {name}", inputs | {key: inputs[key].to(dtype) for key in ("D", "dt_bias")}
-        for index_dtype in (torch.int32, torch.int64):
-            indices = torch.tensor([4, -1, 0, 2], dtype=index_dtype)
-            inputs = make_step_inputs(batch=4, dim=37, dstate=32, slots=5, **options)
-            yield f"slots {index_dtype} {name}", inputs | {"state_batch_indices": indices}
-    yield "several rows per lane group", make_step_inputs(batch=66, heads=64, dim=64, dstate=128, dtype=torch.float32)
-
-
-def check_state_update(name: str, inputs: Inputs) -> str | None:
-    results = []
-    for device in ("cpu", "cuda"):
-        moved = move_all(inputs, device)
-        out = selective_state_update(**moved)
-        results.append((out.cpu(), move(moved["state"], "cpu")))
-    (out, state), (cuda_out, cuda_state) = results
-    for what, actual, expected in (("out", cuda_out, out), ("state", cuda_state, state)):
-        # An fp16 or bf16 result is one rounding of nearly the same number; a sum in another order differs by more roundings.
-        roundings = 2 if actual.element_size() == 2 else 8
-        tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected.double().abs().max().item())
-        difference = (actual.double() - expected.double()).abs().max().item()
-        if not difference <= tolerance:
-            return f"{name}: {what} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
-    return None
-
-
-# Options of make_token_inputs: rows and tokens, and what chooses slots.
-TOKEN_CALLS: dict[str, Inputs] = {
-    "destination": {"rows": 3, "destination": 0},
-    "each destination": {"tokens": 3, "destination": 4},
-    "accepted": {"rows": 3, "tokens": 3, "columns": 3},
-    "packed": {"packed": (0, 3, 3, 4), "columns": 3, "intermediate": 3},
-}
-
-
-def token_cases() -> Iterator[tuple[str, Inputs]]:
-    """The kernel of several tokens: dtypes, method, fast and tied, fast and not tied, general."""
-    for (dtype, state_dtype), (call, options) in itertools.product(STEP_DTYPES, TOKEN_CALLS.items()):
-        for method in ("zoh", "bilinear"):
-            for dstate in (7, 32, 128, 200):
-                kinds = {"dtype": dtype, "state_dtype": state_dtype, "discretization": method, "dstate": dstate}
-                inputs = decoding_helpers.make_token_inputs(**options, dim=37, **kinds)
-                yield f"{call} {kinds}", inputs
-                yield f"{call}, tied {kinds}", inputs | {"A": inputs["A"][:, :1].expand(37, dstate)}
-
-
-def conv_token_cases() -> Iterator[tuple[str, Inputs]]:
-    calls: list[Inputs] = [
-        {"rows": 3, "destination": True},
-        {"rows": 3, "tokens": 3, "accepted": (1, 2, 4), "length": 7},
-        {"packed": (0, 2, 2, 5), "accepted": (3, 1, 2), "length": 7, "intermediate": 3},
-    ]
-    for (dtype, state_dtype), options in itertools.product(STEP_DTYPES, calls):
-        for channels, width in itertools.product((5, 300), (2, 4)):
-            kinds = options | {"dtype": dtype, "state_dtype": state_dtype, "channels": channels, "width": width}
-            yield f"step {kinds}", decoding_helpers.make_conv_token_inputs(**kinds)
-
-
-def check_tokens(function: Callable[..., Tensor], name: str, inputs: Inputs) -> str | None:
-    results = []
-    for device in ("cpu", "cuda"):
-        moved = move_all(inputs, device)
-        function(**moved)
-        results.append({key: moved[key] for key in decoding_helpers.WRITTEN if key in moved})
-    return difference_between(name, results[1], results[0])
-
-
 def norm_cases() -> Iterator[tuple[str, Inputs]]:
     """Each kernel (dtype, vectors or single elements, gate or residual), and each mapping of groups to threads."""
     for dtype in DTYPES:
@@ -541,36 +430,13 @@ def check_conv(name: str, inputs: Inputs, wanted: tuple[str, ...]) -> str | None
     return difference_between(name, actual, expected)
 
 
-def conv_update_cases() -> Iterator[tuple[str, Inputs]]:
-    for dtype, state_dtype in STEP_DTYPES:
-        for channels in (1, 5, 72, 300):
-            for seqlen in (None, 1, 3, 9):
-                for width, length, slots in ((4, 4, None), (4, 3, 5), (1, 1, None), (2, 6, 7), (9, 9, 5)):
-                    options = {"channels": channels, "seqlen": seqlen, "width": width, "length": length, "slots": slots}
-                    options |= {"dtype": dtype, "state_dtype": state_dtype}
-                    yield f"step {options}", conv_helpers.make_step_inputs(**options)
-    padded = conv_helpers.make_step_inputs(batch=4, channels=72, slots=5, dtype=torch.bfloat16)
-    yield "step, padding", padded | {"state_batch_indices": torch.tensor([4, -1, 0, 2])}
-
-
-def check_conv_update(name: str, inputs: Inputs) -> str | None:
-    results = []
-    for device in ("cpu", "cuda"):
-        moved = move_all(inputs, device)
-        results.append({"out": causal_conv1d_update(**moved), "state": moved["conv_state"]})
-    return difference_between(name, results[1], results[0])
-
-
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, case, way) for case in scan_cases() for way in ways(case.inputs)),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "ssd_chunk_scan": ssd_checks,
     "norms": lambda: (partial(check_norm, *case) for case in norm_cases()),
-    "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
     "causal_conv1d": lambda: (partial(check_conv, *case) for case in conv_cases()),
-    "causal_conv1d_update": lambda: (partial(check_conv_update, *case) for case in conv_update_cases()),
-    "tokens": lambda: (partial(check_tokens, selective_state_update, *case) for case in token_cases()),
-    "conv_tokens": lambda: (partial(check_tokens, causal_conv1d_update, *case) for case in conv_token_cases()),
+    **sanitizer_decoding.CHECKS,
 }
 
 
@@ -590,8 +456,15 @@ def main() -> int:
     if unknown := set(operators) - CHECKS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     checks = [check for operator in operators for check in CHECKS[operator]()][arguments.share]
-    wrong = [message for check in checks if (message := check()) is not None]
-    print("\n".join([*wrong, f"{len(checks)} cases, {len(wrong)} wrong"]))
+    wrong = 0
+    # A tool that is stopped by the clock has then said how far it came.
+    for done, check in enumerate(checks):
+        if done % 20 == 0:
+            print(f"{done} of {len(checks)} cases, {wrong} wrong", flush=True)
+        if (message := check()) is not None:
+            print(message, flush=True)
+            wrong += 1
+    print(f"{len(checks)} cases, {wrong} wrong")
     return 1 if wrong else 0
 
 
