@@ -110,17 +110,18 @@ TORCH_LIBRARY(ssm_kernels, m) {
   refuse_missing_cuda(m, "selective_state_update_out");
 
   // The scan in chunks (SSD, Mamba-2), which mamba_ssm calls mamba_chunk_scan_combined: S_t = e^zeta_t S_{t-1} + d_t k(zeta_t)
-  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). dt_limit absent: no limits, as in
-  // selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
+  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). With reverse, S_t follows from S_{t+1}. dt_limit
+  // absent: no limits, as in selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
   def("ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
-      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') -> (Tensor out, Tensor final_states)");
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False) "
+      "-> (Tensor out, Tensor final_states)");
   // The same with all arguments positional, as vmap wants them: differentiable; and forward alone. Also, for tests, the kernel
   // that a call takes: "kernel=<aten, short, sm80 or sm90> products=... chunk=..." and how the work is divided.
   const std::string ssd_arguments =
       "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
       "bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
-      "str discretization";
+      "str discretization, bool reverse";
   const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
   def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
   def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
@@ -131,7 +132,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       ", bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
       "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states)";
   def_kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
-  // The scan of sequences that are not packed, and the states after so many steps, ascending: matmuls on any device.
+  // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending: matmuls on any
+  // device.
   const std::string ssd_states = ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)";
   def("_ssd_chunk_scan_states" + ssd_arguments + ssd_states);
   def_kernels("_ssd_chunk_scan_states_fwd" + ssd_arguments + ssd_states);

@@ -239,10 +239,10 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case(name, **options)
     for sizes in SSD_PADDED:
         yield ssd_case("padded", **sizes)
-    for seqlen in (0, 1, 63, 64, 65):
-        yield ssd_case("length", seqlen=seqlen)
+    for seqlen, reverse in itertools.product((0, 1, 63, 64, 65), (False, True)):
+        yield ssd_case("length", seqlen=seqlen, reverse=reverse)
     yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
-    for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets"):
+    for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets", "reverse_packed_with_resets"):
         yield ssd_case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
     yield ssd_case("padded", dtype=torch.float32, headdim=7, dstate=17)
 
@@ -261,7 +261,8 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
     for dstate in (64, 256):
         sizes = {"heads": 2, "groups": 1, "dstate": dstate}
         yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
-        yield ssd_case("packed, longer than a run", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+        for reverse in (False, True):
+            yield ssd_case("packed, longer than a run", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500), reverse=reverse)
     sizes = {"heads": 2, "groups": 1, "dstate": 128, "dtype": torch.float32}
     yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
     yield ssd_case("in two runs", batch=3, heads=120, groups=1, seqlen=500)

@@ -166,7 +166,7 @@ def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call
     operands = [item for name, value in values.items() for item in ((value, high) if name == "dt_limit" else (value,))]
     ascending = sorted(set(positions))
     try:
-        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states(*operands, ascending)
+        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states(*operands, False, ascending)
     except Exception:
         call(**arguments)  # the message names the public operator
         raise

@@ -430,6 +430,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
@@ -451,6 +452,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
@@ -472,6 +474,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
@@ -493,6 +496,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
@@ -514,6 +518,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
@@ -535,6 +540,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
@@ -556,6 +562,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
@@ -594,6 +601,8 @@ def ssd_chunk_scan(
         dt_limit: the smallest and the largest step size. Others are clamped, after bias and softplus, and have no gradient.
             None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence. ``initial_states`` are then
+            the states after the last step, ``final_states`` the ones at step 0, and :math:`S_t` follows from :math:`S_{t+1}`.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
             ``final_states`` to the last; together with ``cu_seqlens``, to the first and the last part of each of its sequences.
@@ -609,7 +618,7 @@ def ssd_chunk_scan(
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
             a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
             With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0. Positions may repeat and need no
-            order.
+            order. Not with ``reverse``.
 
     Returns:
         ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,
@@ -617,6 +626,10 @@ def ssd_chunk_scan(
         (batch, positions, heads, headdim, dstate), dtype of ``A``. All are differentiable with respect to every
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
+
+    **Cost of** ``reverse``. The CUDA kernels read and write the tensors from the last step on: nothing is copied or flipped but
+    ``seq_idx`` and ``cu_seqlens``. PyTorch's matmuls, on the CPU and where they stand in for the kernels, flip copies of some
+    chunks at a time.
 
     **Cost of** ``states_at``. On the CPU, without transforms and ``cu_seqlens``, one call returns all states, with gradients
     too: those at multiples of the chunk are a copy, and another position ends a chunk early. Otherwise, on CUDA always, the
@@ -630,12 +643,14 @@ def ssd_chunk_scan(
 
     Raises:
         ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
-            not as above.
+            not as above, or ``states_at`` is given with ``reverse``.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
     """
     if states_at is not None:
+        if reverse:
+            raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
         arguments: dict[str, Any] = {
             "x": x,
             "dt": dt,
@@ -668,6 +683,7 @@ def ssd_chunk_scan(
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         discretization=discretization,
+        reverse=reverse,
     )
     return results if return_final_states else results[0]
 

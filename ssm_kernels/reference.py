@@ -528,6 +528,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
@@ -549,6 +550,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
@@ -570,6 +572,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
@@ -591,6 +594,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
@@ -612,6 +616,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
@@ -633,6 +638,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
@@ -653,6 +659,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
@@ -662,10 +669,18 @@ def ssd_chunk_scan(
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
 
     ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
-    ``final_states`` have that dtype.
+    ``final_states`` have that dtype. With ``reverse``, the scan of flipped arguments.
     """
     batch, seqlen, heads, headdim = x.shape
     dtype = _promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    if reverse:
+        if states_at is not None:
+            raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
+        x, dt, B, C = (v.flip(1) for v in (x, dt, B, C))
+        z, seq_idx = (None if v is None else v.flip(1) for v in (z, seq_idx))
+        if cu_seqlens is not None:
+            cu_seqlens = seqlen - cu_seqlens.flip(0)
+            initial_states = None if initial_states is None else initial_states.flip(0)
     x, A = x.to(dtype), A.to(dtype)
     dt = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
     a, c = coefficients(discretization, dt, A)
@@ -683,5 +698,7 @@ def ssd_chunk_scan(
         out = out + (D if D.dim() == 2 else D[:, None]).to(dtype) * x
     if z is not None:
         out = out * F.silu(z.to(dtype))
+    if reverse:
+        out, states = out.flip(1), states if cu_seqlens is None else states.flip(0)
     results = (out, *((states,) if return_final_states else ()), *_at_positions(of_steps, states_at))
     return results if len(results) > 1 else out

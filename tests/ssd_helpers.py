@@ -56,6 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed": {"cu_seqlens": PACKED},
     "packed_with_states": {"cu_seqlens": PACKED, "initial_states": True},
     "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
+    "reverse": {"reverse": True, "z": True, "initial_states": True},
+    "reverse_packed_with_resets": {"reverse": True, "cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
     "everything": {"D": "channel", "z": True, "dt_bias": True, "dt_softplus": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
@@ -87,6 +89,7 @@ def make_inputs(
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: bool = True,
+    reverse: bool = False,
     resets: Sequence[Iterable[int]] | None = None,
     cu_seqlens: Sequence[int] | None = None,
     chunk_size: int | None = None,
@@ -138,6 +141,7 @@ def make_inputs(
         "dt_limit": dt_limit,
         "chunk_size": chunk_size,
         "discretization": discretization,
+        "reverse": reverse,
     }
 
 
@@ -176,8 +180,11 @@ class SsdChunkScan(OperatorSpec):
     cases = CASES
     options = OPTIONS
     packs = True
-    compiled = ("everything", "resets_with_states")
-    mapped = ("everything", "required_only", "packed_with_states", "resets_with_states", "packed_with_resets")
+    compiled = ("everything", "resets_with_states", "reverse")
+    mapped = (
+        *("everything", "required_only", "packed_with_states", "resets_with_states", "packed_with_resets"),
+        *("reverse", "reverse_packed_with_resets"),
+    )
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("x", "A")

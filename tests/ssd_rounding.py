@@ -33,6 +33,7 @@ def scan_in_16_bit_products(
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     discretization: str,
+    reverse: bool,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """PyTorch in that dtype: the scan in chunks, as products with fp16 or bf16 operands and float32 sums.
@@ -42,6 +43,11 @@ def scan_in_16_bit_products(
     """
     dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
     batch, seqlen, heads, headdim = x.shape
+    if reverse:
+        x, dt, B, C, z, seq_idx = (v if v is None else v.flip(1) for v in (x, dt, B, C, z, seq_idx))
+        if cu_seqlens is not None:
+            cu_seqlens = seqlen - cu_seqlens.flip(0)
+            initial_states = None if initial_states is None else initial_states.flip(0)
     # At once: a gradient that comes from several chunks is then rounded when their sum is complete.
     x, dt, B, C = (tensor.to(accumulate) for tensor in (x, dt, B, C))
     d = dt if dt_bias is None else dt + dt_bias
@@ -64,7 +70,10 @@ def scan_in_16_bit_products(
         out = out + (D if D.dim() == 2 else D[:, None]) * x
     if z is not None:
         out = _RoundedGradient.apply(out, dtype) * F.silu(z.to(accumulate))
-    return out, torch.stack(states) if states else initial_states
+    final_states = torch.stack(states) if states else initial_states
+    if reverse:
+        out, final_states = out.flip(1), final_states if cu_seqlens is None else final_states.flip(0)
+    return out, final_states
 
 
 def _sequences(

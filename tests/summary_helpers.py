@@ -102,7 +102,7 @@ class SsdChunkScanSummary(Summary):
 
     def make_inputs(self, **options: Any) -> Inputs:
         inputs = ssd_helpers.make_inputs(**options, D=None, z=False, initial_states=False)
-        left_out = ("C", "D", "z", "initial_states", "cu_seqlens", "chunk_size")
+        left_out = ("C", "D", "z", "initial_states", "cu_seqlens", "chunk_size", "reverse")
         return {name: value for name, value in inputs.items() if name not in left_out}
 
     def result_shapes(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +122,7 @@ class SsdChunkScanSummary(Summary):
         return inputs | dict(zip(("dt_min", "dt_max"), inputs["dt_limit"], strict=True))
 
     def scan_inputs(self, inputs: Inputs, state: Tensor | None = None) -> Inputs:
-        more = dict.fromkeys(("D", "z", "cu_seqlens", "chunk_size"))
+        more = dict.fromkeys(("D", "z", "cu_seqlens", "chunk_size")) | {"reverse": False}
         return {**inputs, **more, "C": inputs["B"], "initial_states": state}
 
     def from_a_state(self, inputs: Inputs, state: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ SSD_CALLS: Mapping[str, Inputs] = {
     "wide": {"seqlen": 300, "heads": 160, "groups": 1, **SSD_SIZES},
     "resets": {"seqlen": 130, "resets": ((64, 65),), **SSD_SIZES},
     "packed": {"cu_seqlens": (0, 0, 65, 200), **SSD_SIZES},
+    "reverse": {"seqlen": 300, "reverse": True, **SSD_SIZES},
+    "packed_reverse": {"cu_seqlens": (0, 0, 65, 200), "reverse": True, **SSD_SIZES},
 }
 CONV_CALLS: Mapping[str, Inputs] = {
     "long": {"batch": 1, "channels": 64, "seqlen": 8192},

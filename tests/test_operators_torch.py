@@ -254,7 +254,8 @@ SCHEMAS = {
     "ssd_chunk_scan": (
         "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, Tensor? z=None, "
         "Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
-        "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') -> (Tensor out, Tensor final_states)"
+        "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False) "
+        "-> (Tensor out, Tensor final_states)"
     ),
     "linear_scan": f"(Tensor a, Tensor b, Tensor? h0=None, *, {TIME}",
     "mingru_scan": (

@@ -219,6 +219,7 @@ def test_the_operator_that_returns_states(device):
     operator = torch.ops.ssm_kernels._ssd_chunk_scan_states.default
     inputs = make_inputs(SSD, cu_seqlens=(0, SEQLEN), device=device)
     packed = ssd_helpers.SSD.forward_arguments(inputs)
+    in_reverse = ssd_helpers.SSD.forward_arguments(make_inputs(SSD, reverse=True, device=device))
     arguments = ssd_helpers.SSD.forward_arguments(make_inputs(SSD, device=device))
     for positions in ([], [0, 3, SEQLEN]):
         leaves = [each.requires_grad_() if torch.is_tensor(each) and each.is_floating_point() else each for each in arguments]
@@ -227,6 +228,7 @@ def test_the_operator_that_returns_states(device):
         (arguments, [3, 3], "expected states_at in ascending order, got [3, 3]"),
         (arguments, [SEQLEN + 1], f"expected states_at from 0 to seqlen = {SEQLEN}, got {SEQLEN + 1}"),
         (packed, [3], "expected states_at without cu_seqlens in this operator"),
+        (in_reverse, [3], "expected states_at without reverse, got both"),
     ]:
         with pytest.raises(ValueError, match=says(f"ssd_chunk_scan: {message}")):
             operator(*wrong, values)

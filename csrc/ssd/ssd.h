@@ -9,7 +9,8 @@
 namespace ssm_kernels::ssd {
 
 // A tensor (batch, seqlen, heads, row) whose rows are contiguous: x, z and out with rows of headdim elements, B and C with
-// groups in place of heads and rows of dstate elements.
+// groups in place of heads and rows of dstate elements. A reverse scan is a scan of views whose step 0 is the tensor's last:
+// stride_step is negative, and steps are in the scan's order everywhere else.
 struct RowsView {
   void* data = nullptr;
   int64_t stride_batch = 0, stride_step = 0, stride_head = 0;
@@ -32,26 +33,29 @@ struct SsdParams {
   const int64_t* cu_seqlens = nullptr;    // (batch + 1,) if sequences are packed, else null
   const uint8_t* resets = nullptr;        // (batch, seqlen), or null: steps before which the state becomes zero
   const float* initial_states = nullptr;  // (batch, heads, headdim, dstate), or null: zero
+  int64_t states_stride_entry = 0;        // of all states; negative for packed sequences in reverse, which begin with the last
 };
 
 // Backward's workspace per chunk is indexed by a chunk number; first_chunk_index(sequence) is a sequence's first. Packed
 // sequences need not begin on a chunk boundary, so some numbers are unused, but none is shared.
 struct SsdBwdParams : SsdParams {
-  RowsView grad_out;                                       // the gradient of y if there is a gate: these kernels do not read z
-  const float* grad_final_states = nullptr;                // (batch, heads, headdim, dstate), or null: zero
-  RowsView grad_x, grad_dt, grad_B, grad_C;                // null if not needed
-  float* grad_initial_states = nullptr;                    // as initial_states, or null
-  int64_t num_chunks = 0, state_tiles = 0;                 // chunks of all sequences; state tiles of all heads
-  int64_t splits = 1, heads_per_split = 0;                 // blocks that share a group's heads; the last may have fewer heads
-  void *states = nullptr, *grad_states = nullptr;          // (num_chunks, state_tiles), swizzled tiles of the inputs' type
-  float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate) if not written in place
+  RowsView grad_out;                               // the gradient of y if there is a gate: these kernels do not read z
+  const float* grad_final_states = nullptr;        // (batch, heads, headdim, dstate), or null: zero
+  RowsView grad_x, grad_dt, grad_B, grad_C;        // null if not needed
+  float* grad_initial_states = nullptr;            // as initial_states, or null
+  int64_t num_chunks = 0, state_tiles = 0;         // chunks of all sequences; state tiles of all heads
+  int64_t splits = 1, heads_per_split = 0;         // blocks that share a group's heads; the last may have fewer heads
+  void *states = nullptr, *grad_states = nullptr;  // (num_chunks, state_tiles), swizzled tiles of the inputs' type
+  RowsView grad_B_parts, grad_C_parts;             // (splits, batch, seqlen, groups, dstate) if not written in place
+  int64_t parts_stride_split = 0;
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (num_chunks, heads)
   float* grad_D_parts = nullptr;                              // (num_chunks, heads, headdim), or null
 };
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
+  bool reverse = false;                     // whether step 0 of that view is the tensor's last
+  cuda::TmaDescriptor out_descriptor = {};  // of the tensor, for TMA stores: epilogue.cuh
   float* final_states = nullptr;            // (batch, heads, headdim, dstate)
 };
 

@@ -83,6 +83,7 @@ FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), at::em
 Discretization check_states_inputs(const StatesInputs& in) {
   const Discretization method = check_inputs(in);
   TORCH_CHECK_VALUE(!is_present(in.cu_seqlens), kOp, ": expected states_at without cu_seqlens in this operator");
+  TORCH_CHECK_VALUE(!in.reverse, kOp, ": expected states_at without reverse, got both");
   for (size_t i = 0; i < in.states_at.size(); ++i) {
     const int64_t position = in.states_at[i];
     TORCH_CHECK_VALUE(position >= 0 && position <= in.x.sym_size(1), kOp,
@@ -148,7 +149,7 @@ struct PublicInputs : Inputs {
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, cu_seqlens,
-                    discretization);
+                    discretization, reverse);
   }
 };
 

@@ -28,10 +28,11 @@ struct Inputs {
   double dt_min = 0, dt_max = 0;  // of parse_dt_limit; kernels read kernel_dt_limit of them
   OptionalTensor initial_states, seq_idx, cu_seqlens;
   std::string_view discretization;  // of the caller's string
+  bool reverse = false;             // in time: the first step of the scan is the last one of the tensors
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
-                    discretization);
+                    discretization, reverse);
   }
 };
 
@@ -49,7 +50,7 @@ using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 // Uninitialized, on the device of x (the Meta device included).
 FwdOutputs allocate_fwd(const Inputs& in);
 
-// A scan of sequences that are not packed, with the states at ascending positions from 0 to seqlen.
+// A scan of sequences that are not packed, not in reverse, with the states at ascending positions from 0 to seqlen.
 struct StatesInputs : Inputs {
   std::vector<int64_t> states_at;
 

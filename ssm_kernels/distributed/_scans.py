@@ -134,7 +134,7 @@ class SsdChunkScan(torch.autograd.Function):
         initial, final, decays, passes = carry.end(gathering, passes, initial_states, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, _ = _ops._ssd_chunk_scan_fwd(
-            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, False
         )
         ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes)
         ctx.carry, ctx.chunk_size = carry, chunk_size
@@ -165,7 +165,7 @@ class SsdChunkScan(torch.autograd.Function):
                 )
             grad_final_states = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
+        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, False, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(shape)
         return (*gradients, *(None,) * 9)

@@ -114,9 +114,10 @@ def ssd_chunk_scan(
 ) -> Any:
     """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
 
-    A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
-    with ``cu_seqlens`` raise a ValueError. A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in
-    forward, and batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
+    It takes no ``reverse``. A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial
+    and final states together with ``cu_seqlens`` raise a ValueError. A rank sends batch * heads * (headdim * dstate + 1)
+    numbers of the dtype of ``A`` in forward, and batch * heads * headdim * dstate in backward; with ``return_final_states``
+    twice as many in backward.
     """
     return _of(group).ssd_chunk_scan(
         x,

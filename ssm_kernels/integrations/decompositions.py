@@ -181,16 +181,21 @@ def _ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     discretization: str = "zoh",
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _refuse_packed("ssd_chunk_scan", cu_seqlens)
     batch, _, heads, headdim = x.shape
+    if reverse:
+        x, dt, B, C = (sequence.flip(1) for sequence in (x, dt, B, C))
+        z, seq_idx = (None if sequence is None else sequence.flip(1) for sequence in (z, seq_idx))
     wide, dt, A, B, C, D, z, bias, states = _to(_wide(x), x, dt, A, B, C, D, z, dt_bias, initial_states)
     dt = reference.step_sizes(dt, bias, dt_softplus, dt_limit)
     states = wide.new_zeros(batch, heads, headdim, B.shape[3]) if states is None else states
     x_t, dt_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, dt, B, C))
     y, states = _scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, _keep(seq_idx, wide.dtype))
     D = D[:, None] if D is not None and D.dim() == 1 else D
-    return _skip_and_gate(y.transpose(0, 1), wide, D, z).to(x.dtype), states
+    out = _skip_and_gate(y.transpose(0, 1), wide, D, z).to(x.dtype)
+    return out.flip(1) if reverse else out, states
 
 
 @_decomposes("causal_conv1d")

@@ -129,7 +129,7 @@ void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs,
     const at::Tensor states = scan.boundary_states(chunks, state);
     at::Tensor y = output(scan, chunks, make_pairs(scan, chunks), read_states(scan, chunks, states));
     if (is_present(scan.in.z)) y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
-    scan.split_heads(Scan::run_of(outputs.out, run)).copy_(y);
+    scan.write_by_step(outputs.out, run, y);
     chosen.visit(run, states, [](at::Tensor asked, const at::Tensor& bound) { asked.copy_(bound); });
     state = states.select(0, run.chunks);
   }
@@ -179,8 +179,6 @@ class Adjoint {
 
  private:
   bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
-  // A run of a gradient by step, to be written.
-  at::Tensor target(Grad grad, const Run& run) const { return scan_.split_heads(Scan::run_of(grads_[grad], run)); }
 
   void part_adjoint(const Part& part);
   at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
@@ -218,7 +216,7 @@ at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const
     const at::Tensor z = scan_.by_step(*bwd_.in.z, run);
     if (needs(kGradZ)) {
       const at::Tensor y = output(scan_, chunks, pairs, from_states);
-      target(kGradZ, run).copy_(at::silu_backward(y.mul_(grad), z));
+      scan_.write_by_step(grads_[kGradZ], run, at::silu_backward(y.mul_(grad), z));
     }
     grad = grad * at::silu(z);
   }
@@ -246,7 +244,7 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
 void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
                              const at::Tensor& others) const {
   zero_where_(scan_.matrices_by_step(from_states, run), mask);
-  Scan::run_of(grads_[grad], run).copy_(scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
+  scan_.write(grads_[grad], run, scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
 }
 
 // Returns the gradient of the run's first state, given the gradient of its last; writes all other gradients.
@@ -275,7 +273,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   if (needs(kGradX)) {
     at::Tensor grad_x = grad_input * chunks.gain;
     if (is_present(bwd_.in.D)) grad_x.addcmul_(grad_y, scan_.D());
-    target(kGradX, run).copy_(grad_x);
+    scan_.write_by_step(grads_[kGradX], run, grad_x);
   }
 
   if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias)) {
@@ -297,7 +295,7 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
   const StepGrads grads = step_grads(bwd_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
   sums_.A.add_(grads.A);
   if (needs(kGradDtBias)) sums_.dt_bias.add_(grads.biased.sum({0, 1, 2}));
-  if (needs(kGradDt)) Scan::run_of(grads_[kGradDt], chunks.run).copy_(grads.biased);
+  if (needs(kGradDt)) scan_.write(grads_[kGradDt], chunks.run, grads.biased);
 }
 
 }  // namespace

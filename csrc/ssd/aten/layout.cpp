@@ -65,7 +65,7 @@ Scan::Scan(const Inputs& in, Discretization method)
   const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length * chunk_length + 8 * chunk_length * headdim;
   const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
   chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
-  if (is_present(in.seq_idx)) starts_ = sequence_starts(*in.seq_idx);
+  if (is_present(in.seq_idx)) starts_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
 }
 
 std::vector<Part> Scan::parts() const {
@@ -105,15 +105,33 @@ at::Tensor Scan::run_of(const at::Tensor& tensor, const Run& run) {
       .transpose(0, 1);
 }
 
+Run Scan::mirrored(const Run& run) const {
+  Run result = run;
+  result.begin = seqlen - run.begin - run.steps();
+  return result;
+}
+
+at::Tensor Scan::read(const at::Tensor& argument, const Run& run) const {
+  return in.reverse ? run_of(argument, mirrored(run)).flip({0, 2}) : run_of(argument, run);
+}
+
+void Scan::write(const at::Tensor& result, const Run& run, const at::Tensor& values) const {
+  if (in.reverse) {
+    run_of(result, mirrored(run)).copy_(values.flip({0, 2}));
+  } else {
+    run_of(result, run).copy_(values);
+  }
+}
+
 Chunks Scan::load(const Run& run) const {
   const at::ScalarType accumulate = options.dtype().toScalarType();
   const auto matrices = [&](const at::Tensor& tensor) {
-    return run_of(tensor, run).to(accumulate).transpose(2, 3).reshape({-1, run.length, dstate});
+    return read(tensor, run).to(accumulate).transpose(2, 3).reshape({-1, run.length, dstate});
   };
   const auto factor = [&](const at::Tensor& tensor) { return split_heads(tensor.to(accumulate)).unsqueeze(-1); };
   Chunks chunks;
   chunks.run = run;
-  chunks.steps = make_steps(in, method, run_of(in.dt, run));
+  chunks.steps = make_steps(in, method, read(in.dt, run));
   const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
   chunks.cs = zeta.cumsum(2);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
@@ -208,8 +226,12 @@ at::Tensor Scan::decay_between(const Chunks& chunks) const {
   return result.view({-1, heads_per_group, chunks.run.length, chunks.run.length});
 }
 
-at::Tensor Scan::by_step(const at::Tensor& tensor, const Run& run) const {
-  return split_heads(run_of(tensor, run)).to(options.dtype().toScalarType());
+at::Tensor Scan::by_step(const at::Tensor& argument, const Run& run) const {
+  return split_heads(read(argument, run)).to(options.dtype().toScalarType());
+}
+
+void Scan::write_by_step(const at::Tensor& result, const Run& run, const at::Tensor& values) const {
+  write(result.unflatten(2, {groups, heads_per_group}), run, values);
 }
 
 at::Tensor Scan::by_group(const at::Tensor& tensor, const at::Tensor& factor) const {

@@ -7,6 +7,9 @@
 //             one matmul multiplies all heads of a group with B, C or the state
 //   by head:  (chunks, rows, groups, heads of a group, steps, headdim), as matrices (steps, headdim) of each head
 // `chunks` counts the chunks of the run, `rows` the rows of the batch, `steps` the steps of a chunk.
+//
+// Steps and chunks are in the scan's order. A reverse scan reads a run's steps as a flipped copy, since ATen has no negative
+// strides, and flips what it writes: no copy is longer than a run.
 #pragma once
 
 #include <ATen/Context.h>
@@ -74,8 +77,11 @@ class Scan {
   std::vector<Run> long_runs(const Part& part) const;
 
   Chunks load(const Run& run) const;
-  // A run of a (batch, seqlen, ...) tensor as (chunks, rows, steps, ...).
+  // A run of a (batch, seqlen, ...) tensor whose steps are in the scan's order, as (chunks, rows, steps, ...): a view.
   static at::Tensor run_of(const at::Tensor& tensor, const Run& run);
+  // The same of an argument, whose steps a reverse scan puts in its order, and a copy to such a run of a result.
+  at::Tensor read(const at::Tensor& argument, const Run& run) const;
+  void write(const at::Tensor& result, const Run& run, const at::Tensor& values) const;
   // Splits the axis of heads of (chunks, rows, steps, heads, ...) into (groups, heads of a group).
   at::Tensor split_heads(const at::Tensor& tensor) const { return tensor.unflatten(3, {groups, heads_per_group}); }
   at::Tensor merge_heads(const at::Tensor& tensor) const { return tensor.flatten(3, 4); }
@@ -100,8 +106,9 @@ class Scan {
   // (groups of all chunks, heads of a group).
   at::Tensor decay_between(const Chunks& chunks) const;
 
-  // A run of a (batch, seqlen, heads, headdim) tensor by step, accumulation type.
-  at::Tensor by_step(const at::Tensor& tensor, const Run& run) const;
+  // A run of a (batch, seqlen, heads, headdim) argument by step, accumulation type, and a copy by step to such a result.
+  at::Tensor by_step(const at::Tensor& argument, const Run& run) const;
+  void write_by_step(const at::Tensor& result, const Run& run, const at::Tensor& values) const;
   // A tensor by step, times a factor, as matrices in the other orders; contiguous.
   at::Tensor by_group(const at::Tensor& tensor, const at::Tensor& factor) const;
   at::Tensor by_head(const at::Tensor& tensor, const at::Tensor& factor) const;
@@ -118,8 +125,11 @@ class Scan {
   const int64_t chunk_length;  // steps of a chunk, except the last of a sequence
 
  private:
+  // Of a reverse scan: the run that has the same steps in the order of memory.
+  Run mirrored(const Run& run) const;
+
   int64_t chunks_per_run_;  // of one row
-  at::Tensor starts_;       // with seq_idx: where sequences begin, (batch, seqlen)
+  at::Tensor starts_;       // with seq_idx: where sequences begin, (batch, seqlen), in the scan's order
 };
 
 }  // namespace ssm_kernels::ssd

@@ -372,13 +372,11 @@ struct BwdChunks {
     write_group_gradient(half, p.grad_C, p.grad_C_parts, grad_C, lane);
   }
 
-  __device__ __forceinline__ void write_group_gradient(int half, const RowsView& view, float* parts,
+  __device__ __forceinline__ void write_group_gradient(int half, const RowsView& view, const RowsView& parts,
                                                        const float (&grad)[kHalfStateBlocks][4],
                                                        const FragmentLane& lane) const {
     // Recomputed here instead of kept in a register.
     const int64_t split = blockIdx.x % static_cast<unsigned>(p.splits);
-    const int64_t first_step = block.at.batch * p.seqlen + block.at.start;
-    const int64_t all_steps = (is_packed(p) ? 1 : p.batch) * p.seqlen;
     const int first_column = 8 * half * kHalfStateBlocks + 2 * lane.pair;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -391,9 +389,9 @@ struct BwdChunks {
           const cuda::Packed<Scalar> rounded = cuda::pack<Scalar>(grad[b][2 * h], grad[b][2 * h + 1]);
           if (first_column + 8 * b < p.dstate) *reinterpret_cast<cuda::Packed<Scalar>*>(target + 8 * b) = rounded;
         }
-      } else if (parts != nullptr) {
-        float* const target =
-            parts + ((split * all_steps + first_step + row) * p.groups + block.group) * p.dstate + first_column;
+      } else if (parts.data != nullptr) {
+        float* const target = block.at.template rows<float>(parts, block.group, 0) + split * p.parts_stride_split +
+                              row * parts.stride_step + first_column;
 #pragma unroll
         for (int b = 0; b < kHalfStateBlocks; ++b) {
           if (first_column + 8 * b < p.dstate) {

@@ -140,20 +140,22 @@ class Backward {
   void run(GroupSums& sums) {
     const at::TensorOptions options = bwd_.in.A.options();
     const at::Tensor grad_y = gate(bwd_, inputs_, grads_);
-    params_.grad_out = const_rows_view(grad_y);
+    params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
     const at::Tensor grad_final_states =
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
-    if (grad_final_states.defined()) params_.grad_final_states = grad_final_states.const_data_ptr<float>();
+    if (grad_final_states.defined()) {
+      params_.grad_final_states = grad_final_states.const_data_ptr<float>() + inputs_.offset_of_first_states();
+    }
 
     std::optional<KernelResult> grad_x, grad_initial_states;
     if (needs(kGradX)) {
       grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
-      params_.grad_x = rows_view(grad_x->written);
+      params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
-    if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt]);
+    if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
     if (needs(kGradInitialStates)) {
       grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
-      params_.grad_initial_states = grad_initial_states->written.data_ptr<float>();
+      params_.grad_initial_states = grad_initial_states->written.data_ptr<float>() + inputs_.offset_of_first_states();
     }
     share_work();
     const at::Tensor segment_states = split_along_time();
@@ -241,15 +243,16 @@ class Backward {
   }
 
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
-  at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
+  at::Tensor place_group_grad(Grad grad, RowsView& in_place, RowsView& parts) {
     if (!needs(grad)) return {};
     if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_rows(grads_[grad])) {
-      in_place = rows_view(grads_[grad]);
+      in_place = rows_view(grads_[grad], inputs_.is_reverse());
       return {};
     }
     const at::Tensor& B = inputs_.B;
     const at::Tensor result = at::empty({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
-    parts = result.data_ptr<float>();
+    parts = rows_view(result[0], inputs_.is_reverse());
+    params_.parts_stride_split = result.stride(0);
     return result;
   }
   // Writes the gradient of B or C, or passes its sum on if later sub-batches have other heads of the group.

@@ -102,10 +102,11 @@ ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const a
   if (call.schedule.work_tiles == 0) return call;
   if (is_present(z)) {
     call.gate = as_rows(*z);
-    call.params.z = const_rows_view(call.gate);
+    call.params.z = const_rows_view(call.gate, inputs.is_reverse());
   }
-  call.params.out = rows_view(out);
-  call.params.final_states = final_states.data_ptr<float>();
+  call.params.out = rows_view(out, inputs.is_reverse());
+  call.params.reverse = inputs.is_reverse();
+  call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
   make_schedule(inputs.x.options(), call);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void add_decay(const SsdParams& p, float& segment_dec
 // The states of one sequence; null if `states` is null.
 template <typename Pointer>
 __device__ __forceinline__ Pointer* states_of(const SsdParams& p, Pointer* states, int64_t entry) {
-  return states == nullptr ? nullptr : states + entry * p.heads * p.headdim * p.dstate;
+  return states == nullptr ? nullptr : states + entry * p.states_stride_entry;
 }
 
 // The warp's 16 rows of a state tile, in registers.
@@ -373,10 +373,10 @@ __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile&
 }
 
 // The math of the epilogue: out = (y + D x) silu(z), rounded to this warp's columns of a tile, from y^T, x^T, whose steps are
-// in that order, and a tile of z or null.
-template <typename Scalar, typename Order>
-__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
-                                          SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile, const FragmentLane& lane) {
+// in that order, and a tile of z or null. row_of(i) is the address that the lane passes to stmatrix for the i-th 16 steps.
+template <typename Scalar, typename Order, typename RowOf>
+__device__ __forceinline__ void round_to_rows(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
+                                              SmemTile<kStateRows>* z_tile, const FragmentLane& lane, const RowOf& row_of) {
   const auto round_gated = [&](const auto& gate) {
 #pragma unroll
     for (int i = 0; i < kStepGroups; ++i) {
@@ -393,7 +393,7 @@ __device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], cons
       uint32_t rounded[4];
 #pragma unroll
       for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
-      cuda::stmatrix_transposed(tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index), rounded);
+      cuda::stmatrix_transposed(row_of(i), rounded);
     }
   };
   if (z_tile == nullptr) {
@@ -410,6 +410,13 @@ __device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], cons
       values[word].y *= silu(gate.y);
     }
   });
+}
+
+template <typename Scalar, typename Order>
+__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
+                                          SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile, const FragmentLane& lane) {
+  round_to_rows<Scalar, Order>(y, x, D, z_tile, lane,
+                               [&](int i) { return tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index); });
 }
 
 // The fp32 version.

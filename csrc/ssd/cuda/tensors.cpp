@@ -2,6 +2,7 @@
 
 #include "ssd/cuda/tensors.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -30,6 +31,15 @@ at::Tensor zero_padded(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
 }
 
+RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
+  RowsView view{data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  if (reverse && tensor.numel() > 0) {
+    view.data = static_cast<char*>(data) + (tensor.size(1) - 1) * view.stride_step * tensor.element_size();
+    view.stride_step = -view.stride_step;
+  }
+  return view;
+}
+
 }  // namespace
 
 bool has_rows(const at::Tensor& tensor) {
@@ -44,11 +54,9 @@ at::Tensor as_rows(const at::Tensor& tensor) {
   return more > 0 ? zero_padded(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-RowsView rows_view(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-RowsView const_rows_view(const at::Tensor& tensor) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+RowsView rows_view(const at::Tensor& tensor, bool reverse) { return view_of(tensor, tensor.data_ptr(), reverse); }
+RowsView const_rows_view(const at::Tensor& tensor, bool reverse) {
+  return view_of(tensor, const_cast<void*>(tensor.const_data_ptr()), reverse);
 }
 
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
@@ -68,8 +76,11 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
       more_rows_(padding(in.x.size(3))),
       more_columns_(padding(in.B.size(3))),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
-  if (is_present(in.seq_idx)) resets_ = sequence_starts(*in.seq_idx);
-  if (is_present(in.cu_seqlens)) cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
+  if (is_present(in.seq_idx)) resets_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
+  if (is_present(in.cu_seqlens)) {
+    cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
+    if (in.reverse) cu_seqlens_ = in.x.size(1) - cu_seqlens_.flip(0);
+  }
   if (resets_.defined() && cu_seqlens_.defined()) {
     // A reset at the first step of a packed sequence would clear its initial state.
     const at::Tensor sequences = sequence_at(cu_seqlens_, at::arange(in.x.size(1), cu_seqlens_.options()));
@@ -93,10 +104,10 @@ void KernelInputs::fill(SsdParams& params) const {
   const auto [dt_min, dt_max] = kernel_dt_limit(in_.dt_min, in_.dt_max);
   params.dt_min = static_cast<float>(dt_min);
   params.dt_max = static_cast<float>(dt_max);
-  params.x = const_rows_view(x);
-  params.B = const_rows_view(B);
-  params.C = const_rows_view(C);
-  params.dt = const_rows_view(in_.dt);
+  params.x = const_rows_view(x, in_.reverse);
+  params.B = const_rows_view(B, in_.reverse);
+  params.C = const_rows_view(C, in_.reverse);
+  params.dt = const_rows_view(in_.dt, in_.reverse);
   params.A = A_.const_data_ptr<float>();
   if (dt_bias_.defined()) params.dt_bias = dt_bias_.const_data_ptr<float>();
   if (D_.defined()) {
@@ -106,7 +117,8 @@ void KernelInputs::fill(SsdParams& params) const {
   }
   if (cu_seqlens_.defined()) params.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
   if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
-  if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>();
+  params.states_stride_entry = states_stride_entry();
+  if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>() + offset_of_first_states();
 }
 
 WorkPartition KernelInputs::partition() const {
@@ -129,6 +141,15 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
 KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
   const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
   return {target, is_written ? target : empty_states()};
+}
+
+int64_t KernelInputs::states_stride_entry() const {
+  const int64_t stride = x.size(2) * x.size(3) * B.size(3);
+  return in_.reverse && cu_seqlens_.defined() ? -stride : stride;
+}
+
+int64_t KernelInputs::offset_of_first_states() const {
+  return std::max<int64_t>(0, -states_stride_entry()) * std::max<int64_t>(0, sequences_ - 1);
 }
 
 int max_shared_bytes(const at::Tensor& x) {

@@ -15,8 +15,9 @@ namespace ssm_kernels::ssd {
 bool has_rows(const at::Tensor& tensor);
 // A tensor with such rows.
 at::Tensor as_rows(const at::Tensor& tensor);
-RowsView rows_view(const at::Tensor& tensor);
-RowsView const_rows_view(const at::Tensor& tensor);
+// With reverse, step 0 of a view is the tensor's last step.
+RowsView rows_view(const at::Tensor& tensor, bool reverse = false);
+RowsView const_rows_view(const at::Tensor& tensor, bool reverse = false);
 // Strips padding: the leading target.size(-2) x target.size(-1) block.
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target);
 
@@ -44,16 +45,23 @@ class KernelInputs {
 
   void fill(SsdParams& params) const;
   WorkPartition partition() const;
+  bool is_reverse() const { return in_.reverse; }
 
   // Uninitialized, with the kernels' headdim and dstate.
   at::Tensor empty_states() const;
   // States, padded and aligned.
   at::Tensor as_states(const at::Tensor& states) const;
   KernelResult result_as_states(const at::Tensor& target) const;
+  // How many elements of such states come before those of the sequence, or row of the batch, that is scanned first.
+  int64_t offset_of_first_states() const;
 
   const at::Tensor x, B, C;
 
  private:
+  // From the states of one entry of the scan to those of the next. A reverse scan takes packed sequences from the last to the
+  // first.
+  int64_t states_stride_entry() const;
+
   const Inputs& in_;
   const Discretization method_;
   const int64_t more_rows_, more_columns_, sequences_;
