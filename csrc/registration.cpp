@@ -132,8 +132,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       ", bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
       "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states)";
   def_kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
-  // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending: matmuls on any
-  // device.
+  // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending. On CUDA forward
+  // takes the kernels of the scan; backward is matmuls on any device.
   const std::string ssd_states = ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)";
   def("_ssd_chunk_scan_states" + ssd_arguments + ssd_states);
   def_kernels("_ssd_chunk_scan_states_fwd" + ssd_arguments + ssd_states);

@@ -11,6 +11,7 @@ allocation, so the sanitizer finds accesses past its end.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
@@ -248,13 +249,16 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
 
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs for the dtypes with fused kernels: each kernel of forward (dtype, up to 64 states and more, sequences
-    shorter and longer than a block's range of chunks), then each path inside them."""
+    """For the dtypes with fused kernels: each kernel of forward (dtype, up to 64 states and more, sequences shorter and longer
+    than a block's range of chunks), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128, 256):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
             yield ssd_case("short sequences", dtype=dtype, dstate=dstate, seqlen=25, resets=((3, 9), (1,)))
             yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+            for headdim, states_at in ((64, (64, 128, 192)), (60, (0, 128, 150, 256))):  # in the result, in a workspace
+                sizes = {"dtype": dtype, "dstate": dstate, "headdim": headdim, "seqlen": 300}
+                yield ssd_case("states", states_at, **sizes, resets=((64, 140), ()))
     yield from ssd_paths()
     yield ssd_case("heads without a partner", heads=3, groups=3)
     yield ssd_case("heads without a partner", heads=3, groups=1)
@@ -305,14 +309,14 @@ SSD_PADDED = (
 )
 
 
-def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
+def ssd_case(name: str, states_at: Sequence[int] = (), **options: Any) -> tuple[str, Inputs]:
     sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16}
-    return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
+    return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options)) | ({"states_at": states_at} if states_at else {})
 
 
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
     set_debug_option("ssd_mma", products)
-    results = on_both_devices(ssd_helpers.SSD, inputs, gradients)
+    results = on_both_devices(ssd_helpers.SSD_STATES if "states_at" in inputs else ssd_helpers.SSD, inputs, gradients)
     expected = next(results)
     # initcheck does not see the writes of TMA stores (cp.async.bulk.tensor), but filled memory counts as
     # written. The comparison finds elements that a kernel does not write, or reads too early.

@@ -1,14 +1,15 @@
 """``states_at`` of the scans: their states at chosen positions.
 
-An operator returns them from one call: of ``ssd_chunk_scan`` on the CPU, without packed sequences, all; of ``selective_scan``,
-without gradients, those at multiples of the chunk. Otherwise the public operators run on the pieces between positions.
+Without gradients and packed sequences one call of an operator returns them: ``_ssd_chunk_scan_states`` those at any positions,
+``_selective_scan_fwd`` those at multiples of the chunk, from which short pieces lead to the others. On the CPU
+``_ssd_chunk_scan_states`` is differentiable too. Otherwise the public operators run on the pieces between positions.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
     sequences = [name for name in _SSD_RANKS if arguments[name] is not None]
     seq_idx, cu_seqlens = arguments["seq_idx"], arguments["cu_seqlens"]
 
-    if cu_seqlens is None and arguments["x"].device.type == "cpu" and not _is_transformed():
+    # On CUDA the adjoint of the operator is PyTorch matmuls; those of the pieces are fused kernels.
+    is_differentiated = arguments["x"].device.type != "cpu" and _needs_grad(arguments.values())
+    if cu_seqlens is None and not is_differentiated and not _is_transformed():
         return _ssd_chunk_scan_states(positions, arguments, call)
 
     def scan(begin: int, end: int, states: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -170,7 +173,10 @@ def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call
     except Exception:
         call(**arguments)  # the message names the public operator
         raise
-    return out, final_states, states[:, [ascending.index(p) for p in positions]] if ascending != positions else states
+    if ascending != positions:  # without an index on the device, which the capture of a CUDA graph refuses
+        each = states.unbind(1)
+        states = torch.stack([each[ascending.index(p)] for p in positions], 1)
+    return out, final_states, states
 
 
 def _scan_pieces(
@@ -228,11 +234,14 @@ def _are_steps(arguments: dict[str, Any], ranks: Mapping[str, tuple[int, ...]], 
     return all(length == lengths[0] for length in lengths)
 
 
-def _needs_public_operator(tensors: Any) -> bool:
+def _needs_public_operator(tensors: Iterable[Any]) -> bool:
     """Whether autograd, autocast or a transform has something to do, which the operator of kernels alone leaves out."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-    return needs_grad or is_autocast_enabled(present[0].device.type) or _is_transformed()
+    present = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    return _needs_grad(present) or is_autocast_enabled(present[0].device.type) or _is_transformed()
+
+
+def _needs_grad(values: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _is_transformed() -> bool:

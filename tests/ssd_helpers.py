@@ -236,7 +236,18 @@ class SsdChunkScan(OperatorSpec):
         return torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
 
 
+class SsdStates(SsdChunkScan):
+    """The scan with the states at the positions that the inputs have as ``states_at``."""
+
+    results = ("out", "final_states", "states")
+
+    def result_dtypes(self, inputs: dict[str, Any]) -> Sequence[torch.dtype]:
+        out, states = super().result_dtypes(inputs)
+        return out, states, states
+
+
 scan = SSD = SsdChunkScan("ssd_chunk_scan")
+SSD_STATES = SsdStates("ssd_chunk_scan")
 assert_matches_reference, assert_all_close, evaluate = SSD.assert_matches_reference, SSD.assert_close, SSD.evaluate
 assert_all_as_accurate, evaluate_natively = SSD.assert_as_accurate, SSD.evaluate_natively
 evaluate_in_float64, make_cotangents = SSD.evaluate_in_float64, SSD.make_cotangents

@@ -163,7 +163,7 @@ class Calls(TorchDispatchMode):
         (SELECTIVE, True, (0, CHUNK, SEQLEN), 2),
         (SELECTIVE, True, (3, 3, CHUNK), 3),
         (SSD, False, (0, SEQLEN), 1),
-        (SSD, False, POSITIONS, {"cpu": 1, "cuda": 7}),
+        (SSD, False, POSITIONS, 1),
         (SSD, True, POSITIONS, {"cpu": 1, "cuda": 7}),
     ],
 )

@@ -57,6 +57,12 @@ struct SsdFwdParams : SsdParams {
   bool reverse = false;                     // whether step 0 of that view is the tensor's last
   cuda::TmaDescriptor out_descriptor = {};  // of the tensor, for TMA stores: epilogue.cuh
   float* final_states = nullptr;            // (batch, heads, headdim, dstate)
+  // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of
+  // them, each (heads, headdim, dstate); those of the next row begin chunk_states_row states later. Null if none are asked for,
+  // if sequences are packed, and for the short scan.
+  float* chunk_states = nullptr;
+  int chunk_states_every = 1, chunk_states_count = 0;
+  int64_t chunk_states_row = 0;
 };
 
 // The same parameters, as types of kernels that are compiled for packed sequences alone, or for others alone.

@@ -206,6 +206,9 @@ GradTensors bwd(const BwdInputs& bwd) {
 
 StatesOutputs states_fwd(const StatesInputs& in) {
   if (in.x.is_meta()) return meta<check_states_inputs, allocate_states>(in);
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.x.is_cuda()) return states_cuda(in);
+#endif
   return states_aten(in);
 }
 

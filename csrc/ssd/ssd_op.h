@@ -135,6 +135,7 @@ struct SummaryBwdInputs {
 
 // For CUDA tensors (entry.cpp); for others chunked_scan.h has them. ssd_op.cpp registers both.
 FwdOutputs fwd_cuda(const Inputs& in);
+StatesOutputs states_cuda(const StatesInputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
 std::string plan_cuda(const Inputs& in, bool is_backward);
 

@@ -19,6 +19,9 @@
 // next chunks are copied. Where that saves time, sequences are cut so that all blocks have equally many chunks (scheduler.cuh).
 // Nothing is saved for backward.
 //
+// A call may ask for the states between chunks (SsdFwdParams::chunk_states). At the end of each of these chunks a consumer
+// warpgroup stores its state tile from its registers, as it stores the final state. Other calls have one branch for it a chunk.
+//
 // Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other devices,
 // and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once

@@ -124,7 +124,8 @@ struct FwdSm80 {
   const int index;
   const FragmentLane& thread_lane;
 
-  __device__ __forceinline__ void scan_segment(TileState& state) const {
+  template <typename StoreChunkState>
+  __device__ __forceinline__ void scan_segment(TileState& state, const StoreChunkState& store_chunk_state) const {
     const HeadSteps head(p, state_tile.head);
     FetchedSteps<Scalar> fetched;
     const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kWarpgroupWarps == thread_lane.warp; };
@@ -166,6 +167,7 @@ struct FwdSm80 {
       } else {
         scan_chunk_half(chunk, state, out);
       }
+      store_chunk_state(at.chunks - chunk - 1);
       chunk_cumsum(chunk + 1);
     }
     // The next segment's copies overwrite this one's shared memory.
@@ -441,10 +443,11 @@ __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
   const int index = threadIdx.x / kWarpgroupThreads;
   const FragmentLane lane;
   using Fwd = FwdSm80<Scalar, dstate>;
-  scan_segments<Fwd::Layout::kColumns>(p, schedule, index, lane,
-                                       [&](typename Fwd::TileState& state, const WorkSpan& at, const StateTile& state_tile) {
-                                         Fwd{p, schedule, memory, at, state_tile, index, lane}.scan_segment(state);
-                                       });
+  scan_segments<Fwd::Layout::kColumns>(
+      p, schedule, index, lane,
+      [&](typename Fwd::TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
+        Fwd{p, schedule, memory, at, state_tile, index, lane}.scan_segment(state, store_chunk_state);
+      });
 }
 
 }  // namespace ssm_kernels::ssd

@@ -154,17 +154,19 @@ struct FwdSm90 {
     clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
     const FragmentPairs<> pairs(lane);
     PipelineState pipeline;
-    scan_segments<Layout::kColumns>(p, schedule, index, lane,
-                                    [&](TileState& state, const WorkSpan& at, const StateTile& state_tile) {
-                                      scan_segment(state, at, state_tile, index, pairs, lane, pipeline);
-                                    });
+    scan_segments<Layout::kColumns>(
+        p, schedule, index, lane,
+        [&](TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
+          scan_segment(state, at, state_tile, index, pairs, lane, pipeline, store_chunk_state);
+        });
     TmaEpilogue<Scalar, Order>::wait_for_sent();
   }
 
-  // Takes the state through the segment.
+  // Takes the state through the segment. A chunk state is stored after the chunk's stage is released.
+  template <typename StoreChunkState>
   __device__ __forceinline__ void scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
-                                               const FragmentPairs<>& pairs, const FragmentLane& lane,
-                                               PipelineState& pipeline) {
+                                               const FragmentPairs<>& pairs, const FragmentLane& lane, PipelineState& pipeline,
+                                               const StoreChunkState& store_chunk_state) {
     // The epilogue stores nothing for a state tile without rows.
     StateTile out_tile = state_tile;
     if (!Layout::writes_out(index)) out_tile.rows = 0;
@@ -250,6 +252,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
+      store_chunk_state(left - 1);
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }

@@ -13,8 +13,16 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. (Forward also needs TMA stores to out.)
 bool use_wgmma(const at::Tensor& x);
 
-// Writes `out`, in the layout of inputs.x, and `final_states`, in that of inputs.empty_states().
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states);
+// Memory for states inside of the sequences: after `every` chunks, twice as many, and so on.
+struct ChunkStates {
+  at::Tensor states;  // (batch, count, heads, headdim, dstate); states of a row of the batch are contiguous. Undefined: none
+  int64_t every = 1;
+};
+
+// Writes `out`, in the layout of inputs.x, `final_states`, in that of inputs.empty_states(), and the states of chunk_states, of
+// sequences that are not packed and have so many chunks.
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                    const ChunkStates& chunk_states = {});
 
 // Writes the gradients that bwd.needs_grad asks for.
 void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads);

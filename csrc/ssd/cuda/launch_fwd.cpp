@@ -94,8 +94,8 @@ bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
 }
 
-ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out,
-                    const at::Tensor& final_states) {
+ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                    const ChunkStates& chunk_states = {}) {
   ForwardCall call;
   inputs.fill(call.params);
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();
@@ -109,6 +109,12 @@ ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const a
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
+  if (const at::Tensor& states = chunk_states.states; states.defined()) {
+    call.params.chunk_states = states.data_ptr<float>();
+    call.params.chunk_states_every = static_cast<int>(chunk_states.every);
+    call.params.chunk_states_count = static_cast<int>(states.size(1));
+    call.params.chunk_states_row = states.stride(0) / states.stride(1);
+  }
   make_schedule(inputs.x.options(), call);
   call.uses_wgmma = use_wgmma(out) && describe_tiles(out, call.params);
   return call;
@@ -133,9 +139,9 @@ bool use_wgmma(const at::Tensor& x) {
   return x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out,
-                    const at::Tensor& final_states) {
-  const ForwardCall call = prepare(inputs, z, out, final_states);
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                    const ChunkStates& chunk_states) {
+  const ForwardCall call = prepare(inputs, z, out, final_states, chunk_states);
   if (call.schedule.work_tiles == 0) return;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (call.is_short) {

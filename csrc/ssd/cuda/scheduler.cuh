@@ -74,6 +74,8 @@ class TileScheduler {
     end_ = first() + min(length(), chunks() - first());
   }
 
+  // The end of the current segment, among the chunks of all work tiles.
+  __device__ __forceinline__ int end() const { return end_; }
   __device__ __forceinline__ bool is_done() const { return end_ == first(); }
   __device__ __forceinline__ WorkTile work_tile() const { return WorkTile(p_, schedule_, end_ - 1); }
   // Whether the current segment, which is part of that work tile, begins it or ends it.

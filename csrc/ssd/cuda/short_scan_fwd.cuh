@@ -8,7 +8,8 @@
 // A block has kShortRows rows (headdim) of one head's state. kStateLanes neighboring lanes share a row; each keeps
 // lane_states of its columns in registers, four neighboring ones out of every 4 kStateLanes. The block copies B and C of all
 // steps and its rows of x into shared memory; a lane of the first warp computes the decay and the gain of one step. The lanes
-// of a row add up their parts of S_t C_t by shuffles, kStateLanes steps at a time. Nothing is saved for backward.
+// of a row add up their parts of S_t C_t by shuffles, kStateLanes steps at a time. Nothing is saved for backward. Sequences of
+// less than a chunk have no chunk states.
 #pragma once
 
 #include "cuda/lane_sums.cuh"

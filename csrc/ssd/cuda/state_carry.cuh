@@ -1,5 +1,6 @@
 // The state carry of forward: the state of a state tile before and after a segment (scheduler.cuh). It is the initial or final
-// state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing.
+// state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing. The states
+// after chunks inside of a segment are stored if they are among the call's chunk states.
 #pragma once
 
 #include "cuda/carry.cuh"
@@ -55,6 +56,21 @@ class StateCarry {
     }
   }
 
+  // Stores the state `left` chunks before the end of the current segment, if it is one of the chunk states. Recomputes the
+  // place of the segment: kept through the loop over chunks, it would spill.
+  __device__ __forceinline__ void store_chunk_state(const State<dstate>& state, const TileScheduler<Params>& scheduler,
+                                                    int left, const FragmentLane& lane) const {
+    if constexpr (!std::is_same_v<Params, PackedFwdParams>) {
+      if (p_.chunk_states == nullptr) return;
+      const WorkTile work_tile = scheduler.work_tile();
+      const int chunks = scheduler.end() - left - work_tile.first, number = chunks / p_.chunk_states_every;
+      if (chunks != number * p_.chunk_states_every || number > p_.chunk_states_count) return;
+      const WorkSpan at(p_, schedule_, work_tile.index);
+      state.store(p_, states_of(p_, p_.chunk_states, at.entry * p_.chunk_states_row + number - 1),
+                  StateTile(p_, schedule_, at, index_), lane);
+    }
+  }
+
  private:
   __device__ __forceinline__ int summary_index(int block) const { return block * kWarpgroups + index_; }
   __device__ __forceinline__ SegmentSummaries<dstate> summaries() const { return {schedule_.states, schedule_.decays}; }
@@ -64,8 +80,9 @@ class StateCarry {
   int index_;
 };
 
-// Run by a consumer warpgroup: for each segment of the block's range, scan(state, span, state_tile) takes the state before the
-// segment through it.
+// Run by a consumer warpgroup: for each segment of the block's range, scan(state, span, state_tile, store_chunk_state) takes
+// the state before the segment through it. It calls store_chunk_state(left) with the state after each chunk, and with the
+// number of chunks that are left.
 template <int dstate, typename Params, typename Scan>
 __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
                                               const Scan& scan) {
@@ -74,7 +91,7 @@ __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& s
     const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
     carry.load_before(state, scheduler, lane);
-    scan(state, at, state_tile);
+    scan(state, at, state_tile, [&](int left) { carry.store_chunk_state(state, scheduler, left, lane); });
     carry.store_after(state, scheduler, lane);
   });
 }
