@@ -15,7 +15,7 @@ load_operators()
 from . import _vmap, models, nn, reference  # noqa: E402, F401
 from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
 from .norms import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated  # noqa: E402
-from .ops import selective_scan, selective_state_update, ssd_chunk_scan  # noqa: E402
+from .ops import selective_scan, selective_state_update  # noqa: E402
 from .recurrences import (  # noqa: E402
     diag_linear_scan,
     diag_linear_step,
@@ -34,6 +34,7 @@ from .recurrences import (  # noqa: E402
     rglru_scan,
     rglru_step,
 )
+from .ssd import ssd_chunk_scan  # noqa: E402
 from .summaries import (  # noqa: E402
     diag_linear_scan_summary,
     elu_gru_scan_summary,

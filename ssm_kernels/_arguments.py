@@ -113,3 +113,11 @@ def _keyword_error(operator: str, signature: inspect.Signature, given: int) -> T
         f"{operator}: expected {' and '.join(keywords)} by keyword, as in {operator}({usage}), got {given} positional "
         "arguments: gates come first"
     )
+
+
+def read_dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[float] | None:
+    """``dt_limit`` of a call as the operators take it: finite, or None."""
+    # The dispatcher's own message does not say what the numbers are.
+    if isinstance(dt_limit, (int, float)):
+        raise ValueError(f"{operator}: expected dt_limit = (min, max), got {dt_limit}")
+    return None if dt_limit is None else finite_dt_limit(dt_limit)

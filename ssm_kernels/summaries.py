@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._arguments import finite_dt_limit, names_arguments
-from .ops import _dt_limit
+from ._arguments import finite_dt_limit, names_arguments, read_dt_limit
 from .recurrence_steps import step_size
 
 __all__ = [
@@ -134,7 +133,7 @@ def ssd_chunk_scan_summary(
         B,
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
-        dt_limit=_dt_limit("ssd_chunk_scan_summary", dt_limit),
+        dt_limit=read_dt_limit("ssd_chunk_scan_summary", dt_limit),
         discretization=discretization,
         seq_idx=seq_idx,
     )

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import ops
 from .._packing import check_same_packing, with_padding
+from ..ssd import ssd_chunk_scan
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
 from .causal_conv1d import convolve
@@ -103,7 +103,7 @@ def mamba_chunk_scan_combined(
             first = torch.where(is_full, places, places.shape[0] - 1).amin()
             initial_states = torch.where((places == first).view(-1, 1, 1, 1), initial_states, 0)
     with no_autocast(x):
-        out, states = ops.ssd_chunk_scan(
+        out, states = ssd_chunk_scan(
             cast(x, dtype),
             cast(dt, dtype),
             cast(A, wide),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import convolutions, ops, recurrences
+from .. import convolutions, ops, recurrences, ssd
 from .._arguments import finite_dt_limit, is_autocast_enabled
 from ._agreement import Agreement, describe
 from ._collectives import Group
@@ -172,10 +172,10 @@ class GroupOperators:
         }
         options["return_final_states"] = return_final_states
         if self.group.size == 1:
-            return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
+            return ssd.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
         tensors = Casts(x).all(tensors, lower=("x", "dt", "B", "C", "z"))
-        self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
+        self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
         _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
         packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")

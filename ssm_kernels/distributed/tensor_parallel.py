@@ -43,7 +43,7 @@ from ..nn.block import GatedMLP
 from ..nn.common import conv_parameters, wide_dtype
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
-from ..ops import ssd_chunk_scan
+from ..ssd import ssd_chunk_scan
 from ._agreement import compare
 from ._collectives import Group
 from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .._arguments import finite_dt_limit
 from ..norms import rms_norm_gated
-from ..ops import selective_state_update, ssd_chunk_scan
+from ..ops import selective_state_update
+from ..ssd import ssd_chunk_scan
 from .checks import (
     check_bools,
     check_discretization,

@@ -1,0 +1,292 @@
+"""The scan in chunks, typed and documented. It calls ``torch.ops.ssm_kernels``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ._arguments import names_arguments, read_dt_limit
+from ._states_at import Positions, ssd_chunk_scan_with_states
+
+__all__ = ["ssd_chunk_scan"]
+
+
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
+@names_arguments
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: str = "zoh",
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.
+
+    Each head is a selective scan whose :math:`A` is one number, with a state of headdim times dstate:
+
+    .. math::
+        \Delta_t &= \mathrm{dt}_t + \mathrm{dt\_bias}, \quad
+        \Delta_t \leftarrow \mathrm{softplus}(\Delta_t) \text{ if } \mathrm{dt\_softplus}, \quad
+        \Delta_t \leftarrow \mathrm{clamp}(\Delta_t, \mathrm{dt\_limit}) \\
+        S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
+        y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
+
+    The discretization defines the function :math:`k`: see ``docs/discretizations.md``.
+    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. Arguments have the names of ``mamba_ssm``'s
+    ``mamba_chunk_scan_combined``.
+
+    Args:
+        x: input, (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64; headdim <= 256. All tensors may have
+            any strides.
+        dt: step sizes, (batch, seqlen, heads), dtype of ``x``.
+        A: (heads,), float32 (float64 with float64 inputs).
+        B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
+            reads group ``h // (heads // groups)``.
+        C: output matrix, shape and dtype of ``B``.
+        chunk_size: a hint of how many steps a chunk has, on CPU at most 64 or 128; None lets the operator choose. It changes
+            the rounding of the result only.
+        D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
+        z: gate, shape and dtype of ``x``.
+        dt_bias: (heads,), dtype of ``A``.
+        dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
+        dt_limit: the smallest and the largest step size. Others are clamped, after bias and softplus, and have no gradient.
+            None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
+        initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence. ``initial_states`` are then
+            the states after the last step, ``final_states`` the ones at step 0, and :math:`S_t` follows from :math:`S_{t+1}`.
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
+            ``final_states`` to the last; together with ``cu_seqlens``, to the first and the last part of each of its sequences.
+        cu_seqlens: (sequences + 1,), int32 or int64. The batch, then of size 1, holds sequences one after another, and sequence
+            ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
+            a sequence may have no steps. Sequences are independent: ``initial_states`` and ``final_states`` are (sequences,
+            heads, headdim, dstate). Together with ``seq_idx``, of shape (1, seqlen), sequences begin where ``cu_seqlens`` says
+            so, from their initial states, and the state starts again from zero where ``seq_idx`` changes inside a sequence.
+        return_final_states: also return the states after the last step.
+        discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"zoh_exact"`` (alias ``"foh"``),
+            ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
+        states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
+            state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
+            a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
+            With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0. Positions may repeat and need no
+            order. Not with ``reverse``.
+
+    Returns:
+        ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,
+        dstate), dtype of ``A``; a sequence without steps returns its initial state. With ``states_at`` then ``states``,
+        (batch, positions, heads, headdim, dstate), dtype of ``A``. All are differentiable with respect to every
+        floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
+        ``vmap`` are not supported and raise.
+
+    **Cost of** ``reverse``. The CUDA kernels read and write the tensors from the last step on: nothing is copied or flipped but
+    ``seq_idx`` and ``cu_seqlens``. PyTorch's matmuls, on the CPU and where they stand in for the kernels, flip copies of some
+    chunks at a time.
+
+    **Cost of** ``states_at``. Without transforms and ``cu_seqlens``, and on CUDA without gradients, one call returns all
+    states. On the CPU those at multiples of the chunk are a copy, and another position ends a chunk early. The CUDA kernels
+    store those at multiples of 64 as they pass them. If the positions, 0 and seqlen apart, are equally spaced multiples from
+    the first distance on, the kernels write the result itself. Otherwise they take a workspace of (batch, count, heads,
+    headdim, dstate) floats, where count is the last multiple in the scan, divided by the greatest common divisor of all. Any
+    other position takes one more launch, of the steps since the multiple before it. In all other calls the scan is one call
+    for each piece between positions, chained by its states, and a copy that joins the outputs. Rounding may differ from the
+    scan in one call. With ``cu_seqlens`` each call also reads and writes the states of all sequences.
+
+    States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
+    float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and
+    ``z`` to its dtype, parameters and states to float32. ``docs/ssd.md`` describes rounding, NaN and infinity, memory, and when
+    the values of ``cu_seqlens`` are checked.
+
+    Raises:
+        ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
+            not as above, or ``states_at`` is given with ``reverse``.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
+            elements than ints.
+    """
+    if states_at is not None:
+        if reverse:
+            raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
+        arguments: dict[str, Any] = {
+            "x": x,
+            "dt": dt,
+            "A": A,
+            "B": B,
+            "C": C,
+            "chunk_size": chunk_size,
+            "D": D,
+            "z": z,
+            "dt_bias": dt_bias,
+        }
+        arguments |= {"dt_softplus": dt_softplus, "dt_limit": read_dt_limit("ssd_chunk_scan", dt_limit)}
+        arguments |= {"initial_states": initial_states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        arguments |= {"discretization": discretization}
+        out, final_states, states = ssd_chunk_scan_with_states(states_at, arguments)
+        return (out, final_states, states) if return_final_states else (out, states)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=read_dt_limit("ssd_chunk_scan", dt_limit),
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        discretization=discretization,
+        reverse=reverse,
+    )
+    return results if return_final_states else results[0]
