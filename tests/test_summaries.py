@@ -78,6 +78,12 @@ def test_several_runs_of_ssd(resets, device):
     SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(**options, device=device))
 
 
+@pytest.mark.parametrize("resets", [None, ((100, 290, 600), ())], ids=["whole", "resets"])
+def test_long_run_of_ssd(resets, device):
+    """So few states that a run has several blocks of summed logarithms, the last one incomplete."""
+    SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(seqlen=700, resets=resets, device=device))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_distinct
 def test_layouts(operator, layout, device):

@@ -3,6 +3,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/integers.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
@@ -22,6 +24,9 @@ constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) 
 
 // Its exponential is zero even in float64. Lower values would cost the differences of the sums their accuracy.
 constexpr double kLowestZeta = -800;
+
+// Steps of a block of cumsum_of_steps.
+constexpr int64_t kSumBlock = 128;
 
 at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
   at::Tensor result = at::empty(at::infer_size(a.sizes(), b.sizes()), b.options());
@@ -48,6 +53,19 @@ at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask) {
   std::vector<int64_t> shape = mask.sizes().vec();
   shape.resize(values.dim(), 1);
   return values.masked_fill_(mask.view(shape), 0);
+}
+
+// PyTorch's cumsum over an axis that is not the innermost has a thread of a GPU for each column. A long run has few columns:
+// its sums are those of blocks of steps, all blocks at once, plus the sums of the blocks before.
+at::Tensor cumsum_of_steps(const at::Tensor& values) {
+  const int64_t steps = values.size(2);
+  if (steps <= 2 * kSumBlock) return values.cumsum(2);
+  std::vector<int64_t> padding(2 * (values.dim() - 2));
+  padding.back() = round_up(steps, kSumBlock) - steps;
+  const at::Tensor sums = at::constant_pad_nd(values, padding).unflatten(2, {-1, kSumBlock}).cumsum(3);
+  const at::Tensor of_blocks = sums.select(3, kSumBlock - 1).cumsum(2);
+  sums.narrow(2, 1, sums.size(2) - 1).add_(of_blocks.narrow(2, 0, of_blocks.size(2) - 1).unsqueeze(3));
+  return sums.flatten(2, 3).narrow(2, 0, steps);
 }
 
 Scan::Scan(const Inputs& in, Discretization method)
@@ -133,7 +151,7 @@ Chunks Scan::load(const Run& run) const {
   chunks.run = run;
   chunks.steps = make_steps(in, method, read(in.dt, run));
   const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
-  chunks.cs = zeta.cumsum(2);
+  chunks.cs = cumsum_of_steps(zeta);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
   const at::Tensor from_start = chunks.cs.exp();
   at::Tensor to_end, decay = cs_last.exp();
@@ -145,7 +163,7 @@ Chunks Scan::load(const Run& run) const {
     chunks.is_cut = last.ne(0);
     zero_where_(decay, chunks.is_cut);
     // Summed from the end: a NaN before the last beginning of a sequence would spoil a difference of sums from the start.
-    to_end = (zeta.flip(2).cumsum(2).flip(2) - zeta).exp_();
+    to_end = (cumsum_of_steps(zeta.flip(2)).flip(2) - zeta).exp_();
   } else {
     to_end = (cs_last - chunks.cs).exp_();
   }

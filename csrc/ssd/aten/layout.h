@@ -37,6 +37,9 @@ inline at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { retur
 // them. A product with zero would let NaN through.
 at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 
+// Of float64 values (chunks, rows, steps, ...), the sums over the steps up to each.
+at::Tensor cumsum_of_steps(const at::Tensor& values);
+
 // Rows of the batch that are scanned together.
 struct Part {
   int64_t row, rows;

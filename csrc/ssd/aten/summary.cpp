@@ -90,7 +90,7 @@ class SummaryAdjoint {
       const at::Tensor input_to_end = (grad_gain * scan_.merge_heads(chunks.gain.squeeze(-1))).to(at::kDouble);
       at::Tensor of_all_steps = (at_start * before).sum({-2, -1}).to(at::kDouble);
       if (grad_total_.defined()) of_all_steps = of_all_steps + grad_total_.narrow(0, run.row, run.rows);
-      const at::Tensor grad_zeta = (input_to_end.cumsum(2) - input_to_end).add_(of_all_steps.unsqueeze(1));
+      const at::Tensor grad_zeta = (cumsum_of_steps(input_to_end) - input_to_end).add_(of_all_steps.unsqueeze(1));
       const StepGrads grads = step_grads(scan_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
       sum_A_.add_(grads.A);
       sum_dt_bias_.add_(grads.biased.sum({0, 1, 2}));
