@@ -11,7 +11,6 @@ allocation, so the sanitizer finds accesses past its end.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import re
 import sys
@@ -34,8 +33,12 @@ from helpers import DTYPES, METHODS, move, move_all, set_debug_option, uninitial
 from operator_spec import OperatorSpec, with_gradients
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from sanitizer_comparison import Check, Inputs, difference_between
+from sanitizer_ssd_cases import ssd_cases, ssd_gradient_cases, ssd_limited_cases, ssd_span_cases
 from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, make_inputs
 from torch import Tensor
+
+from ssm_kernels import ssd_chunk_scan_summary
+from ssm_kernels.summaries import _ssd_chunk_scan_initial_gradient
 
 RESULTS = ("out", "last_state")
 # A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.
@@ -232,88 +235,6 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
     return difference_between(name, actual, expected)
 
 
-def ssd_paths() -> Iterator[tuple[str, Inputs]]:
-    """Cases for the paths that the kernels of forward and of backward share."""
-    for method in ssd_helpers.METHODS:
-        yield ssd_case("method", discretization=method)
-    for name, options in ssd_helpers.OPTIONS.items():
-        yield ssd_case(name, **options)
-    for sizes in SSD_PADDED:
-        yield ssd_case("padded", **sizes)
-    for seqlen, reverse in itertools.product((0, 1, 63, 64, 65), (False, True)):
-        yield ssd_case("length", seqlen=seqlen, reverse=reverse)
-    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
-    for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets", "reverse_packed_with_resets"):
-        yield ssd_case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
-    yield ssd_case("padded", dtype=torch.float32, headdim=7, dstate=17)
-
-
-def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """For the dtypes with fused kernels: each kernel of forward (dtype, up to 64 states and more, sequences shorter and longer
-    than a block's range of chunks), then each path inside them."""
-    for dtype in SSD_DTYPES:
-        for dstate in (64, 128, 256):
-            yield ssd_case("kernel", dtype=dtype, dstate=dstate)
-            yield ssd_case("short sequences", dtype=dtype, dstate=dstate, seqlen=25, resets=((3, 9), (1,)))
-            yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
-            for headdim, states_at in ((64, (64, 128, 192)), (60, (0, 128, 150, 256))):  # in the result, in a workspace
-                sizes = {"dtype": dtype, "dstate": dstate, "headdim": headdim, "seqlen": 300}
-                yield ssd_case("states", states_at, **sizes, resets=((64, 140), ()))
-    yield from ssd_paths()
-    yield ssd_case("heads without a partner", heads=3, groups=3)
-    yield ssd_case("heads without a partner", heads=3, groups=1)
-    for dstate in (64, 256):
-        sizes = {"heads": 2, "groups": 1, "dstate": dstate}
-        yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
-        for reverse in (False, True):
-            yield ssd_case("packed, longer than a run", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500), reverse=reverse)
-    sizes = {"heads": 2, "groups": 1, "dstate": 128, "dtype": torch.float32}
-    yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
-    yield ssd_case("in two runs", batch=3, heads=120, groups=1, seqlen=500)
-    yield ssd_case("packed, in two runs", heads=160, groups=1, cu_seqlens=(0, 0, 300, 364, 365, 900, 900))
-
-
-def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
-    """Like ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate, with work tiles that are
-    cut along time), then each path inside them."""
-    for dtype in SSD_DTYPES:
-        for dstate in (64, 128, 256):
-            for z in (True, False):
-                yield ssd_case("kernel", dtype=dtype, dstate=dstate, z=z)
-            yield ssd_case("cut along time", dtype=dtype, dstate=dstate, batch=1, heads=3, groups=1, seqlen=64 * 8 + 5)
-    yield from ssd_paths()
-    for heads, groups in ((1, 1), (3, 3), (9, 1)):
-        yield ssd_case("heads", heads=heads, groups=groups)
-    for headdim in (128, 256):
-        yield ssd_case("units of a head", headdim=headdim, heads=3, groups=1, dstate=128)
-    yield ssd_case("few chunks, heads of a group in several blocks", batch=1, heads=80, groups=2, seqlen=65)
-    yield ssd_case("many chunks", batch=1, heads=2, groups=1, seqlen=1000)
-    for states in (True, False):
-        sizes = {"heads": 2, "groups": 1, "initial_states": states}
-        yield ssd_case("resets in chunks", **sizes, seqlen=200, resets=((1, 64, 65, 199), (63, 127, 128)))
-        yield ssd_case("packed, of several chunks", **sizes, cu_seqlens=(0, 0, 64, 65, 200, 200))
-        yield ssd_case("packed, of no steps", **sizes, cu_seqlens=(0, 0, 0))
-        yield ssd_case("resets, cut along time", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
-        yield ssd_case("packed, cut along time", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
-    for layout in ("transposed", "channels_first", "offset"):
-        for sizes in ({}, *SSD_PADDED):
-            yield ssd_case("layout", layout=layout, **sizes)
-
-
-SSD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SSD_PADDED = (
-    {"headdim": 1, "dstate": 1},
-    {"headdim": 7, "dstate": 17},
-    {"headdim": 200, "dstate": 24},
-    {"headdim": 7, "dstate": 137},
-)
-
-
-def ssd_case(name: str, states_at: Sequence[int] = (), **options: Any) -> tuple[str, Inputs]:
-    sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16}
-    return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options)) | ({"states_at": states_at} if states_at else {})
-
-
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
     set_debug_option("ssd_mma", products)
     results = on_both_devices(ssd_helpers.SSD_STATES if "states_at" in inputs else ssd_helpers.SSD, inputs, gradients)
@@ -327,25 +248,23 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
     )
 
 
-def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:
-    """Backward in sub-batches and with less shared memory: name, inputs, and the limits of workspace and shared memory."""
-    plenty = 2**40
-    packed = {"headdim": 7, "cu_seqlens": (0, 0, 65, 130)}
-    for sizes in ({"heads": 4, "groups": 2}, {"dstate": 17, **packed}, {"dstate": 137, **packed}):
-        for workspace in (1, 2**17):
-            yield *ssd_case(f"sub-batches in {workspace} bytes", **sizes), workspace, plenty
-    for dstate in (64, 128, 256):
-        for kibibytes in (99, 163):
-            yield *ssd_case(f"{kibibytes} KiB of shared memory", dstate=dstate, seqlen=600), plenty, 1024 * kibibytes
-    sizes = {"dstate": 137, "dtype": torch.float32, **packed}
-    yield *ssd_case("sub-batches", **sizes), 1, plenty
-    yield *ssd_case("163 KiB of shared memory", **sizes), plenty, 1024 * 163
-    yield *ssd_case("163 KiB of shared memory", **(sizes | {"dstate": 100})), plenty, 1024 * 163
-
-
 def check_limited_ssd(name: str, inputs: Inputs, workspace: int, shared: int, products: str) -> str | None:
     with ssd_helpers.limited_workspace(workspace), ssd_helpers.limited_shared_memory(shared):
         return check_ssd(name, inputs, products, gradients=True)
+
+
+def check_ssd_span(name: str, inputs: Inputs, reverse: bool, products: str) -> str | None:
+    set_debug_option("ssd_mma", products)
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = move_all(inputs, device)
+        if reverse:
+            x, B = moved.pop("x"), moved.pop("B")
+            results.append({"initial_gradient": _ssd_chunk_scan_initial_gradient(x, C=B, **moved)})
+        else:
+            results.append(dict(zip(("final_states", "decay"), ssd_chunk_scan_summary(**moved), strict=True)))
+    in_16_bits = inputs["x"].element_size() == 2
+    return difference_between(f"{products}, {name}", results[1], results[0], in_16_bits=in_16_bits)
 
 
 def ssd_checks() -> Iterator[Check]:
@@ -354,6 +273,7 @@ def ssd_checks() -> Iterator[Check]:
         (partial(check_ssd, gradients=False), ssd_cases),
         (partial(check_ssd, gradients=True), ssd_gradient_cases),
         (check_limited_ssd, ssd_limited_cases),
+        (check_ssd_span, ssd_span_cases),
     )
     for products in ("wgmma", "mma"):
         for check, cases in checks:

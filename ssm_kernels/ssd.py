@@ -232,13 +232,13 @@ def ssd_chunk_scan(
     chunks at a time.
 
     **Cost of** ``states_at``. Without transforms and ``cu_seqlens``, and on CUDA without gradients, one call returns all
-    states. On the CPU those at multiples of the chunk are a copy, and another position ends a chunk early. The CUDA kernels
-    store those at multiples of 64 as they pass them. If the positions, 0 and seqlen apart, are equally spaced multiples from
-    the first distance on, the kernels write the result itself. Otherwise they take a workspace of (batch, count, heads,
-    headdim, dstate) floats, where count is the last multiple in the scan, divided by the greatest common divisor of all. Any
-    other position takes one more launch, of the steps since the multiple before it. In all other calls the scan is one call
-    for each piece between positions, chained by its states, and a copy that joins the outputs. Rounding may differ from the
-    scan in one call. With ``cu_seqlens`` each call also reads and writes the states of all sequences.
+    states. On the CPU those at multiples of the chunk are a copy, and another position ends a chunk early. On CUDA the kernels
+    store the states at multiples of 64 as they pass them; any other position takes one more launch, of the steps since the
+    multiple before it. If the positions, 0 and seqlen apart, are ``d``, ``2 d``, ``3 d`` and so on, the kernels write the
+    result itself. Otherwise they write a workspace of as many states as the greatest common divisor of these multiples is
+    contained in the last one (``docs/ssd.md``). All other calls run the scan on each piece between positions, chained by its
+    states, and copy to join the outputs. Rounding may differ from the scan in one call. With ``cu_seqlens`` each piece also
+    reads and writes the states of all sequences.
 
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
     float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and

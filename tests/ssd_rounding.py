@@ -1,4 +1,4 @@
-"""A model of ssd_chunk_scan's CUDA kernels for fp16 and bf16: PyTorch in their dtypes, with operands rounded as theirs are."""
+"""Models of ssd_chunk_scan's CUDA kernels for fp16 and bf16: PyTorch in their dtypes, with operands rounded as theirs are."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ def scan_in_16_bit_products(
             initial_states = None if initial_states is None else initial_states.flip(0)
     # At once: a gradient that comes from several chunks is then rounded when their sum is complete.
     x, dt, B, C = (tensor.to(accumulate) for tensor in (x, dt, B, C))
-    d = dt if dt_bias is None else dt + dt_bias
-    d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
-    gain = reference.coefficients(discretization, d, A)[1]
-    zeta = (d * A).clamp(min=-800)  # infinite sums would have NaN differences
+    zeta, gain = _coefficients(dt, A, dt_bias, dt_softplus, dt_limit, discretization)
     if initial_states is None:
         sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
@@ -74,6 +71,69 @@ def scan_in_16_bit_products(
     if reverse:
         out, final_states = out.flip(1), final_states if cu_seqlens is None else final_states.flip(0)
     return out, final_states
+
+
+def states_in_split_products(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    seq_idx: Tensor | None,
+    discretization: str,
+    reverse: bool = False,
+    chunk: int = 64,
+) -> Tensor:
+    """The states after all steps, begun with zero, (batch, heads, headdim, dstate).
+
+    With ``reverse``, the gradient of the states before them; ``x`` is then the gradient of the outputs, and ``B`` is C.
+
+    The kernels split the scaled ``x`` into two operands, hi and lo, so that only the rounding of lo is lost. Tensor cores sum
+    the products of 16 steps and the state, and truncate the sum to float32. The sums of a chunk's logarithms are float32.
+    """
+    dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
+    batch, seqlen, heads, headdim = x.shape
+    x, dt, B = (tensor.to(accumulate) for tensor in (x, dt, B))
+    zeta, gain = _coefficients(dt, A, dt_bias, dt_softplus, dt_limit, discretization)
+    B = B.repeat_interleave(heads // B.shape[2], dim=2)
+    states = x.new_zeros(batch, heads, headdim, B.shape[3])
+    for row, begin, end, _, resets in _sequences(batch, seqlen, seq_idx, None):
+        if resets and reverse:
+            continue
+        state = torch.zeros_like(states[row])
+        chunks = range(begin, end, chunk)
+        for first in reversed(chunks) if reverse else chunks:
+            steps = row, slice(first, min(first + chunk, end))
+            sums = (zeta[steps] / math.log(2)).cumsum(0)
+            weights = sums.exp2() if reverse else (sums[-1] - sums).exp2() * gain[steps]
+            scaled = weights[..., None] * x[steps]
+            hi = scaled.to(dtype).to(accumulate)
+            lo = (scaled - hi).to(dtype).to(accumulate)
+            state = state * sums[-1].exp2()[:, None, None]
+            for operand in (hi, lo):
+                for a, b in zip(operand.double().split(16), B[steps].double().split(16), strict=True):
+                    state = _truncated(state + torch.einsum("jhp,jhn->hpn", a, b), accumulate)
+        states[row] = state
+    return states
+
+
+def _truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds float64 numbers towards zero."""
+    nearest = values.to(dtype)
+    return torch.where(nearest.abs() > values.abs(), nearest.nextafter(torch.zeros_like(nearest)), nearest)
+
+
+def _coefficients(
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], discretization: str
+) -> tuple[Tensor, Tensor]:
+    """The logarithm of the decay, and the gain, of each step."""
+    d = dt if dt_bias is None else dt + dt_bias
+    d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+    gain = reference.coefficients(discretization, d, A)[1]
+    return (d * A).clamp(min=-800), gain  # infinite sums would have NaN differences
 
 
 def _sequences(

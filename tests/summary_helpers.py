@@ -12,7 +12,7 @@ import torch
 from helpers import LAYOUTS, parameter_dtype
 from operator_spec import Cotangents, Inputs, OperatorSpec, Results
 from recurrence_helpers import PLAIN, VARIANTS, Variant
-from ssd_rounding import scan_in_16_bit_products
+from ssd_rounding import states_in_split_products
 from torch import Tensor
 
 from ssm_kernels import reference_summaries
@@ -129,10 +129,10 @@ class SsdChunkScanSummary(Summary):
         return ssd_helpers.scan(**self.scan_inputs(inputs, state))[1]
 
     def evaluate_natively(self, inputs: Inputs, cotangents: Cotangents | None, exact: Results) -> Results:
-        """The final states of the scan's kernels, whose products have operands of 16 bits on CUDA; all else is exact."""
-        native, call = super().evaluate_natively(inputs, cotangents, exact), self.scan_inputs(inputs)
-        if ssd_helpers.has_16_bit_products(call):
-            native["final_states"] = scan_in_16_bit_products(**call)[1].detach()
+        """The final states of the kernels, whose products have operands in fp16 or bf16 on CUDA; all else is exact."""
+        native = super().evaluate_natively(inputs, cotangents, exact)
+        if ssd_helpers.has_16_bit_products(self.scan_inputs(inputs)):
+            native["final_states"] = states_in_split_products(**inputs)
         return native
 
 

@@ -13,10 +13,11 @@ import test_operators_compile as compiled
 import test_operators_torch as generic
 import test_operators_vmap as mapped
 import torch
-from helpers import LAYOUTS, METHODS, Draws, dtypes, parameter_dtype
+from helpers import LAYOUTS, METHODS, Draws, assert_as_accurate, dtypes, parameter_dtype
 from operator_spec import tensor_names, with_gradients
 from operators import over, over_options
 from recurrence_helpers import PLAIN
+from ssd_rounding import states_in_split_products
 from summary_helpers import (
     DISTINCT_SUMMARIES,
     RECURRENCE_SUMMARY_VARIANTS,
@@ -235,15 +236,20 @@ def test_initial_gradient_of_selective_scan(discretization, is_packed, dtype, de
 def test_initial_gradient_of_ssd(resets, dtype, device):
     options = {"batch": 3, "seqlen": 150, "heads": 4, "headdim": 32, "dstate": 64, "groups": 2, "resets": resets}
     inputs = ssd_helpers.make_inputs(**options, dtype=dtype, device=device)
-    names = ("dt", "A", "C", "dt_bias", "dt_softplus", "dt_limit", "discretization", "seq_idx")
-    actual = summaries._ssd_chunk_scan_initial_gradient(inputs["x"], **{name: inputs[name] for name in names})
+    names = ("dt", "A", "dt_bias", "dt_softplus", "dt_limit", "discretization", "seq_idx")
+    shared = {name: inputs[name] for name in names}
+    actual = summaries._ssd_chunk_scan_initial_gradient(inputs["x"], C=inputs["C"], **shared)
     exact = {name: inputs[name].double().cpu() for name in ("x", "dt", "A", "C", "dt_bias")}
     transitions, _ = coefficients("zoh", step_sizes(exact["dt"], exact["dt_bias"], True), exact["A"])
     reads = exact["x"][..., None] * exact["C"].repeat_interleave(2, 2)[..., None, :]
     begins = None if resets is None else summaries._begins(inputs["seq_idx"]).cpu()
     expected = reference_summaries.initial_gradient(transitions[..., None, None], reads, begins)
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    if ssd_helpers.has_16_bit_products(inputs):
+        native = states_in_split_products(inputs["x"], B=inputs["C"], reverse=True, **shared)
+        assert_as_accurate(actual.cpu(), native.cpu(), expected, "initial gradient")
+    else:
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])

@@ -1,5 +1,5 @@
-// ssd_chunk_scan_summary on every device: checks, allocation, Meta, Autograd and Autocast. On CUDA the final states are those
-// of the scan, whose output nobody reads; everything else is matmuls.
+// ssd_chunk_scan_summary on every device: checks, allocation, Meta, Autograd and Autocast. On CUDA the final states, and the
+// gradient of the states before a span, come from the kernels of span_states.cuh; everything else is matmuls.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -58,14 +58,21 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
           allocate(kSummaryGradDtBias, in.dt_bias, at::MemoryFormat::Contiguous)};
 }
 
+// Whether kernels wrote the states: of span_states_cuda.
+bool write_span_states(const Inputs& scan, Discretization method, bool is_reverse, const at::Tensor& states) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (scan.x.is_cuda()) return span_states_cuda(scan, method, is_reverse, states);
+#endif
+  return false;
+}
+
 SummaryOutputs summary_fwd(const SummaryInputs& in) {
   if (in.x.is_meta()) return meta<check_summary_inputs, allocate_summary>(in);
   const Discretization method = check_summary_inputs(in);
   SummaryOutputs outputs = allocate_summary(in);
   Inputs scan = in.scan();
-  if (in.x.is_cuda()) {
-    outputs.final_states = fwd(scan).final_states;
-    outputs.decay.copy_(decay_aten(scan, method));
+  if (write_span_states(scan, method, /*is_reverse=*/false, outputs.final_states)) {
+    outputs.decay.copy_(decay_aten(scan));
   } else {
     scan.C.reset();
     summary_aten(scan, method, outputs);
@@ -90,7 +97,11 @@ at::Tensor allocate_initial_gradient(const SummaryInputs& in) { return allocate_
 
 at::Tensor initial_gradient(const SummaryInputs& in) {
   if (in.x.is_meta()) return meta<check_initial_gradient_inputs, allocate_initial_gradient>(in);
-  return initial_gradient_aten(in.scan(), check_initial_gradient_inputs(in));
+  const Discretization method = check_initial_gradient_inputs(in);
+  const Inputs scan = in.scan();
+  at::Tensor result = allocate_initial_gradient(in);
+  if (!write_span_states(scan, method, /*is_reverse=*/true, result)) result = initial_gradient_aten(scan, method);
+  return result;
 }
 
 // The public operator's arguments: dt_limit in place of dt_min and dt_max.

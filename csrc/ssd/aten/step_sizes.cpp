@@ -13,21 +13,29 @@ namespace {
 
 constexpr double kSoftplusBeta = 1, kSoftplusThreshold = 20;
 
-}  // namespace
-
-Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) {
-  const at::ScalarType accumulate = accumulate_type(dt.scalar_type());
+// The size in the accumulation type; without zeta and the gain.
+Steps load_sizes(const Inputs& in, const at::Tensor& dt) {
   Steps steps;
-  steps.biased = dt.to(accumulate);
+  steps.biased = dt.to(accumulate_type(dt.scalar_type()));
   if (is_present(in.dt_bias)) steps.biased = steps.biased + *in.dt_bias;
   steps.unclamped = in.dt_softplus ? at::softplus(steps.biased, kSoftplusBeta, kSoftplusThreshold) : steps.biased;
   const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
-  steps.size = at::clamp(steps.unclamped, dt_min, dt_max).to(at::kDouble);
+  steps.size = at::clamp(steps.unclamped, dt_min, dt_max);
+  return steps;
+}
+
+}  // namespace
+
+at::Tensor step_sizes(const Inputs& in, const at::Tensor& dt) { return load_sizes(in, dt).size; }
+
+Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) {
+  Steps steps = load_sizes(in, dt);
+  steps.size = steps.size.to(at::kDouble);
   steps.zeta = steps.size * in.A.to(at::kDouble);
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
     const TensorValue zeta(steps.zeta);
-    steps.gain = (steps.size * current_gain(Rule(), zeta, Rule::basis(zeta)).tensor).to(accumulate);
+    steps.gain = (steps.size * current_gain(Rule(), zeta, Rule::basis(zeta)).tensor).to(accumulate_type(dt.scalar_type()));
   });
   return steps;
 }

@@ -20,6 +20,9 @@ struct Steps {
 // The steps of in.dt, or of a part of it; heads are the last axis.
 Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt);
 
+// d alone, in the accumulation type.
+at::Tensor step_sizes(const Inputs& in, const at::Tensor& dt);
+
 struct StepGrads {
   at::Tensor biased;  // of dt; summed over the steps, of dt_bias; float64
   at::Tensor A;       // (heads,), float64

@@ -48,7 +48,7 @@ class SummaryAdjoint {
     const at::TensorOptions doubles = in.A.options().dtype(at::kDouble);
     sum_A_ = at::zeros({scan_.heads}, doubles);
     sum_dt_bias_ = at::zeros({scan_.heads}, doubles);
-    if (is_present(bwd.grad_decay)) grad_total_ = bwd.grad_decay->to(at::kDouble) * decay_aten(in, method).to(at::kDouble);
+    if (is_present(bwd.grad_decay)) grad_total_ = bwd.grad_decay->to(at::kDouble) * decay_aten(in).to(at::kDouble);
   }
 
   void compute() {
@@ -108,8 +108,9 @@ class SummaryAdjoint {
 
 }  // namespace
 
-at::Tensor decay_aten(const Inputs& in, Discretization method) {
-  return zero_where_cut(make_steps(in, method, in.dt).zeta.sum(1).exp().to(in.A.scalar_type()), in.seq_idx);
+at::Tensor decay_aten(const Inputs& in) {
+  at::Tensor total = step_sizes(in, in.dt).sum(1, /*keepdim=*/false, at::kDouble) * in.A.to(at::kDouble);
+  return zero_where_cut(total.exp_().to(in.A.scalar_type()), in.seq_idx);
 }
 
 void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs& outputs) {

@@ -1,7 +1,7 @@
-// CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh) run on the current stream. The fallback, ATen matmuls
-// (ssd/aten/chunked_scan.h), runs fp64 calls and calls whose tiles exceed a block's shared memory. The host waits for the
-// device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured, and the fallback
-// copies them to the host.
+// CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh, span_states.cuh) run on the current stream. The
+// fallback, ATen matmuls (ssd/aten/chunked_scan.h), runs fp64 calls and calls whose tiles exceed a block's shared memory. The
+// host waits for the device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured,
+// and the fallback copies them to the host.
 //
 // States at chosen positions: the one pass of forward stores the states between chunks that the positions need. Those at
 // multiples of kChunk are among them. For any other position, forward runs once more, on its steps since the multiple before.
@@ -126,6 +126,13 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
   launch_backward(present, method, grads);
   return grads;
+}
+
+bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states) {
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  if (!have_kernels_for(in, /*is_backward=*/true)) return false;
+  launch_span_states(in, method, is_reverse, states);
+  return true;
 }
 
 std::string plan_cuda(const Inputs& in, bool is_backward) {

@@ -27,6 +27,12 @@ void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const a
 // Writes the gradients that bwd.needs_grad asks for.
 void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads);
 
+// Columns of a state that backward's kernels take at a time.
+int64_t backward_columns_at_once(const Inputs& in);
+
+// Writes the states that span_states_cuda computes.
+void launch_span_states(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states);
+
 // For plan_cuda: the kernels that launch_forward and launch_backward launch.
 std::string describe_kernel(const at::Tensor& x, bool uses_wgmma);
 std::string describe_forward(const Inputs& in, Discretization method);

@@ -52,6 +52,9 @@ SSM_HOST_DEVICE constexpr int64_t first_step(int64_t chunk) { return chunk * kCh
 // The most chunks of packed sequences: one of n steps has n / kChunk full chunks and at most one more.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
+// The directions in time whose states a launch computes.
+enum class Directions : int { kBoth, kForward, kReverse };
+
 // How a call divides into work tiles. A state tile is kStateRows rows and up to kStateColumns columns of one head's state. A
 // work tile is one sequence of one group's pair of state tiles, all its chunks.
 struct WorkPartition {
@@ -59,11 +62,13 @@ struct WorkPartition {
   int tiles_per_group = 0;
   int work_tiles_per_group = 0, work_tiles_per_entry = 0;
   int64_t work_tiles = 0;
-  int64_t chunks = 0;  // of a work tile, if sequences are not packed
-  int segments = 1;    // of each work tile, in backward
+  int64_t chunks = 0;                         // of a work tile, if sequences are not packed
+  int segments = 1;                           // of each work tile, in backward
+  Directions directions = Directions::kBoth;  // of backward's states
   // If work tiles have several segments: for each of these, and for each state tile, the state at its end, in the order of the
   // threads' registers, (segments, kWarpgroups, tile_columns / 8, threads, 4), and its decay, (segments, kWarpgroups). Forward
-  // has one for each block (scheduler.cuh), backward all but the last of a work tile.
+  // has one for each block (scheduler.cuh), backward all but the last of a work tile, and the states after a span
+  // (span_states.cuh) all.
   float *states = nullptr, *decays = nullptr;
   int stages = 1;  // of a kernel's pipeline, as many as fit in shared memory: set at its launch
 };
@@ -119,6 +124,10 @@ cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t s
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
                            cudaStream_t stream);
+// Writes the states after a span, begun with zero, in the partition's one direction: (batch, heads, headdim, dstate).
+template <typename Scalar>
+cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, bool uses_wgmma,
+                                   int max_shared_bytes, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);
 

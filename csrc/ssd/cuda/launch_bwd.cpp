@@ -356,15 +356,14 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
   }
 }
 
-// Columns of a state that the kernels take at a time.
-int64_t columns_at_once(const Inputs& in) {
+}  // namespace
+
+int64_t backward_columns_at_once(const Inputs& in) {
   return std::min(in.B.size(3), backward_columns(in.x.scalar_type() == at::kFloat, max_shared_bytes(in.x)));
 }
 
-}  // namespace
-
 void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads) {
-  const int64_t columns = columns_at_once(bwd.in);
+  const int64_t columns = backward_columns_at_once(bwd.in);
   if (columns == bwd.in.B.size(3)) {
     run_in_sub_batches(bwd, method, grads, /*adds_parameters=*/false);
   } else {
@@ -374,7 +373,7 @@ void launch_backward(const BwdInputs& bwd, Discretization method, const GradTens
 
 std::string describe_backward(const Inputs& in) {
   Inputs at_once = in;
-  const int64_t columns = columns_at_once(in);
+  const int64_t columns = backward_columns_at_once(in);
   at_once.B = in.B.narrow(3, 0, columns);
   int sub_batches = 0;
   for_each_sub_batch(at_once, [&](const Range&) { ++sub_batches; });

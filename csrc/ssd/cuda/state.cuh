@@ -168,12 +168,15 @@ struct SegmentSummaries {
     if (threadIdx.x % kWarpgroupThreads == 0) decays[index] = decay;
   }
 
-  // Takes a state through the segments of indices first, first + stride, ... below end, in that order.
-  __device__ __forceinline__ void fold_into(State<dstate>& state, int first, int end, int stride) const {
+  // Takes a state, or its blocks of columns from first_block on, through the segments of indices first, first + stride, ...
+  // below end, in that order.
+  template <int columns>
+  __device__ __forceinline__ void fold_into(State<columns>& state, int first, int end, int stride, int first_block = 0) const {
 #pragma unroll 1
     for (int index = first; index < end; index += stride) {
       const float decay = __ldcg(decays + index);
-      state.read_registers(registers_of(index), [&](float (&values)[4], const float (&stored)[4]) {
+      const float* const source = registers_of(index) + first_block * (kWarpgroupThreads * 4);
+      state.read_registers(source, [&](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = cuda::AffineMap<float>{decay, stored[i]}(values[i], decay == kReset);
       });

@@ -15,7 +15,7 @@
 //   kBwdSummary  where backward has fewer work tiles than the device has room for, each is split into segments of equally many
 //                chunks, and each block takes one. This launch comes first and stores each segment's summary: the state after
 //                it, begun with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first
-//                state.
+//                state. Launched for one direction alone, all blocks compute S, or all compute T (span_states.cuh).
 //   kFwdSummary  computes forward's summaries (scheduler.cuh): of a block's one segment, if any, whose work tile continues in
 //                the next block's range.
 //
@@ -71,17 +71,20 @@ struct FwdSegment : WorkSpan {
 };
 
 // A block's segment of a work tile in backward. The first blocks have the first segments of all work tiles, forward in time and
-// then backward, the next ones the second segments, and so on: blocks that run at the same time read the same group rows. All
-// segments of a work tile have equally many chunks; the last ones may have fewer, or none.
+// then backward, the next ones the second segments, and so on: blocks that run at the same time read the same group rows. A
+// launch for one direction has no blocks for the other. All segments of a work tile have equally many chunks; the last ones may
+// have fewer, or none.
 struct DirectedSegment : WorkSpan {
   int index;  // in scan order
   bool is_reverse;
   int first_chunk;  // of the sequence, in time
 
   __device__ __forceinline__ DirectedSegment(const SsdBwdParams& p, const WorkPartition& partition)
-      : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)),
-        index(blockIdx.x / static_cast<unsigned>(partition.work_tiles) / kDirections),
-        is_reverse(blockIdx.x / static_cast<unsigned>(partition.work_tiles) % kDirections != 0) {
+      : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)) {
+    const unsigned segment = blockIdx.x / static_cast<unsigned>(partition.work_tiles);
+    const bool has_both = partition.directions == Directions::kBoth;
+    index = static_cast<int>(has_both ? segment / kDirections : segment);
+    is_reverse = has_both ? segment % kDirections != 0 : partition.directions == Directions::kReverse;
     const int length = (chunks + partition.segments - 1) / partition.segments;
     const int begin = min(index * length, chunks), end = min(begin + length, chunks);
     first_chunk = is_reverse ? chunks - end : begin;

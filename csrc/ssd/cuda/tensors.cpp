@@ -70,7 +70,7 @@ KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
 KernelInputs::KernelInputs(const Inputs& in, Discretization method)
     : x(as_rows(in.x)),
       B(as_rows(in.B)),
-      C(as_rows(in.C)),
+      C(in.C.is_same(in.B) ? B : as_rows(in.C)),
       in_(in),
       method_(method),
       more_rows_(padding(in.x.size(3))),

@@ -1,8 +1,10 @@
 #include "ssd/cuda/bwd.cuh"
+#include "ssd/cuda/span_states.cuh"
 
 namespace ssm_kernels::ssd {
 
 template cudaError_t launch_ssd_bwd<__half>(const SsdBwdParams&, const WorkPartition&, bool, int, cudaStream_t);
+template cudaError_t launch_ssd_span_states<__half>(const SsdBwdParams&, const WorkPartition&, float*, bool, int, cudaStream_t);
 template cudaError_t launch_ssd_bwd_gate<__half>(const GateBwdParams&, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd

@@ -1,0 +1,90 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+
+#include "common/integers.h"
+#include "cuda/device.h"
+#include "cuda/scalar_types.h"
+#include "ssd/cuda/host_launch.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+// Segments of each work tile, for the least time in chunks: a round of one block per multiprocessor takes the time of a
+// segment's chunks, and about that of kChunksOfOverhead to begin, and to store and fold its summary.
+int64_t choose_segments(const WorkPartition& partition, int64_t multiprocessors) {
+  constexpr int64_t kChunksOfOverhead = 8;
+  const auto time = [&](int64_t segments) {
+    return ceil_div(partition.work_tiles * segments, multiprocessors) *
+           (ceil_div(partition.chunks, segments) + kChunksOfOverhead);
+  };
+  int64_t best = 1;
+  for (int64_t segments = 2; segments <= std::min(partition.chunks, multiprocessors); ++segments) {
+    if (time(segments) < time(best)) best = segments;
+  }
+  return best;
+}
+
+// A call whose states have at most as many columns as the kernels take.
+void launch_part(const Inputs& in, Discretization method, Directions direction, const at::Tensor& states) {
+  const KernelInputs inputs(in, method);
+  SsdBwdParams params;
+  inputs.fill(params);
+  params.grad_out = params.x;
+  WorkPartition partition = inputs.partition();
+  partition.directions = direction;
+  const int64_t segments = choose_segments(partition, cuda::multiprocessor_count(in.x.get_device()));
+  partition.segments = static_cast<int>(segments);
+  const int64_t columns = tile_columns(params.dstate), places = partition.work_tiles * segments * kWarpgroups,
+                elements = kStateRows * columns;
+  check_count(std::max(places, partition.work_tiles * kWarpgroups * columns), "blocks");
+  const at::Tensor summaries = at::empty({places, elements + 1}, in.A.options());
+  partition.states = summaries.data_ptr<float>();
+  partition.decays = partition.states + places * elements;
+
+  const KernelResult result = inputs.result_as_states(states);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int max_shared_bytes = ssd::max_shared_bytes(in.x);
+  const bool uses_wgmma = use_wgmma(in.x);
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
+    return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), uses_wgmma,
+                                                    max_shared_bytes, stream);
+  }));
+  result.finish();
+}
+
+}  // namespace
+
+// Some rows of the batch, and some columns of their states, at a time: the summaries of one segment take at most
+// kWorkspaceBytes, or DebugOption::kSsdWorkspaceBytes if that is less.
+void launch_span_states(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states) {
+  constexpr int64_t kWorkspaceBytes = int64_t(256) << 20;
+  const Directions direction = is_reverse ? Directions::kReverse : Directions::kForward;
+  const int64_t batch = in.x.size(0), dstate = in.B.size(3), columns = backward_columns_at_once(in);
+  const int64_t row_elements = in.x.size(2) * row_blocks(in.x.size(3)) * kStateRows * tile_columns(columns);
+  const int64_t most_bytes = std::min(debug_option(DebugOption::kSsdWorkspaceBytes), kWorkspaceBytes);
+  const int64_t rows = std::max<int64_t>(1, most_bytes / (row_elements * static_cast<int64_t>(sizeof(float))));
+  for (int64_t row = 0; row < batch; row += rows) {
+    const auto of_rows = [&](const at::Tensor& tensor) { return tensor.narrow(0, row, std::min(rows, batch - row)); };
+    Inputs part = in;
+    part.x = of_rows(in.x);
+    part.dt = of_rows(in.dt);
+    if (is_present(in.seq_idx)) part.seq_idx = of_rows(*in.seq_idx);
+    for (int64_t column = 0; column < dstate; column += columns) {
+      const int64_t count = std::min(columns, dstate - column);
+      part.B = part.C = of_rows(in.B).narrow(3, column, count);
+      launch_part(part, method, direction, of_rows(states).narrow(3, column, count));
+    }
+  }
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

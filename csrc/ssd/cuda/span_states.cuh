@@ -1,0 +1,48 @@
+// SSD on CUDA: the states that the scan of a span leaves, begun with zero, for context parallelism. Forward in time these are
+// the final states. Backward in time they are the gradient of the states before the span, from the gradients of its outputs.
+//
+// The launch has two kernels. The first is backward's state pass in one direction (state_passing.cuh, StatesPass::kBwdSummary):
+// it splits each work tile into segments along time and stores the summaries of all of them, and no state before a chunk. The
+// second, below, folds the summaries in scan order, and stores the states as (batch, heads, headdim, dstate).
+#pragma once
+
+#include "ssd/cuda/state_passing.cuh"
+
+namespace ssm_kernels::ssd {
+
+// A block has kBlockColumns columns of a state tile.
+constexpr int kBlockColumns = 8;
+
+template <int columns>
+static __global__ void __launch_bounds__(kWarpgroupThreads)
+    ssd_fold_summaries_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ WorkPartition work,
+                              float* states) {
+  constexpr int kBlocks = columns / kBlockColumns;
+  const int tile = static_cast<int>(blockIdx.x) / kBlocks, block = static_cast<int>(blockIdx.x) % kBlocks;
+  const WorkSpan at(p, work, tile / kWarpgroups);
+  StateTile state_tile(p, work, at, tile % kWarpgroups);
+  if (!state_tile.is_there()) return;
+  state_tile.first_column += block * kBlockColumns;
+  const int tiles = static_cast<int>(work.work_tiles) * kWarpgroups;  // from one segment of a work tile to the next
+  State<kBlockColumns> state;
+  state.clear();
+  SegmentSummaries<columns>{work.states, work.decays}.fold_into(state, tile, tiles * work.segments, tiles, block);
+  state.store(p, states_of(p, states, at.entry), state_tile, FragmentLane());
+}
+
+template <typename Scalar>
+cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, bool uses_wgmma,
+                                   int max_shared_bytes, cudaStream_t stream) {
+  return visit_kernels<Scalar, kStateColumns>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+    using Mma = decltype(mma);
+    constexpr int kColumns = decltype(columns)::value;
+    const int available = Mma::kIsAsync ? kSm90SharedBytes : max_shared_bytes;
+    const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwdSummary, Mma>(
+        partition.work_tiles * partition.segments, available, stream, params, partition);
+    if (error != cudaSuccess) return error;
+    return cuda::launch(ssd_fold_summaries_kernel<kColumns>, partition.work_tiles * kWarpgroups * (kColumns / kBlockColumns),
+                        kWarpgroupThreads, 0, stream, /*uses_pdl=*/false, params, partition, states);
+  });
+}
+
+}  // namespace ssm_kernels::ssd
