@@ -90,10 +90,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_kernels("_selective_scan_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + scan_summary_arguments +
               ", bool[5] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor "
               "grad_delta_bias)");
-  // The gradient of the state before a span, from the gradients of <C, h>: sum over t of (product of Abar up to t) C_t
-  // grad_out_t.
+  // The gradient of the state before a span, from the gradients of <C, h> silu(z): sum over t of (product of Abar up to t) C_t
+  // grad_out_t silu(z_t).
   def_kernels(
-      "_selective_scan_initial_gradient(Tensor grad_out, Tensor delta, Tensor A, Tensor C, Tensor? delta_bias, "
+      "_selective_scan_initial_gradient(Tensor grad_out, Tensor delta, Tensor A, Tensor C, Tensor? z, Tensor? delta_bias, "
       "str discretization, bool delta_softplus) -> Tensor");
 
   // One step of the scan, the state updated in place.

@@ -64,9 +64,8 @@ def selective_scan_summary(
         span of no steps has the last state 0 and the decay 1. Both are differentiable with respect to every floating-point
         tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    The CPU's kernel writes nothing but the two results. On CUDA the operator runs the scan and drops its output; a rule that is
-    not exponential takes a second scan for the decay. Backward runs the scan and its adjoint on both devices. Autograd saves
-    the inputs only.
+    The kernels write nothing but the two results and, on CUDA, states of segments of time. Backward runs the scan and its
+    adjoint on both devices. Autograd saves the inputs only.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -316,6 +315,7 @@ def _selective_scan_initial_gradient(
     A: Tensor,
     C: Tensor,
     *,
+    z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     discretization: str = "zoh",
     delta_softplus: bool = False,
@@ -323,17 +323,19 @@ def _selective_scan_initial_gradient(
 ) -> Tensor:
     """The gradient of the state before all steps, (batch, dim, dstate), from the gradients of the outputs alone.
 
-    It is the sum over t of (product of Abar up to t) C_t grad_out_t, over the steps of the first sequence of each row. The
-    gradient of the last state adds ``decay`` times itself.
+    It is the sum over t of (product of Abar up to t) C_t grad_out_t silu(z_t), over the steps of the first sequence of each
+    row. The gradient of the last state adds ``decay`` times itself.
 
     Args:
-        grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``delta``.
+        grad_out: the gradient of the outputs, dtype of ``delta``.
+        z: the gate of the outputs, or None.
     """
     if seq_idx is not None:
         is_first = (_begins(seq_idx).cumsum(1) == 0)[:, None]
         grad_out, delta, C = _only(is_first, grad_out), _only(is_first, delta), _only(is_first, C)
+        z = None if z is None else _only(is_first, z)
     result: Tensor = torch.ops.ssm_kernels._selective_scan_initial_gradient(
-        grad_out, delta, A, C, delta_bias, discretization, delta_softplus
+        grad_out, delta, A, C, z, delta_bias, discretization, delta_softplus
     )
     return result
 

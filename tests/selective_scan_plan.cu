@@ -58,12 +58,14 @@ void print(const char* dtype, const Options& o, const DeviceLimits& device) {
   fwd.out = fwd.u;
   if (o.saves) fwd.chunk_states = present;
   line("forward", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster));
+  if (!o.packed) line("summary", plan_carry_pass<Scalar>(fwd, device));
   if (!o.saves) return;
   SelectiveScanBwdParams bwd;
   set_inputs(bwd, o);
   bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
   bwd.grad_z = bwd.z;
   line("backward", plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster));
+  if (!o.packed) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device));
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ import test_operators_compile as compiled
 import test_operators_torch as generic
 import test_operators_vmap as mapped
 import torch
-from helpers import LAYOUTS, METHODS, Draws, assert_as_accurate, dtypes, parameter_dtype
+from helpers import LAYOUTS, METHODS, Draws, assert_as_accurate, dtypes, move_all, parameter_dtype
 from operator_spec import tensor_names, with_gradients
 from operators import over, over_options
 from recurrence_helpers import PLAIN
@@ -36,6 +36,10 @@ OPERATOR = "every operator"
 
 ALL = {"selective_scan": SELECTIVE_SUMMARY, "ssd_chunk_scan": SSD_SUMMARY} | RECURRENCE_SUMMARY_VARIANTS
 every_summary, every_distinct = over(SUMMARIES), over(DISTINCT_SUMMARIES)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def all_cases(operators: dict[str, Summary]) -> pytest.MarkDecorator:
@@ -138,6 +142,48 @@ def test_decay_of_a_long_span_becomes_zero(a):
     assert torch.equal(decay, torch.zeros(1, 16, 3))
 
 
+@pytest.mark.parametrize(
+    ("discretization", "dtype"),
+    [
+        *((method, torch.float32) for method in METHODS),
+        *itertools.product(["zoh", "bilinear"], [torch.float64, torch.bfloat16, torch.float16]),
+    ],
+    ids=str,
+)
+def test_long_span_of_selective_scan(discretization, dtype, device):
+    """Transitions near 1, so that the decay is far from zero. On CUDA time is cut into segments."""
+    sizes = {"batch": 1, "dim": 40, "dstate": 5, "seqlen": 4300, "groups": 2}
+    for layout in ("contiguous", "transposed"):
+        inputs = SELECTIVE_SUMMARY.make_inputs(
+            **sizes, layout=layout, discretization=discretization, dtype=dtype, device=device
+        )
+        inputs["A"] = 1e-3 * inputs["A"]
+        if layout == "contiguous":
+            native, exact = (
+                SELECTIVE_SUMMARY.reference(**{name: cast(value, of) for name, value in inputs.items()})
+                for of in (parameter_dtype(dtype), torch.float64)
+            )
+        for name, *results in zip(SELECTIVE_SUMMARY.results, SELECTIVE_SUMMARY(**inputs), native, exact, strict=True):
+            if dtype == torch.float64:
+                torch.testing.assert_close(*results[:2], rtol=1e-11, atol=1e-11)
+            else:
+                assert_as_accurate(*results, name)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+def test_sum_of_step_sizes(dtype, layout, device):
+    """Lengths and numbers of channels around the parts and vectors of the CUDA kernel."""
+    for dim, seqlen in itertools.product((1, 7, 8, 256, 264), (1, 31, 1024, 1025, 2056)):
+        options = {"batch": 2, "dim": dim, "dstate": 1, "seqlen": seqlen, "B": "constant"}
+        inputs = SELECTIVE_SUMMARY.make_inputs(**options, layout=layout, dtype=dtype, device=device)
+        inputs["A"] = -torch.ones_like(inputs["A"]) / (1 + seqlen)
+        sizes = step_sizes(inputs["delta"].double(), inputs["delta_bias"].double()[:, None], True)
+        expected = torch.exp(inputs["A"].double() * sizes.sum(2, keepdim=True))
+        tolerance = 1e-12 if dtype == torch.float64 else 3e-7
+        torch.testing.assert_close(SELECTIVE_SUMMARY(**inputs)[1].double(), expected, rtol=tolerance, atol=0)
+
+
 @every_summary
 def test_no_steps_and_no_rows(operator, device):
     for size in ({"seqlen": 0}, {"batch": 0}):
@@ -208,27 +254,86 @@ def test_steps_of_a_sequence_that_began_earlier(device):
 # ----- the gradient of the state before a span
 
 
-@dtypes(torch.float64, torch.float32, torch.bfloat16)
+def gate_and_reads(inputs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Abar and what reads the states, silu(z) times u as the gradients of the outputs, (batch, seqlen, dim, dstate)."""
+    exact = {name: cast(value, dtype) for name, value in move_all(inputs, "cpu").items()}
+    bias, z, C, dim = exact["delta_bias"], exact["z"], exact["C"], exact["A"].shape[0]
+    steps = step_sizes(exact["delta"], None if bias is None else bias[:, None], inputs["delta_softplus"])
+    Abar, _ = coefficients(inputs["discretization"], steps.movedim(2, 1)[..., None], exact["A"])
+    if C.dim() > 2:
+        C = C if C.dim() == 4 else C[:, None]
+        C = C.repeat_interleave(dim // C.shape[1], 1).movedim(3, 1)
+    grad_y = exact["u"] if z is None else exact["u"] * torch.nn.functional.silu(z)
+    return Abar, C * grad_y.movedim(2, 1)[..., None]
+
+
+def mirrored(inputs: dict[str, Any]) -> dict[str, Any]:
+    names = ("delta", "A", "C", "z", "delta_bias", "discretization", "delta_softplus", "seq_idx")
+    return {name: inputs[name] for name in names}
+
+
+def assert_matches_initial_gradient(inputs: dict[str, Any]) -> None:
+    """The mirror with ``u`` as the gradients of the outputs: float64 to 1e-12, else by the low-precision rule."""
+    seq_idx, dtype = inputs["seq_idx"], parameter_dtype(inputs["u"].dtype)
+    begins = None if seq_idx is None else summaries._begins(seq_idx).cpu()
+    actual = summaries._selective_scan_initial_gradient(inputs["u"], **mirrored(inputs)).cpu()
+    exact, native = (reference_summaries.initial_gradient(*gate_and_reads(inputs, of), begins) for of in (torch.float64, dtype))
+    if dtype == torch.float64:
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+    else:
+        assert_as_accurate(actual, native, exact, "initial gradient")
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+@pytest.mark.parametrize("z", [False, True], ids=["no_z", "z"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("discretization", METHODS)
-def test_initial_gradient_of_selective_scan(discretization, is_packed, dtype, device):
-    inputs = selective_scan_helpers.make_inputs(
-        batch=3, seqlen=70, dim=6, groups=2, discretization=discretization, dtype=dtype, device=device
-    )
-    grad_out, begins = inputs["u"], None
-    call = {name: inputs[name] for name in ("delta", "A", "C", "delta_bias", "discretization", "delta_softplus")}
-    if is_packed:
-        call["seq_idx"] = ssd_helpers.make_seq_idx(((20, 60), (), (1,)), 70).to(device)
-        begins = summaries._begins(call["seq_idx"]).cpu()
-    actual = summaries._selective_scan_initial_gradient(grad_out, **call)
-    exact = {name: value.double().cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    steps = step_sizes(exact["delta"], exact["delta_bias"][:, None], True)
-    Abar, _ = coefficients(discretization, steps.movedim(2, 1)[..., None], exact["A"])
-    reads = exact["C"].repeat_interleave(3, 1).movedim(3, 1) * exact["u"].movedim(2, 1)[..., None]
-    expected = reference_summaries.initial_gradient(Abar, reads, begins)
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    assert actual.dtype == parameter_dtype(dtype)
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+def test_initial_gradient_of_selective_scan(discretization, is_packed, z, dtype, device):
+    resets = ((20, 60), (), (1,)) if is_packed else None
+    sizes = {"batch": 3, "seqlen": 70, "dim": 6, "groups": 2, "resets": resets}
+    options = {"discretization": discretization, "dtype": dtype, "device": device}
+    assert_matches_initial_gradient(selective_scan_helpers.make_inputs(**sizes, **options, z=z))
+
+
+# Around a tile of the CUDA kernel, 32 channels of 64 steps; and few channels of many steps, which are cut into segments there.
+SPANS: dict[str, dict[str, Any]] = {
+    **{f"{seqlen} steps": {"seqlen": seqlen} for seqlen in (0, 1, 63, 64, 65, 128, 129)},
+    **{f"{dim} channels": {"dim": dim, "seqlen": 70} for dim in (1, 31, 32, 33, 70)},
+    **{f"{dstate} states": {"dstate": dstate, "seqlen": 70} for dstate in (1, 8, 16, 17, 256)},
+    "groups": {"dim": 64, "groups": 4, "seqlen": 70},
+    "constant": {"B": "constant", "C": "constant", "seqlen": 70},
+    "required_only": selective_scan_helpers.MINIMAL | {"seqlen": 70},
+    **{f"segments, {seqlen} steps": {"batch": 1, "dim": 5, "seqlen": seqlen} for seqlen in (257, 1024, 4097)},
+    "segments, groups": {"batch": 1, "dim": 64, "groups": 2, "dstate": 16, "seqlen": 3000},
+    "segments, constant": {"batch": 1, "B": "constant", "C": "constant", "seqlen": 3001},
+    "segments, no_z": {"batch": 1, "z": False, "seqlen": 3001},
+    "segments, resets": {"batch": 1, "resets": ((2500,),), "seqlen": 3001},
+    "rows": {"batch": 70, "dim": 70, "seqlen": 65},
+}
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+@pytest.mark.parametrize("sizes", SPANS.values(), ids=[*SPANS])
+def test_initial_gradient_of_every_span(sizes, dtype, device):
+    for layout in ("contiguous", "transposed"):
+        inputs = selective_scan_helpers.make_inputs(**sizes, layout=layout, dtype=dtype, device=device)
+        assert_matches_initial_gradient(inputs)
+        # Transitions near 1, so that the last steps count.
+        assert_matches_initial_gradient(inputs | {"A": 1e-3 * inputs["A"]})
+
+
+def test_initial_gradient_of_expanded_tensors(device):
+    inputs = selective_scan_helpers.make_inputs(seqlen=70, groups=2, device=device)
+    inputs |= {name: inputs[name][:, :1].expand_as(inputs[name]) for name in ("u", "delta", "z", "C")}
+    assert_matches_initial_gradient(inputs)
+
+
+def test_initial_gradient_of_a_sequence_before_a_nan(device):
+    inputs = selective_scan_helpers.make_inputs(seqlen=70, resets=((20,),), device=device)
+    expected = summaries._selective_scan_initial_gradient(inputs["u"], **mirrored(inputs))
+    for name in ("u", "delta", "z", "C"):
+        inputs[name][..., 30] = torch.nan
+    torch.testing.assert_close(summaries._selective_scan_initial_gradient(inputs["u"], **mirrored(inputs)), expected)
 
 
 @dtypes(torch.float64, torch.float32, torch.bfloat16)
@@ -281,15 +386,17 @@ def test_initial_gradient_of_packed_sequences(reverse, device):
         torch.testing.assert_close(row[None], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_initial_gradient_completes_that_of_the_scan(device):
+@pytest.mark.parametrize("z", [False, True], ids=["no_z", "z"])
+@pytest.mark.parametrize("seqlen", [5, 300])
+def test_initial_gradient_completes_that_of_the_scan(seqlen, z, device):
     """With ``decay`` times the gradient of the last state, it is what the scan's adjoint returns."""
-    inputs = selective_scan_helpers.make_inputs(z=False, D=False, device=device)
+    inputs = selective_scan_helpers.make_inputs(z=z, D=False, seqlen=seqlen, device=device)
     leaves = with_gradients(inputs, ["initial_state"])
     out, last_state = selective_scan_helpers.SELECTIVE_SCAN(**leaves)
     grad_out, grad_last_state = (Draws(1).normal(*x.shape).to(device) for x in (out, last_state))
     (expected,) = torch.autograd.grad((out, last_state), leaves["initial_state"], (grad_out, grad_last_state))
     shared = {name: inputs[name] for name in ("delta", "A", "delta_bias", "discretization", "delta_softplus")}
-    of_outputs = summaries._selective_scan_initial_gradient(grad_out, C=inputs["C"], **shared)
+    of_outputs = summaries._selective_scan_initial_gradient(grad_out, C=inputs["C"], z=inputs["z"], **shared)
     decay = ssm_kernels.selective_scan_summary(inputs["u"], B=inputs["B"], **shared)[1]
     torch.testing.assert_close(of_outputs + decay * grad_last_state, expected, rtol=1e-12, atol=1e-12)
 
@@ -311,8 +418,9 @@ def test_opcheck_of_the_internal_operators(operator, device):
 def test_opcheck_of_the_initial_gradients(device):
     options = {"dtype": torch.float32, "device": device}
     inputs = selective_scan_helpers.make_inputs(**options)
-    arguments = [inputs[name] for name in ("u", "delta", "A", "C", "delta_bias")]
-    torch.library.opcheck(generic.ops._selective_scan_initial_gradient.default, (*arguments, "zoh", True))
+    for z in (inputs["z"], None):
+        arguments = (*(inputs[name] for name in ("u", "delta", "A", "C")), z, inputs["delta_bias"], "zoh", True)
+        torch.library.opcheck(generic.ops._selective_scan_initial_gradient.default, arguments)
     inputs = ssd_helpers.make_inputs(**options)
     arguments = [inputs[name] for name in ("x", "dt", "A", "C", "dt_bias")]
     torch.library.opcheck(

@@ -128,7 +128,8 @@ struct SelectiveScanFwdParams : SelectiveScanParams {
 };
 
 // A pass over all steps that writes no outputs, with one matrix, B: the summary, from u and B to the last state from zero, or
-// the gradient of the state before all steps, from the gradients of the outputs (in place of u) and C (in place of B).
+// the gradient of the state before all steps, from the gradients of the outputs (in place of u), z if the outputs have a gate,
+// and C (in place of B).
 struct SelectiveScanSummaryParams : SelectiveScanParams {
   bool is_adjoint = false;
   void* state = nullptr;  // (batch, dim, dstate), contiguous

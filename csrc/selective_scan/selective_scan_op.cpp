@@ -158,9 +158,6 @@ ChannelView channel_view(const OptionalTensor& tensor) {
   return {tensor->const_data_ptr(), tensor->stride(0)};
 }
 
-namespace {
-
-// Fills the parameters that forward and backward share.
 void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, const PackedRows& rows) {
   params.batch = params.rows = in.u.size(0);
   if (rows.fields.defined()) {
@@ -186,6 +183,8 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.D = channel_view(in.D);
   params.delta_bias = channel_view(in.delta_bias);
 }
+
+namespace {
 
 // The fields of the sequences of cu_seqlens in a reverse scan. Nobody has checked the values while a CUDA graph is captured: no
 // row may leave the tensors.

@@ -146,6 +146,8 @@ MatrixView matrix_view(const at::Tensor& tensor, Access access, bool reverse = f
 StateView state_view(const OptionalTensor& tensor);
 ChannelView channel_view(const OptionalTensor& tensor);
 
+// The parameters that all kernels share.
+void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, const PackedRows& rows);
 SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const PackedRows& rows,
                                        const FwdOutputs& outputs);
 // `chunk_states` are those of bwd, contiguous. Gradients without elements are absent: their views are empty, their pointers

@@ -1,5 +1,5 @@
 // selective_scan_summary on every device: checks, allocation, Meta, Autograd and Autocast, and the composition of scans that is
-// its kernel on CUDA and its adjoint on all devices.
+// its adjoint on all devices.
 //
 //   last_state   the last state of the scan, begun with zero
 //   decay        e^(A sum of delta) where Abar is an exponential, with the sum in fp64; else the last state of the scan without
@@ -28,17 +28,17 @@ namespace {
 
 constexpr char kSummaryOp[] = "selective_scan_summary";
 
+std::array<c10::SymInt, 3> state_shape(const at::Tensor& u, const at::Tensor& A) {
+  return {u.sym_size(0), u.sym_size(1), A.sym_size(1)};
+}
+
+}  // namespace
+
 bool has_exponential_transition(Discretization method) {
   bool result = false;
   visit_discretization(method, [&](auto rule) { result = decltype(rule)::kExponential; });
   return result;
 }
-
-std::array<c10::SymInt, 3> state_shape(const SummaryInputs& in) {
-  return {in.u.sym_size(0), in.u.sym_size(1), in.A.sym_size(1)};
-}
-
-}  // namespace
 
 Inputs SummaryInputs::scan() const {
   Inputs scan;
@@ -53,19 +53,25 @@ Inputs SummaryInputs::scan() const {
   return scan;
 }
 
-SummaryInputs InitialGradientInputs::as_summary() const {
-  return {grad_out, delta, A, C, delta_bias, discretization, delta_softplus};
+Inputs InitialGradientInputs::scan() const {
+  Inputs scan = SummaryInputs{grad_out, delta, A, C, delta_bias, discretization, delta_softplus}.scan();
+  scan.z = z;
+  return scan;
 }
 
 Discretization check_summary_inputs(const SummaryInputs& in) { return check_inputs_of(kSummaryOp, in.scan()); }
 
 Discretization check_initial_gradient_inputs(const InitialGradientInputs& in) {
-  return check_inputs_of("selective_scan's initial gradient", in.as_summary().scan());
+  return check_inputs_of("selective_scan's initial gradient", in.scan());
 }
 
 SummaryOutputs allocate_summary(const SummaryInputs& in) {
-  const auto state = [&] { return at::empty_symint(state_shape(in), in.A.options()); };
+  const auto state = [&] { return at::empty_symint(state_shape(in.u, in.A), in.A.options()); };
   return {state(), state()};
+}
+
+at::Tensor allocate_initial_gradient(const InitialGradientInputs& in) {
+  return at::empty_symint(state_shape(in.grad_out, in.A), in.A.options());
 }
 
 namespace {
@@ -73,8 +79,9 @@ namespace {
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
   const SummaryInputs& in = bwd.in;
   const ArgumentChecks checks("selective_scan_summary backward", "u", in.u);
-  checks.tensor("grad_last_state", bwd.grad_last_state, "(batch, dim, dstate)", state_shape(in), checks.accumulate());
-  checks.tensor("grad_decay", bwd.grad_decay, "(batch, dim, dstate)", state_shape(in), checks.accumulate());
+  const auto shape = state_shape(in.u, in.A);
+  checks.tensor("grad_last_state", bwd.grad_last_state, "(batch, dim, dstate)", shape, checks.accumulate());
+  checks.tensor("grad_decay", bwd.grad_decay, "(batch, dim, dstate)", shape, checks.accumulate());
   const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, bool is_parameter) {
     if (!is_present(input) || !bwd.needs_grad[grad]) return at::empty({0}, in.A.options());
     return is_parameter ? at::empty_symint(input->sym_sizes(), input->options()) : at::empty_like(*input);
@@ -83,8 +90,6 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
           allocate(kSummaryGradA, in.A, true), allocate(kSummaryGradB, in.B, in.B.dim() == 2),
           allocate(kSummaryGradDeltaBias, in.delta_bias, true)};
 }
-
-at::Tensor allocate_initial_gradient(const InitialGradientInputs& in) { return allocate_summary(in.as_summary()).last_state; }
 
 // delta + bias in the accumulation type; and the sum over all steps of its softplus, or of itself, float64, (batch, dim, 1).
 struct StepSum {
@@ -100,49 +105,35 @@ struct StepSum {
   at::Tensor decay(const at::Tensor& A) const { return (A.to(at::kDouble) * sum).exp_(); }
 };
 
-FwdOutputs forward_of(const Inputs& scan, bool save_chunk_states) {
+at::Tensor chunk_states_of(const Inputs& scan) {
   static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_selective_scan_fwd");
   FwdInputs call;
   static_cast<Inputs&>(call) = scan;
-  call.save_chunk_states = save_chunk_states;
-  return op(call);
+  call.save_chunk_states = true;
+  return op(call).chunk_states;
 }
 
 // The scan whose last state is the product of all Abar.
 Inputs scan_of_decays(const SummaryInputs& in) {
   Inputs scan = in.scan();
   scan.u = at::zeros_like(in.u);
-  scan.initial_state = at::ones_symint(state_shape(in), in.A.options());
+  scan.initial_state = at::ones_symint(state_shape(in.u, in.A), in.A.options());
   return scan;
-}
-
-const Operator<GradTensors, BwdInputs>& adjoint_of_scan() {
-  static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_selective_scan_bwd");
-  return op;
 }
 
 // The gradients of the scan's inputs, from the gradient of its last state.
 GradTensors adjoint_of(const Inputs& scan, const at::Tensor& grad_last_state, const NeedsGrad& needs_grad) {
+  static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_selective_scan_bwd");
   BwdInputs bwd;
   bwd.grad_last_state = grad_last_state;
   bwd.in = scan;
   bwd.in.initial_state.reset();
-  bwd.chunk_states = forward_of(scan, /*save_chunk_states=*/true).chunk_states;
+  bwd.chunk_states = chunk_states_of(scan);
   bwd.needs_grad = needs_grad;
-  return adjoint_of_scan()(bwd);
+  return op(bwd);
 }
 
 }  // namespace
-
-SummaryOutputs summary_of_scans(const SummaryInputs& in) {
-  const Discretization method = check_summary_inputs(in);
-  const at::Tensor last_state = forward_of(in.scan(), /*save_chunk_states=*/false).last_state;
-  if (!has_exponential_transition(method)) return {last_state, forward_of(scan_of_decays(in), false).last_state};
-  SummaryOutputs outputs = allocate_summary(in);  // contiguous, whatever the strides of A
-  outputs.last_state = last_state;
-  outputs.decay.copy_(StepSum(in).decay(in.A));
-  return outputs;
-}
 
 SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   const SummaryInputs& in = bwd.in;
@@ -183,17 +174,6 @@ SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   add(kSummaryGradDelta, grad_delta);
   if (is_present(in.delta_bias)) add(kSummaryGradDeltaBias, grad_delta.sum(at::IntArrayRef({0, 2})));
   return grads;
-}
-
-at::Tensor initial_gradient_of_adjoint(const InitialGradientInputs& in) {
-  check_initial_gradient_inputs(in);
-  const int64_t batch = in.delta.size(0), dim = in.delta.size(1), seqlen = in.delta.size(2), dstate = in.A.size(1);
-  BwdInputs bwd;
-  bwd.grad_out = in.grad_out;
-  bwd.in = in.as_summary().scan();
-  bwd.chunk_states = at::zeros({batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, in.A.options());
-  bwd.needs_grad[kGradInitialState] = true;
-  return adjoint_of_scan()(bwd)[kGradInitialState];
 }
 
 namespace {

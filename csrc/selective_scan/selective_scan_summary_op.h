@@ -48,24 +48,26 @@ struct SummaryBwdInputs {
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 };
 
-// The gradient of the state before a span of steps, from the gradients of its outputs before the gate.
+// The gradient of the state before a span of steps, from the gradients of its outputs, after the gate if there is z.
 struct InitialGradientInputs {
   at::Tensor grad_out, delta, A, C;
-  OptionalTensor delta_bias;
+  OptionalTensor z, delta_bias;
   std::string_view discretization;
   bool delta_softplus = false;
 
-  auto fields() { return std::tie(grad_out, delta, A, C, delta_bias, discretization, delta_softplus); }
+  auto fields() { return std::tie(grad_out, delta, A, C, z, delta_bias, discretization, delta_softplus); }
 
-  // The summary with these arguments in the places of u and B.
-  SummaryInputs as_summary() const;
+  // The scan with these arguments, with the gradients of outputs as u and C as B.
+  Inputs scan() const;
 };
 Discretization check_initial_gradient_inputs(const InitialGradientInputs& in);
+at::Tensor allocate_initial_gradient(const InitialGradientInputs& in);
+
+// Whether Abar is an exponential.
+bool has_exponential_transition(Discretization method);
 
 // On any device, of the scan and its adjoint.
-SummaryOutputs summary_of_scans(const SummaryInputs& in);
 SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd);
-at::Tensor initial_gradient_of_adjoint(const InitialGradientInputs& in);
 
 template <SummaryOutputs (*fwd)(const SummaryInputs&), SummaryGrads (*bwd)(const SummaryBwdInputs&),
           at::Tensor (*initial_gradient)(const InitialGradientInputs&)>

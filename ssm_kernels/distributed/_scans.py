@@ -84,10 +84,11 @@ class SelectiveScan(torch.autograd.Function):
                 local = tie(A.new_zeros(u.shape[0], *A.shape), grad_out)
             else:
                 local = _selective_scan_initial_gradient(
-                    before_gate(grad_out, z),
+                    grad_out,
                     delta,
                     A,
                     C,
+                    z=z,
                     delta_bias=delta_bias,
                     discretization=discretization,
                     delta_softplus=delta_softplus,

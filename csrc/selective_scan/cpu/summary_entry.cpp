@@ -16,21 +16,9 @@ SSM_DEFINE_CPU_KERNELS()
 
 namespace {
 
-SelectiveScanSummaryParams make_params(const SummaryInputs& in, Discretization method, const at::Tensor& state) {
+SelectiveScanSummaryParams make_params(const Inputs& scan, Discretization method, const at::Tensor& state) {
   SelectiveScanSummaryParams params;
-  params.batch = params.rows = in.u.size(0);
-  params.dim = in.u.size(1);
-  params.seqlen = in.u.size(2);
-  params.dstate = in.A.size(1);
-  params.chunk_length = chunk_length(params.dstate);
-  params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
-  params.discretization = method;
-  params.delta_softplus = in.delta_softplus;
-  params.u = sequence_view(in.u, Access::kRead);
-  params.delta = sequence_view(in.delta, Access::kRead);
-  params.B = params.C = matrix_view(in.B, Access::kRead);
-  params.A = state_view(in.A);
-  params.delta_bias = channel_view(in.delta_bias);
+  fill_params(params, scan, method, PackedRows());
   params.state = state.data_ptr();
   return params;
 }
@@ -48,7 +36,7 @@ void run(const SelectiveScanSummaryParams& params, const at::Tensor& like, int64
 SummaryOutputs summary_cpu(const SummaryInputs& in) {
   const Discretization method = check_summary_inputs(in);
   SummaryOutputs outputs = allocate_summary(in);
-  SelectiveScanSummaryParams params = make_params(in, method, outputs.last_state);
+  SelectiveScanSummaryParams params = make_params(in.scan(), method, outputs.last_state);
   params.decay = outputs.decay.data_ptr();
   run(params, in.u, in.A.element_size());
   return outputs;
@@ -56,9 +44,8 @@ SummaryOutputs summary_cpu(const SummaryInputs& in) {
 
 at::Tensor initial_gradient_cpu(const InitialGradientInputs& in) {
   const Discretization method = check_initial_gradient_inputs(in);
-  const SummaryInputs summary = in.as_summary();
-  const at::Tensor grad = allocate_summary(summary).last_state;
-  SelectiveScanSummaryParams params = make_params(summary, method, grad);
+  const at::Tensor grad = allocate_initial_gradient(in);
+  SelectiveScanSummaryParams params = make_params(in.scan(), method, grad);
   params.is_adjoint = true;
   run(params, in.grad_out, in.A.element_size());
   return grad;

@@ -4,8 +4,8 @@
 //   e_{t-1} = Abar(z_t) (e_t + C_t g_t)
 //
 // h begins with zero and its last value is the last state; e, with g the gradient of <C, h>, begins with zero after the last
-// step and its value before the first step is the gradient of the state there. Where Abar is an exponential, decay is that of A
-// times the sum of delta, in double.
+// step and its value before the first step is the gradient of the state there. With z, g is grad_out silu(z). Where Abar is an
+// exponential, decay is that of A times the sum of delta, in double.
 //
 // A SIMD lane is a channel, as in forward. Nothing is written for a step, so that states need no order among each other: the
 // inner loop runs over the steps of a tile, with one state of each lane in a register. In float32 exponentials are most of the
@@ -32,7 +32,7 @@ int64_t tile_steps(const SelectiveScanParams& p) { return p.dstate <= kMaxStates
 
 template <typename Acc>
 struct Tiles {
-  Acc *u, *delta;                       // [step][lane]
+  Acc *u, *delta, *z;                   // [step][lane]
   Acc* B_steps;                         // [step][padded state]
   Acc *A, *B_constant, *state, *decay;  // [block][state][lane]
   double* sums;                         // [block][lane]: of delta
@@ -43,6 +43,7 @@ struct Tiles {
     const int64_t states = blocking.blocks_per_task * states_per_block, steps = tile_steps(p);
     u = scratch.allocate<Acc>(steps * blocking.lanes);
     delta = scratch.allocate<Acc>(steps * blocking.lanes);
+    z = scratch.allocate<Acc>(p.z.data != nullptr ? steps * blocking.lanes : 0);
     B_steps = scratch.allocate<Acc>(p.B.per_step ? steps * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(states);
     B_constant = scratch.allocate<Acc>(p.B.per_step ? 0 : states);
@@ -164,6 +165,13 @@ void add_to_sums(double* sums, const Acc* delta, int64_t steps) {
   std::copy_n(total, kLanes, sums);
 }
 
+// values *= silu(z).
+template <typename Acc>
+void apply_gate(Acc* values, const Acc* z, int64_t count) {
+  using V = Vec<Acc>;
+  for (int64_t i = 0; i < count; i += V::size()) (V::loadu(values + i) * silu(V::loadu(z + i))).store(values + i);
+}
+
 template <typename Acc>
 void multiply(Acc* values, const Acc* factors, int64_t count) {
   using V = Vec<Acc>;
@@ -203,6 +211,10 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
       if (!p.is_adjoint) {
         add_to_sums(tiles.sums + block * kLanes, tiles.delta, steps);
         multiply(tiles.u, tiles.delta, steps * kLanes);
+      }
+      if (p.z.data != nullptr) {
+        load_sequence<Acc, Scalar>(tiles.z, p.z, task.row, channel_of(block), channels_of(block), start, steps);
+        apply_gate(tiles.u, tiles.z, steps * kLanes);
       }
       const Steps<Acc> c{steps,
                          p.dstate,

@@ -31,4 +31,13 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, c
   return error == cudaSuccess ? launch_bwd_reduce<Scalar>(params, partial_sums, stream) : error;
 }
 
+template <typename Scalar>
+cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  visit_discretization(params.discretization, [&](auto rule) {
+    error = warp_scan::launch_bwd<Scalar, decltype(rule)>(params, plan.warp_scan, PartialSums(), stream);
+  });
+  return error;
+}
+
 }  // namespace ssm_kernels::selective_scan

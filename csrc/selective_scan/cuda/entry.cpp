@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "selective_scan/cuda/plan.h"
+#include "selective_scan/cuda/summary.h"
 #include "selective_scan/selective_scan_op.h"
 #include "selective_scan/selective_scan_summary_op.h"
 #include "torch/checks.h"
@@ -178,6 +180,73 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   return grads;
 }
 
+// Runs the carry pass over all steps. `state`, (batch, dim, dstate), becomes the last state from zero or, of backward's
+// parameters, the gradient of the state before all steps from those of the outputs; `decay`, if it is not null, the product of
+// all Abar.
+template <typename Params>
+void scan_all_steps(const Params& params, at::ScalarType dtype, const at::Tensor& state, void* decay) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(dtype), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const DeviceLimits device = limits_of(state);
+    Plan plan = plan_carry_pass<Scalar>(params, device);
+    check_plan(params, plan, device, dtype);
+    warp_scan::ScanPlan& pass = plan.warp_scan;
+    // The map of a single segment is the result.
+    const bool folds = pass.segments > 1;
+    const int64_t count = state.numel() * pass.segments;
+    pass.offset = state.data_ptr();
+    pass.decay = decay;
+    Workspace workspace;
+    if (folds) workspace.reserve(&pass.offset, count);
+    if (folds || decay == nullptr) workspace.reserve(&pass.decay, count);
+    workspace.allocate(state.options());
+    const cudaError_t error = launch_carry_pass<Scalar>(params, plan, stream);
+    if (error != cudaSuccess || !folds) return error;
+    SegmentFold fold;
+    fold.decay = pass.decay;
+    fold.offset = pass.offset;
+    fold.segments = pass.segments;
+    fold.is_adjoint = std::is_same_v<Params, SelectiveScanBwdParams>;
+    fold.state = state.data_ptr();
+    fold.product = decay;
+    using Acc = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+    return launch_fold<Acc>(params, fold, stream);
+  }));
+}
+
+SummaryOutputs summary_cuda(const SummaryInputs& in) {
+  const Discretization method = check_summary_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.u.device());
+  SummaryOutputs outputs = allocate_summary(in);
+  if (outputs.last_state.numel() == 0) return outputs;
+  SelectiveScanFwdParams params;
+  fill_params(params, in.scan(), method, PackedRows());
+  void* const decay = outputs.decay.data_ptr();
+  const bool is_exponential = has_exponential_transition(method);
+  scan_all_steps(params, in.u.scalar_type(), outputs.last_state, is_exponential ? nullptr : decay);
+  if (!is_exponential) return outputs;
+  const at::Tensor sums =
+      at::empty({params.batch, params.dim, step_sums_per_channel(params)}, in.A.options().dtype(at::kDouble));
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
+    return launch_exponential_decay<decltype(scalar)>(params, sums.mutable_data_ptr<double>(), decay,
+                                                      c10::cuda::getCurrentCUDAStream());
+  }));
+  return outputs;
+}
+
+at::Tensor initial_gradient_cuda(const InitialGradientInputs& in) {
+  const Discretization method = check_initial_gradient_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.grad_out.device());
+  const at::Tensor grad = allocate_initial_gradient(in);
+  if (grad.numel() == 0) return grad;
+  SelectiveScanBwdParams params;
+  fill_params(params, in.scan(), method, PackedRows());
+  params.grad_out = params.u;
+  scan_all_steps(params, in.grad_out.scalar_type(), grad, /*decay=*/nullptr);
+  return grad;
+}
+
 // Backward as for all gradients, on which its plan does not depend.
 KernelNames name_cuda_kernels(PlanInputs& in) {
   const Discretization method = check_inputs(in);
@@ -210,7 +279,7 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   register_kernels<&fwd_cuda, &bwd_cuda>(m);
   implement<&name_cuda_kernels>(m, "_selective_scan_plan");
-  register_summary_kernels<&summary_of_scans, &summary_adjoint, &initial_gradient_of_adjoint>(m);
+  register_summary_kernels<&summary_cuda, &summary_adjoint, &initial_gradient_cuda>(m);
 }
 
 }  // namespace ssm_kernels::selective_scan

@@ -31,4 +31,13 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
   return error;
 }
 
+template <typename Scalar>
+cudaError_t launch_carry_pass(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  visit_discretization(params.discretization, [&](auto rule) {
+    error = warp_scan::launch_fwd<Scalar, decltype(rule)>(params, plan.warp_scan, stream);
+  });
+  return error;
+}
+
 }  // namespace ssm_kernels::selective_scan

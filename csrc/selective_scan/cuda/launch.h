@@ -14,8 +14,9 @@
 //
 // Where batch and dim leave the device idle, time is split into segments, each for blocks of its own. A first launch, the carry
 // pass of the warp scan, finds each segment's map of the state before it to the state after it; in backward, of the adjoint
-// after it to the one before it. The second launch folds the maps of earlier segments into its first state. Packed sequences
-// have one segment each: a block reads where its sequence begins and ends from device memory, and the host knows no lengths.
+// after it to the one before it. The second launch folds the maps of earlier segments into its first state. A summary, and the
+// gradient of an initial state from those of the outputs, take the first launch alone (summary.h). Packed sequences have one
+// segment each: a block reads where its sequence begins and ends from device memory, and the host knows no lengths.
 #pragma once
 
 #include <cstdint>

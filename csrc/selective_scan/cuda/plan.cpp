@@ -133,8 +133,9 @@ void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
 
 constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
 
+// carry_pass: a carry pass that no main pass follows.
 template <typename Scalar>
-warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const DeviceLimits& device) {
+warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const DeviceLimits& device, bool carry_pass = false) {
   using warp_scan::FwdConfig, warp_scan::FwdSizes;
   using Many = FwdSizes<FwdConfig::kManyChannels>;
   using Few = FwdSizes<FwdConfig::kFewChannels>;
@@ -145,10 +146,11 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
 
   // Enough channels fill the device with fewer lanes each. That shape is not compiled for doubles.
   warp_scan::ScanPlan plan;
+  plan.carry_pass = carry_pass;
   const bool fills = many >= resident * 3 / 8 || steps_of_row(p) <= Many::tile_steps(kIsDouble);
   const bool has_constants = !p.B.per_step || !p.C.per_step;
   plan.config = FwdConfig::kFewChannels;
-  if (warp_scan::kHasCommonPasses<Scalar> && fills && !has_constants) {
+  if (warp_scan::kHasCommonPasses<Scalar> && fills && !has_constants && !carry_pass) {
     plan.config = FwdConfig::kManyChannels;
     plan.slice = Many::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);
@@ -158,10 +160,10 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   if (plan.config == FwdConfig::kFewChannels) {
     plan.slice = Few::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
-    // The carry pass takes as long as the main pass, so a few segments gain nothing.
-    if (few > 0 && few * 8 < resident && !p.is_packed()) {
+    // The carry pass takes as long as the main pass, so before one a few segments gain nothing.
+    if (few > 0 && few * (carry_pass ? 2 : 8) < resident && !p.is_packed()) {
       segments = std::min(resident / few, ceil_div(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
-      if (segments < 4) segments = 1;
+      if (segments < 4 && !carry_pass) segments = 1;
     }
   }
   set_segments(plan, p, segments,
@@ -173,10 +175,11 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
 
 // Backward has as many segments as fill the device.
 template <typename Scalar>
-warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const DeviceLimits& device) {
+warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const DeviceLimits& device, bool carry_pass = false) {
   using Sizes = warp_scan::BwdSizes;
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
   warp_scan::ScanPlan plan;
+  plan.carry_pass = carry_pass;
   set_tiles_that_fit<Scalar>(plan, p, Sizes::tile_channels(kIsDouble), device);
   const int64_t blocks = p.rows * plan.tiles;
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps >> Sizes::log2_warps(kIsDouble);
@@ -294,6 +297,14 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   return plan;
 }
 
+template <typename Scalar, typename Params>
+Plan plan_carry_pass(const Params& p, const DeviceLimits& device) {
+  Plan plan;
+  plan.warp_scan = plan_warp_scan<Scalar>(p, device, /*carry_pass=*/true);
+  plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
+  return plan;
+}
+
 namespace {
 
 // Calls visit(view, access) for each tensor that the warp scan moves in tiles.
@@ -351,6 +362,8 @@ bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
 #define SSM_PLANS(Scalar)                                                                           \
   template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&, KernelChoice); \
   template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&, KernelChoice); \
+  template Plan plan_carry_pass<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&);        \
+  template Plan plan_carry_pass<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&);        \
   template void point_at_vectors<Scalar>(SelectiveScanFwdParams&, Plan&);                           \
   template void point_at_vectors<Scalar>(SelectiveScanBwdParams&, Plan&);                           \
   template bool has_layout<Scalar>(const SequenceView&, const sequential::ScanPlan&);

@@ -48,6 +48,12 @@ Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, 
 template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
+// The carry pass of the warp scan alone, for the maps of all segments of a call that is neither packed nor reverse: the summary
+// (Fwd), or the gradient of the initial state from the gradients of the outputs (Bwd). Fewer tensors are read: delta, A, u and
+// B, or delta, A, grad_out, z and C.
+template <typename Scalar, typename Params>
+Plan plan_carry_pass(const Params& params, const DeviceLimits& device);
+
 // To be called before a launch: moves the data of each tensor that the warp scan accesses as kDescending from its first step to
 // the vector that ends there. The carry pass of a sequential scan, whose kernels share the parameters, moves elements instead.
 template <typename Scalar, typename Params>
@@ -59,6 +65,11 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
 template <typename Scalar>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream);
+// The plan is that of plan_carry_pass, with memory for its maps.
+template <typename Scalar>
+cudaError_t launch_carry_pass(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream);
 
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>

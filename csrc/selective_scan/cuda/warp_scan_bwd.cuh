@@ -294,7 +294,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           // The lane's maps: from the state before its first step to the state after its last (end), and from the adjoint after
           // its last step to the adjoint before its first (through).
           Vector<Acc, K> b;
-          Acc h[K], end = is_first ? of_state[kBefore] : Acc(0), end_decay = decay;
+          Acc h[K], end = is_first ? of_state[kBefore] : Acc(0);
+          [[maybe_unused]] Acc end_decay = decay;
           if (!carry_pass) {
             b = read_matrix<pass, K>(p.B, B_steps, channel(), is_channel, state);
 #pragma unroll
@@ -307,7 +308,11 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           Acc through = is_last ? of_state[kAdjoint] : Acc(0), through_decay = decay;
 #pragma unroll
           for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
-          scan_lanes_both_ways<TileConfig>(end_decay, end, through_decay, through);
+          if constexpr (pass == Pass::kCarry) {
+            scan_lanes<TileConfig, /*reverse=*/true>(through_decay, through);
+          } else {
+            scan_lanes_both_ways<TileConfig>(end_decay, end, through_decay, through);
+          }
           if (is_first && is_channel) {
             entry[kAdjoint] = through;
             if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;

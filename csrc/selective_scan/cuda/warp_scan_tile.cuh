@@ -345,12 +345,12 @@ __device__ __forceinline__ void compose_with_lane(double& decay, double& offset)
   }
 }
 
-// Inclusive scan over time: composes each lane's map with the maps of all earlier lanes.
-template <typename TileConfig, int distance = 1>
+// Inclusive scan over time: composes each lane's map with the maps of all earlier lanes (later ones if reverse).
+template <typename TileConfig, bool reverse = false, int distance = 1>
 __device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, typename TileConfig::Acc& offset) {
   if constexpr (distance < TileConfig::kTimeLanes) {
-    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, offset);
-    scan_lanes<TileConfig, 2 * distance>(decay, offset);
+    compose_with_lane<reverse, distance * TileConfig::kLanesPerStep>(decay, offset);
+    scan_lanes<TileConfig, reverse, 2 * distance>(decay, offset);
   }
 }
 

@@ -4,5 +4,6 @@ namespace ssm_kernels::selective_scan {
 
 template int64_t warp_scan::shared_bytes<double>(const SelectiveScanFwdParams&, const warp_scan::ScanPlan&);
 template cudaError_t launch_fwd<double>(const SelectiveScanFwdParams&, const Plan&, cudaStream_t);
+template cudaError_t launch_carry_pass<double>(const SelectiveScanFwdParams&, const Plan&, cudaStream_t);
 
 }  // namespace ssm_kernels::selective_scan
