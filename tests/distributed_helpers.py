@@ -62,6 +62,22 @@ def random_flags(mesh: Mesh, batch: int, share: float) -> Tensor:
     return (numbers < share).to(mesh.device_type)
 
 
+class LargeResults(TorchDispatchMode):
+    """Records the names of the operators with a result of at least so many elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(result, Tensor) and result.numel() >= self.numel:
+                self.names.add(func.name())
+        return results
+
+
 class Collectives(TorchDispatchMode):
     """Records the name of each collective and the bytes that this rank sends in it."""
 

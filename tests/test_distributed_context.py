@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import os
 import pickle
 import sys
@@ -22,6 +23,7 @@ import torch.utils.checkpoint
 from distributed_helpers import (
     SEQLEN,
     Collectives,
+    LargeResults,
     close,
     cu_seqlens_of,
     generator,
@@ -43,6 +45,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels.distributed import ContextParallel, sum_gradients
+from ssm_kernels.distributed._collectives import Group
+from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
 
 Cut = Callable[[Tensor, int], Tensor]
 
@@ -263,6 +267,39 @@ def check_one_rank(mesh: Mesh) -> None:
     assert sent.sent == []
 
 
+def check_mamba_conv(mesh: Mesh) -> None:
+    """The node of the convolution and the gate, beside that of the convolution alone, for each set of results in use."""
+    random, group = generator(mesh, 0), Group.of(mesh)
+    xz, other = random(2, 7, 12).requires_grad_(), random(2, 7, 6).requires_grad_()
+    weight, factors = random(6, 4).requires_grad_(), random(2, 7, 12)
+    for used in itertools.product([False, True], repeat=3):
+        for needs_xz in (True, False):
+            source = xz if needs_xz else xz.detach()
+
+            def gradients(results: tuple[Tensor, ...], used: tuple[bool, ...] = used) -> list[Tensor | None]:
+                x, again, z = (result if is_used else result.detach() for result, is_used in zip(results, used, strict=True))
+                # The gradient of z is the right half of that of a concatenation.
+                loss = (x * factors[..., :6]).sum() + again.square().sum() + (torch.cat([other, z], 2) * factors).sum()
+                return torch.autograd.grad(loss, [xz, weight, other], allow_unused=True, materialize_grads=True)
+
+            actual = gradients(MambaConv.apply(source, weight, None, None, group))
+            x, z = source.chunk(2, 2)
+            x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, group)
+            expected = gradients((x, x, z))
+            for name, *values in zip(("xz", "weight", "other"), actual, expected, strict=True):
+                close(*values, f"results in use {used}, gradient of {name}")
+
+
+def check_gradient_buffer(mesh: Mesh) -> None:
+    """Backward of Mamba writes the gradients of x and z into one tensor: it concatenates, adds and copies no sequence."""
+    layer = parallelize(layers.Mamba(6, 4, dtype=torch.float64).to(mesh.device_type), mesh)
+    loss = layer(generator(mesh, 0)(2, 40, 6).requires_grad_()).sum()
+    with LargeResults(2 * 40 * layer.d_inner) as operators:
+        loss.backward()
+    assert "ssm_kernels::_selective_scan_bwd_out" in operators.names
+    assert not operators.names & {"aten::cat", "aten::add.Tensor", "aten::copy_", "aten::clone"}, operators.names
+
+
 def check_checkpointing(mesh: Mesh) -> None:
     x = generator(mesh, 0)(2, SEQLEN, 6)
     layer = layers.Mamba(6, 4, dtype=torch.float64)
@@ -373,6 +410,8 @@ def check_fsdp_of_the_same_ranks(mesh: Mesh) -> None:
 
 WITH = {
     "checkpointing": (check_checkpointing, Place((3,))),
+    "mamba_conv": (check_mamba_conv, Place((2,))),
+    "gradient_buffer": (check_gradient_buffer, Place((2,))),
     "compile": (check_compiled, Place((2,))),
     "low precision": (check_low_precision, Place((2,))),
     "fsdp2": (check_fsdp, Place((2, 2))),

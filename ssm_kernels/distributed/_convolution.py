@@ -1,4 +1,4 @@
-"""The causal convolution over a sequence whose spans are on several ranks, as an autograd node.
+"""The causal convolution over a sequence whose spans are on several ranks, as autograd nodes.
 
 A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer
 steps than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._collectives import Gathering, Group, tie
 
-__all__ = ["CausalConv1d", "Halo"]
+__all__ = ["CausalConv1d", "Halo", "MambaConv", "gate_gradient", "is_gate"]
 
 _ops = torch.ops.ssm_kernels
 
@@ -112,41 +112,149 @@ class CausalConv1d(torch.autograd.Function):
         needs_final: bool,
         group: Group,
     ) -> Any:
-        taps = weight.shape[1] - 1
-        head = min(x.shape[1], taps)
-        halo = Halo(group, taps)
-        gathering = halo.begin(x)
-        out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
-        steps, final, sources, own = halo.end(gathering, initial_state, past, needs_final)
-        if head == 0:
-            out = gathering.tie(out)
-        elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():
-            short_idx = None if seq_idx is None else seq_idx[:, :head]
-            begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, steps, activation)
-            out[:, :head].copy_(begin)
-        ctx.save_for_backward(x, weight, bias, seq_idx, steps, sources, own)
-        ctx.halo, ctx.activation = halo, activation
+        out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, past, activation, needs_final, group)
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        x, weight, bias, seq_idx, steps, sources, own = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:4]
-        head = min(x.shape[1], weight.shape[1] - 1)
-        gathering = None
-        if needs[0] or needs[3]:
-            local = tie(torch.zeros_like(steps), grad_out)
-            if head > 0:
-                short_idx = None if seq_idx is None else seq_idx[:, :head]
-                of_head = (x[:, :head], weight, bias, short_idx, None, steps, ctx.activation)
-                local = _ops._causal_conv1d_bwd(grad_out[:, :head], None, *of_head, [False] * 3 + [True])[3]
-            gathering = ctx.halo.send_gradient(local, grad_final, own)
-        wanted = [*needs[:3], False]
-        results = _ops._causal_conv1d_bwd(grad_out, None, x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)
-        grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
-        if gathering is not None:
-            grads[3] = ctx.halo.gradient(gathering, sources, grads[0], needs[3])
-        return (*grads, None, None, None, None, None)
+        return (*_adjoint(ctx, ctx.saved_tensors, grad_out, None, grad_final, None), *(None,) * 5)
+
+
+class MambaConv(torch.autograd.Function):
+    """``x`` for the projections, ``x`` for the scan, and ``z``, as of ``_mamba_conv``. Not for compiled code.
+
+    Backward gets two gradients of ``x``, which the convolution's kernel adds as it reads them. The gradient of ``xz`` is one
+    buffer: the scan writes the gradient of ``z`` into its right half (:func:`gate_gradient`), the convolution that of ``x``
+    into its left half.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, z = xz.chunk(2, dim=-1)
+        out, _ = _convolve(ctx, x, weight, bias, initial_state, None, None, "silu", False, group)
+        ctx.set_materialize_grads(False)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(z)
+        return out, out.detach(), z
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor | None, grad_scanned: Tensor | None, grad_z: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        x = saved[0]
+        if grad_x is None:
+            grad_x, grad_scanned = grad_scanned, None
+        if grad_x is None:  # the other ranks wait for the gradient of this one's halo
+            grad_x = torch.zeros_like(x)
+        if not ctx.needs_input_grad[0]:
+            return (*_adjoint(ctx, saved, grad_x, grad_scanned, None, None), None)
+        grad_xz = None if grad_z is None else _whole_of(grad_z)
+        if grad_xz is None:
+            grad_xz = _new_whole(x)
+            right = grad_xz[..., x.shape[2] :]
+            right.zero_() if grad_z is None else right.copy_(grad_z)
+        _, *others = _adjoint(ctx, saved, grad_x, grad_scanned, None, grad_xz[..., : x.shape[2]])
+        return (grad_xz, *others, None)
+
+
+def is_gate(z: Tensor) -> bool:
+    """Whether a tensor is the last result of :class:`MambaConv`, with a gradient."""
+    return type(z.grad_fn).__name__ == "MambaConvBackward"
+
+
+def gate_gradient(z: Tensor) -> Tensor:
+    """Memory for the gradient of such a tensor, whose node then writes beside it."""
+    whole = _new_whole(z)
+    # The node must not take another tensor for it, such as the gradient of a concatenation.
+    whole._is_gradient_of_both_halves = True  # type: ignore[attr-defined]
+    return whole[..., z.shape[2] :]
+
+
+def _new_whole(half: Tensor) -> Tensor:
+    batch, seqlen, channels = half.shape
+    return half.new_empty(batch, seqlen, 2 * channels)
+
+
+def _whole_of(half: Tensor) -> Tensor | None:
+    """The tensor whose right half :func:`gate_gradient` returned, or None."""
+    whole = half._base
+    if whole is None or not getattr(whole, "_is_gradient_of_both_halves", False):
+        return None
+    right = whole[..., half.shape[2] :]
+    is_right = right.shape == half.shape and right.stride() == half.stride()
+    return whole if is_right and right.storage_offset() == half.storage_offset() else None
+
+
+def _convolve(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    past: Tensor | None,
+    activation: str | None,
+    needs_final: bool,
+    group: Group,
+) -> tuple[Tensor, Tensor | None]:
+    """The output and, with ``needs_final``, the final state; saves for :func:`_adjoint`."""
+    taps = weight.shape[1] - 1
+    head = min(x.shape[1], taps)
+    halo = Halo(group, taps)
+    gathering = halo.begin(x)
+    out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
+    steps, final, sources, own = halo.end(gathering, initial_state, past, needs_final)
+    if head == 0:
+        out = gathering.tie(out)
+    elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():
+        short_idx = None if seq_idx is None else seq_idx[:, :head]
+        begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, steps, activation)
+        out[:, :head].copy_(begin)
+    ctx.save_for_backward(x, weight, bias, seq_idx, steps, sources, own)
+    ctx.halo, ctx.activation = halo, activation
+    return out, final
+
+
+def _adjoint(
+    ctx: Any,
+    saved: tuple[Tensor, ...],
+    grad_out: Tensor,
+    grad_out_2: Tensor | None,
+    grad_final: Tensor | None,
+    grad_x: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``x``, ``weight``, ``bias`` and ``initial_state``.
+
+    Args:
+        saved: ``ctx.saved_tensors``, which checkpointing lets backward read once.
+        grad_out: of the output.
+        grad_out_2: added to ``grad_out``, or None.
+        grad_final: of the final state.
+        grad_x: memory for the gradient of ``x``, or None.
+    """
+    x, weight, bias, seq_idx, steps, sources, own = saved
+    needs = ctx.needs_input_grad[:4]
+    head = min(x.shape[1], weight.shape[1] - 1)
+    gathering = None
+    if needs[0] or needs[3]:
+        local = tie(torch.zeros_like(steps), grad_out)
+        if head > 0:
+            short_idx = None if seq_idx is None else seq_idx[:, :head]
+            of_head = (x[:, :head], weight, bias, short_idx, None, steps, ctx.activation)
+            grad_head = grad_out[:, :head] if grad_out_2 is None else grad_out[:, :head] + grad_out_2[:, :head]
+            local = _ops._causal_conv1d_bwd(grad_head, None, *of_head, [False] * 3 + [True])[3]
+        gathering = ctx.halo.send_gradient(local, grad_final, own)
+    wanted = [*needs[:3], False]
+    arguments = (x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)
+    if grad_x is None:
+        results = _ops._causal_conv1d_bwd(grad_out if grad_out_2 is None else grad_out + grad_out_2, None, *arguments)
+    else:
+        results = (grad_x, *_ops._causal_conv1d_bwd_out(grad_out, None, *arguments, grad_x, grad_out_2))
+    grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
+    if gathering is not None:
+        grads[3] = ctx.halo.gradient(gathering, sources, grads[0], needs[3])
+    return tuple(grads)
 
 
 def _masked(value: Tensor, own: Tensor | None, border: int) -> Tensor:

@@ -114,7 +114,9 @@ class GroupOperators:
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_last_state: bool = False,
+        z_is_gate: bool = False,
     ) -> Any:
+        # z_is_gate: z is that of a MambaConv, transposed.
         tensors: dict[str, Any] = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
         tensors |= {"initial_state": initial_state, "seq_idx": seq_idx}
         options: dict[str, Any] = {
@@ -139,6 +141,7 @@ class GroupOperators:
             delta_softplus,
             return_last_state,
             torch.is_grad_enabled(),
+            z_is_gate,
             self.group,
         )
 
@@ -203,15 +206,12 @@ class GroupOperators:
         initial_state: Tensor | None = None,
         return_final_state: bool = False,
     ) -> Any:
-        tensors: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
         options: dict[str, Any] = {"activation": activation, "return_final_state": return_final_state}
+        local = convolutions.causal_conv1d
         if self.group.size == 1:
-            return convolutions.causal_conv1d(**tensors, cu_seqlens=cu_seqlens, **options)
-        local, to = convolutions.causal_conv1d, Casts(x)
-        x, initial_state = to.lower(x), to.lower(initial_state)
-        weight, bias = to.wide_unless_lower(weight), to.wide_unless_lower(bias)
-        tensors |= {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-        self._agree("causal_conv1d", local, tensors, options, {"x": 1, "seq_idx": 1}, cu_seqlens)
+            return local(x, weight, bias, initial_state=initial_state, seq_idx=seq_idx, cu_seqlens=cu_seqlens, **options)
+        x, weight, bias, initial_state = self._cast_convolution(x, weight, bias, initial_state)
+        self._agree_on_convolution(x, weight, bias, initial_state, options, seq_idx, cu_seqlens)
         _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
         if weight.shape[1] == 1:  # a step reads no other
@@ -296,6 +296,25 @@ class GroupOperators:
 
     def _spans(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> Spans:
         return of_latest(Spans, [cu_seqlens], seqlen, self.group, lambda: Spans(operator, cu_seqlens, seqlen, self.group))
+
+    @staticmethod
+    def _cast_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None) -> tuple[Any, ...]:
+        to = Casts(x)
+        return to.lower(x), to.wide_unless_lower(weight), to.wide_unless_lower(bias), to.lower(initial_state)
+
+    def _agree_on_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        initial_state: Tensor | None,
+        options: Mapping[str, Any],
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
+        tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
+        of_steps = {"x": 1, "seq_idx": 1}
+        self._agree("causal_conv1d", convolutions.causal_conv1d, tensors, options, of_steps, cu_seqlens)
 
     def _agree(
         self,

@@ -21,6 +21,7 @@ from ..summaries import (
 )
 from ._carry import Carry
 from ._collectives import Group, tie
+from ._convolution import gate_gradient
 from ._mixers import before_gate
 
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
@@ -34,7 +35,10 @@ def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor |
 
 
 class SelectiveScan(torch.autograd.Function):
-    """``out`` and, with ``needs_final``, the state after the last rank's span. ``saves``: whether backward may follow."""
+    """``out`` and, with ``needs_final``, the state after the last rank's span.
+
+    ``saves``: whether backward may follow. ``z_is_gate``: z is that of a ``MambaConv``, transposed.
+    """
 
     @staticmethod
     def forward(
@@ -54,6 +58,7 @@ class SelectiveScan(torch.autograd.Function):
         delta_softplus: bool,
         needs_final: bool,
         saves: bool,
+        z_is_gate: bool,
         group: Group,
     ) -> Any:
         carry = Carry(group, "selective_scan", reverse=False)
@@ -70,7 +75,7 @@ class SelectiveScan(torch.autograd.Function):
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
         ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes)
-        ctx.carry, ctx.options = carry, options
+        ctx.carry, ctx.options, ctx.z_is_gate = carry, options, z_is_gate
         return (out, final) if needs_final else out
 
     @staticmethod
@@ -97,10 +102,16 @@ class SelectiveScan(torch.autograd.Function):
             grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
         inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, False)
-        gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted), wanted)
+        if ctx.z_is_gate and wanted[6]:
+            grad_z = gate_gradient(z.transpose(1, 2)).transpose(1, 2)
+            others = _ops._selective_scan_bwd_out(grad_out, grad_last_state, *inputs, wanted, grad_z)
+            results = (*others[:6], grad_z, *others[6:])
+        else:
+            results = _ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted)
+        gradients = _results(results, wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(u.shape[0], *A.shape)
-        return (*gradients, *(None,) * 7)
+        return (*gradients, *(None,) * 8)
 
 
 class SsdChunkScan(torch.autograd.Function):

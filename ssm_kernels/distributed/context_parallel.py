@@ -20,6 +20,7 @@ from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
 from ._agreement import Agreement
 from ._collectives import Gathering, Group, GroupLike
+from ._convolution import MambaConv, is_gate
 from ._mixers import Mamba2Mixer
 from ._operators import Casts, GroupOperators
 
@@ -51,9 +52,16 @@ class _Context(GroupOperators):
         if self.group.size == 1:
             results: tuple[Tensor, Tensor, Tensor] = _ops._mamba_conv(xz, weight, bias, initial_state)
             return results
-        x, z = xz.chunk(2, dim=-1)
-        x = self.causal_conv1d(x, weight.squeeze(1), bias, activation="silu", initial_state=initial_state)
-        return x, x, z
+        weight = weight.squeeze(1)
+        if torch.compiler.is_compiling() or weight.shape[1] == 1:
+            x, z = xz.chunk(2, dim=-1)
+            x = self.causal_conv1d(x, weight, bias, activation="silu", initial_state=initial_state)
+            return x, x, z
+        xz, weight, bias, initial_state = self._cast_convolution(xz, weight, bias, initial_state)
+        options = {"activation": "silu", "return_final_state": False}
+        self._agree_on_convolution(xz[..., : xz.shape[2] // 2], weight, bias, initial_state, options)
+        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self.group)
+        return x, scanned, z
 
     def mamba_mixer(
         self,
@@ -93,6 +101,7 @@ class _Context(GroupOperators):
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
             return_last_state=needs_last_state,
+            z_is_gate=z is not None and not torch.compiler.is_compiling() and is_gate(z),
         )
         out, last_state = results if needs_last_state else (results, None)
         return out.transpose(1, 2), last_state
