@@ -153,21 +153,20 @@ def test_decay_of_a_long_span_becomes_zero(a):
 def test_long_span_of_selective_scan(discretization, dtype, device):
     """Transitions near 1, so that the decay is far from zero. On CUDA time is cut into segments."""
     sizes = {"batch": 1, "dim": 40, "dstate": 5, "seqlen": 4300, "groups": 2}
+    options = {"discretization": discretization, "dtype": dtype, "device": device}
+    inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, **options)
+    inputs["A"] = 1e-3 * inputs["A"]
+    exact = SELECTIVE_SUMMARY.reference(**{name: cast(value, torch.float64) for name, value in inputs.items()})
     for layout in ("contiguous", "transposed"):
-        inputs = SELECTIVE_SUMMARY.make_inputs(
-            **sizes, layout=layout, discretization=discretization, dtype=dtype, device=device
-        )
-        inputs["A"] = 1e-3 * inputs["A"]
-        if layout == "contiguous":
-            native, exact = (
-                SELECTIVE_SUMMARY.reference(**{name: cast(value, of) for name, value in inputs.items()})
-                for of in (parameter_dtype(dtype), torch.float64)
-            )
-        for name, *results in zip(SELECTIVE_SUMMARY.results, SELECTIVE_SUMMARY(**inputs), native, exact, strict=True):
-            if dtype == torch.float64:
-                torch.testing.assert_close(*results[:2], rtol=1e-11, atol=1e-11)
-            else:
-                assert_as_accurate(*results, name)
+        arranged = SELECTIVE_SUMMARY.make_inputs(**sizes, **options, layout=layout) | {"A": inputs["A"]}
+        for result, expected in zip(SELECTIVE_SUMMARY(**arranged), exact, strict=True):
+            assert_within_a_rounding_per_step(result, expected, sizes["seqlen"])
+
+
+def assert_within_a_rounding_per_step(actual: Tensor, exact: Tensor, steps: int) -> None:
+    """And sixteen roundings for the rest. Single instructions of the GPU may round each transition to the same side."""
+    error, largest = (x.abs().max().item() for x in (actual.double() - exact, exact))
+    assert error <= (steps + 16) * torch.finfo(actual.dtype).eps * largest
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
@@ -272,7 +271,7 @@ def mirrored(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: inputs[name] for name in names}
 
 
-def assert_matches_initial_gradient(inputs: dict[str, Any]) -> None:
+def assert_matches_initial_gradient(inputs: dict[str, Any], a_rounding_per_step: bool = False) -> None:
     """The mirror with ``u`` as the gradients of the outputs: float64 to 1e-12, else by the low-precision rule."""
     seq_idx, dtype = inputs["seq_idx"], parameter_dtype(inputs["u"].dtype)
     begins = None if seq_idx is None else summaries._begins(seq_idx).cpu()
@@ -280,6 +279,8 @@ def assert_matches_initial_gradient(inputs: dict[str, Any]) -> None:
     exact, native = (reference_summaries.initial_gradient(*gate_and_reads(inputs, of), begins) for of in (torch.float64, dtype))
     if dtype == torch.float64:
         torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+    elif a_rounding_per_step:
+        assert_within_a_rounding_per_step(actual, exact, inputs["u"].shape[2])
     else:
         assert_as_accurate(actual, native, exact, "initial gradient")
 
@@ -319,7 +320,7 @@ def test_initial_gradient_of_every_span(sizes, dtype, device):
         inputs = selective_scan_helpers.make_inputs(**sizes, layout=layout, dtype=dtype, device=device)
         assert_matches_initial_gradient(inputs)
         # Transitions near 1, so that the last steps count.
-        assert_matches_initial_gradient(inputs | {"A": 1e-3 * inputs["A"]})
+        assert_matches_initial_gradient(inputs | {"A": 1e-3 * inputs["A"]}, a_rounding_per_step=True)
 
 
 def test_initial_gradient_of_expanded_tensors(device):
