@@ -23,6 +23,7 @@ from ssd_helpers import (
     make_cotangents,
     make_inputs,
     plan,
+    preferred_products,
 )
 from torch import Tensor
 
@@ -159,7 +160,7 @@ def test_states_at_is_refused(device):
             function(**inputs, states_at=[1])
 
 
-# ----- CUDA's kernels: the order of all sums is the same in both directions
+# ----- CUDA's kernels: the order of all sums is the same in both directions. A reverse scan multiplies by mma.sync.
 
 SIZES_OF_KERNELS = [
     {"headdim": 64, "dstate": 64},
@@ -180,16 +181,16 @@ SIZES_OF_KERNELS = [
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("each_products")
 @pytest.mark.parametrize("z", [False, True], ids=["no_z", "z"])
 @dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_kernels_have_the_bits_of_the_flipped_scan(dtype, z):
     for options in SIZES_OF_KERNELS:
         inputs = make_inputs(**{"seqlen": 130, "z": z, **options}, reverse=True, dtype=dtype, device="cuda")
-        for is_backward in (False, True):
-            assert plan(inputs, is_backward) == plan(inputs | {"reverse": False}, is_backward)
-        if has_kernels(inputs) or options.get("dstate", 0) <= 64:  # more states may exceed a block's shared memory
-            assert_is_flipped_scan(inputs, bits=True)
+        plans = [plan(inputs, is_backward) for is_backward in (False, True)]
+        with preferred_products("mma"):
+            assert plans == [plan(inputs | {"reverse": False}, is_backward) for is_backward in (False, True)]
+            if has_kernels(inputs) or options.get("dstate", 0) <= 64:  # more states may exceed a block's shared memory
+                assert_is_flipped_scan(inputs, bits=True)
 
 
 @pytest.mark.cuda
@@ -197,7 +198,7 @@ def test_kernels_have_the_bits_of_the_flipped_scan(dtype, z):
 def test_kernels_in_sub_batches(dtype):
     """Backward takes some heads of a group at a time, whose sums it adds, and some rows of the batch."""
     options = {"heads": 6, "groups": 2, "headdim": 64, "dstate": 128, "seqlen": 200, "dtype": dtype, "device": "cuda"}
-    with limited_workspace(1):
+    with limited_workspace(1), preferred_products("mma"):
         assert_is_flipped_scan(make_inputs(reverse=True, **options), bits=True)
 
 

@@ -54,8 +54,7 @@ struct SsdBwdParams : SsdParams {
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  bool reverse = false;                     // whether step 0 of that view is the tensor's last
-  cuda::TmaDescriptor out_descriptor = {};  // of the tensor, for TMA stores: epilogue.cuh
+  cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
   float* final_states = nullptr;            // (batch, heads, headdim, dstate)
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of
   // them, each (heads, headdim, dstate); those of the next row begin chunk_states_row states later. Null if none are asked for,

@@ -1,12 +1,7 @@
 // The epilogue of forward on compute capability 9.0. A chunk's tile of out leaves shared memory by one TMA store, which runs
 // beside everything else. Stores from registers would occupy these for as long as they wait behind the loads of later chunks.
-//
-// A TMA descriptor has no negative strides. In a reverse scan the tile's rows are therefore in the order of memory, the chunk's
-// first step last, and the tile goes to the mirrored steps. The rows of a last chunk that no step fills come first: they are
-// before the tensor, where TMA writes nothing.
 #pragma once
 
-#include "cuda/opaque.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/state.cuh"
 
@@ -25,21 +20,14 @@ class TmaEpilogue {
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile,
                                         const FragmentLane& lane) const {
-    // Vector i of the tile and vector ~i are in mirrored rows and the same column, the swizzle included. The index is opaque:
-    // an address that the compiler kept from chunk to chunk would spill a register.
-    uint4* const vectors = &tile.panels[0][0][0];
-    const int index = static_cast<int>(tile.ldmatrix_row(0, 2 * lane.warp, lane.index) - vectors);
-    uint4* const first = vectors + (cuda::opaque(index) ^ (p_.reverse ? kTileVectors - 1 : 0));
-    constexpr int kGroupVectors = kTileVectors / kStepGroups;
-    round_to_rows<Scalar, Order>(y, x, D_, z_tile, lane, [&](int i) { return first + (p_.reverse ? -i : i) * kGroupVectors; });
+    round_out<Scalar, Order>(y, x, D_, z_tile, tile, lane);
     cuda::fence_proxy_async();
   }
 
   // TMA does not write the part of the tile that is outside of the tensor.
   __device__ __forceinline__ void send(const SmemTile<kStateRows>& tile, int chunk) const {
-    const int first = static_cast<int>(at_.start) + chunk * kChunk;
     cuda::tma_store_tile(p_.out_descriptor, state_tile_.first_row, state_tile_.head,
-                         p_.reverse ? static_cast<int>(p_.seqlen) - kChunk - first : first, static_cast<int>(at_.batch), &tile,
+                         static_cast<int>(at_.start) + chunk * kChunk, static_cast<int>(at_.batch), &tile,
                          state_tile_.is_there() && thread() == 0);
   }
   // The steps after the end of a packed sequence belong to the next one, so only the sequence's own steps are stored.
@@ -55,16 +43,13 @@ class TmaEpilogue {
     for (int i = thread(); i < steps * kVectors; i += kWarpgroupThreads) {
       const int row = i / kVectors, vector = i % kVectors, column = vector * SmemTile<kStateRows>::kVectorElements;
       if (column < state_tile_.rows) {
-        const uint4 value = *tile.vector(p_.reverse ? kChunk - 1 - row : row, vector);
-        __stcg(reinterpret_cast<uint4*>(target + row * p_.out.stride_step + column), value);
+        __stcg(reinterpret_cast<uint4*>(target + row * p_.out.stride_step + column), *tile.vector(row, vector));
       }
     }
   }
   static __device__ __forceinline__ void wait_for_sent() { cuda::tma_store_wait_read<0>(); }
 
  private:
-  static constexpr int kTileVectors = sizeof(SmemTile<kStateRows>) / sizeof(uint4);
-
   static __device__ __forceinline__ int thread() { return threadIdx.x % kWarpgroupThreads; }
 
   const SsdFwdParams& p_;

@@ -175,7 +175,7 @@ class Backward {
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
-    const bool uses_wgmma = use_wgmma(bwd_.in.x);
+    const bool uses_wgmma = use_wgmma(bwd_.in.x, bwd_.in.reverse);
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(bwd_.in.x.scalar_type()), [&](auto scalar) {
       return launch_ssd_bwd<decltype(scalar)>(params_, partition_, uses_wgmma, max_shared_bytes, stream);
     }));
@@ -377,7 +377,7 @@ std::string describe_backward(const Inputs& in) {
   at_once.B = in.B.narrow(3, 0, columns);
   int sub_batches = 0;
   for_each_sub_batch(at_once, [&](const Range&) { ++sub_batches; });
-  return c10::str(describe_kernel(in.x, use_wgmma(in.x)), " columns=", columns, " sub_batches=", sub_batches);
+  return c10::str(describe_kernel(in.x, use_wgmma(in.x, in.reverse)), " columns=", columns, " sub_batches=", sub_batches);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -105,7 +105,6 @@ ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const a
     call.params.z = const_rows_view(call.gate, inputs.is_reverse());
   }
   call.params.out = rows_view(out, inputs.is_reverse());
-  call.params.reverse = inputs.is_reverse();
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
@@ -116,7 +115,7 @@ ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const a
     call.params.chunk_states_row = states.stride(0) / states.stride(1);
   }
   make_schedule(inputs.x.options(), call);
-  call.uses_wgmma = use_wgmma(out) && describe_tiles(out, call.params);
+  call.uses_wgmma = use_wgmma(out, inputs.is_reverse()) && describe_tiles(out, call.params);
   return call;
 }
 
@@ -135,8 +134,8 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
 }
 
-bool use_wgmma(const at::Tensor& x) {
-  return x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
+bool use_wgmma(const at::Tensor& x, bool reverse) {
+  return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
 void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,

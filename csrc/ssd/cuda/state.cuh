@@ -376,10 +376,10 @@ __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile&
 }
 
 // The math of the epilogue: out = (y + D x) silu(z), rounded to this warp's columns of a tile, from y^T, x^T, whose steps are
-// in that order, and a tile of z or null. row_of(i) is the address that the lane passes to stmatrix for the i-th 16 steps.
-template <typename Scalar, typename Order, typename RowOf>
-__device__ __forceinline__ void round_to_rows(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
-                                              SmemTile<kStateRows>* z_tile, const FragmentLane& lane, const RowOf& row_of) {
+// in that order, and a tile of z or null.
+template <typename Scalar, typename Order>
+__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
+                                          SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile, const FragmentLane& lane) {
   const auto round_gated = [&](const auto& gate) {
 #pragma unroll
     for (int i = 0; i < kStepGroups; ++i) {
@@ -396,7 +396,7 @@ __device__ __forceinline__ void round_to_rows(const float (&y)[kStepBlocks][4], 
       uint32_t rounded[4];
 #pragma unroll
       for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
-      cuda::stmatrix_transposed(row_of(i), rounded);
+      cuda::stmatrix_transposed(tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index), rounded);
     }
   };
   if (z_tile == nullptr) {
@@ -413,13 +413,6 @@ __device__ __forceinline__ void round_to_rows(const float (&y)[kStepBlocks][4], 
       values[word].y *= silu(gate.y);
     }
   });
-}
-
-template <typename Scalar, typename Order>
-__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
-                                          SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile, const FragmentLane& lane) {
-  round_to_rows<Scalar, Order>(y, x, D, z_tile, lane,
-                               [&](int i) { return tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index); });
 }
 
 // The fp32 version.
