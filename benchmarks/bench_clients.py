@@ -11,7 +11,9 @@ own path in float32. Exits with 1 if logits are wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -136,6 +138,15 @@ def cases(options: argparse.Namespace) -> list[ModelCase]:
     return [ModelCase(model, **sizes) for model in configurations(1)]
 
 
+def versions(run: Run) -> dict[str, Any]:
+    """The settings: the versions of the packages that are compared."""
+    found = {}
+    for package in ("transformers", "mamba_ssm", "causal_conv1d"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return {"settings": {"versions": found}}
+
+
 def tables(result: Result) -> list[Table]:
     def columns(what: str) -> list[Column]:
         others = [name for name in (OWN, PEER) if any(name in row for row in result["rows"])]
@@ -152,6 +163,7 @@ BENCHMARK = Benchmark(
     lambda row, result: speedups(row, {OWN: OWN, PEER: PEER}, WHATS),
     trials=5,
     warmup=1,
+    context=versions,
     add_options=lambda parser: parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda"),
 )
 

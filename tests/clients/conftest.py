@@ -38,6 +38,6 @@ def record(item: pytest.Item, mark: pytest.Mark) -> dict[str, str]:
         "version": version,
         "model": str(mark.kwargs.get("model", parameters.get("model", client))),
         "behaviour": mark.args[0],
-        "device": str(parameters.get("device", "cpu")),
+        "device": str(parameters.get("device", "cuda" if item.get_closest_marker("cuda") else "cpu")),
         "torch": torch.__version__.partition("+")[0],
     }

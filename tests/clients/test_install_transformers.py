@@ -32,7 +32,7 @@ transformers.logging.set_verbosity_error()
 SMALL = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 CONFIGS = {
     "Mamba": dict(state_size=8),
-    "Mamba2": dict(state_size=8, num_heads=4, head_dim=16, n_groups=2, chunk_size=16),
+    "Mamba2": dict(state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=16),
 }
 
 class Count(TorchDispatchMode):
