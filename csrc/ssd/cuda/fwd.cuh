@@ -22,8 +22,8 @@
 // A call may ask for the states between chunks (SsdFwdParams::chunk_states). At the end of each of these chunks a consumer
 // warpgroup stores its state tile from its registers, as it stores the final state. Other calls have one branch for it a chunk.
 //
-// Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other devices,
-// and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
+// Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32, other
+// devices and reverse scans, and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
 #include "ssd/cuda/chunk_starts.cuh"

@@ -1,5 +1,5 @@
-// SSD forward with mma.sync (cuda/warp_mma.cuh): for fp32 on every device, and for fp16 and bf16 on devices without wgmma. See
-// fwd.cuh for what is computed.
+// SSD forward with mma.sync (cuda/warp_mma.cuh): for fp32 on every device, and for fp16 and bf16 on devices without wgmma and
+// in reverse scans. See fwd.cuh for what is computed.
 //
 // A block has its two consumer warpgroups and no other warps. Warp w of a warpgroup computes rows 16 w to 16 w + 15 of M^T; the
 // warps exchange these rows through shared memory. Every warp copies its share of the chunks ahead. In turn, each computes its

@@ -11,7 +11,7 @@ namespace ssm_kernels::ssd {
 // Whether the kernels of forward, or of backward, support a call: all dtypes but fp64, if a block can have the shared memory.
 bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
-// negative strides: a reverse scan takes mma.sync.
+// negative strides: a reverse scan takes mma.sync, in backward too.
 bool use_wgmma(const at::Tensor& x, bool reverse = false);
 
 // Memory for states inside of the sequences: after `every` chunks, twice as many, and so on.
