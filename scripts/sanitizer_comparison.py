@@ -1,4 +1,4 @@
-"""What the cases of ``sanitizer_cases.py`` share: the comparison of a result on the GPU with the CPU's."""
+"""Compares results of the GPU with those of the CPU, for every case of ``sanitizer_cases.py``."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class RecurrenceSummary(Summary):
         return self.variant.internal_values(inputs | {"h0": None}) | {"recurrence": self.name}
 
     def rounding_floor(self, name: str, inputs: Inputs) -> float | None:
-        """Of the decay, a rounding for each of its factors."""
+        """The decay is a product of as many factors as steps: the rule allows a rounding for each."""
         if name != "decay":
             return None
         states = self.result_dtypes(inputs)[0]

@@ -33,7 +33,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def flipped_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
-    """What ``reverse=True`` returns, from a scan without it."""
+    """Flips the inputs, scans without ``reverse``, and flips ``out``."""
     assert inputs["reverse"]
     flipped = {name: inputs[name].flip(axis) for name, axis in SELECTIVE_SCAN.time_axes(inputs).items()}
     packed, initial_state = inputs["cu_seqlens"] is not None, inputs["initial_state"]

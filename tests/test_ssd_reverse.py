@@ -37,7 +37,7 @@ RESETS = ((1, 32, 64, 65, 129, 150, 192, 199), (63, 127, 128))
 
 
 def flipped_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
-    """What ``reverse=True`` returns, from a scan without it."""
+    """Flips the inputs, scans without ``reverse``, and flips ``out``."""
     assert inputs["reverse"]
     flipped = {name: inputs[name].flip(axis) for name, axis in SSD.time_axes(inputs).items()}
     packed, initial_states = inputs["cu_seqlens"] is not None, inputs["initial_states"]

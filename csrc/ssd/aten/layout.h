@@ -37,7 +37,7 @@ inline at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { retur
 // them. A product with zero would let NaN through.
 at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 
-// Of float64 values (chunks, rows, steps, ...), the sums over the steps up to each.
+// Returns the cumulative sums of (chunks, rows, steps, ...) float64 values along the steps.
 at::Tensor cumsum_of_steps(const at::Tensor& values);
 
 // Rows of the batch that are scanned together.
@@ -128,7 +128,7 @@ class Scan {
   const int64_t chunk_length;  // steps of a chunk, except the last of a sequence
 
  private:
-  // Of a reverse scan: the run that has the same steps in the order of memory.
+  // Maps a run of a reverse scan to the run of the tensors that holds its steps.
   Run mirrored(const Run& run) const;
 
   int64_t chunks_per_run_;  // of one row
