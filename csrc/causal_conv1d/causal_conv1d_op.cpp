@@ -3,7 +3,6 @@
 
 #include "causal_conv1d/causal_conv1d_op.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

@@ -14,6 +14,7 @@
 
 #include "linear_scan/linear_scan_adjoint.h"
 #include "torch/arguments.h"
+#include "torch/autocast.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -53,10 +54,6 @@ void check_broadcasts(const char* op, const char* name, const at::Tensor& tensor
     fits = size == 1 || size == target[target.size() - 1 - i];
   }
   TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", axes, " = ", target, ", got ", shape);
-}
-
-bool is_under_autocast(const at::Tensor& tensor) {
-  return (tensor.is_cpu() || tensor.is_cuda()) && at::autocast::is_autocast_enabled(tensor.device().type());
 }
 
 // Whether a gradient of a broadcasting input would be a sum of fp16 or bf16 numbers. Autocast casts the inputs later, so the

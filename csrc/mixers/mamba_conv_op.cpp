@@ -15,6 +15,7 @@
 
 #include "mixers/mamba_conv_op.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>

@@ -2,6 +2,7 @@
 
 #include "selective_scan/selective_scan_op.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

@@ -18,7 +18,6 @@
 // alone, and the Autocast kernels.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -34,6 +33,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "torch/autocast.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 
@@ -51,29 +51,6 @@ inline bool needs_autograd(const std::optional<at::Tensor>& tensor) { return ten
 inline bool needs_autograd(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return needs_autograd(tensor); });
 }
-
-// Casts of arguments to the types that an operator computes in under autocast.
-struct Autocast {
-  at::DeviceType device;
-  at::ScalarType lower = at::autocast::get_autocast_dtype(device);
-
-  template <typename... Tensors>
-  void to_lower(Tensors&... tensors) const {
-    ((tensors = at::autocast::cached_cast(lower, tensors, device)), ...);
-  }
-  template <typename... Tensors>
-  void to_float(Tensors&... tensors) const {
-    ((tensors = at::autocast::cached_cast(at::kFloat, tensors, device)), ...);
-  }
-  // Casts parameters to float32 that do not have the dtype `kept`.
-  template <typename... Tensors>
-  void to_float_unless(at::ScalarType kept, Tensors&... tensors) const {
-    const auto has_other_dtype = [&](const auto& tensor) {
-      return is_present(tensor) && or_undefined(tensor).scalar_type() != kept;
-    };
-    ((has_other_dtype(tensors) ? to_float(tensors) : void()), ...);
-  }
-};
 
 // Defaults of an operator's description.
 template <typename Op, typename BwdInputsType, typename ResultType>
@@ -251,8 +228,8 @@ typename Op::Result with_graph(typename Op::Inputs& in) {
 template <typename Op, at::DeviceType device>
 typename Op::Result under_autocast(typename Op::Inputs& in) {
   if constexpr (Op::kIsPublic) operator_of<Op>().check(in);
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  Op::cast(in, Autocast{device});
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(device));
+  Op::cast(in, Autocast(device));
   return operator_of<Op>()(in);
 }
 
