@@ -29,7 +29,7 @@ TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
 # Folders of csrc/ that belong to no single operator.
 SHARED_FOLDERS = ("common", "cpu", "cuda", "torch")
-UNITS = 2  # of the host's files, and of the CPU kernels for each instruction set
+UNITS = {"host": 2, "kernels": 1}  # of the host's files, and of the CPU kernels for each instruction set
 ROOT = Path(__file__).parent.resolve()
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
@@ -121,7 +121,7 @@ def join_files(sources: list[str], name: str) -> dict[str, str]:
 
     Args:
         sources: paths from the root of the repository.
-        name: what the names of the units begin with.
+        name: ``host`` or ``kernels``, what the names of the units begin with.
     """
     folders: dict[str, list[Path]] = {}
     for source in sorted(sources):
@@ -129,7 +129,7 @@ def join_files(sources: list[str], name: str) -> dict[str, str]:
         is_shared = len(path.parts) == 1 or path.parts[0] in SHARED_FOLDERS
         folders.setdefault("torch" if is_shared else path.parts[0], []).append(path)
     bytes_of = {folder: sum((ROOT / "csrc" / path).stat().st_size for path in paths) for folder, paths in folders.items()}
-    units: list[list[str]] = [[] for _ in range(UNITS)]
+    units: list[list[str]] = [[] for _ in range(UNITS[name])]
     for folder in sorted(folders, key=lambda folder: (-bytes_of[folder], folder)):
         min(units, key=lambda unit: sum(bytes_of[other] for other in unit)).append(folder)
     return {

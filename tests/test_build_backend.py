@@ -282,11 +282,11 @@ def test_setup_stops_with_one_message(variable, value, match):
 # Files that are compiled together
 
 
-@pytest.mark.parametrize("pattern", ["*.cpp", "*kernel.cpp"])
-def test_every_file_is_in_one_unit_with_the_files_of_its_operator(pattern):
+@pytest.mark.parametrize("name, pattern", [("host", "*.cpp"), ("kernels", "*kernel.cpp")])
+def test_every_file_is_in_one_unit_with_the_files_of_its_operator(name, pattern):
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob(pattern)]
-    units = build_backend.join_files(files, "host")
-    assert units.keys() == {f"host_{number}" for number in range(1, build_backend.UNITS + 1)}
+    units = build_backend.join_files(files, name)
+    assert units.keys() == {f"{name}_{number}" for number in range(1, build_backend.UNITS[name] + 1)}
     included = {name: re.findall(r'^#include "(.+)"$', text, re.MULTILINE) for name, text in units.items()}
     assert sorted(f"csrc/{path}" for paths in included.values() for path in paths) == sorted(files)
     operators = {Path(file).parts[1] for file in files if len(Path(file).parts) > 2} - {*build_backend.SHARED_FOLDERS}
