@@ -32,9 +32,9 @@ KERNEL_LIMITS = {
     "linear_scan": 245,
     "mixers": 2,
     "norm": 50,
-    "selective_scan": 148,
+    "selective_scan": 160,
     "selective_state_update": 107,
-    "ssd": 74,
+    "ssd": 76,
 }
 
 
