@@ -72,6 +72,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mamba2_simple.Mamba2Simple},
     "mamba_ssm.modules.block": {"Block": nn.Block},
     "mamba_ssm.modules.mlp": {"GatedMLP": nn.GatedMLP},
+    "mamba_ssm.modules.mamba3": {"Mamba3": unserved.Mamba3},
     "mamba_ssm.modules.mha": {"MHA": unserved.MHA},
     "mamba_ssm.models": {},
     "mamba_ssm.models.config_mamba": {"MambaConfig": models.MambaConfig},

@@ -72,7 +72,12 @@ def _load(program: str) -> tuple[CodeType, str, str]:
         # Without dont_inherit the program would get this file's future statements.
         return compile(Path(program).read_bytes(), program, "exec", dont_inherit=True), program, ""
     name = program.removeprefix("-m ")
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(f"{error.name}."):
+            raise  # an import of a parent package
+        spec = None
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models import config as own
 from ..models.checkpoints import find_folder, load_config, load_weights
-from ..models.config import MambaConfig
 from ..models.mamba_lm import MambaLM
 from .generation import GenerateOutput, GenerationMixin, InferenceParams
 from .layer_norm import replace_rms_norms
@@ -24,18 +25,54 @@ __all__ = [
 ]
 
 
+@dataclasses.dataclass
+class MambaConfig:
+    """The fields of ``mamba_ssm``'s configuration with its defaults. They are as given, and assignable: a model checks them.
+
+    ``ssm_cfg["layer"]`` is ``"Mamba1"``, as without it, or ``"Mamba2"``. :class:`ssm_kernels.models.MambaConfig` documents the
+    fields.
+    """
+
+    d_model: int = 2560
+    d_intermediate: int = 0
+    n_layer: int = 64
+    vocab_size: int = 50277
+    ssm_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attn_layer_idx: list[int] = dataclasses.field(default_factory=list)
+    attn_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rms_norm: bool = True
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True
+    pad_vocab_size_multiple: int = 8
+    tie_embeddings: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for a ``config.json``."""
+        return dataclasses.asdict(self)
+
+
 class MambaLMHeadModel(GenerationMixin, MambaLM):  # type: ignore[misc]  # generate has the arguments of mamba_ssm
-    """:class:`ssm_kernels.models.MambaLM` with ``mamba_ssm``'s ``generate`` and norms, :class:`.layer_norm.RMSNorm`."""
+    """:class:`ssm_kernels.models.MambaLM` with ``mamba_ssm``'s ``generate`` and norms, :class:`.layer_norm.RMSNorm`.
+
+    Its ``config`` is a :class:`MambaConfig`, unless ``mamba_ssm`` has no such model.
+    """
 
     def __init__(
         self,
-        config: MambaConfig,
+        config: MambaConfig | own.MambaConfig,
         initializer_cfg: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, initializer_cfg, device, dtype)
+        checked = own.MambaConfig.from_dict(vars(config)) if isinstance(config, MambaConfig) else config
+        super().__init__(checked, initializer_cfg, device, dtype)
+        if isinstance(config, MambaConfig):
+            self.config = config  # type: ignore[assignment]
+        elif {field.name for field in dataclasses.fields(MambaConfig)}.issuperset(fields := config.to_dict()):
+            self.config = MambaConfig(**fields)  # type: ignore[assignment]
         replace_rms_norms(self)
+        for index, block in enumerate(self.backbone.layers):
+            block.layer_idx = index  # type: ignore[assignment]
 
 
 def load_config_hf(model_name: str) -> dict[str, Any]:

@@ -328,6 +328,12 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
 
+    def __getattr__(self, name: str) -> Any:
+        """What else callers of ``find_spec`` expect of a loader, such as ``get_source``."""
+        if name.startswith("__"):  # copy and pickle ask before there is a loader
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 

@@ -95,7 +95,7 @@ class Mamba(SelectiveBase, PackedMixer):
         check_dtype("Mamba", dtype)
         d_inner = expanded("Mamba", expand, d_model)
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
-        self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
+        self.use_fast_path, self.layer_idx, self.activation = use_fast_path, layer_idx, "silu"
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)

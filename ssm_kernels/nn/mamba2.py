@@ -216,6 +216,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, dt_limit
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
         self.discretization = discretization
+        self.activation: str | None = "silu"
         if process_group is not None:
             raise ValueError(
                 f"Mamba2: expected process_group None, got {type(process_group).__name__}: "

@@ -176,8 +176,8 @@ def test_a_missing_submodule_is_named():
 
 def test_a_missing_submodule_has_no_spec():
     with compat.installed():
-        assert importlib.util.find_spec("mamba_ssm.modules.mamba3") is None
-        assert compat._FINDER.find_spec("mamba_ssm.modules.mamba3") is None
+        assert importlib.util.find_spec("mamba_ssm.modules.ssd_minimal") is None
+        assert compat._FINDER.find_spec("mamba_ssm.modules.ssd_minimal") is None
 
 
 def test_a_missing_name_is_named():
@@ -196,7 +196,7 @@ def test_a_missing_name_is_named():
 
 # Of 2.3.2 and 1.7, what is not served: modules, and names in modules that are.
 MISSING_MODULES = {
-    "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.mamba3 modules.ssd_minimal",
+    "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.ssd_minimal",
     "mamba_ssm.ops.triton": "k_activations mamba3 softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",
     "causal_conv1d": "cpp_functions",
 }
@@ -226,13 +226,16 @@ def test_every_missing_name_says_what_there_is():
                     exec(f"from {module} import {name}", {})
 
 
-def test_names_of_attention_and_tensor_parallelism_refuse_to_be_used():
+def test_names_of_what_is_not_supported_refuse_to_be_used():
     with compat.installed():
         from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
         from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from mamba_ssm.modules.mamba3 import Mamba3
         from mamba_ssm.modules.mha import MHA
-    for name in (all_reduce, reduce_scatter, ColumnParallelLinear, RowParallelLinear, MHA):
-        with pytest.raises(NotImplementedError, match=f"^{name.__name__}: ssm_kernels.compat does not support (att|tensor p)"):
+    for name in (all_reduce, reduce_scatter, ColumnParallelLinear, RowParallelLinear, MHA, Mamba3):
+        with pytest.raises(
+            NotImplementedError, match=f"^{name.__name__}: ssm_kernels.compat does not support (att|tensor p|Mamba-3)"
+        ):
             name(8, 8)
 
 
@@ -334,8 +337,9 @@ def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
         (["-c", "pass"], 2, "expected a script, or -m and a module, got -c"),
         (["missing.py"], 1, "expected a script, got missing.py, which does not exist"),
         (["-m", "missing"], 1, "expected a module that Python can run, got missing"),
+        (["-m", "missing.part"], 1, "expected a module that Python can run, got missing.part"),
     ],
-    ids=["nothing", "code", "script", "module"],
+    ids=["nothing", "code", "script", "module", "submodule"],
 )
 def test_the_command_without_a_program_says_how_to_use_it(arguments, code, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compat", *arguments])

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -22,6 +23,7 @@ from helpers import COMPAT_VERSION
 from ssm_kernels import compat
 from ssm_kernels.compat import mamba2_simple, mixer_seq_simple, models
 from ssm_kernels.compat._modules import MODULES
+from ssm_kernels.models import MambaConfig
 
 CLIENT = "mamba_ssm"
 CLIENT_VERSION = COMPAT_VERSION
@@ -97,6 +99,37 @@ def counted_kernels():
 
 def tokens(*shape, device="cpu", seed=1):
     return torch.randint(21, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@every_layer
+def test_a_copy_of_the_own_file_takes_our_config(own_folder, layer):
+    with compat.installed():
+        spec = importlib.util.spec_from_file_location("copied", own_folder / "models" / "mixer_seq_simple.py")
+        copied = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copied)
+        model = copied.MambaLMHeadModel(make_config(models, layer), initializer_cfg={"initializer_range": 1.0})
+    assert isinstance(model.backbone.layers[0].mixer, MODULES["mamba_ssm"][layer.removesuffix("1")])
+    ours = make_ours(layer)
+    ours.load_state_dict(model.state_dict(), strict=True)
+    torch.testing.assert_close(model(tokens(2, 9)).logits, ours(tokens(2, 9)).logits)
+
+
+def test_fields_of_the_config_are_kept():
+    ssm_cfg = {"layer": "Mamba2", "d_state": 8, "headdim": 8}
+    config = models.MambaConfig(d_model=32, n_layer=1, vocab_size=21)
+    assert [*vars(config)] == [field.name for field in dataclasses.fields(MambaConfig)][:12]
+    config.ssm_cfg = ssm_cfg
+    model = models.MambaLMHeadModel(config)
+    assert model.config is config and config.ssm_cfg is ssm_cfg and ssm_cfg["layer"] == "Mamba2"
+    assert isinstance(model.backbone.layers[0].mixer, MODULES["mamba_ssm"]["Mamba2"])
+    assert [block.layer_idx for block in models.MambaLMHeadModel(make_config(models, "Mamba1")).backbone.layers] == [0, 1]
+
+
+def test_a_folder_gives_the_config_of_mamba_ssm(tmp_path):
+    make_ours("Mamba2").save_pretrained(tmp_path)
+    assert models.MambaLMHeadModel.from_pretrained(tmp_path).config == make_config(models, "Mamba2")
+    config = MambaConfig(d_model=32, n_layer=1, vocab_size=21, mixer="MinGRU")
+    assert models.MambaLMHeadModel(config).config is config
 
 
 @pytest.mark.serves("logits and gradients", model=OWN)

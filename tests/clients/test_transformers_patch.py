@@ -231,6 +231,9 @@ def test_a_model_imported_after_the_patch() -> None:
 from ssm_kernels.integrations.transformers import patch, served, unpatch
 assert not patch().modules
 assert "{MAMBA2}" not in sys.modules
+import importlib.util
+found = importlib.util.find_spec("{MAMBA2}")
+assert "class Mamba2Mixer" in found.loader.get_source(found.name)
 from transformers_models import MODELS, counting, tokens
 of = MODELS["Mamba2"]
 net, ids = of.make(), tokens(1, 9, "cpu")
