@@ -70,8 +70,7 @@ def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return _keyword_error(function.__name__, signature, len(args))
     for name, value in arguments.items():
         annotation = str(signature.parameters[name].annotation)
-        # For others than a required tensor, None is allowed, or torch.ops raises the same kind of message.
-        if torch.overrides.is_tensor_like(value) or (value is None and annotation != "Tensor"):
+        if torch.overrides.is_tensor_like(value) or (value is None and "None" in annotation):
             continue
         kind = _expected_kind(annotation, value)
         if kind is None:

@@ -162,9 +162,8 @@ def test_none_for_a_required_tensor(operator, mode, device):
                 if how == "function" and operator.may_be_none(name):
                     call(**arguments)
                     continue
-                got = "NoneType" if how == "function" and "number" in kind else "None"
                 expected = kind if how == "function" else "a tensor"
-                message = rf"^{operator.function}: expected {name} to be {expected}, got {got}(\n|$)"
+                message = rf"^{operator.function}: expected {name} to be {expected}, got None(\n|$)"
                 with pytest.raises(TypeError, match=message):
                     call(**arguments)
 
@@ -253,6 +252,11 @@ def test_other_types_of_options(operator, device):
             message = f"{operator.function}: expected {name} to be {KINDS[annotation]}{' or None' * bool(optional)}, got object"
             with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
                 function(**arguments | {name: object()})
+            if not optional:
+                with pytest.raises(
+                    TypeError, match=f"^{operator.function}: expected {name} to be {KINDS[annotation]}, got None$"
+                ):
+                    function(**arguments | {name: None})
 
 
 @every_operator

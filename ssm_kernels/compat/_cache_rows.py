@@ -10,16 +10,49 @@ from torch import Tensor
 
 from .. import ops
 from ..convolutions import causal_conv1d_update
+from ._promotion import no_autocast
 
 
-def check_conv_slots(state: Tensor, indices: Tensor, batch: int) -> None:
-    """Raises as :func:`ssm_kernels.causal_conv1d_update` for slots: calls the operator with tensors of no channels."""
+def _may_share_memory(state: Tensor) -> bool:
+    """Whether elements may share memory: False if each stride is longer than all that shorter strides span."""
+    # torch.compile would guard on the strides and compile again for others.
+    if torch.compiler.is_compiling():
+        return False
+    span = 0
+    for stride, size in sorted(zip(state.stride(), state.shape, strict=True)):
+        if size > 1 and stride <= span:
+            return True
+        span += (size - 1) * stride
+    return False
+
+
+def _padding(state: Tensor) -> Tensor:
+    """Indices of one row without a slot: the operator checks the memory of the state and leaves it as it is."""
+    return torch.full((1,), -1, device=state.device)
+
+
+def check_conv_cache(state: Tensor, indices: Tensor | None, batch: int) -> None:
+    """Raises as :func:`ssm_kernels.causal_conv1d_update` for slots, where it calls the operator with tensors of no channels,
+    and for elements of ``state`` that share memory."""
+    if _may_share_memory(state):
+        x = state.new_zeros(1, state.shape[1])
+        causal_conv1d_update(x, state.detach(), x.new_zeros(x.shape[1], 1), state_batch_indices=_padding(state))
+    if indices is None:
+        return
     empty = state.new_empty(batch, 0)
     causal_conv1d_update(empty, state.new_empty(state.shape[0], 0, 0), empty.new_empty(0, 1), state_batch_indices=indices)
 
 
-def check_scan_slots(state: Tensor, indices: Tensor, batch: int) -> None:
-    """Raises as :func:`ssm_kernels.selective_state_update` for slots: calls the operator with tensors of no channels."""
+def check_scan_cache(state: Tensor, indices: Tensor | None, batch: int) -> None:
+    """Raises as :func:`ssm_kernels.selective_state_update` for slots, where it calls the operator with tensors of no channels,
+    and for elements of ``state`` that share memory."""
+    if _may_share_memory(state):
+        x, B = state.new_zeros(1, *state.shape[1:-1]), state.new_zeros(1, state.shape[-1])
+        ops.selective_state_update(
+            state.detach(), x, x, state.new_zeros(state.shape[1:]), B, B, state_batch_indices=_padding(state)
+        )
+    if indices is None:
+        return
     if indices.dim() == 2:
         raise NotImplementedError(
             "selective_state_update: expected state_batch_indices of shape (batch,) with a state of another dtype than float32 "
@@ -33,24 +66,31 @@ def check_scan_slots(state: Tensor, indices: Tensor, batch: int) -> None:
 
 class CacheRows:
     """Reads and writes the slots ``indices`` of ``state``, or all of them in order without ``indices``. ``check`` raises for
-    slots that the operator refuses.
+    slots and memory that the operator refuses.
 
     As in the operators, a negative index is padding: the row's output is zero and no slot is touched. The CPU raises for slots
     that are not distinct or past the last one. CUDA does not, because the host would have to wait for the device: a row whose
     index is past the last slot returns NaN and touches no slot, and rows that share a slot race.
     """
 
-    def __init__(self, state: Tensor, indices: Tensor | None, batch: int, check: Callable[[Tensor, Tensor, int], None]) -> None:
+    def __init__(
+        self, state: Tensor, indices: Tensor | None, batch: int, check: Callable[[Tensor, Tensor | None, int], None]
+    ) -> None:
         self.state, self.indices = state, indices
+        with no_autocast(state):
+            check(state, indices, batch)
         if indices is None:
             return
-        check(state, indices, batch)
         self.places = indices.long().clamp(min=0, max=max(state.shape[0] - 1, 0))
         self.is_valid = indices == self.places
 
     def read(self) -> Tensor:
-        """A copy of the rows; those without a slot have the values of another one."""
-        return self.state.clone() if self.indices is None else self.state.index_select(0, self.places)
+        """A copy of the rows; those without a slot have the values of another one, or zeros if there is no slot."""
+        if self.indices is None:
+            return self.state.clone()
+        if self.state.shape[0] == 0:
+            return self.state.new_zeros(self.indices.shape[0], *self.state.shape[1:])
+        return self.state.index_select(0, self.places)
 
     def write(self, old: Tensor, new: Tensor) -> None:
         """Writes ``new`` rows into the slots that ``old`` was read from.
@@ -61,7 +101,7 @@ class CacheRows:
         if self.indices is None:
             self.state.copy_(new)
             return
-        if self.indices.shape[0] == 0:
+        if self.indices.shape[0] == 0 or self.state.shape[0] == 0:
             return
         rows = torch.arange(self.indices.shape[0], device=self.indices.device)
         rows = torch.where(self.is_valid, rows, self.is_valid.int().argmax())

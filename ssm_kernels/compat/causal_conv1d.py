@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
-from ._cache_rows import CacheRows, check_conv_slots
+from ._cache_rows import CacheRows, check_conv_cache
 from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
@@ -177,13 +177,14 @@ def _update_composed(
     indices: Tensor | None,
 ) -> Tensor:
     """:func:`causal_conv1d_update` of ``x``, (batch, seqlen, channels), as the scan and a copy of the state's rows."""
-    past, seqlen = weight.shape[-1] - 1, x.shape[1]
+    check_shape("causal_conv1d_update", "weight", weight, "(channels, width)", (x.shape[2], None))
+    past, seqlen = weight.shape[1] - 1, x.shape[1]
     _check_conv_state(conv_state, x, past, has_slots=indices is not None)
     if cache_seqlens is not None:
         _check_cache_seqlens(cache_seqlens, x)
     length = conv_state.shape[2]
     dtype = torch.promote_types(x.dtype, conv_state.dtype)
-    rows = CacheRows(conv_state, indices, x.shape[0], check_conv_slots)
+    rows = CacheRows(conv_state, indices, x.shape[0], check_conv_cache)
     with torch.no_grad():
         old = rows.read()
         new_steps = x.detach().transpose(1, 2).to(conv_state.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..norms import rms_norm_gated
-from ._cache_rows import CacheRows, check_scan_slots
+from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
@@ -270,7 +270,7 @@ def selective_state_update(
 
     if takes_state:
         return cast(step(state, state_batch_indices), x.dtype)
-    rows = CacheRows(state, state_batch_indices, x.shape[0] if x.dim() > 0 else 0, check_scan_slots)
+    rows = CacheRows(state, state_batch_indices, x.shape[0] if x.dim() > 0 else 0, check_scan_cache)
     old = rows.read()
     new = old.to(wide)
     out = step(new, None)

@@ -26,7 +26,7 @@ def mamba_chunk_scan_combined(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    chunk_size: int,
+    chunk_size: int | None,
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -34,7 +34,7 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: Sequence[float] = (0.0, math.inf),
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
@@ -44,6 +44,9 @@ def mamba_chunk_scan_combined(
     """The scan of Mamba-2: :func:`ssm_kernels.ssd_chunk_scan`, whose arguments these are, in any mix of dtypes.
 
     Args:
+        initial_states: (batch, heads, headdim, dstate), the state before the first step of each row. With
+            ``return_varlen_states`` (1, heads, headdim, dstate): the first non-empty sequence of ``cu_seqlens`` starts from
+            it, the others from zero.
         cu_seqlens: (sequences + 1,), int32 or int64, the ends of packed sequences, for ``return_varlen_states``. Steps after
             its last element are padding. Without ``return_varlen_states`` it has no effect and needs a ``seq_idx``, which
             divides the sequences.
@@ -100,6 +103,9 @@ def mamba_chunk_scan_combined(
         is_full = ends[1:] > ends[:-1]
         last = torch.where(is_full, places, 0).amax()[None]
         if initial_states is not None:
+            dstate = B.shape[3] if B.dim() == 4 else None
+            shape = (1, *x.shape[2:], dstate)
+            check_shape(name, "initial_states", initial_states, "(1, heads, headdim, dstate)", shape)
             first = torch.where(is_full, places, places.shape[0] - 1).amin()
             initial_states = torch.where((places == first).view(-1, 1, 1, 1), initial_states, 0)
     with no_autocast(x):
@@ -163,10 +169,10 @@ def mamba_split_conv1d_scan_combined(
     dt_bias: Tensor,
     A: Tensor,
     D: Tensor,
-    chunk_size: int,
+    chunk_size: int | None,
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    dt_limit: Sequence[float] = (0.0, math.inf),
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
     return_final_states: bool = False,
     activation: str | None = "silu",
     rmsnorm_weight: Tensor | None = None,

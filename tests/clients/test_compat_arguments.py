@@ -84,12 +84,13 @@ def test_state_dtype(function):
 # ---- Slots of caches, in the calls that one kernel serves and in those that it does not.
 
 
-def conv_update(kind: str, device: str, indices, batch: int = 2, slots: int = 5):
+def conv_update(kind: str, device: str, indices, batch: int = 2, slots: int = 5, view=lambda state: state):
     x, weight = torch.randn(batch, 6, device=device), torch.randn(6, 4, device=device)
     state = torch.randn(slots, 6, 5, device=device, dtype=torch.float16 if kind == "third dtype" else torch.float32)
     lengths = torch.tensor([3] * batch, device=device, dtype=torch.int32) if kind == "circular" else None
     if kind == "recorded":
         weight.requires_grad_()
+    state = view(state)
     before = state.clone()
     try:
         out = causal_conv1d_update(x, state, weight, cache_seqlens=lengths, conv_state_indices=indices)
@@ -99,9 +100,9 @@ def conv_update(kind: str, device: str, indices, batch: int = 2, slots: int = 5)
     return out, before, state
 
 
-def scan_update(kind: str, device: str, indices, batch: int = 2, slots: int = 5):
+def scan_update(kind: str, device: str, indices, batch: int = 2, slots: int = 5, view=lambda state: state):
     x, B = torch.randn(batch, 6, device=device), torch.randn(batch, 4, device=device)
-    state = torch.randn(slots, 6, 4, device=device, dtype=torch.float16 if kind == "third dtype" else torch.float32)
+    state = view(torch.randn(slots, 6, 4, device=device, dtype=torch.float16 if kind == "third dtype" else torch.float32))
     before = state.clone()
     try:
         out = selective_state_update(state, x, x.abs(), -torch.ones(6, 4, device=device), B, B, state_batch_indices=indices)
@@ -138,8 +139,28 @@ def test_slots_and_padding(device, update, kind):
     assert out[[0, 3]].any() and not out[[1, 2]].any()
     assert torch.equal(state[[1, 2, 4]], before[[1, 2, 4]])
     assert not torch.equal(state[0], before[0]) and not torch.equal(state[3], before[3])
-    _, before, state = update(kind, device, torch.tensor([-1, -1], device=device))
-    assert torch.equal(state, before)
+    for slots in (5, 0):
+        out, before, state = update(kind, device, torch.tensor([-1, -1], device=device), slots=slots)
+        assert out.shape == (2, 6) and not out.any() and torch.equal(state, before)
+
+
+@pytest.mark.parametrize(("update", "kind"), CACHES)
+def test_slots_under_autocast(update, kind):
+    with torch.autocast("cpu", dtype=LOW):
+        out, before, state = update(kind, "cpu", torch.tensor([3, 0]))
+    assert out.all() and not torch.equal(state, before)
+
+
+@pytest.mark.parametrize("indices", [None, [1, 0]])
+@pytest.mark.parametrize(("update", "kind"), CACHES)
+def test_a_state_whose_elements_share_memory(device, update, kind, indices):
+    name = "conv_state" if update is conv_update else "state"
+    message = f"expected {name}, which is updated in place, to have elements that share no memory, got strides .*{name}.clone"
+    indices = None if indices is None else torch.tensor(indices, device=device)
+    for view in (lambda state: state[:1].expand(state.shape), lambda state: state.as_strided(state.shape, (3, 2, 1))):
+        with pytest.raises(RuntimeError, match=message):
+            update(kind, device, indices, slots=2, view=view)
+    update(kind, device, indices, slots=2, view=lambda state: state.transpose(0, 2).contiguous().transpose(0, 2))
 
 
 @pytest.mark.cuda
@@ -173,11 +194,15 @@ def test_refused_cache_seqlens(cache_seqlens, error, message):
         causal_conv1d_update(torch.randn(2, 6), torch.zeros(2, 6, 4), torch.randn(6, 4), cache_seqlens=cache_seqlens)
 
 
-def test_a_wrong_weight_leaves_a_circular_state():
-    state = torch.zeros(2, 6, 4)
-    with pytest.raises(ValueError, match="expected weight of shape"):
-        causal_conv1d_update(torch.randn(2, 6), state, torch.randn(5, 4), cache_seqlens=torch.tensor([0, 0]))
-    assert not state.any()
+@pytest.mark.parametrize("shape", [(5, 4), (6,), (), (6, 4, 1), (6, 0)])
+def test_a_wrong_weight_leaves_a_state(shape):
+    """The message does not depend on which operators serve the call."""
+    x, state, messages = torch.randn(2, 6), torch.zeros(2, 6, 4), set()
+    for cache_seqlens in (None, torch.tensor([0, 0])):
+        with pytest.raises(ValueError, match=r"^causal_conv1d_update: expected weight of ") as raised:
+            causal_conv1d_update(x, state, torch.randn(shape), cache_seqlens=cache_seqlens)
+        messages.add(str(raised.value))
+    assert len(messages) == 1 and not state.any()
 
 
 # ---- Shapes, dtypes and missing tensors.
@@ -332,6 +357,19 @@ def test_messages_name_the_functions_arguments(case):
                 assert str(error).startswith(f"{function.__name__}: ") and words & own and not words & foreign, error
             else:
                 assert number >= 5, name  # another size is right for some
+
+
+KINDS = {"int": "an integer", "float": "a number", "str": "a string"}
+
+
+@pytest.mark.parametrize("case", COMPLETE)
+def test_none_for_a_required_option(case):
+    function, arguments = COMPLETE[case]
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.annotation in KINDS and name != "checkpoint_lvl":  # which names the two levels
+            message = f"^{function.__name__}: expected {name} to be {KINDS[parameter.annotation]}, got None$"
+            with pytest.raises(TypeError, match=message):
+                function(**arguments() | {name: None})
 
 
 @pytest.mark.parametrize(

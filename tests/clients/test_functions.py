@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -195,6 +196,16 @@ def test_packing_must_agree():
         mamba_chunk_scan_combined(**tensors, **options)
     with pytest.raises(ValueError, match="expected cu_seqlens with return_varlen_states, got None"):
         mamba_chunk_scan_combined(**tensors, chunk_size=16, return_varlen_states=True)
+
+
+@pytest.mark.parametrize("change", [lambda h: h[None], lambda h: h[:, :1], lambda h: h[0], lambda h: h.repeat(2, 1, 1, 1)])
+def test_packed_sequences_have_one_initial_state(change):
+    tensors = ssd_tensors("cpu", batch=1)
+    initial_states = change(tensors.pop("initial_states"))
+    packing = {"cu_seqlens": torch.tensor([0, 7, 19]), "seq_idx": torch.tensor([[0] * 7 + [1] * 12])}
+    message = r"^mamba_chunk_scan_combined: expected initial_states of shape \(1, heads, headdim, dstate\).*got "
+    with pytest.raises(ValueError, match=message + re.escape(str([*initial_states.shape]))):
+        mamba_chunk_scan_combined(**tensors, **packing, chunk_size=16, initial_states=initial_states, return_varlen_states=True)
 
 
 @served("mamba_split_conv1d_scan_combined")
