@@ -1,4 +1,4 @@
-// What the operators need of PyTorch's autocast.
+// Calls PyTorch's autocast for the operators of every folder.
 
 #include "torch/autocast.h"
 

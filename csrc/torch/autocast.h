@@ -11,7 +11,7 @@
 
 namespace ssm_kernels {
 
-// Of the devices that have autocast kernels here, CPU and CUDA.
+// The operators have autocast kernels for CPU and CUDA; tensors of other devices are never under autocast here.
 bool is_under_autocast(const at::Tensor& tensor);
 c10::DispatchKey autocast_key(at::DeviceType device);
 

@@ -85,7 +85,7 @@ class CacheRows:
         self.is_valid = indices == self.places
 
     def read(self) -> Tensor:
-        """A copy of the rows; those without a slot have the values of another one, or zeros if there is no slot."""
+        """Copies the rows. A row of padding gets the values of some slot, or zeros if the cache has no slots."""
         if self.indices is None:
             return self.state.clone()
         if self.state.shape[0] == 0:

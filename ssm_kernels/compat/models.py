@@ -26,25 +26,12 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class MambaConfig:
+class MambaConfig(own.MambaSsmFields):
     """The fields of ``mamba_ssm``'s configuration with its defaults. They are as given, and assignable: a model checks them.
 
     ``ssm_cfg["layer"]`` is ``"Mamba1"``, as without it, or ``"Mamba2"``. :class:`ssm_kernels.models.MambaConfig` documents the
     fields.
     """
-
-    d_model: int = 2560
-    d_intermediate: int = 0
-    n_layer: int = 64
-    vocab_size: int = 50277
-    ssm_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
-    attn_layer_idx: list[int] = dataclasses.field(default_factory=list)
-    attn_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rms_norm: bool = True
-    residual_in_fp32: bool = True
-    fused_add_norm: bool = True
-    pad_vocab_size_multiple: int = 8
-    tie_embeddings: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for a ``config.json``."""

@@ -329,7 +329,7 @@ class _Loader(importlib.abc.Loader):
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        """What else callers of ``find_spec`` expect of a loader, such as ``get_source``."""
+        """The module's own loader serves other methods that callers of ``find_spec`` use, such as ``get_source``."""
         if name.startswith("__"):  # copy and pickle ask before there is a loader
             raise AttributeError(name)
         return getattr(self.loader, name)

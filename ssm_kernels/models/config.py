@@ -16,7 +16,25 @@ _LAYERS = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
 
 
 @dataclasses.dataclass
-class MambaConfig:
+class MambaSsmFields:
+    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults."""
+
+    d_model: int = 2560
+    d_intermediate: int = 0
+    n_layer: int = 64
+    vocab_size: int = 50277
+    ssm_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attn_layer_idx: list[int] = dataclasses.field(default_factory=list)
+    attn_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rms_norm: bool = True
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True
+    pad_vocab_size_multiple: int = 8
+    tie_embeddings: bool = True
+
+
+@dataclasses.dataclass
+class MambaConfig(MambaSsmFields):
     """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and two more: ``mixer`` and ``discretization``.
 
     Args:
@@ -41,18 +59,6 @@ class MambaConfig:
         TypeError: a value is of another type.
     """
 
-    d_model: int = 2560
-    d_intermediate: int = 0
-    n_layer: int = 64
-    vocab_size: int = 50277
-    ssm_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
-    attn_layer_idx: list[int] = dataclasses.field(default_factory=list)
-    attn_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rms_norm: bool = True
-    residual_in_fp32: bool = True
-    fused_add_norm: bool = True
-    pad_vocab_size_multiple: int = 8
-    tie_embeddings: bool = True
     mixer: str | None = None
     discretization: str = "zoh"
 
