@@ -192,6 +192,7 @@ def beyond_32_bits(sizes: dict[str, int]) -> tuple[dict[str, Any], tuple[Tensor,
         "dt_limit": (0.0, math.inf),
         "chunk_size": None,
         "discretization": "zoh",
+        "reverse": False,
     }
     assert inputs["x"].numel() > 2**31
     return inputs, (torch.zeros_like(inputs["x"]), torch.zeros_like(inputs["initial_states"]))
