@@ -12,6 +12,7 @@ with 1 if one is wrong; a missed bar is only reported.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Contender, Result, Run, main, speedups
+from benchmarks.benchmark import PEER, Benchmark, Contender, Function, Result, Run, main, speedups
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
 from benchmarks.floors import H200_RATES, floors
 from benchmarks.harness import on_h200
@@ -55,7 +56,11 @@ CHANNEL_AXES = {"out": 1, "u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bia
 
 @dataclass(frozen=True)
 class Case(OperatorCase):
-    """A row of the table: sizes, types and options of a scan."""
+    """A row of the table: sizes, types and options of a scan.
+
+    Attributes:
+        packed: mean length of sequences that the row packs, whose lengths differ; None for one sequence.
+    """
 
     batch: int
     dim: int
@@ -66,6 +71,8 @@ class Case(OperatorCase):
     groups: int | None = None
     contiguous: str = "seqlen"
     discretization: str = "zoh"
+    packed: int | None = None
+    reverse: bool = False
     operator = "selective_scan"
     timed = ("forward", "training", "backward")
     limits = MappingProxyType({BF16: (2.5e-3, 2.5e-3), FP32: (1e-5, 1e-5)})
@@ -77,6 +84,8 @@ class Case(OperatorCase):
         words += [] if self.groups is None else [f"G{self.groups}"]
         words += ["D-contiguous"] if self.contiguous == "dim" else []
         words += [] if self.discretization == "zoh" else [self.discretization]
+        words += [] if self.packed is None else [f"packed {self.packed}"]
+        words += ["reverse"] if self.reverse else []
         return " ".join(words)
 
     @property
@@ -85,7 +94,11 @@ class Case(OperatorCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"discretization": self.discretization, "delta_softplus": True}
+        return {"discretization": self.discretization, "delta_softplus": True, "reverse": self.reverse}
+
+    @property
+    def computes_as_the_peer(self) -> bool:
+        return self.discretization == "zoh" and self.packed is None and not self.reverse
 
     @property
     def size(self) -> ScanSize:
@@ -99,6 +112,21 @@ class Case(OperatorCase):
             for name in inputs.keys() & {"u", "delta", "z", "B", "C"}:
                 inputs[name] = inputs[name].mT.contiguous().mT
         return inputs
+
+    def packing(self, device: torch.device | str) -> dict[str, Tensor]:
+        """The first and last steps of the packed sequences, whose borders are drawn."""
+        if self.packed is None:
+            return {}
+        borders = torch.rand(max(1, self.seqlen // self.packed) - 1, generator=torch.Generator().manual_seed(0)).sort().values
+        ends = torch.tensor([0]), (borders * self.seqlen).long(), torch.tensor([self.seqlen])
+        return {"cu_seqlens": torch.cat(ends).to(device, torch.int32)}
+
+    def contender(self, device: torch.device, seed: int = 0) -> Contender:
+        ours = super().contender(device, seed)
+        return ours._replace(function=functools.partial(ours.function, **self.packing(device)))
+
+    def exact_function(self) -> Function:
+        return functools.partial(self.function(), **self.packing("cpu"))
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Some channels. Gradients of B and C are those of these channels alone."""
@@ -115,12 +143,13 @@ class Case(OperatorCase):
         forward_bytes, both_bytes = scan_bytes(inputs)
         return {
             "updates": self.size.updates,
+            "seqlen": self.seqlen,
             "bytes": {"forward": forward_bytes, "backward": both_bytes - forward_bytes},
             "chunk_state_bytes": chunk_state_bytes(inputs),
         }
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
-        found = super().others(ours, run) if self.discretization == "zoh" else {}
+        found = super().others(ours, run) if self.computes_as_the_peer else {}
         if not found or self.contiguous == "seqlen":
             return found
         # The peer copies such tensors: in its own layout too.
@@ -130,19 +159,25 @@ class Case(OperatorCase):
 
 
 MAIN = (8, 2048, 2048)
+LONG = (1, 2048, 65536)
+# Vision Mamba's length, and its neighbors, whose rows start at other multiples of 2 bytes.
+SHIFTED_LENGTHS = (196, 197, 199, 200)
 CASES = [
     Case(*MAIN),
     Case(*MAIN, z=False),
     Case(8, 5120, 2048),
-    Case(1, 2048, 65536),
+    Case(*LONG),
     Case(1, 1536, 4096),
     Case(32, 512, 60, dtype=FP32, z=False),
+    *(Case(64, 384, seqlen) for seqlen in SHIFTED_LENGTHS),
     Case(8, 512, 1024, dtype=FP32, z=False),
     Case(*MAIN, dtype=FP32),
     *(Case(8, 1024, 2048, dstate) for dstate in (8, 32, 64, 128, 256)),
     *(Case(*MAIN, groups=groups) for groups in (1, 4)),
     Case(*MAIN, contiguous="dim"),
     *(Case(*MAIN, discretization=method) for method in reference.DISCRETIZATIONS if method != "zoh"),
+    Case(*MAIN, reverse=True),
+    *(Case(*LONG, packed=packed) for packed in (256, 1024)),
 ]
 
 
@@ -155,13 +190,29 @@ def chunk_state_bytes(inputs: Mapping[str, Tensor]) -> int:
 
 
 def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
-    """The name and the row of the method or layout that a row is compared with; None if it is the base itself."""
-    if row["discretization"] != "zoh":
-        other, name = "zoh", row["name"].removesuffix(f" {row['discretization']}")
-    else:
-        other, name = "L-contiguous", row["name"].removesuffix(" D-contiguous")
-    found = next((found for found in result["rows"] if found["name"] == name), row)
-    return None if found is row else (other, found)
+    """The name and the row of the method, layout or sequence that a row is compared with; None if it is the base itself."""
+    variants = {
+        f" {row['discretization']}": "zoh",
+        " D-contiguous": "L-contiguous",
+        f" packed {row['packed']}": "one sequence",
+        " reverse": "forward in time",
+    }
+    for suffix, other in variants.items():
+        base = row["name"].removesuffix(suffix)
+        found = next((found for found in result["rows"] if found["name"] == base != row["name"]), None)
+        if found is not None:
+            return other, found
+    return None
+
+
+def slowest_over_neighbors(row: Row, result: Result, what: str) -> float | None:
+    """The time for each step, over the least of the lengths of SHIFTED_LENGTHS with the same batch and channels."""
+
+    def of_step(found: Row) -> float:
+        return found["ours"][what]["median"] / found["seqlen"]
+
+    rows = [found for found in result["rows"] if found["seqlen"] in SHIFTED_LENGTHS]
+    return of_step(row) / min(map(of_step, rows)) if row in rows else None
 
 
 def figures(row: Row, result: Result) -> dict[str, float]:
@@ -169,8 +220,23 @@ def figures(row: Row, result: Result) -> dict[str, float]:
     if other := other_of(row, result):
         name, ours, theirs = other[0], row["ours"], other[1]["ours"]
         found |= {f"{what}, time over {name}": ours[what]["median"] / theirs[what]["median"] for what in DIRECTIONS}
+        if name == "zoh":
+            found |= speedups({"ours": ours, "peer": other[1].get("peer", {})}, {"peer": f"{PEER}'s zoh"})
+    for what in DIRECTIONS:
+        if (slower := slowest_over_neighbors(row, result, what)) is not None:
+            found[f"{what}, time of a step over the fastest neighbor's"] = slower
     ours, theirs = (median(row.get(who), "peak_bytes") for who in ("ours", "peer"))
     return found | ({"peak memory over mamba_ssm": ours / theirs} if ours and theirs else {})
+
+
+def step_time(name: str, who: str, what: str) -> Column:
+    """Nanoseconds that a step of all channels takes."""
+
+    def value(row: Row) -> str:
+        found = median(row.get(who), what)
+        return "" if found is None else f"{found * 1e9 / row['seqlen']:.0f}"
+
+    return Column(name, value)
 
 
 def floor_columns(direction: str, rates: Mapping[str, float]) -> list[Column]:
@@ -188,7 +254,7 @@ def floor_columns(direction: str, rates: Mapping[str, float]) -> list[Column]:
 
 def tables(result: Result) -> list[Table]:
     rows = result["rows"]
-    of_zoh = [row for row in rows if row["discretization"] == "zoh"]
+    of_zoh = [row for row in rows if row["discretization"] == "zoh" and row["packed"] is None and not row["reverse"]]
     case = text("case", "name")
     speed = [case]
     for what, name in (("forward", "forward"), ("training", "in training"), ("backward", "backward")):
@@ -196,14 +262,21 @@ def tables(result: Result) -> list[Table]:
     against = [case, text("against", "other")]
     for what in DIRECTIONS:
         against += [figure(what, "found", what), ratio("ratio", what, "ours", "other's")]
+    against += [ratio(f"{PEER}'s zoh / ours, {what}", what, "peer", "ours") for what in DIRECTIONS]
     compared = [
-        row | {"found": row["ours"], "other": other[0], "other's": other[1]["ours"]}
+        row
+        | {"found": row["ours"], "other": other[0], "other's": other[1]["ours"]}
+        | ({"peer": other[1].get("peer")} if other[0] == "zoh" else {"peer": None})
         for row in rows
         if (other := other_of(row, result))
     ]
 
     def bytes_each(name: str, found: Callable[[Row], float | None]) -> Column:
         return Column(name, lambda row: over(found(row), row["updates"] // row["dstate"]))
+
+    per_step = [case]
+    for who, name in (("ours", "ours"), ("peer", PEER)):
+        per_step += [step_time(f"{what}, {name}", who, what) for what in DIRECTIONS]
 
     memory = [
         case,
@@ -215,6 +288,7 @@ def tables(result: Result) -> list[Table]:
     rates = result["rates"]
     return [
         Table("selective_scan, milliseconds", speed, of_zoh),
+        Table("nanoseconds for each step", per_step, [row for row in of_zoh if row["seqlen"] in SHIFTED_LENGTHS]),
         Table(
             "mamba_ssm with D-contiguous tensors, milliseconds",
             [case, *(figure(what, "peer_given", what) for what in DIRECTIONS)],

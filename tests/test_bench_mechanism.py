@@ -194,7 +194,10 @@ def smallest(name: str) -> list:
     """A case of each kind of the benchmark, as small as it can be."""
     few = {"batch": 2, "seqlen": 24}
     cases = {
-        "selective_scan": [replace(case, **few, dim=16, dstate=4) for case in bench_selective_scan.CASES[::7]],
+        "selective_scan": [
+            replace(case, batch=1 if case.packed else 2, seqlen=24, dim=16, dstate=4)
+            for case in bench_selective_scan.CASES[::7]
+        ],
         "ssd_chunk_scan": [replace(case, **few, heads=2, dstate=16) for case in bench_ssd.CASES[:2]],
         "linear_scan": [replace(case, **few, channels=16) for case in bench_linear_scan.CASES[:3]],
         "selective_state_update": [replace(case, batch=2, dim=8) for case in bench_state_update.CASES[:2]],
