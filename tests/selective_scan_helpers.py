@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -27,13 +28,22 @@ CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
-def kernels_of(inputs: dict[str, Any]) -> tuple[str, str]:
-    """The names of the kernels that forward and backward of a call take."""
+def plans_of(inputs: dict[str, Any]) -> tuple[str, str]:
+    """How forward and backward of a call run: the kernel, its channels in a block, and the segments and spans of time."""
     options = inputs.get("discretization", "zoh"), inputs.get("delta_softplus", False)
     of_time = inputs.get("seq_idx"), inputs.get("cu_seqlens"), inputs.get("reverse", False)
-    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *of_time)
-    forward, backward = (plan.partition(",")[0] for plan in plans)
+    return torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *of_time)
+
+
+def kernels_of(inputs: dict[str, Any]) -> tuple[str, str]:
+    """The names of the kernels that forward and backward of a call take."""
+    forward, backward = (plan.partition(",")[0] for plan in plans_of(inputs))
     return forward, backward
+
+
+def spans_of(inputs: dict[str, Any]) -> int:
+    """The number of spans of time that backward of a call on CUDA takes in turn."""
+    return int(re.search(r"(\d+) spans", plans_of(inputs)[1])[1])
 
 
 # Options of make_inputs that leave out every optional argument.

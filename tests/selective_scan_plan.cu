@@ -1,6 +1,6 @@
 // Prints what the selective scan's plans take of a block's shared memory on a device that has argv[1] bytes: of each call a
-// line
-// "<dtype> <direction> <dstate> <options>: <bytes>". For tests/test_selective_scan_plan.py, without a GPU.
+// line "<dtype> <direction> <dstate> <options>: <bytes> <steps of a span>". For tests/test_selective_scan_plan.py, without a
+// GPU.
 #define SSM_KERNELS_WITH_CUDA
 #include <cstdio>
 #include <cstdlib>
@@ -46,26 +46,30 @@ void set_inputs(SelectiveScanParams& p, const Options& o) {
 
 template <typename Scalar>
 void print(const char* dtype, const Options& o, const DeviceLimits& device) {
-  const auto line = [&](const char* direction, const Plan& plan) {
+  const auto line = [&](const char* direction, const Plan& plan, int64_t span) {
     const bool is_shifted = plan.is_sequential && plan.sequential.sequences == VectorAccess::kShifted;
-    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
+    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s%s: %ld %ld\n", dtype, direction, static_cast<long>(o.dstate),
                 static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.packed ? " packed" : "",
                 o.z ? " z" : "", o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
-                is_shifted ? " shifted" : "", plan.is_sequential ? " sequential" : "", static_cast<long>(plan.shared_bytes));
+                is_shifted ? " shifted" : "", plan.is_sequential ? " sequential" : "", static_cast<long>(plan.shared_bytes),
+                static_cast<long>(span));
   };
   SelectiveScanFwdParams fwd;
   set_inputs(fwd, o);
   fwd.out = fwd.u;
   if (o.saves) fwd.chunk_states = present;
-  line("forward", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster));
-  if (!o.packed) line("summary", plan_carry_pass<Scalar>(fwd, device));
+  line("forward", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster), o.seqlen);
+  if (!o.packed) line("summary", plan_carry_pass<Scalar>(fwd, device), o.seqlen);
   if (!o.saves) return;
   SelectiveScanBwdParams bwd;
   set_inputs(bwd, o);
   bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
   bwd.grad_z = bwd.z;
-  line("backward", plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster));
-  if (!o.packed) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device));
+  bwd.grad_B = bwd.B;
+  bwd.grad_C = bwd.C;
+  const Plan plan = plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster);
+  line("backward", plan, span_steps<Scalar>(bwd, plan, device));
+  if (!o.packed) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device), o.seqlen);
 }
 
 }  // namespace

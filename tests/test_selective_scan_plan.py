@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -37,10 +38,14 @@ def test_the_plan_of_a_call_on_the_cpu_names_no_cuda_kernel():
     assert kernels_of(make_inputs()) == ("cpu", "cpu")
 
 
-def plans(program: Path, limit: int) -> dict[str, int]:
-    """Bytes of shared memory by the name of a plan."""
+def plans_and_spans(program: Path, limit: int) -> dict[str, tuple[int, int]]:
+    """Bytes of shared memory and the steps of a span, by the name of a plan."""
     lines = subprocess.run([str(program), str(limit)], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {name: int(size) for name, size in (line.split(": ") for line in lines)}
+    return {name: tuple(map(int, numbers.split())) for name, numbers in (line.split(": ") for line in lines)}
+
+
+def plans(program: Path, limit: int) -> dict[str, int]:
+    return {name: size for name, (size, _) in plans_and_spans(program, limit).items()}
 
 
 @pytest.mark.parametrize(("limit", "sequential"), DEVICES.values(), ids=DEVICES)
@@ -67,3 +72,22 @@ def test_packed_sequences_are_shifted_rows(way, program):
     packed = [name for name in plans(program, DEVICES["9.0"][0]) if " N16 B1 D2048 " in name and " packed" in name]
     taken = [name for name in packed if f" {way} " in name and "float64" not in name and "constant" not in name]
     assert taken and all(name.endswith(" shifted sequential") for name in taken)
+
+
+def test_spans_of_backward_are_whole_tiles(program):
+    spans = plans_and_spans(program, DEVICES["9.0"][0])
+    backward = {name: span for name, (_, span) in spans.items() if " backward " in name}
+    for name, span in backward.items():
+        dim, seqlen = (int(re.search(rf" {letter}(\d+) ", name + " ")[1]) for letter in "DL")
+        whole = " packed" in name or " constant B constant C" in name or dim == 1
+        assert span == seqlen if whole else span == seqlen or span % 64 == 0, name
+        assert -(-seqlen // span) <= 32, name
+    long = {name: span for name, span in backward.items() if " B100 D2048 L4096 " in name and " constant" not in name}
+    assert {span for name, span in long.items() if " N1 " not in name} == {128}
+
+
+def test_few_blocks_take_one_span(program):
+    """A row of 2048 channels leaves the device idle: time is split into segments, which run at once."""
+    spans = plans_and_spans(program, DEVICES["9.0"][0])
+    few = [name for name in spans if " backward " in name and " B1 D2048 L4096 " in name and " constant" not in name]
+    assert few and {spans[name][1] for name in few} == {4096}

@@ -1,5 +1,6 @@
-// The last kernel of the selective scan's backward on CUDA: adds the blocks' partial sums over tiles, batch rows and segments
-// in a fixed order, and writes the gradients in their own type and strides.
+// The last kernel of a span of the selective scan's backward on CUDA: adds the blocks' partial sums over tiles, batch rows and
+// segments in a fixed order, and writes the gradients in their own type and strides. The sums over time of all but the first
+// launch are added to those of the spans before it.
 //
 // One launch computes all sums, each in its own range of blocks. A thread computes one element; neighboring threads read
 // neighboring elements of the partial sums.
@@ -36,6 +37,7 @@ struct ReducePlan {
   MatrixSum matrices[kMatrices];
   RowSum row_sums[kRowSums];
   int64_t dstate = 0, seqlen = 0, padded_steps = 0, rows = 0, blocks = 0;
+  bool adds = false;
 };
 
 // The sum of `count` values, `stride` apart, with four loads in flight.
@@ -73,7 +75,9 @@ __global__ void __launch_bounds__(kReduceThreads) selective_scan_bwd_reduce_kern
 #pragma unroll
   for (int r = 0; r < ReducePlan::kRowSums; ++r) {
     visit(plan.row_sums[r], [&](const RowSum& sum, int64_t i) {
-      static_cast<Acc*>(sum.target)[i] = sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
+      const Acc of_rows = sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
+      Acc& target = static_cast<Acc*>(sum.target)[i];
+      target = plan.adds ? target + of_rows : of_rows;
     });
   }
 }
@@ -84,6 +88,7 @@ cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& p, const PartialSums
   reduce.dstate = p.dstate;
   reduce.seqlen = p.seqlen;
   reduce.padded_steps = partial_sums.padded_steps;
+  reduce.adds = partial_sums.adds;
   reduce.rows = p.rows * partial_sums.segments;
   const auto assign_blocks = [&](auto& sum) {
     sum.first_block = reduce.blocks;

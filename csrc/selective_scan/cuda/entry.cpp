@@ -85,11 +85,11 @@ void reserve_carries(Workspace& workspace, ChannelPartition& partition, const Se
 }
 
 void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partition, PartialSums& sums,
-                          const SelectiveScanBwdParams& p) {
+                          const SelectiveScanBwdParams& p, int64_t span_steps) {
   sums.tiles = partition.tiles;
   sums.segments = partition.segments;
   constexpr int64_t kTileSteps = std::max(sequential::kBwdTileSteps, warp_scan::BwdSizes::kTileSteps);
-  sums.padded_steps = round_up(p.seqlen, kTileSteps);
+  sums.padded_steps = round_up(span_steps, kTileSteps);
   const int64_t rows = p.rows * partition.segments, states_per_row = p.dim * p.dstate;
   const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
     if (grad.data == nullptr) return;
@@ -170,12 +170,23 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     Workspace workspace;
     PartialSums partial_sums;
     reserve_carries(workspace, plan.warp_scan, params);
-    reserve_partial_sums(workspace, plan.partition(), partial_sums, params);
+    const int64_t span = span_steps<Scalar>(params, plan, device);
+    reserve_partial_sums(workspace, plan.partition(), partial_sums, params, span);
+    void* carry = nullptr;
+    if (span < params.seqlen) workspace.reserve(&carry, params.rows * params.dim * params.dstate);
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.offset = plan.warp_scan.offset;
     point_at_vectors<Scalar>(params, plan);
-    return launch_bwd<Scalar>(params, plan, partial_sums, stream);
+    if (span == params.seqlen) return launch_bwd<Scalar>(params, plan, partial_sums, stream);
+    cudaError_t error = cudaSuccess;
+    for (int64_t end = params.seqlen; end > 0 && error == cudaSuccess;) {
+      const int64_t begin = (end - 1) / span * span;
+      partial_sums.adds = end < params.seqlen;
+      error = launch_bwd<Scalar>(span_params<Scalar>(params, begin, end - begin, carry), plan, partial_sums, stream);
+      end = begin;
+    }
+    return error;
   }));
   return grads;
 }
@@ -262,15 +273,18 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
   const SelectiveScanFwdParams fwd_params = make_fwd_params(in, method, rows, outputs);
   const GradTensors grads = allocate_bwd(bwd);
   const SelectiveScanBwdParams bwd_params = make_bwd_params(bwd, method, rows, outputs.chunk_states, grads);
-  const auto name = [](const Plan& plan) {
+  const auto name = [](const Plan& plan, int64_t spans) {
     const char* const kernel = plan.is_short ? "short_scan" : plan.is_sequential ? "sequential" : "warp_scan";
-    return c10::str(kernel, ", ", plan.partition().block_channels, " channels, ", plan.partition().segments, " segments");
+    return c10::str(kernel, ", ", plan.partition().block_channels, " channels, ", plan.partition().segments, " segments, ",
+                    spans, " spans");
   };
   const DeviceLimits device = limits_of(in.u);
   return cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    return KernelNames{name(plan_fwd<Scalar>(fwd_params, device, preferred_kernel())),
-                       name(plan_bwd<Scalar>(bwd_params, device, preferred_kernel()))};
+    const Plan bwd_plan = plan_bwd<Scalar>(bwd_params, device, preferred_kernel());
+    const int64_t span = std::max<int64_t>(1, span_steps<Scalar>(bwd_params, bwd_plan, device));
+    return KernelNames{name(plan_fwd<Scalar>(fwd_params, device, preferred_kernel()), 1),
+                       name(bwd_plan, std::max<int64_t>(1, ceil_div(bwd_params.seqlen, span)))};
   });
 }
 

@@ -17,6 +17,10 @@
 // after it to the one before it. The second launch folds the maps of earlier segments into its first state. A summary, and the
 // gradient of an initial state from those of the outputs, take the first launch alone (summary.h). Packed sequences have one
 // segment each: a block reads where its sequence begins and ends from device memory, and the host knows no lengths.
+//
+// Backward leaves partial sums of grad_B and grad_C, one for each tile of channels. Where time is one segment, backward takes
+// spans of time one after the other, the last first, so that the partial sums of one span exist at a time, most of them in the
+// second-level cache. A span is a call on a part of the steps: it hands the adjoint of its first state to the span before it.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +58,8 @@ struct ChannelPartition {
 struct PartialSums {
   // The tiles and segments of the launch that stores them.
   int64_t tiles = 0, segments = 1;
+  // Whether the gradients of A, constant B and C, D and delta_bias hold the sums of later spans, to which these are added.
+  bool adds = false;
   // (batch, tiles, dstate, padded_steps) each. Also null if B or C is constant, or if one tile is a whole group.
   void* grad_B = nullptr;
   void* grad_C = nullptr;

@@ -48,6 +48,15 @@ Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, 
 template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
+// The steps of a span of backward, a multiple of a tile or all steps.
+template <typename Scalar>
+int64_t span_steps(const SelectiveScanBwdParams& params, const Plan& plan, const DeviceLimits& device);
+// The parameters of a span of `steps` steps from `begin` on, for the plan of the whole call. `carry`, (batch, dim, dstate),
+// holds the adjoint of the state after a span that is not the last, and receives that of the state before one that is not the
+// first.
+template <typename Scalar>
+SelectiveScanBwdParams span_params(const SelectiveScanBwdParams& params, int64_t begin, int64_t steps, void* carry);
+
 // The carry pass of the warp scan alone, for the maps of all segments of a call that is neither packed nor reverse: the summary
 // (Fwd), or the gradient of the initial state from the gradients of the outputs (Bwd). Fewer tensors are read: delta, A, u and
 // B, or delta, A, grad_out, z and C.

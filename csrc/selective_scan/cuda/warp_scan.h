@@ -31,7 +31,7 @@ struct FwdSizes {
 // Backward's tile is one or two chunks and starts from a saved state.
 struct BwdSizes {
   static constexpr int kLog2TimeLanes = 3;
-  static constexpr int kSlice = 8;
+  static constexpr int kMaxSlice = 8;
   // Half as many for doubles: each warp stores its sums of a slice in shared memory.
   static constexpr int log2_warps(bool is_double) { return is_double ? 2 : 3; }
   static constexpr int tile_channels(bool is_double) { return kWarpSize << log2_warps(is_double) >> kLog2TimeLanes; }
@@ -53,10 +53,10 @@ template <typename Scalar>
 constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
 
 // A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
-// forward's slices shrink too.
+// forward's slices shrink too; backward's, if more blocks fit then.
 struct ScanPlan : ChannelPartition {
   FwdConfig config = FwdConfig::kManyChannels;
-  int slice = 0;  // states per slice, in forward
+  int slice = 0;  // states per slice
   bool carry_pass = false;
   cuda::Divisor dstate;
   VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly, out = VectorAccess::kSingly;

@@ -38,10 +38,9 @@ template <typename TileConfig>
 struct BwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
-  static constexpr int kSlice = BwdSizes::kSlice;
-  // Per state: sums for the gradients of B and C, (2, steps of a tile).
-  static constexpr int kSumsPerState = 2 * TileConfig::kTileSteps;
-  static constexpr int kSums = kSlice * kSumsPerState;
+  static constexpr int kMaxSlice = BwdSizes::kMaxSlice;
+  // Per state and warp: sums for the gradients of B and C, (2, steps of a tile).
+  static constexpr int kSums = 2 * TileConfig::kTileSteps, kSumsPerState = TileConfig::kWarps * kSums;
 
   // Per channel and state: scaled A, the state before the tile, the adjoint from after it, and the gradient of A.
   static constexpr int kA = 0, kBefore = 1, kAdjoint = 2, kGradA = 3, kPerState = 4;
@@ -51,7 +50,7 @@ struct BwdShared {
   Acc *decay, *grad_constant_B, *grad_constant_C;
   Acc *B, *C;
   Acc* zeros;      // B and C for lanes without a channel: zero times an infinite B would be NaN
-  Acc* warp_sums;  // (warps, kSums)
+  Acc* warp_sums;  // (states of a slice, warps, kSums)
   // Each thread's terms of the gradients of D and delta_bias.
   Acc* grad_channel;
   Position* position;
@@ -74,9 +73,9 @@ struct BwdShared {
     grad_out = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
     u = shared.allocate<Scalar>(carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
     z = shared.allocate<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
-    B = shared.allocate<Acc>(has_B_steps && !carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
-    C = shared.allocate<Acc>(has_C_steps ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
-    warp_sums = shared.allocate<Acc>(sums ? TileConfig::kWarps * kSums : 0);
+    B = shared.allocate<Acc>(has_B_steps && !carry_pass ? kMaxSlice * MatrixSlice<TileConfig, kMaxSlice>::kPitch : 0);
+    C = shared.allocate<Acc>(has_C_steps ? kMaxSlice * MatrixSlice<TileConfig, kMaxSlice>::kPitch : 0);
+    warp_sums = shared.allocate<Acc>(sums ? plan.slice * kSumsPerState : 0);
     states = shared.allocate<Acc>(kPerState * count);
     decay = shared.allocate<Acc>(carry_pass ? count : 0);
     grad_constant_B = shared.allocate<Acc>(has_B_steps || carry_pass ? 0 : count);
@@ -133,17 +132,18 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   using Shared = BwdShared<TileConfig>;
   constexpr int kVector = kVectorSize<Acc>;
   __syncthreads();
-  const int count = min(Shared::kSlice, static_cast<int>(p.dstate) - first_state) * Shared::kSumsPerState;
+  const int count = min(plan.slice, static_cast<int>(p.dstate) - first_state) * Shared::kSums;
 #pragma unroll 1
   for (int i = opaque_thread() * kVector; i < count; i += TileConfig::kThreads * kVector) {
-    auto sum = Vector<Acc, kVector>::load(shared.warp_sums + i);
+    const Acc* const sums = shared.warp_sums + i / Shared::kSums * Shared::kSumsPerState + i % Shared::kSums;
+    auto sum = Vector<Acc, kVector>::load(sums);
 #pragma unroll
     for (int warp = 1; warp < TileConfig::kWarps; ++warp) {
-      const auto part = Vector<Acc, kVector>::load(shared.warp_sums + warp * Shared::kSums + i);
+      const auto part = Vector<Acc, kVector>::load(sums + warp * Shared::kSums);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) sum.set(j, sum[j] + part[j]);
     }
-    const int state = first_state + i / Shared::kSumsPerState, step = i % TileConfig::kTileSteps;
+    const int state = first_state + i / Shared::kSums, step = i % TileConfig::kTileSteps;
     const bool is_B = i / TileConfig::kTileSteps % 2 == 0;
     store_matrix_sum<Scalar>(p, plan, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
   }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
-  constexpr int K = TileConfig::kSteps, kSlice = Shared::kSlice;
+  constexpr int K = TileConfig::kSteps;
   constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
                 kPerState = Shared::kPerState;
   const Shared shared(memory, p, plan, pass == Pass::kPerStep);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (!is_channel || view.data == nullptr) return Acc(0);
     return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
   };
-  const MatrixSlice<TileConfig, kSlice> B{shared.B}, C{shared.C};
+  const MatrixSlice<TileConfig, Shared::kMaxSlice> B{shared.B}, C{shared.C};
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
       grad_out_tile{shared.grad_out, plan.grad_out};
 
@@ -228,8 +228,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     // Sums over the states.
     Acc y[K], grad_input[K], grad_step[K];
     Acc sum_of_delta = 0;
-    for (int first_state = 0; first_state < dstate; first_state += kSlice) {
-      const int slice_states = min(kSlice, dstate - first_state);
+    for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
+      const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_B_steps && !carry_pass) {
         B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
