@@ -112,7 +112,7 @@ def causal_conv1d(
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.causal_conv1d(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.causal_conv1d.default(
         x,
         weight,
         bias,
@@ -212,12 +212,12 @@ def causal_conv1d_update(
         and intermediate_state_indices is None
         and not disable_state_update
     ):
-        result: Tensor = torch.ops.ssm_kernels.causal_conv1d_update(
+        result: Tensor = torch.ops.ssm_kernels.causal_conv1d_update.default(
             x, conv_state, weight, bias, activation=activation, state_batch_indices=state_batch_indices
         )
         return result
     result = empty_output(x) if out is None else out
-    torch.ops.ssm_kernels.causal_conv1d_update_out(
+    torch.ops.ssm_kernels.causal_conv1d_update_out.default(
         x,
         conv_state,
         weight,

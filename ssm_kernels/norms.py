@@ -59,7 +59,7 @@ def rms_norm_gated(
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or ``x`` is None.
     """
-    out: Tensor = torch.ops.ssm_kernels.rms_norm_gated(
+    out: Tensor = torch.ops.ssm_kernels.rms_norm_gated.default(
         x, weight, z, bias, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation
     )
     return out
@@ -84,7 +84,7 @@ def layer_norm_gated(
 
     :func:`rms_norm_gated` documents everything else. Autograd saves two numbers per group of a row.
     """
-    out: Tensor = torch.ops.ssm_kernels.layer_norm_gated(
+    out: Tensor = torch.ops.ssm_kernels.layer_norm_gated.default(
         x, weight, z, bias, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation
     )
     return out
@@ -123,7 +123,7 @@ def add_rms_norm(
 
     :func:`rms_norm_gated` documents the rest and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_rms_norm(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_rms_norm.default(
         x, residual, weight, bias, eps=eps, residual_in_fp32=residual_in_fp32
     )
     return results
@@ -140,7 +140,7 @@ def add_layer_norm(
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum with a residual and its LayerNorm: :func:`add_rms_norm` with the mean subtracted."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_layer_norm(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_layer_norm.default(
         x, residual, weight, bias, eps=eps, residual_in_fp32=residual_in_fp32
     )
     return results

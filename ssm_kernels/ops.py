@@ -238,7 +238,7 @@ def selective_scan(
         settings = {"discretization": discretization, "delta_softplus": delta_softplus}
         out, last_state, states = selective_scan_with_states(states_at, inputs, settings)
         return (out, last_state, states) if return_last_state else (out, states)
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan.default(
         u,
         delta,
         A,
@@ -369,7 +369,7 @@ def selective_state_update(
         and intermediate_state_indices is None
         and not disable_state_update
     ):
-        result: Tensor = torch.ops.ssm_kernels.selective_state_update(
+        result: Tensor = torch.ops.ssm_kernels.selective_state_update.default(
             state,
             x,
             dt,
@@ -387,7 +387,7 @@ def selective_state_update(
         )
         return result
     result = empty_output(x) if out is None else out
-    torch.ops.ssm_kernels.selective_state_update_out(
+    torch.ops.ssm_kernels.selective_state_update_out.default(
         state,
         x,
         dt,

@@ -130,7 +130,7 @@ def linear_scan(
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan.default(
         a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
@@ -206,7 +206,7 @@ def mingru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan.default(
         gate,
         candidate,
         h0,
@@ -290,7 +290,7 @@ def minlstm_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan.default(
         forget,
         input,
         candidate,
@@ -369,7 +369,7 @@ def liquid_scan(
     Raises:
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan.default(
         candidate, tau, step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
@@ -444,7 +444,7 @@ def rglru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan.default(
         recurrence_gate,
         input_gate,
         x=x,
@@ -514,7 +514,7 @@ def hgrn_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan.default(
         log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
@@ -579,7 +579,7 @@ def elu_gru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan.default(
         gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
@@ -639,7 +639,7 @@ def diag_linear_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan.default(
         gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]

@@ -271,7 +271,7 @@ def ssd_chunk_scan(
         arguments |= {"discretization": discretization}
         out, final_states, states = ssd_chunk_scan_with_states(states_at, arguments)
         return (out, final_states, states) if return_final_states else (out, states)
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan.default(
         x,
         dt,
         A,
