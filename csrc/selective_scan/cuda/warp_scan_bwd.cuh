@@ -237,7 +237,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (has_C_steps) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
-      if (first_state == 0) cuda::cp_async_wait();
+      if (first_state == 0) {
+        cuda::cp_async_wait();
+        delta_tile.finish_load();
+        if (p.grad_out.data != nullptr) grad_out_tile.finish_load();
+        if (p.z.data != nullptr) z_tile.finish_load();
+        if (!carry_pass) u_tile.finish_load();
+      }
       __syncthreads();
 
       if (first_state == 0) {

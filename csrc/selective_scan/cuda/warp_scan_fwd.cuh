@@ -136,7 +136,12 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       if (has_C_steps && !carry_pass) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
-      if (first_state == 0) cuda::cp_async_wait();
+      if (first_state == 0) {
+        cuda::cp_async_wait();
+        delta_tile.finish_load();
+        u_tile.finish_load();
+        if (p.z.data != nullptr && !carry_pass) z_tile.finish_load();
+      }
       __syncthreads();
 
       if (first_state == 0) {

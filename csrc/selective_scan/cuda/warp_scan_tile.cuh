@@ -1,9 +1,9 @@
 // Tiles in shared memory and scans over a warp's lanes, for the warp scan's forward and backward.
 //
 // A tile of a (batch, dim, seqlen) tensor keeps its memory order in shared memory: the steps of a channel are contiguous, or
-// the channels of a step. A lane reads and writes its consecutive steps in either. Steps that descend in memory (kDescending)
-// keep that order inside each vector of kVectorBytes, and lanes reverse vectors in registers: data of such a tensor points at
-// the vector that ends with step 0. Steps and channels past the end are zeros. A tile of B or C is widened to the accumulation
+// the channels of a step. A lane reads and writes its consecutive steps in either. Of steps that descend in memory
+// (kDescending), threads reverse each vector of kVectorBytes between its copy and the tile: data of such a tensor points at the
+// vector that ends with step 0. Steps and channels past the end are zeros. A tile of B or C is widened to the accumulation
 // type, with the steps of a state contiguous. kVectorBytes of padding before each lane's steps put the lanes' vectors into
 // different banks.
 #pragma once
@@ -18,19 +18,18 @@ namespace ssm_kernels::selective_scan::warp_scan {
 
 constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
 
-// Opaque, so that no predicate register holds the answer through the loop over states.
-__device__ __forceinline__ bool is_descending(VectorAccess access) {
-  return opaque(static_cast<int>(access)) == static_cast<int>(VectorAccess::kDescending);
+// Opaque, so that no predicate register holds the answer through the loop over states, and several tests do not become a jump
+// through a table, which is slower.
+__device__ __forceinline__ bool is_access(VectorAccess access, VectorAccess tested) {
+  return opaque(static_cast<int>(access)) == static_cast<int>(tested);
 }
 
-// The elements of each kVectorBytes in the opposite order.
+// The elements in the opposite order.
 template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> reverse_vectors(const Vector<Scalar, size>& source) {
-  constexpr int kVector = kVectorSize<Scalar>;
-  static_assert(size % kVector == 0, "all vectors are whole");
+__device__ __forceinline__ Vector<Scalar, size> reverse(const Vector<Scalar, size>& source) {
   Vector<Scalar, size> result;
 #pragma unroll
-  for (int j = 0; j < size; ++j) result.set(j, source[j / kVector * kVector + kVector - 1 - j % kVector]);
+  for (int j = 0; j < size; ++j) result.set(j, source[size - 1 - j]);
   return result;
 }
 
@@ -77,8 +76,7 @@ struct SequenceTile {
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
     } else {
-      auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
-      if (is_descending(access)) vector = reverse_vectors(vector);
+      const auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[j]);
     }
@@ -93,7 +91,6 @@ struct SequenceTile {
       Vector<Scalar, TileConfig::kSteps> vector;
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
-      if (is_descending(access)) vector = reverse_vectors(vector);
       vector.store(target);
     }
   }
@@ -101,58 +98,94 @@ struct SequenceTile {
   // Called by the whole block, with the row of its first channel. Copies may still be in flight when this returns.
   __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
                                        int steps) const {
-    const Scalar* const source = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
-    for_each_vector(view, channels, steps, [&](Scalar* element, int64_t offset, int count) {
-      if (access == VectorAccess::kSingly) {
-        *element = count ? source[offset] : from_accumulate<Scalar>(0);
-      } else {
-        cuda::cp_async(element, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
-      }
+    const auto copy = [&](Scalar* element, int64_t offset, int count) {
+      cuda::cp_async(element, row + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
+    };
+    for_each_vector(view, first_step, channels, steps, copy, copy, [&](Scalar* element, int64_t offset, bool exists) {
+      *element = exists ? row[offset] : from_accumulate<Scalar>(0);
     });
+  }
+  // Puts loaded steps that descend in memory in order. Each thread reverses the vectors that it has copied; they have arrived,
+  // and the block synchronizes next.
+  __device__ __forceinline__ void finish_load() const {
+    if (is_access(access, VectorAccess::kDescending)) {
+      for_each_descending_vector(
+          [](Scalar* element, int, int) { reverse(Vector<Scalar, kVector>::load(element)).store(element); });
+    }
   }
 
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
-    Scalar* const target = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
-    for_each_vector(view, channels, steps, [&](Scalar* element, int64_t offset, int count) {
-      if (access != VectorAccess::kSingly && count == kVector) {
-        Vector<Scalar, kVector>::load(element).store_once(target + offset);
-      } else {
-        for (int i = 0; i < count; ++i) target[offset + i] = element[i];
-      }
-    });
+    const auto store_elements = [&](const Scalar* element, int64_t offset, int count) {
+      for (int i = 0; i < count; ++i) row[offset + i] = element[i];
+    };
+    for_each_vector(
+        view, first_step, channels, steps,
+        [&](const Scalar* element, int64_t offset, int count) {
+          if (count == kVector) {
+            Vector<Scalar, kVector>::load(element).store_once(row + offset);
+          } else {
+            store_elements(element, offset, count);
+          }
+        },
+        [&](const Scalar* element, int64_t offset, int count) {
+          if (count == kVector) reverse(Vector<Scalar, kVector>::load(element)).store_once(row + offset);
+        },
+        [&](const Scalar* element, int64_t offset, bool exists) {
+          if (exists) row[offset] = *element;
+        });
   }
 
  private:
-  // Calls visit(element in the tile, offset in the tensor, count) for each vector, or each element; `count` elements exist.
+  // Calls visit(element in the tile, channel, step) for each vector along the steps.
+  template <int unroll, typename Visitor>
+  __device__ __forceinline__ void for_each_vector_along_steps(const Visitor& visit) const {
+    constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
+    static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several channels");
+    const int thread = opaque_thread(), step = thread % kRowVectors * kVector;
+#pragma unroll unroll
+    for (int first = 0; first < kChannels; first += kRows) {
+      const int channel = first + thread / kRowVectors;
+      if (kChannels % kRows != 0 && channel >= kChannels) break;
+      visit(data + channel * kChannelPitch + step, channel, step);
+    }
+  }
+  // The same for steps that descend in memory: not unrolled, to leave the instruction cache to other code.
   template <typename Visitor>
-  __device__ __forceinline__ void for_each_vector(const SequenceView& view, int channels, int steps,
-                                                  const Visitor& visit) const {
-    const int thread = opaque_thread();
-    if (access == VectorAccess::kAlongSteps || is_descending(access)) {
-      constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
-      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several channels");
-      const int step = thread % kRowVectors * kVector, count = max(0, min(kVector, steps - step));
-      const int offset = is_descending(access) ? -step : step;
-#pragma unroll
-      for (int first = 0; first < kChannels; first += kRows) {
-        const int channel = first + thread / kRowVectors;
-        if (kChannels % kRows != 0 && channel >= kChannels) break;
-        visit(data + channel * kChannelPitch + step, channel * view.stride_dim + offset, channel < channels ? count : 0);
-      }
-    } else if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+  __device__ __forceinline__ void for_each_descending_vector(const Visitor& visit) const {
+    for_each_vector_along_steps<1>(visit);
+  }
+
+  // Calls visit(element in the tile, offset in the tensor, count) for each vector, of which `count` elements exist; of steps
+  // that descend in memory visit_descending; or visit_element(element in the tile, offset in the tensor, exists) for each
+  // element.
+  template <typename Visitor, typename DescendingVisitor, typename ElementVisitor>
+  __device__ __forceinline__ void for_each_vector(const SequenceView& view, int64_t first_step, int channels, int steps,
+                                                  const Visitor& visit, const DescendingVisitor& visit_descending,
+                                                  const ElementVisitor& visit_element) const {
+    const auto count_of = [&](int channel, int step) { return channel < channels ? max(0, min(kVector, steps - step)) : 0; };
+    if (is_access(access, VectorAccess::kAlongSteps)) {
+      for_each_vector_along_steps<kChannels>([&](Scalar* element, int channel, int step) {
+        visit(element, channel * view.stride_dim + first_step + step, count_of(channel, step));
+      });
+    } else if (is_access(access, VectorAccess::kDescending)) {
+      for_each_descending_vector([&](Scalar* element, int channel, int step) {
+        visit_descending(element, channel * view.stride_dim - first_step - step, count_of(channel, step));
+      });
+    } else if (const int thread = opaque_thread(); kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
       const int channel = thread % kRowVectors * kVector, count = max(0, min(kVector, channels - channel));
 #pragma unroll 1
       for (int step = thread / kRowVectors; step < kSteps; step += kRows) {
-        visit(at(channel, step), channel + step * view.stride_step, step < steps ? count : 0);
+        visit(at(channel, step), channel + (first_step + step) * view.stride_step, step < steps ? count : 0);
       }
     } else {
       const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_dim);
 #pragma unroll 1
       for (int i = thread; i < kChannels * kSteps; i += TileConfig::kThreads) {
         const int channel = steps_are_closer ? i / kSteps : i % kChannels, step = steps_are_closer ? i % kSteps : i / kChannels;
-        visit(at(channel, step), channel * view.stride_dim + step * view.stride_step, channel < channels && step < steps);
+        visit_element(at(channel, step), channel * view.stride_dim + (first_step + step) * view.stride_step,
+                      channel < channels && step < steps);
       }
     }
   }
@@ -181,17 +214,7 @@ struct MatrixSlice {
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    if (is_descending(access)) {
-      constexpr int kRowVectors = TileConfig::kTileSteps / kVector;
-#pragma unroll 1
-      for (int i = thread; i < states * kRowVectors; i += TileConfig::kThreads) {
-        const int state = i / kRowVectors, step = i % kRowVectors * kVector;
-        auto vector = Vector<Scalar, kVector>::zero();
-        if (step < steps) vector = Vector<Scalar, kVector>::load(source + state * view.stride_state - step);
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = to_accumulate(vector[j]);
-      }
-    } else if (access == VectorAccess::kAlongSteps) {
+    if (is_access(access, VectorAccess::kAlongSteps)) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
@@ -210,6 +233,16 @@ struct MatrixSlice {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
         wide.store(at(state, step));
+      }
+    } else if (is_access(access, VectorAccess::kDescending)) {
+      constexpr int kRowVectors = TileConfig::kTileSteps / kVector;
+#pragma unroll 1
+      for (int i = thread; i < states * kRowVectors; i += TileConfig::kThreads) {
+        const int state = i / kRowVectors, step = i % kRowVectors * kVector;
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step < steps) vector = Vector<Scalar, kVector>::load(source + state * view.stride_state - step);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = to_accumulate(vector[j]);
       }
     } else if (access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = slice_states / kVector;
