@@ -99,8 +99,9 @@ struct FwdConsumer {
       const int64_t t_end = min(t0 + TileConfig::kTileSteps, at.end);
       scan_tile(tile, static_cast<int>(t_end - t0));
       sync_roles<TileConfig>();
-      if (p.chunk_states != nullptr && (t_end == at.end ? !p.is_packed() : t_end % kChunk == 0)) {
-        save(p.chunk_states, at.chunk_states + (t_end + kChunk - 1) / kChunk);
+      if (p.chunk_states != nullptr && (t_end % kChunk == 0 || t_end == at.end)) {
+        const int64_t boundary = (t_end + kChunk - 1) / kChunk;
+        if (boundary < at.saved_states) save(p.chunk_states, at.chunk_states + boundary);
       }
     }
     if (at.last >= 0) save(p.last_state, at.last);
