@@ -352,76 +352,84 @@ struct Matrices {
 
   Acc *B, *C;
 
-  // The number of a producer thread's vector i among the vectors of both matrices.
-  __device__ __forceinline__ static int index(int i) {
-    return i * TileConfig::kProducers + opaque_thread() - TileConfig::kConsumers;
-  }
-  __device__ __forceinline__ static bool is_B(int i) {
-    if constexpr (kPerMatrix % TileConfig::kProducers == 0) return i < kPerMatrix / TileConfig::kProducers;
-    return index(i) < kPerMatrix;
-  }
-  // The first state and step of vector i.
-  __device__ __forceinline__ static int state(int i, VectorAccess access) {
-    const int vector = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? vector % (kStates / kVector) * kVector
-                                                  : vector / (TileConfig::kTileSteps / kVector);
-  }
-  __device__ __forceinline__ static int step(int i, VectorAccess access) {
-    const int vector = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? vector / (kStates / kVector)
-                                                  : vector % (TileConfig::kTileSteps / kVector) * kVector;
-  }
+  // Vector i of a producer thread. Its index is opaque and computed once for each use.
+  struct ThreadVector {
+    int index;  // among the vectors of both matrices
+    bool is_B;
+    VectorAccess access;
+
+    __device__ __forceinline__ ThreadVector(const ScanPlan& plan, int i)
+        : index(i * TileConfig::kProducers + opaque_thread() - TileConfig::kConsumers) {
+      if constexpr (kPerMatrix % TileConfig::kProducers == 0) {
+        is_B = i < kPerMatrix / TileConfig::kProducers;
+      } else {
+        is_B = index < kPerMatrix;
+      }
+      access = is_B ? plan.B : plan.C;
+    }
+    // The first state and step.
+    __device__ __forceinline__ int state() const {
+      const int vector = index % kPerMatrix;
+      return access == VectorAccess::kAlongChannels ? vector % (kStates / kVector) * kVector : vector / kPerRow;
+    }
+    __device__ __forceinline__ int step() const {
+      const int vector = index % kPerMatrix;
+      return access == VectorAccess::kAlongChannels ? vector / (kStates / kVector) : vector % kPerRow * kVector;
+    }
+    // The place among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte. C begins
+    // after the memory of a shifted B, whatever the access of either.
+    __device__ __forceinline__ int place() const {
+      if (access == VectorAccess::kShifted) return index / kPerRow * (kPerRow + 1) + index % kPerRow;
+      return index + (is_B ? 0 : kStates);
+    }
+  };
 
   // The address of this thread's vector i in the tile that starts at step 0.
   __device__ __forceinline__ static const Scalar* address(const SelectiveScanParams& p, const ScanPlan& plan,
                                                           const Scalar* B_row, const Scalar* C_row, int i) {
-    const bool b = is_B(i);
-    const VectorAccess access = b ? plan.B : plan.C;
-    return (b ? B_row : C_row) + state(i, access) * (b ? p.B.stride_state : p.C.stride_state) +
-           step(i, access) * (b ? p.B.stride_step : p.C.stride_step);
+    const ThreadVector vector(plan, i);
+    return (vector.is_B ? B_row : C_row) + vector.state() * (vector.is_B ? p.B.stride_state : p.C.stride_state) +
+           vector.step() * (vector.is_B ? p.B.stride_step : p.C.stride_step);
   }
 
-  // Calls visit(i, address, stride, access, left) for each vector. `left` elements exist from its first on, `stride` apart: at
+  // Calls visit(i, vector, address, stride, left) for each vector. `left` elements exist from its first on, `stride` apart: at
   // most its own, or those of the row up to step `steps` of the tile; none if it is not positive.
   template <typename Visitor>
   __device__ __forceinline__ static void for_each(const SelectiveScanParams& p, const ScanPlan& plan,
                                                   const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                   const Visitor& visit) {
     const int states = static_cast<int>(p.dstate);
+    const bool is_whole = states == kStates && steps == TileConfig::kTileSteps;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const bool b = is_B(i);
-      const VectorAccess access = b ? plan.B : plan.C;
-      const int64_t stride_state = b ? p.B.stride_state : p.C.stride_state, stride_step = b ? p.B.stride_step : p.C.stride_step;
+      const ThreadVector vector(plan, i);
+      const int64_t stride_state = vector.is_B ? p.B.stride_state : p.C.stride_state;
+      const int64_t stride_step = vector.is_B ? p.B.stride_step : p.C.stride_step;
       const Scalar* const source = addresses[i] + first_step * stride_step;
-      const int n = state(i, access), t = step(i, access);
-      const bool along_states = access == VectorAccess::kAlongChannels;
-      const int row_left = along_states ? states - n : steps - t;
-      const int left = (along_states ? t < steps : n < states) ? row_left : -kVector;
-      visit(i, source, along_states ? stride_state : stride_step, access, left);
+      const bool along_states = vector.access == VectorAccess::kAlongChannels;
+      int left = kVector;
+      if (!is_whole || vector.access == VectorAccess::kShifted) {
+        const int n = vector.state(), t = vector.step(), row_left = along_states ? states - n : steps - t;
+        left = (along_states ? t < steps : n < states) ? row_left : -kVector;
+      }
+      visit(i, vector, source, along_states ? stride_state : stride_step, left);
     }
   }
 
-  // The place of vector i among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte.
-  // C begins after the memory of a shifted B, whatever the access of either.
-  __device__ __forceinline__ static int place(int i, VectorAccess access) {
-    if (access == VectorAccess::kShifted) return index(i) / kPerRow * (kPerRow + 1) + index(i) % kPerRow;
-    return index(i) + (is_B(i) ? 0 : kStates);
-  }
   // As ThreadVectors::copy_async and load. States and steps that do not exist are zeros.
   __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ScanPlan& plan,
                                                     const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                     Raw* stage) {
     for_each(p, plan, addresses, first_step, steps,
-             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int left) {
+             [&](int, const ThreadVector& vector, const Scalar* source, int64_t stride, int left) {
                constexpr int kBytes = sizeof(Scalar);
                const int valid = max(0, min(left, kVector));
-               Raw* const target = stage + place(i, access);
-               if (access == VectorAccess::kSingly) {
+               Raw* const target = stage + vector.place();
+               if (vector.access == VectorAccess::kSingly) {
                  *target = load_vector<Scalar, kVector>(source, stride, false, valid);
-               } else if (access == VectorAccess::kShifted) {
+               } else if (vector.access == VectorAccess::kShifted) {
                  cuda::cp_async_block<false>(target, source, left * kBytes);
-                 if (index(i) % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
+                 if (vector.index % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
                } else {
                  cuda::cp_async(target, source, valid * kBytes);
                }
@@ -431,43 +439,46 @@ struct Matrices {
                                               const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                               Raw (&raw)[kCount]) {
     for_each(p, plan, addresses, first_step, steps,
-             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int left) {
-               raw[i] = access == VectorAccess::kShifted
+             [&](int i, const ThreadVector& vector, const Scalar* source, int64_t stride, int left) {
+               const bool is_vector = vector.access != VectorAccess::kSingly;
+               raw[i] = vector.access == VectorAccess::kShifted
                             ? cuda::ShiftedLoad<Scalar, kVector>(source, left).vector()
-                            : load_vector<Scalar, kVector>(source, stride, access != VectorAccess::kSingly, min(left, kVector));
+                            : load_vector<Scalar, kVector>(source, stride, is_vector, min(left, kVector));
              });
   }
 
   // Widens the raw matrices in shared memory that copy_async has filled from the same addresses, or from those of another tile.
   __device__ __forceinline__ void put(const ScanPlan& plan, const Scalar* const (&addresses)[kCount], const Raw* stage) const {
-    Raw raw[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const VectorAccess access = is_B(i) ? plan.B : plan.C;
-      const Raw* const source = stage + place(i, access);
-      if (access == VectorAccess::kShifted) {
+      const ThreadVector vector(plan, i);
+      const Raw* const source = stage + vector.place();
+      Raw raw;
+      if (vector.access == VectorAccess::kShifted) {
         const int past = cuda::bytes_past_multiple<kVectorBytes>(addresses[i]);
-        raw[i] = cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(source), past);
+        raw = cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(source), past);
       } else {
-        raw[i] = *source;
+        raw = Raw::load(reinterpret_cast<const Scalar*>(source));
       }
+      put(vector, raw);
     }
-    put(plan, raw);
   }
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw (&raw)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const VectorAccess access = is_B(i) ? plan.B : plan.C;
-      Acc* const target = (is_B(i) ? B : C) + state(i, access) * kPitch + step(i, access);
-      if (access == VectorAccess::kAlongChannels) {
+    for (int i = 0; i < kCount; ++i) put(ThreadVector(plan, i), raw[i]);
+  }
+
+ private:
+  __device__ __forceinline__ void put(const ThreadVector& vector, const Raw& raw) const {
+    Acc* const target = (vector.is_B ? B : C) + vector.state() * kPitch + vector.step();
+    if (vector.access == VectorAccess::kAlongChannels) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) target[j * kPitch] = to_accumulate(raw[i][j]);
-      } else {
-        Vector<Acc, kVector> wide;
+      for (int j = 0; j < kVector; ++j) target[j * kPitch] = to_accumulate(raw[j]);
+    } else {
+      Vector<Acc, kVector> wide;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(raw[i][j]));
-        wide.store(target);
-      }
+      for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(raw[j]));
+      wide.store(target);
     }
   }
 };
