@@ -201,12 +201,9 @@ struct ThreadVectors {
   // vectors along the steps, shifted or not, have the same part of the tile: a shifted tile may follow one that is not while
   // other warps still read that one.
   __device__ __forceinline__ int place(int i) const {
-    if constexpr (kAlongChannels) {
-      return thread + i * TileConfig::kProducers;
-    } else {
-      const int lane = thread % kWarpSize, in_warp = kIsShifted ? lane / kPerRow * (kPerRow + 1) + lane % kPerRow : lane;
-      return (thread / kWarpSize * (kWarpSize / kPerRow) + i * kRows) * (kPerRow + 1) + in_warp;
-    }
+    constexpr int kRowsOfWarp = kWarpSize / kPerRow;
+    const int blocks_before = kIsShifted ? thread / kPerRow : thread / kWarpSize * kRowsOfWarp;
+    return thread + blocks_before + i * (TileConfig::kProducers + TileConfig::kProducers / kPerRow);
   }
   // Starts asynchronous copies into a raw tile, of the vectors from the thread's `first` on and, of a shifted row, its last
   // block. A row's elements from `steps` on become zeros.
