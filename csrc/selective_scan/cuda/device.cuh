@@ -35,6 +35,7 @@ struct Position {
   int64_t row, segment, tile;
   int64_t first_channel;
   int channels;
+  bool is_packed;
   // The row's batch row and its first step there, and its states, as ScanRow has them.
   int64_t batch, first_step, initial, last;
   // The steps of the block's segment, counted from the row's first.
@@ -52,6 +53,7 @@ struct Position {
     const int64_t in_group = (tile - group * partition.tiles_per_group) * partition.block_channels;
     first_channel = group * partition.group_channels + in_group;
     channels = static_cast<int>(min(partition.group_channels - in_group, int64_t(partition.block_channels)));
+    is_packed = p.is_packed();
     const ScanRow scanned = p.row(row);
     batch = scanned.batch;
     first_step = scanned.begin;
@@ -61,7 +63,7 @@ struct Position {
     begin = segment * partition.segment_steps;
     end = segment + 1 == partition.segments ? steps : begin + partition.segment_steps;
     chunk_states = p.chunk_state(scanned, 0);
-    saved_states = p.is_packed() ? (steps + p.chunk_length - 1) / p.chunk_length : p.chunk_boundaries;
+    saved_states = is_packed ? (steps + p.chunk_length - 1) / p.chunk_length : p.chunk_boundaries;
   }
   // The number of steps, at most `tile_steps`, from t0 to the end of the block's segment.
   __device__ __forceinline__ int steps_from(int64_t t0, int tile_steps) const {
@@ -226,7 +228,7 @@ __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p
   if (partial != nullptr) {
     const int64_t row = (at.batch * partition.tiles + at.tile) * p.dstate + state;
     Acc* const target = partial + row * partial_sums.padded_steps + at.first_step + step;
-    if (p.is_packed()) {
+    if (at.is_packed) {
       // The next sequence's sums follow, at any alignment.
 #pragma unroll
       for (int j = 0; j < size; ++j) {
