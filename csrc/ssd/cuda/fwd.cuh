@@ -20,7 +20,8 @@
 // Nothing is saved for backward.
 //
 // A call may ask for the states between chunks (SsdFwdParams::chunk_states). At the end of each of these chunks a consumer
-// warpgroup stores its state tile from its registers, as it stores the final state. Other calls have one branch for it a chunk.
+// warpgroup stores its state tile from its registers, as it stores the final state. With wgmma other calls take a kernel
+// without this code, with mma.sync they have one branch for it a chunk.
 //
 // Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32, other
 // devices and reverse scans, and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
@@ -45,8 +46,8 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
   };
   if constexpr (Mma::kIsAsync) {
     constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
-    const auto kernel =
-        params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
+    const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
+    const auto kernel = has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
     return launch(kernel, kThreads, params);
   } else {
     const auto launch_sm80 = [&](const auto& call_params) {

@@ -51,7 +51,7 @@ struct Sm90Shared {
   }
 };
 
-template <typename Scalar, int dstate, bool has_resets>
+template <typename Scalar, int dstate, bool has_options>
 struct FwdSm90 {
   // Warps 0 and 1 of the producer warpgroup copy; warps 2 and 3 compute the tables of a state tile each.
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
@@ -186,7 +186,7 @@ struct FwdSm90 {
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
       // Loads most of what scaling needs of the tables: loads after the products start would wait for them.
-      const DecayMask<Order, has_resets> mask(tables, lane);
+      const DecayMask<Order, has_options> mask(tables, lane);
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
@@ -233,7 +233,7 @@ struct FwdSm90 {
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(B_rows, j), j > 0 || !(has_resets && has_reset(p, tables)));
+        cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(B_rows, j), j > 0 || !(has_options && has_reset(p, tables)));
       }
       cuda::warpgroup_commit();
 
@@ -252,7 +252,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
-      store_chunk_state(left - 1);
+      if constexpr (has_options) store_chunk_state(left - 1);
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }
@@ -262,12 +262,13 @@ struct FwdSm90 {
   }
 };
 
-// has_resets: whether p.resets may be given.
-template <typename Scalar, int dstate, bool has_resets>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_resets>::kThreads : kWarpSize, 1)
+// has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
+// to store chunk states slows the loop even where it is skipped.
+template <typename Scalar, int dstate, bool has_options>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdSm90<Scalar, dstate, has_resets>;
+  using Fwd = FwdSm90<Scalar, dstate, has_options>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));

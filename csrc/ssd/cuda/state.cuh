@@ -38,14 +38,15 @@ struct State {
   template <typename Self, typename Body>
   static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const StateTile& state_tile,
                                                        const FragmentLane& lane, const Body& body) {
+    // The offsets of a row differ by constants, so that one address serves all of them.
+    const int first_column = state_tile.first_column + 2 * lane.pair, columns = p.dstate - first_column;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      const int64_t offset = (int64_t(state_tile.first_row) + row) * p.dstate + first_column;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane.row + 8 * half, column = state_tile.first_column + 8 * n + 2 * lane.pair;
-        const bool is_there = row < state_tile.rows && column < p.dstate;
-        body(self.values[n][2 * half], self.values[n][2 * half + 1], is_there,
-             (int64_t(state_tile.first_row) + row) * p.dstate + column);
+      for (int n = 0; n < kBlocks; ++n) {
+        body(self.values[n][2 * half], self.values[n][2 * half + 1], row < state_tile.rows && 8 * n < columns, offset + 8 * n);
       }
     }
   }
