@@ -43,21 +43,27 @@ def bytes_of_heads(inputs: dict[str, Any], heads: int) -> int:
 
 def assert_same_in_sub_batches(inputs: dict[str, Any], heads_at_once: int, cotangents: tuple[Tensor | None, ...]) -> None:
     """Compares backward in sub-batches with backward at once. Sums over sub-batches come in another order, and grad_z
-    recomputes y in other ranges of chunks; all else has the same bits."""
+    recomputes y in other ranges of chunks. The states before a span of steps are the initial states times the decay plus a
+    summary, where there are initial states; they enter grad_dt and grad_C. All else has the same bits."""
     expected = evaluate(scan, inputs, cotangents)
     batch, _, heads, _ = inputs["x"].shape
+    is_in_spans = inputs["cu_seqlens"] is None and heads_at_once < heads
     with limited_workspace(bytes_of_heads(inputs, heads_at_once)):
-        assert (int(plan(inputs, is_backward=True)["sub_batches"]) > 1) == (heads_at_once < batch * heads)
+        chosen = plan(inputs, is_backward=True)
+        assert (int(chosen["sub_batches"]) > 1) == (heads_at_once < batch * heads)
+        assert (int(chosen["spans"]) > 1) == is_in_spans
         actual = assert_accurate(inputs, cotangents)
     of_batch, of_heads = ("grad_A", "grad_D", "grad_dt_bias"), ("grad_B", "grad_C")
     heads_of_group = inputs["x"].shape[2] // inputs["B"].shape[2]
     others = (*of_batch, "grad_z", *(of_heads if heads_at_once < heads_of_group else ()))
+    if is_in_spans and inputs["initial_states"] is not None:
+        others = (*others, "grad_dt", "grad_C")
     assert_equal(*({name: value for name, value in of.items() if name not in others} for of in (actual, expected)))
     for name in expected.keys() & set(of_batch):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
-# Rows of the batch; groups of a row; heads of a group, the last turn with fewer; one head.
+# Rows of the batch; spans of a row, packed: groups or heads of one; spans of one chunk, and some of its heads.
 @pytest.mark.parametrize(("batch", "heads_at_once"), [(3, 16), (3, 8), (2, 4), (2, 3), (1, 1)])
 @every_option
 def test_sub_batches(options, batch, heads_at_once):
@@ -106,7 +112,7 @@ def test_sub_batches_for_a_subset_of_the_gradients(heads_at_once):
             assert_equal(gradients_of(wanted), {name: everything[name] for name in wanted})
 
 
-@pytest.mark.parametrize("heads_at_once", [8, 2], ids=["rows", "heads"])
+@pytest.mark.parametrize("heads_at_once", [8, 2], ids=["rows", "spans"])
 def test_sub_batches_take_less_memory(heads_at_once):
     inputs = inputs_on_cuda(batch=4, seqlen=4096, dstate=128, z=False)
     leaves = with_gradients(inputs)
@@ -123,8 +129,23 @@ def test_sub_batches_take_less_memory(heads_at_once):
     with limited_workspace(limit):
         in_sub_batches = peak()
     spared = bytes_of_heads(inputs, 4 * 8) - limit
-    # Where the heads of a group are split, the float32 sums of B and C come on top.
+    # Where a row is split, the float32 states between spans come on top.
     assert in_sub_batches <= whole - 0.8 * spared, (whole, in_sub_batches, spared)
+
+
+@pytest.mark.parametrize("chunks_at_once", [1, 5])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dstate", [64, 256])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
+def test_spans(name, dstate, reverse, chunks_at_once):
+    """Spans of several chunks, the last one shorter, with sequences that begin within a span and with one."""
+    inputs = inputs_on_cuda(dstate=dstate, batch=2, seqlen=700, reverse=reverse, **OPTIONS[name])
+    if inputs["seq_idx"] is not None:
+        inputs["seq_idx"][:, 700 - 320 if reverse else 320 :] += 1
+    limit = chunks_at_once * inputs["x"].shape[2] * 2 * 64 * min(dstate, 128) * 2
+    with limited_workspace(limit):
+        assert plan(inputs, is_backward=True)["spans"] == str(math.ceil(11 / chunks_at_once))
+        assert_accurate(inputs, make_cotangents(inputs))
 
 
 @pytest.mark.parametrize("kibibytes", SHARED_MEMORY)

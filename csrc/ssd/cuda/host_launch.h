@@ -31,7 +31,7 @@ void launch_backward(const BwdInputs& bwd, Discretization method, const GradTens
 // Columns of a state that backward's kernels take at a time.
 int64_t backward_columns_at_once(const Inputs& in);
 
-// Writes the states that span_states_cuda computes.
+// Writes the states that span_states_cuda computes, from the initial states if any.
 void launch_span_states(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states);
 
 // For plan_cuda: the kernels that launch_forward and launch_backward launch.

@@ -124,7 +124,8 @@ cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t s
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
                            cudaStream_t stream);
-// Writes the states after a span, begun with zero, in the partition's one direction: (batch, heads, headdim, dstate).
+// Writes the states after a span, begun with the initial states, in the partition's one direction: (batch, heads, headdim,
+// dstate).
 template <typename Scalar>
 cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, bool uses_wgmma,
                                    int max_shared_bytes, cudaStream_t stream);

@@ -22,19 +22,22 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// A sub-batch of a call: some rows of the batch, or all packed sequences; heads of whole groups, or some heads of one group;
-// and some columns of their states.
+// A sub-batch of a call: some rows of the batch, or all packed sequences; a span of their steps; heads of whole groups, or some
+// heads of one group; and some columns of their states.
 struct Range {
-  int64_t entry, entries, head, heads, group, groups, column, columns;
+  int64_t entry, entries, step, steps, head, heads, group, groups, column, columns;
   bool begins_groups = true, ends_groups = true;  // whether the heads include the first and the last of their groups
 
-  bool is_whole(const Inputs& in) const { return entries == in.x.size(0) && heads == in.x.size(2) && columns == in.B.size(3); }
+  bool is_whole(const Inputs& in) const {
+    return entries == in.x.size(0) && steps == in.x.size(1) && heads == in.x.size(2) && columns == in.B.size(3);
+  }
 
-  at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
+  at::Tensor of_heads(const at::Tensor& sequence) const { return of_steps(sequence).narrow(2, head, heads); }
   at::Tensor of_parameter(const at::Tensor& parameter) const { return parameter.narrow(0, head, heads); }
   at::Tensor of_groups(const at::Tensor& matrix) const {
-    return of_entries(matrix).narrow(2, group, groups).narrow(3, column, columns);
+    return of_steps(matrix).narrow(2, group, groups).narrow(3, column, columns);
   }
+  at::Tensor of_steps(const at::Tensor& sequence) const { return of_entries(sequence).narrow(1, step, steps); }
   at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
   // For (sequences, heads, ...). Packed sequences are one row of the batch.
   at::Tensor of_states(const at::Tensor& states, bool are_packed) const {
@@ -62,7 +65,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   if (is_present(in.z)) in.z = range.of_heads(*in.z);
   if (is_present(in.dt_bias)) in.dt_bias = range.of_parameter(*in.dt_bias);
   if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
-  if (is_present(in.seq_idx)) in.seq_idx = range.of_entries(*in.seq_idx);
+  if (is_present(in.seq_idx)) in.seq_idx = range.of_steps(*in.seq_idx);
   if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
   if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
   for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
@@ -286,21 +289,47 @@ class Backward {
   SsdBwdParams params_;
 };
 
-// Splits a call into sub-batches whose states take at most the larger of twice the memory of x and kSmallWorkspaceBytes, and at
-// most DebugOption::kSsdWorkspaceBytes. Beside a layer's saved tensors they then do not decide the peak memory of a training
-// step. A sub-batch has some rows of the batch; if one row is too large, some of its groups; if one group is, some of its
-// heads. All have about as many heads.
+// The most bytes of the states that a call keeps: the larger of twice the memory of x and kSmallWorkspaceBytes, and at most
+// DebugOption::kSsdWorkspaceBytes. Beside a layer's saved tensors they then do not decide the peak memory of a training step.
+int64_t most_workspace_bytes(const Inputs& in) {
+  constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
+  const int64_t x_bytes = in.x.numel() * in.x.element_size();
+  return std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
+}
+
+// Of both directions' states before one chunk, for one head.
+int64_t bytes_of_chunk(const Inputs& in) {
+  return kDirections * row_blocks(in.x.size(3)) * kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
+}
+
+// Calls body(begin, steps) for spans of a call's steps, in the order of the scan, whose states take at most most_bytes for a
+// row of the batch, from the last span to the first. All but the last have equally many whole chunks, at least one. The host
+// does not know where packed sequences begin: they have one span.
 template <typename Body>
-void for_each_sub_batch(const Inputs& in, const Body& body) {
+void for_each_span(const Inputs& in, int64_t most_bytes, const Body& body) {
+  const int64_t seqlen = in.x.size(1), chunks = ceil_div(seqlen, kChunk);
+  int64_t length = chunks;
+  if (!is_present(in.cu_seqlens)) {
+    const int64_t most_chunks = std::max<int64_t>(1, most_bytes / (in.x.size(2) * bytes_of_chunk(in)));
+    length = ceil_div(chunks, ceil_div(chunks, most_chunks));
+  }
+  for (int64_t chunk = (ceil_div(chunks, length) - 1) * length; chunk >= 0; chunk -= length) {
+    body(first_step(chunk), std::min(first_step(length), seqlen - first_step(chunk)));
+  }
+}
+Range range_of_span(const Inputs& in, int64_t begin, int64_t steps) {
+  const int64_t step = in.reverse ? in.x.size(1) - begin - steps : begin;
+  return {0, in.x.size(0), step, steps, 0, in.x.size(2), 0, in.B.size(2), 0, in.B.size(3)};
+}
+
+// Splits a call, or a span of one, into sub-batches whose states take at most most_bytes. A sub-batch has some rows of the
+// batch; if one row is too large, some of its groups; if one group is, some of its heads. All have about as many heads.
+template <typename Body>
+void for_each_sub_batch(const Inputs& in, int64_t most_bytes, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
   const int64_t chunks =
       is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1) : ceil_div(in.x.size(1), kChunk);
-  const int64_t swizzled_state_bytes = kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
-  constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
-  const int64_t x_bytes = in.x.numel() * in.x.element_size();
-  const int64_t most_bytes =
-      std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
-  const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * swizzled_state_bytes);
+  const int64_t most_heads = most_bytes / (chunks * bytes_of_chunk(in));
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
     return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   };
@@ -311,25 +340,73 @@ void for_each_sub_batch(const Inputs& in, const Body& body) {
       const int64_t sub_batch_groups = std::min(groups_at_once, groups - group);
       for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
         const int64_t sub_batch_heads = sub_batch_groups * std::min(heads_at_once, heads_per_group - head);
-        body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, sub_batch_heads, group,
-                   sub_batch_groups, 0, in.B.size(3), head == 0, head + heads_at_once >= heads_per_group});
+        body(Range{entry, std::min(entries, batch - entry), 0, in.x.size(1), group * heads_per_group + head, sub_batch_heads,
+                   group, sub_batch_groups, 0, in.B.size(3), head == 0, head + heads_at_once >= heads_per_group});
       }
     }
   }
 }
 
-// Runs a call whose states have at most as many columns as the kernels take.
-void run_in_sub_batches(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool adds_parameters) {
+void run_in_sub_batches(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t most_bytes,
+                        bool adds_parameters) {
   GroupSums sums;
-  for_each_sub_batch(bwd.in, [&](const Range& range) {
+  for_each_sub_batch(bwd.in, most_bytes, [&](const Range& range) {
     const PartOfCall part = part_of(bwd, grads, range);
     Backward(part.bwd, method, part.grads, range, adds_parameters || range.entry > 0).run(sums);
   });
 }
 
+// Sets the states, or gradients of states, between two spans to zero in the rows in which a sequence begins with the second
+// span, at a step in the order of the scan.
+void reset_states(const Inputs& in, int64_t begin, at::Tensor& states) {
+  if (!is_present(in.seq_idx)) return;
+  const auto sequence_of = [&](int64_t step) { return in.seq_idx->select(1, in.reverse ? in.x.size(1) - 1 - step : step); };
+  states.masked_fill_(sequence_of(begin).ne(sequence_of(begin - 1)).view({in.x.size(0), 1, 1, 1}), 0);
+}
+
+// Runs a call whose states have at most as many columns as the kernels take. If those of one row of the batch take more than
+// most_bytes, it runs in spans of the steps. A first pass computes the states before each span. The spans then run from the
+// last to the first, and pass the gradients of these states on. Splitting the heads of a group instead would leave fewer blocks
+// for each launch, and sums over the heads to add in memory.
+void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t most_bytes,
+                  bool adds_parameters) {
+  const Inputs& in = bwd.in;
+  std::vector<std::pair<int64_t, int64_t>> spans;
+  for_each_span(in, most_bytes, [&](int64_t begin, int64_t steps) { spans.emplace_back(begin, steps); });
+  if (spans.size() == 1) {
+    run_in_sub_batches(bwd, method, grads, most_bytes, adds_parameters);
+    return;
+  }
+  std::vector<PartOfCall> parts;
+  for (const auto& [begin, steps] : spans) parts.push_back(part_of(bwd, grads, range_of_span(in, begin, steps)));
+  const auto empty_states = [&] { return at::empty({in.x.size(0), in.x.size(2), in.x.size(3), in.B.size(3)}, in.A.options()); };
+  for (size_t i = spans.size() - 1; i > 0; --i) {
+    at::Tensor states = empty_states();
+    launch_span_states(parts[i].bwd.in, method, /*is_reverse=*/false, states);
+    reset_states(in, spans[i - 1].first, states);
+    parts[i - 1].bwd.in.initial_states = states;
+  }
+  OptionalTensor grad_states = bwd.grad_final_states;
+  for (size_t i = 0; i < spans.size(); ++i) {
+    PartOfCall& part = parts[i];
+    part.bwd.grad_final_states = grad_states;
+    const bool is_first = i + 1 == spans.size();  // in the order of the scan
+    if (!is_first) {
+      part.bwd.needs_grad[kGradInitialStates] = true;
+      part.grads[kGradInitialStates] = empty_states();
+    }
+    run_in_sub_batches(part.bwd, method, part.grads, most_bytes, adds_parameters || i > 0);
+    if (is_first) break;
+    reset_states(in, spans[i].first, part.grads[kGradInitialStates]);
+    grad_states = part.grads[kGradInitialStates];
+    part = {};
+  }
+}
+
 // Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except the gradients
 // of the columns themselves. D x and the gate are not part of that sum: D x comes with the first columns.
-void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t at_once) {
+void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t most_bytes,
+                    int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
   const OptionalTensor grad_y = is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads)) : bwd.grad_out;
@@ -347,9 +424,11 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     for (const Grad grad : {kGradX, kGradDt}) {
       if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
     }
-    const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, std::min(at_once, dstate - column)};
+    Range range = range_of_span(in, 0, in.x.size(1));
+    range.column = column;
+    range.columns = std::min(at_once, dstate - column);
     const PartOfCall part = part_of(ungated, targets, range);
-    run_in_sub_batches(part.bwd, method, part.grads, /*adds_parameters=*/!is_first);
+    run_in_spans(part.bwd, method, part.grads, most_bytes, /*adds_parameters=*/!is_first);
     for (const Grad grad : {kGradX, kGradDt}) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(targets[grad]);
     }
@@ -363,21 +442,27 @@ int64_t backward_columns_at_once(const Inputs& in) {
 }
 
 void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads) {
-  const int64_t columns = backward_columns_at_once(bwd.in);
+  const int64_t columns = backward_columns_at_once(bwd.in), most_bytes = most_workspace_bytes(bwd.in);
   if (columns == bwd.in.B.size(3)) {
-    run_in_sub_batches(bwd, method, grads, /*adds_parameters=*/false);
+    run_in_spans(bwd, method, grads, most_bytes, /*adds_parameters=*/false);
   } else {
-    run_by_columns(bwd, method, grads, columns);
+    run_by_columns(bwd, method, grads, most_bytes, columns);
   }
 }
 
 std::string describe_backward(const Inputs& in) {
-  Inputs at_once = in;
-  const int64_t columns = backward_columns_at_once(in);
-  at_once.B = in.B.narrow(3, 0, columns);
-  int sub_batches = 0;
-  for_each_sub_batch(at_once, [&](const Range&) { ++sub_batches; });
-  return c10::str(describe_kernel(in.x, use_wgmma(in.x, in.reverse)), " columns=", columns, " sub_batches=", sub_batches);
+  BwdInputs at_once;
+  at_once.in = in;
+  const int64_t columns = backward_columns_at_once(in), most_bytes = most_workspace_bytes(in);
+  at_once.in.B = in.B.narrow(3, 0, columns);
+  int spans = 0, sub_batches = 0;
+  for_each_span(at_once.in, most_bytes, [&](int64_t begin, int64_t steps) {
+    ++spans;
+    const Inputs of_span = part_of(at_once, {}, range_of_span(at_once.in, begin, steps)).bwd.in;
+    for_each_sub_batch(of_span, most_bytes, [&](const Range&) { ++sub_batches; });
+  });
+  return c10::str(describe_kernel(in.x, use_wgmma(in.x, in.reverse)), " columns=", columns, " spans=", spans,
+                  " sub_batches=", sub_batches);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -52,7 +52,7 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   const KernelResult result = inputs.result_as_states(states);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int max_shared_bytes = ssd::max_shared_bytes(in.x);
-  const bool uses_wgmma = use_wgmma(in.x);
+  const bool uses_wgmma = use_wgmma(in.x, in.reverse);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
     return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), uses_wgmma,
                                                     max_shared_bytes, stream);
@@ -80,6 +80,7 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
     for (int64_t column = 0; column < dstate; column += columns) {
       const int64_t count = std::min(columns, dstate - column);
       part.B = part.C = of_rows(in.B).narrow(3, column, count);
+      if (is_present(in.initial_states)) part.initial_states = of_rows(*in.initial_states).narrow(3, column, count);
       launch_part(part, method, direction, of_rows(states).narrow(3, column, count));
     }
   }

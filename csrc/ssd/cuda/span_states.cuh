@@ -1,9 +1,11 @@
-// SSD on CUDA: the states that the scan of a span leaves, begun with zero, for context parallelism. Forward in time these are
-// the final states. Backward in time they are the gradient of the states before the span, from the gradients of its outputs.
+// SSD on CUDA: the states that the scan of a span leaves, for context parallelism and for backward in spans (launch_bwd.cpp).
+// Forward in time these are the final states. Backward in time they are the gradient of the states before the span, from the
+// gradients of its outputs.
 //
 // The launch has two kernels. The first is backward's state pass in one direction (state_passing.cuh, StatesPass::kBwdSummary):
 // it splits each work tile into segments along time and stores the summaries of all of them, and no state before a chunk. The
-// second, below, folds the summaries in scan order, and stores the states as (batch, heads, headdim, dstate).
+// second, below, folds the summaries in scan order into the initial states, or zero, and stores the states as (batch, heads,
+// headdim, dstate).
 #pragma once
 
 #include "ssd/cuda/state_passing.cuh"
@@ -24,10 +26,11 @@ static __global__ void __launch_bounds__(kWarpgroupThreads)
   if (!state_tile.is_there()) return;
   state_tile.first_column += block * kBlockColumns;
   const int tiles = static_cast<int>(work.work_tiles) * kWarpgroups;  // from one segment of a work tile to the next
+  const FragmentLane lane;
   State<kBlockColumns> state;
-  state.clear();
+  state.load(p, states_of(p, p.initial_states, at.entry), state_tile, lane);
   SegmentSummaries<columns>{work.states, work.decays}.fold_into(state, tile, tiles * work.segments, tiles, block);
-  state.store(p, states_of(p, states, at.entry), state_tile, FragmentLane());
+  state.store(p, states_of(p, states, at.entry), state_tile, lane);
 }
 
 template <typename Scalar>
