@@ -48,8 +48,9 @@ struct SsdBwdParams : SsdParams {
   void *states = nullptr, *grad_states = nullptr;  // (num_chunks, state_tiles), swizzled tiles of the inputs' type
   RowsView grad_B_parts, grad_C_parts;             // (splits, batch, seqlen, groups, dstate) if not written in place
   int64_t parts_stride_split = 0;
-  float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (num_chunks, heads)
-  float* grad_D_parts = nullptr;                              // (num_chunks, heads, headdim), or null
+  // Partial sums (num_chunks, heads), and (num_chunks, heads, headdim) or null, of tensors with parts_heads heads.
+  float *grad_A_parts = nullptr, *grad_bias_parts = nullptr, *grad_D_parts = nullptr;
+  int64_t parts_heads = 0;
 };
 
 struct SsdFwdParams : SsdParams {

@@ -142,8 +142,8 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
   grad_A = sum_over_warp(grad_A);
   grad_bias = sum_over_warp(grad_bias);
   if (lane.index == 0) {
-    p.grad_A_parts[chunk_index * p.heads + head] = grad_A;
-    p.grad_bias_parts[chunk_index * p.heads + head] = grad_bias;
+    p.grad_A_parts[chunk_index * p.parts_heads + head] = grad_A;
+    p.grad_bias_parts[chunk_index * p.parts_heads + head] = grad_bias;
   }
 }
 

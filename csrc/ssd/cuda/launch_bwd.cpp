@@ -121,6 +121,48 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   return grad_y;
 }
 
+// Partial sums of the gradients of A, dt_bias and D, (chunks, heads), the last one (chunks, heads, headdim) and only if needed.
+// All sub-batches of a call write theirs there, so that each gradient is one sum at the end.
+struct ParameterParts {
+  at::Tensor A, dt_bias, D;
+
+  explicit ParameterParts(const BwdInputs& bwd) {
+    const Inputs& in = bwd.in;
+    const int64_t seqlen = in.x.size(1), heads = in.x.size(2);
+    const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(seqlen, in.cu_seqlens->size(0) - 1)
+                                                     : in.x.size(0) * ceil_div(seqlen, kChunk);
+    A = at::empty({chunks, heads}, in.A.options());
+    dt_bias = at::empty_like(A);
+    if (bwd.needs_grad[kGradD]) D = at::empty({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
+  }
+
+  // Those of a sub-batch, from its first chunk and head on.
+  void fill(SsdBwdParams& params, int64_t chunk, int64_t head) const {
+    const int64_t first = chunk * A.size(1) + head;
+    params.grad_A_parts = A.data_ptr<float>() + first;
+    params.grad_bias_parts = dt_bias.data_ptr<float>() + first;
+    if (D.defined()) params.grad_D_parts = D.data_ptr<float>() + first * D.size(2);
+    params.parts_heads = A.size(1);
+  }
+
+  void write_sums(const BwdInputs& bwd, const GradTensors& grads, bool adds) const {
+    const auto write = [&](Grad grad, const at::Tensor& parts, at::IntArrayRef summed) {
+      if (!bwd.needs_grad[grad]) return;
+      at::Tensor target = grads[grad];
+      if (adds) {
+        target.add_(parts.sum(summed));
+      } else {
+        at::sum_out(target, parts, summed);
+      }
+    };
+    write(kGradA, A, {0});
+    write(kGradDtBias, dt_bias, {0});
+    if (!D.defined()) return;
+    constexpr int64_t kChunksAndHeaddim[] = {0, 2};
+    write(kGradD, D.narrow(2, 0, bwd.in.x.size(3)), at::IntArrayRef(kChunksAndHeaddim, bwd.in.D->dim() == 1 ? 2 : 1));
+  }
+};
+
 // The sums over the heads of a group, in fp32, padded: from one sub-batch with some of these heads to the next.
 struct GroupSums {
   at::Tensor B, C;
@@ -129,19 +171,15 @@ struct GroupSums {
 // One call of the kernels, for a sub-batch.
 class Backward {
  public:
-  // adds_parameters: whether grads has sums of earlier sub-batches for A, D and dt_bias.
-  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Range& range, bool adds_parameters)
-      : bwd_(bwd),
-        grads_(grads),
-        range_(range),
-        adds_parameters_(adds_parameters),
-        inputs_(bwd.in, method),
-        partition_(inputs_.partition()) {
+  // first_chunk: of the range, in parts.
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Range& range,
+           const ParameterParts& parts, int64_t first_chunk)
+      : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method), partition_(inputs_.partition()) {
     inputs_.fill(params_);
+    parts.fill(params_, first_chunk, range.head);
   }
 
   void run(GroupSums& sums) {
-    const at::TensorOptions options = bwd_.in.A.options();
     const at::Tensor grad_y = gate(bwd_, inputs_, grads_);
     params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
     const at::Tensor grad_final_states =
@@ -167,14 +205,6 @@ class Backward {
     params_.grad_states = grad_states.data_ptr();
     const at::Tensor parts_B = place_group_grad(kGradB, params_.grad_B, params_.grad_B_parts),
                      parts_C = place_group_grad(kGradC, params_.grad_C, params_.grad_C_parts);
-    const at::Tensor parts_A = at::empty({params_.num_chunks, params_.heads}, options), parts_bias = at::empty_like(parts_A);
-    params_.grad_A_parts = parts_A.data_ptr<float>();
-    params_.grad_bias_parts = parts_bias.data_ptr<float>();
-    at::Tensor parts_D;
-    if (needs(kGradD)) {
-      parts_D = at::empty({params_.num_chunks, params_.heads, params_.headdim}, options);
-      params_.grad_D_parts = parts_D.data_ptr<float>();
-    }
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
@@ -187,13 +217,6 @@ class Backward {
     if (grad_initial_states.has_value()) grad_initial_states->finish();
     finish_group_grad(kGradB, parts_B, sums.B);
     finish_group_grad(kGradC, parts_C, sums.C);
-    write_parameter_grad(kGradA, parts_A, {0});
-    write_parameter_grad(kGradDtBias, parts_bias, {0});
-    if (needs(kGradD)) {
-      constexpr int64_t kChunksAndHeaddim[] = {0, 2};
-      write_parameter_grad(kGradD, parts_D.narrow(2, 0, bwd_.in.x.size(3)),
-                           at::IntArrayRef(kChunksAndHeaddim, bwd_.in.D->dim() == 1 ? 2 : 1));
-    }
   }
 
  private:
@@ -270,20 +293,9 @@ class Backward {
     }
   }
 
-  void write_parameter_grad(Grad grad, const at::Tensor& parts, at::IntArrayRef summed) const {
-    if (!needs(grad)) return;
-    at::Tensor target = grads_[grad];
-    if (adds_parameters_) {
-      target.add_(parts.sum(summed));
-    } else {
-      at::sum_out(target, parts, summed);
-    }
-  }
-
   const BwdInputs& bwd_;
   const GradTensors& grads_;
   const Range& range_;
-  const bool adds_parameters_;
   const KernelInputs inputs_;
   WorkPartition partition_;
   SsdBwdParams params_;
@@ -347,12 +359,14 @@ void for_each_sub_batch(const Inputs& in, int64_t most_bytes, const Body& body) 
   }
 }
 
+// Runs a call, or a span of one. first_chunk: of the call's, in parts.
 void run_in_sub_batches(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t most_bytes,
-                        bool adds_parameters) {
+                        const ParameterParts& parts, int64_t first_chunk = 0) {
   GroupSums sums;
   for_each_sub_batch(bwd.in, most_bytes, [&](const Range& range) {
     const PartOfCall part = part_of(bwd, grads, range);
-    Backward(part.bwd, method, part.grads, range, adds_parameters || range.entry > 0).run(sums);
+    const int64_t chunks_before = range.entry * ceil_div(bwd.in.x.size(1), kChunk);
+    Backward(part.bwd, method, part.grads, range, parts, first_chunk + chunks_before).run(sums);
   });
 }
 
@@ -373,8 +387,10 @@ void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors
   const Inputs& in = bwd.in;
   std::vector<std::pair<int64_t, int64_t>> spans;
   for_each_span(in, most_bytes, [&](int64_t begin, int64_t steps) { spans.emplace_back(begin, steps); });
+  const ParameterParts parameter_parts(bwd);
   if (spans.size() == 1) {
-    run_in_sub_batches(bwd, method, grads, most_bytes, adds_parameters);
+    run_in_sub_batches(bwd, method, grads, most_bytes, parameter_parts);
+    parameter_parts.write_sums(bwd, grads, adds_parameters);
     return;
   }
   std::vector<PartOfCall> parts;
@@ -395,12 +411,13 @@ void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors
       part.bwd.needs_grad[kGradInitialStates] = true;
       part.grads[kGradInitialStates] = empty_states();
     }
-    run_in_sub_batches(part.bwd, method, part.grads, most_bytes, adds_parameters || i > 0);
+    run_in_sub_batches(part.bwd, method, part.grads, most_bytes, parameter_parts, in.x.size(0) * (spans[i].first / kChunk));
     if (is_first) break;
     reset_states(in, spans[i].first, part.grads[kGradInitialStates]);
     grad_states = part.grads[kGradInitialStates];
     part = {};
   }
+  parameter_parts.write_sums(bwd, grads, adds_parameters);
 }
 
 // Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except the gradients
