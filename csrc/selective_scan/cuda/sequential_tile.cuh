@@ -396,7 +396,7 @@ struct Matrices {
                                                   const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                   const Visitor& visit) {
     const int states = static_cast<int>(p.dstate);
-    const bool is_whole = states == kStates && steps == TileConfig::kTileSteps;
+    const bool is_whole = states == kStates && steps >= TileConfig::kTileSteps;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const ThreadVector vector(plan, i);
