@@ -26,7 +26,7 @@ __device__ __forceinline__ bool is_access(VectorAccess access, VectorAccess test
 
 // The elements in the opposite order.
 template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> reverse(const Vector<Scalar, size>& source) {
+__device__ __forceinline__ Vector<Scalar, size> reversed(const Vector<Scalar, size>& source) {
   Vector<Scalar, size> result;
 #pragma unroll
   for (int j = 0; j < size; ++j) result.set(j, source[size - 1 - j]);
@@ -110,7 +110,7 @@ struct SequenceTile {
   __device__ __forceinline__ void finish_load() const {
     if (is_access(access, VectorAccess::kDescending)) {
       for_each_descending_vector(
-          [](Scalar* element, int, int) { reverse(Vector<Scalar, kVector>::load(element)).store(element); });
+          [](Scalar* element, int, int) { reversed(Vector<Scalar, kVector>::load(element)).store(element); });
     }
   }
 
@@ -129,7 +129,7 @@ struct SequenceTile {
           }
         },
         [&](const Scalar* element, int64_t offset, int count) {
-          if (count == kVector) reverse(Vector<Scalar, kVector>::load(element)).store_once(row + offset);
+          if (count == kVector) reversed(Vector<Scalar, kVector>::load(element)).store_once(row + offset);
         },
         [&](const Scalar* element, int64_t offset, bool exists) {
           if (exists) row[offset] = *element;
@@ -175,16 +175,18 @@ struct SequenceTile {
     } else if (const int thread = opaque_thread(); kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
       const int channel = thread % kRowVectors * kVector, count = max(0, min(kVector, channels - channel));
+      const int64_t first = first_step * view.stride_step;
 #pragma unroll 1
       for (int step = thread / kRowVectors; step < kSteps; step += kRows) {
-        visit(at(channel, step), channel + (first_step + step) * view.stride_step, step < steps ? count : 0);
+        visit(at(channel, step), first + channel + step * view.stride_step, step < steps ? count : 0);
       }
     } else {
       const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_dim);
+      const int64_t first = first_step * view.stride_step;
 #pragma unroll 1
       for (int i = thread; i < kChannels * kSteps; i += TileConfig::kThreads) {
         const int channel = steps_are_closer ? i / kSteps : i % kChannels, step = steps_are_closer ? i % kSteps : i / kChannels;
-        visit_element(at(channel, step), channel * view.stride_dim + (first_step + step) * view.stride_step,
+        visit_element(at(channel, step), first + channel * view.stride_dim + step * view.stride_step,
                       channel < channels && step < steps);
       }
     }
