@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from typing import Any
@@ -24,31 +25,36 @@ from ssm_kernels.distributed import _agreement, _packing, sum_gradients
 def check_drops(mesh: Mesh) -> None:
     """What a reset or a new sequence drops leaves no trace in later steps, nor their gradients in earlier ones."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
-    steps, own, axes = torch.arange(12)[None], slice(4 * rank, 4 * rank + 4), (1, 12, 2)
+    own, axes = slice(4 * rank, 4 * rank + 4), (1, 12, 2)
 
-    def run(name: str, place: int, bad: float, bad_gradient: float) -> list[Tensor]:
-        """Output and gradients of a scan that starts anew at the step ``place``."""
+    def run(name: str, steps: Tensor, place: int, bad: float, bad_gradient: float) -> list[Tensor]:
+        """Output and gradients of a scan in the order of ``steps``, which starts anew at the step ``place``."""
         x, decay, factor = torch.ones(axes), torch.full(axes, 0.5), torch.ones(axes)
         x[:, 1 if place > 4 else 0], factor[:, 10] = bad if place > 2 else 1, bad_gradient
+        x, factor = x[:, steps[0]], factor[:, steps[0]]
         initial, seq_idx = torch.full((1, 2, 1), float(bad)), (steps >= place).long()[:, own]
+        options: dict[str, Any] = {"reverse": bool(steps[0, 0] > 0), "group": group}
         x, decay = (value[:, own].clone().requires_grad_() for value in (x, decay))
         ones = torch.ones(1, 4, 1)
         if name == "linear_scan":
-            out = distributed.linear_scan(decay, x, reset=(steps == place)[:, own], group=group)
+            out = distributed.linear_scan(decay, x, reset=(steps == place)[:, own], **options)
         elif name == "selective_scan":
             u, delta, B = (value.transpose(1, 2) for value in (x, decay, ones))
-            options = {"initial_state": initial, "seq_idx": seq_idx, "group": group}
+            options |= {"initial_state": initial, "seq_idx": seq_idx}
             out = distributed.selective_scan(u, delta, -torch.ones(2, 1), B, B, **options).transpose(1, 2)
         else:
-            B, options = ones[..., None], {"initial_states": initial[..., None], "seq_idx": seq_idx, "group": group}
+            B = ones[..., None]
+            options |= {"initial_states": initial[..., None], "seq_idx": seq_idx}
             out = distributed.ssd_chunk_scan(x[..., None], decay, -torch.ones(2), B, B, **options)[..., 0]
         (out * factor[:, own]).sum().backward()
         # On one process the gradients of dt in a chunk of ssd_chunk_scan share the NaN of one of its steps.
         return [out.detach(), x.grad] if name == "ssd_chunk_scan" else [out.detach(), x.grad, decay.grad]
 
-    for name in ("linear_scan", "selective_scan", "ssd_chunk_scan"):
+    ascending = torch.arange(12)[None]
+    names, orders = ("linear_scan", "selective_scan", "ssd_chunk_scan"), (ascending, ascending.flip(1))
+    for name, steps in itertools.product(names, orders):
         for place in (2, 4, 6, 8):
-            finite, later, earlier = run(name, place, 1, 1), run(name, place, math.inf, 1), run(name, place, 1, math.inf)
+            finite, later, earlier = (run(name, steps, place, *bad) for bad in ((1, 1), (math.inf, 1), (1, math.inf)))
             for value, wanted in zip(later, finite, strict=True):
                 new = (steps >= place)[:, own].expand_as(value[..., 0])
                 assert torch.equal(value[new], wanted[new]), (name, place, "later steps")

@@ -44,7 +44,7 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ssm_kernels.distributed import ContextParallel, sum_gradients
+from ssm_kernels.distributed import ContextParallel, selective_scan, sum_gradients
 from ssm_kernels.distributed._collectives import Group
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
 
@@ -229,6 +229,17 @@ def check_collectives(mesh: Mesh) -> None:
     with Collectives() as forward:
         model(make_tokens(1, 5 + rank, device=device), cu_seqlens=ends)
     assert len(forward.sent) == 2 + 2 * 2
+
+    # A scan in reverse sends as much as one forward, and what both know of the borders once.
+    u, A = torch.randn(1, channels, 5 + rank, device=device, requires_grad=True), -torch.ones(channels, dstate, device=device)
+    B, seq_idx = torch.randn(1, dstate, 5 + rank, device=device), torch.zeros(1, 5 + rank, dtype=torch.int32, device=device)
+    with Collectives() as forward:
+        results = [selective_scan(u, u, A, B, B, reverse=reverse, seq_idx=seq_idx, group=mesh) for reverse in (False, True)]
+    with Collectives() as backward:
+        (results[0] * results[1]).sum().backward()
+    states = channels * dstate * number
+    assert forward.sent == [(gather, borders), (gather, 2 * states), (gather, 2 * states)]
+    assert backward.sent == [(gather, states), (gather, states)]
 
     # Gradients are added in buckets, with a number for each parameter.
     layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double()).to(device)

@@ -117,14 +117,20 @@ def check_selective_scan(mesh: Mesh) -> None:
     for discretization in ssm_kernels.discretizations:
         options = {"discretization": discretization, "delta_softplus": True}
         compare(mesh, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
-    for packing in packings(mesh, batch).values():
-        compare(mesh, "selective_scan", inputs, of_steps, 2, {"delta_softplus": True} | packing, "return_last_state")
+    options = {"discretization": "bilinear", "delta_softplus": True, "reverse": True}
+    compare(mesh, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
     row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_state"}
     packed = {"cu_seqlens": cu_seqlens_of(mesh)}
-    for packing in (packed, packed | packings(mesh, 1)["random"]):
-        compare(mesh, "selective_scan", row, of_steps, 2, {"discretization": "bilinear"} | packing, None)
-    few = {name: inputs[name] for name in ("u", "delta", "A", "C")} | {"B": random(dim, dstate)}
-    compare(mesh, "selective_scan", few, {"u": 2, "delta": 2, "C": 2}, 2, {}, None)
+    few = {name: inputs[name] for name in ("u", "delta", "A", "C", "z")} | {"B": random(dim, dstate)}
+    for reverse in ({}, {"reverse": True}):
+        for packing in packings(mesh, batch).values():
+            options = {"delta_softplus": True} | reverse | packing
+            compare(mesh, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            compare(mesh, "selective_scan", row, of_steps, 2, {"discretization": "bilinear"} | reverse | packing, None)
+        compare(mesh, "selective_scan", few, {"u": 2, "delta": 2, "z": 2, "C": 2}, 2, reverse, None)
+    constant = {name: inputs[name] for name in ("u", "delta", "A", "B")} | {"C": random(dim, dstate)}
+    compare(mesh, "selective_scan", constant, {"u": 2, "delta": 2, "B": 3}, 2, {"reverse": True}, None)
 
 
 def check_ssd_chunk_scan(mesh: Mesh) -> None:
@@ -146,12 +152,15 @@ def check_ssd_chunk_scan(mesh: Mesh) -> None:
     for discretization in ("zoh", "zoh_exact", "poly", "highorder", "rk4"):
         options = step_sizes | {"discretization": discretization}
         compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, options, "return_final_states")
-    for packing in packings(mesh, batch).values():
-        compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, step_sizes | packing, "return_final_states")
+    options = step_sizes | {"discretization": "rk4", "reverse": True}
+    compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, options, "return_final_states")
     row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_states"}
     packed = {"cu_seqlens": cu_seqlens_of(mesh)}
-    for packing in (packed, packed | packings(mesh, 1)["random"]):
-        compare(mesh, "ssd_chunk_scan", row, of_steps, 1, step_sizes | packing, None)
+    for reverse in ({}, {"reverse": True}):
+        for packing in packings(mesh, batch).values():
+            compare(mesh, "ssd_chunk_scan", inputs, of_steps, 1, step_sizes | reverse | packing, "return_final_states")
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            compare(mesh, "ssd_chunk_scan", row, of_steps, 1, step_sizes | reverse | packing, None)
 
 
 def check_causal_conv1d(mesh: Mesh) -> None:
@@ -232,6 +241,8 @@ def check_errors(mesh: Mesh) -> None:
     rule = ("zoh", "bilinear")[rank]
     expected = "same discretization on every rank, got zoh on rank 0 and bilinear on rank 1"
     raises(ValueError, expected, lambda: scan(1, discretization=rule))
+    expected = "same reverse on every rank, got False on rank 0 and True on rank 1"
+    raises(ValueError, expected, lambda: scan(1, reverse=rank == 1))
     single, double = f"float32 {device}", f"float64 {device}"
     expected = rf"same u on every rank, got {single} \[2, 2, seqlen\] on rank 0 and {single} \[1, 2, seqlen\] on rank 1"
     raises(ValueError, expected, lambda: scan(2, batch=2 - rank))

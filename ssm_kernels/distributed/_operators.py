@@ -111,6 +111,7 @@ class GroupOperators:
         discretization: str = "zoh",
         delta_softplus: bool = False,
         initial_state: Tensor | None = None,
+        reverse: bool = False,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_last_state: bool = False,
@@ -122,6 +123,7 @@ class GroupOperators:
         options: dict[str, Any] = {
             "discretization": discretization,
             "delta_softplus": delta_softplus,
+            "reverse": reverse,
             "return_last_state": return_last_state,
         }
         if self.group.size == 1:
@@ -136,9 +138,10 @@ class GroupOperators:
         return SelectiveScan.apply(
             *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
-            None if packing is None else packing.passes,
+            _passes(packing, reverse),
             discretization,
             delta_softplus,
+            reverse,
             return_last_state,
             torch.is_grad_enabled(),
             z_is_gate,
@@ -160,6 +163,7 @@ class GroupOperators:
         dt_softplus: bool = False,
         dt_limit: Sequence[float] | None = (0.0, math.inf),
         initial_states: Tensor | None = None,
+        reverse: bool = False,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_final_states: bool = False,
@@ -172,8 +176,9 @@ class GroupOperators:
             "dt_softplus": dt_softplus,
             "dt_limit": dt_limit,
             "discretization": discretization,
+            "reverse": reverse,
+            "return_final_states": return_final_states,
         }
-        options["return_final_states"] = return_final_states
         if self.group.size == 1:
             return ssd.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
@@ -185,11 +190,12 @@ class GroupOperators:
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
-            None if packing is None else packing.passes,
+            _passes(packing, reverse),
             chunk_size,
             dt_softplus,
             *finite_dt_limit(dt_limit),
             discretization,
+            reverse,
             return_final_states,
             self.group,
         )
@@ -366,6 +372,12 @@ class GroupOperators:
             local(**arguments, **options)
 
         self._agreement.check(operator, description, check)
+
+
+def _passes(packing: Packing | None, reverse: bool) -> Tensor | None:
+    if packing is None:
+        return None
+    return packing.passes_in_reverse() if reverse else packing.passes
 
 
 def _refuse_states(operator: str, cu_seqlens: Tensor | None, initial: Tensor | None, needs_final: bool) -> None:

@@ -73,7 +73,8 @@ class Packing:
             its number is negative, which is padding for convolutions. The last row is of the border after the last rank: the
             steps of the last sequence. A span without steps has the number of the border after it.
         passes: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on at
-            the end of the rank's span. For scans, to which a negative number is one like others.
+            the end of the rank's span. For scans, to which a negative number is one like others. ``passes_in_reverse`` has the
+            same for scans that run backwards in time.
     """
 
     def __init__(self, seq_idx: Tensor, group: Group) -> None:
@@ -91,20 +92,37 @@ class Packing:
         number = torch.zeros_like(first)
         run = torch.full_like(first, _ALL)
         is_begun = torch.zeros_like(first, dtype=torch.bool)
-        rows, numbers, keeps = [], [], []
+        rows, numbers, keeps, empties = [], [], [], []
         for first, last, trailing, lengths in (of_rank.unbind(0) for of_rank in table.unbind(0)):
             is_empty = lengths == 0
             past = torch.where(is_empty | ~is_begun | (first == number), run, 0)
             rows.append(past)
             numbers.append(torch.where(is_empty, number, first))
             keeps.append(trailing == lengths)
+            empties.append(is_empty)
             run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
             number = torch.where(is_empty, number, last)
             is_begun = is_begun | ~is_empty
         past = torch.stack([*rows, run])
         goes_on = past[:-1] > 0
-        self.passes = torch.stack([goes_on, goes_on & torch.stack(keeps)])
+        self._is_one_sequence = torch.stack(keeps)
+        self.passes = torch.stack([goes_on, goes_on & self._is_one_sequence])
         self.past = torch.where(torch.stack([*numbers, number]) < 0, 0, past)
+        self._is_empty = torch.stack(empties)
+        self._passes_in_reverse: Tensor | None = None
+
+    def passes_in_reverse(self) -> Tensor:
+        """``passes`` for scans from the last step to the first: the border before a rank is the one after its last step."""
+        if self._passes_in_reverse is None:
+            # The initial state passes the border after the last rank with steps.
+            goes_on_after = torch.ones_like(self._is_empty[0])
+            rows = []
+            for goes_on, is_empty in zip(self.passes[0].flip(0).unbind(0), self._is_empty.flip(0).unbind(0), strict=True):
+                rows.append(is_empty | goes_on_after)
+                goes_on_after = torch.where(is_empty, goes_on_after, goes_on)
+            before = torch.stack(rows).flip(0)
+            self._passes_in_reverse = torch.stack([before, before & self._is_one_sequence])
+        return self._passes_in_reverse
 
 
 class Spans:

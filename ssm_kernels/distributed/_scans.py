@@ -2,7 +2,8 @@
 
 Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks
 before this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and
-runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
+runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``. With
+``reverse`` the last rank is the first; the summaries and their mirrors then read flipped copies.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ from ._mixers import before_gate
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
 
 _ops = torch.ops.ssm_kernels
+
+
+def _in_order(values: Tensor | None, axis: int, reverse: bool) -> Any:
+    """``values`` with the steps of ``axis`` in the order of the scan's time: with ``reverse`` a flipped copy."""
+    return values.flip(axis) if reverse and values is not None else values
+
+
+def _matrix_in_order(matrix: Tensor, reverse: bool) -> Tensor:
+    """``B`` or ``C`` of ``selective_scan`` in the order of the scan's time; a constant one stays as it is."""
+    return matrix if matrix.dim() == 2 else _in_order(matrix, -1, reverse)
 
 
 def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
@@ -56,32 +67,40 @@ class SelectiveScan(torch.autograd.Function):
         passes: Tensor | None,
         discretization: str,
         delta_softplus: bool,
+        reverse: bool,
         needs_final: bool,
         saves: bool,
         z_is_gate: bool,
         group: Group,
     ) -> Any:
-        carry = Carry(group, "selective_scan", reverse=False)
+        carry = Carry(group, "selective_scan", reverse)
         options = (discretization, delta_softplus)
         last_state, decay = selective_scan_summary(
-            u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus, seq_idx=seq_idx
+            _in_order(u, 2, reverse),
+            _in_order(delta, 2, reverse),
+            A,
+            _matrix_in_order(B, reverse),
+            delta_bias=delta_bias,
+            discretization=discretization,
+            delta_softplus=delta_softplus,
+            seq_idx=_in_order(seq_idx, 1, reverse),
         )
         gathering = carry.begin(last_state, decay, initial_state, passes)
         initial, final, decays, passes = carry.end(gathering, passes, initial_state, needs_final)
         needs_grad = saves and any(ctx.needs_input_grad)
         out, _, chunk_states = _ops._selective_scan_fwd(
-            u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None
+            u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None, reverse
         )
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
         ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes)
-        ctx.carry, ctx.options, ctx.z_is_gate = carry, options, z_is_gate
+        ctx.carry, ctx.options, ctx.reverse, ctx.z_is_gate = carry, options, reverse, z_is_gate
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
         u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes = ctx.saved_tensors
-        discretization, delta_softplus = ctx.options
+        (discretization, delta_softplus), reverse = ctx.options, ctx.reverse
         needs = [*ctx.needs_input_grad[:9]]
         grad_last_state = None
         if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
@@ -89,19 +108,19 @@ class SelectiveScan(torch.autograd.Function):
                 local = tie(A.new_zeros(u.shape[0], *A.shape), grad_out)
             else:
                 local = _selective_scan_initial_gradient(
-                    grad_out,
-                    delta,
+                    _in_order(grad_out, 2, reverse),
+                    _in_order(delta, 2, reverse),
                     A,
-                    C,
-                    z=z,
+                    _matrix_in_order(C, reverse),
+                    z=_in_order(z, 2, reverse),
                     delta_bias=delta_bias,
                     discretization=discretization,
                     delta_softplus=delta_softplus,
-                    seq_idx=seq_idx,
+                    seq_idx=_in_order(seq_idx, 1, reverse),
                 )
             grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, False)
+        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, reverse)
         if ctx.z_is_gate and wanted[6]:
             grad_z = gate_gradient(z.transpose(1, 2)).transpose(1, 2)
             others = _ops._selective_scan_bwd_out(grad_out, grad_last_state, *inputs, wanted, grad_z)
@@ -111,7 +130,7 @@ class SelectiveScan(torch.autograd.Function):
         gradients = _results(results, wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(u.shape[0], *A.shape)
-        return (*gradients, *(None,) * 8)
+        return (*gradients, *(None,) * 9)
 
 
 class SsdChunkScan(torch.autograd.Function):
@@ -136,27 +155,39 @@ class SsdChunkScan(torch.autograd.Function):
         dt_min: float,
         dt_max: float,
         discretization: str,
+        reverse: bool,
         needs_final: bool,
         group: Group,
     ) -> Any:
-        carry = Carry(group, "ssd_chunk_scan", reverse=False)
-        options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
-        last_states, decay = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
+        carry = Carry(group, "ssd_chunk_scan", reverse)
+        last_states, decay = ssd_chunk_scan_summary(
+            _in_order(x, 1, reverse),
+            _in_order(dt, 1, reverse),
+            A,
+            _in_order(B, 1, reverse),
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=(dt_min, dt_max),
+            discretization=discretization,
+            seq_idx=_in_order(seq_idx, 1, reverse),
+        )
         gathering = carry.begin(last_states, decay, initial_states, passes)
         initial, final, decays, passes = carry.end(gathering, passes, initial_states, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, _ = _ops._ssd_chunk_scan_fwd(
-            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, False
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, reverse
         )
         ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes)
         ctx.carry, ctx.chunk_size = carry, chunk_size
-        ctx.scalars, ctx.discretization = scalars, discretization
+        ctx.scalars, ctx.discretization, ctx.reverse = scalars, discretization, reverse
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
         x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes = ctx.saved_tensors
-        arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, ctx.discretization)
+        reverse = ctx.reverse
+        options = (ctx.discretization, reverse)
+        arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, *options)
         needs = [*ctx.needs_input_grad[:9]]
         grad_final_states = None
         shape = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
@@ -165,22 +196,22 @@ class SsdChunkScan(torch.autograd.Function):
                 local = tie(A.new_zeros(shape), grad_out)
             else:
                 local = _ssd_chunk_scan_initial_gradient(
-                    before_gate(grad_out, z),
-                    dt,
+                    _in_order(before_gate(grad_out, z), 1, reverse),
+                    _in_order(dt, 1, reverse),
                     A,
-                    C,
+                    _in_order(C, 1, reverse),
                     dt_bias=dt_bias,
                     dt_softplus=ctx.scalars[0],
                     dt_limit=ctx.scalars[1:],
                     discretization=ctx.discretization,
-                    seq_idx=seq_idx,
+                    seq_idx=_in_order(seq_idx, 1, reverse),
                 )
             grad_final_states = ctx.carry.gradient(local, grad_final, decays, passes)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, False, wanted), wanted)
+        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(shape)
-        return (*gradients, *(None,) * 9)
+        return (*gradients, *(None,) * 10)
 
 
 class LinearRecurrence(torch.autograd.Function):

@@ -9,6 +9,7 @@ unequal lengths, and none. Arguments and results are those of the function of th
 - An initial state is the state before the whole sequence. Every rank passes it; its gradient is also a part of a sum.
 - A final or last state is that after the whole sequence, and every rank gets it. The loss may use it on any of them: gradients
   of all ranks are added.
+- With ``reverse`` time runs from the last step of the last rank to the first step of rank 0.
 - ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
 
 Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or
@@ -63,12 +64,16 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
 ) -> Any:
-    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization; without ``reverse``.
+    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
+
+    Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx`` in
+    forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward, each for the time of one summary.
 
     A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
     gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.
@@ -85,6 +90,7 @@ def selective_scan(
         discretization=discretization,
         delta_softplus=delta_softplus,
         initial_state=initial_state,
+        reverse=reverse,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         return_last_state=return_last_state,
@@ -106,6 +112,7 @@ def ssd_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
+    reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
@@ -114,10 +121,12 @@ def ssd_chunk_scan(
 ) -> Any:
     """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
 
-    It takes no ``reverse``. A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial
-    and final states together with ``cu_seqlens`` raise a ValueError. A rank sends batch * heads * (headdim * dstate + 1)
-    numbers of the dtype of ``A`` in forward, and batch * heads * headdim * dstate in backward; with ``return_final_states``
-    twice as many in backward.
+    A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
+    with ``cu_seqlens`` raise a ValueError. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the outputs'
+    gradient, dt, C and ``seq_idx`` in backward, each for the time of one summary.
+
+    A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and
+    batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
     """
     return _of(group).ssd_chunk_scan(
         x,
@@ -132,6 +141,7 @@ def ssd_chunk_scan(
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
         initial_states=initial_states,
+        reverse=reverse,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         return_final_states=return_final_states,
@@ -183,7 +193,7 @@ def linear_scan(
 ) -> Any:
     """:func:`ssm_kernels.linear_scan` over the ranks of a group.
 
-    With ``reverse`` the last rank is the first. ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the
+    ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the
     state before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all
     sequences of the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward
     and batch * channels in backward; with ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers
