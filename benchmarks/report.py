@@ -44,7 +44,11 @@ MACHINE = {
     "system": "system",
 }
 # How the names of the figures' files end.
-FIGURES = {"selective_scan": "selective_scan_roofline", "linear_scan": "linear_scan_shares"}
+FIGURES = {
+    "selective_scan": "selective_scan_roofline",
+    "linear_scan": "linear_scan_shares",
+    "distributed": "distributed_scaling",
+}
 
 
 def section(result: Result) -> str:
@@ -85,7 +89,12 @@ def name_of(machine: Mapping[str, Any]) -> str:
 def draw(result: Result, path: Path) -> None:
     from benchmarks import roofline  # here, because no other page needs matplotlib
 
-    (roofline.draw if result["benchmark"] == "selective_scan" else roofline.draw_shares)(result, path)
+    functions = {
+        "selective_scan": roofline.draw,
+        "linear_scan": roofline.draw_shares,
+        "distributed": roofline.draw_scaling,
+    }
+    functions[result["benchmark"]](result, path)
 
 
 def read(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:

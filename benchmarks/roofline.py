@@ -1,7 +1,7 @@
-"""The figures of the benchmarks: the measured rates, under the limits of the chip.
+"""The figures of the benchmarks: the measured rates, under the limits of the chip, and the speed-up over ranks.
 
 selective_scan's shows state updates per second over updates per byte. The linear recurrences have less to compute than to move:
-theirs shows the share of a copy's rate.
+theirs shows the share of a copy's rate. The distributed one continues the measured speed-ups with the model of more ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from benchmarks.bench_distributed import model_rows
 from benchmarks.floors import SLOTS_PER_UPDATE, floors
 from benchmarks.style import COLORS, STYLE
+from benchmarks.tables import median
 
 _OURS, _PEER, _GREY = COLORS[1], COLORS[2], "#767676"
 _MARKERS = {
@@ -170,5 +172,46 @@ def draw_shares(result: Mapping[str, Any], path: Path) -> None:
             label = f"{name}, recorded" if name in recorded else name
             handles.append(Line2D([], [], color=colors[name], mfc=fill, marker="o", ls="", label=label))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_scaling(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the speed-up of models over ranks, forward and backward together: measured, and modelled for more ranks."""
+    rows = [row for row in result["rows"] if median(row.get("one"), "both") and median(row["ours"], "both")]
+    device = "GPU" if "gpu" in result["machine"] else "process"
+    modelled = model_rows(dict(result))
+    ranks = sorted({1, *(row["ranks"] for row in [*rows, *modelled])})
+    markers = {"context parallel": "o", "tensor parallel": "s"}
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.plot(1, 1, "o", color="black", zorder=4)
+        lines, highest = [], 1.0
+        for row, color in zip(rows, COLORS[1:], strict=False):
+            measured = [1, row["one"]["both"]["median"] / row["ours"]["both"]["median"]]
+            (line,) = axes.plot([1, row["ranks"]], measured, color=color, marker=markers[row["kind"]], ms=3.5, zorder=3)
+            line.set_label(row["name"].rpartition(", ")[0])
+            lines.append(line)
+            of_model = [
+                (other["ranks"], other["speedup"])
+                for other in modelled
+                if row["kind"] == "context parallel" and other["name"] == row["layer"] and other["ranks"] >= row["ranks"]
+            ]
+            if of_model:
+                axes.plot(*zip(*of_model, strict=True), color=color, ls="--", zorder=2)
+            highest = max(highest, *measured, *(speedup for _, speedup in of_model))
+        (ideal,) = axes.plot(ranks, ranks, color=_GREY, lw=0.6, zorder=1, label="ideal")
+        axes.set_ylim(0.5, 2 * highest)
+        axes.set_xticks(ranks)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
+        axes.set_xlabel(f"ranks, a {device} each")
+        axes.set_ylabel(f"speed-up over one {device}, forward and backward")
+        if modelled:
+            lines.append(Line2D([], [], color=_GREY, ls="--", label="model of more ranks"))
+        figure.legend(handles=[*lines, ideal], loc="outside lower center", ncols=1)
         figure.savefig(path)
         plt.close(figure)

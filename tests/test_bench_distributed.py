@@ -56,8 +56,8 @@ def test_smallest_cases(processes: Processes, place: Place, tmp_path):
     # The output, and the squares of the one group of the norm, in float32.
     assert {call["bytes"] for call in tensor["sent"]["forward"]} == {2 * 64 * 2 * 256, 2 * 64 * 4}
     assert BENCHMARK.figures(context, result).keys() >= {"forward, speed-up over one", "both, speed-up over one"}
-    section = report.section(result)
-    assert all(row["name"] in section for row in result["rows"])
+    section = report.section({"figure": "figure.png", **result})
+    assert "](figure.png)" in section and all(row["name"] in section for row in result["rows"])
     assert "2 all-gathers, " in section and "Mamba2 | 1024 | 32,768 |" in section
 
 
@@ -100,6 +100,36 @@ def test_constants_are_those_of_the_times():
     assert by_ranks[8]["steps"] == 800
     # model_rows() models nothing before the collectives are measured.
     assert model_rows({"rows": [model]}) == []
+
+
+def test_figure_of_speedups(monkeypatch, tmp_path):
+    """The measured and the modelled speed-ups of the committed results, in a legible figure."""
+    pytest.importorskip("matplotlib", reason="the figures are drawn with matplotlib")
+    from plot_helpers import assert_legible
+
+    from benchmarks import roofline
+
+    figures: list[Any] = []
+    close = roofline.plt.close
+    monkeypatch.setattr(roofline.plt, "close", figures.append)
+    paths = [*report.DOCS.glob("benchmarks/*_distributed.json")]
+    assert paths
+    for path in paths:
+        result = json.loads(path.read_text())
+        roofline.draw_scaling(result, tmp_path / "figure.png")
+        assert_legible(figures[-1])
+        lines = [tuple(map(tuple, line.get_xydata())) for line in figures[-1].axes[0].lines]
+        models = [row for row in result["rows"] if "one" in row]
+        for row in models:
+            speedup = row["one"]["both"]["median"] / row["ours"]["both"]["median"]
+            assert ((1.0, 1.0), (float(row["ranks"]), speedup)) in lines, row["name"]
+        for layer in {row["name"] for row in model_rows(result)}:
+            of_layer = [(float(row["ranks"]), row["speedup"]) for row in model_rows(result) if row["name"] == layer]
+            assert tuple(of_layer) in lines, layer
+        # The point of one rank and the line of as many times as fast as ranks are the others.
+        assert len(lines) == len(models) + len({row["name"] for row in model_rows(result)}) + 2
+    for figure in figures:
+        close(figure)
 
 
 def test_every_model_has_its_own_name_and_a_bar():
