@@ -65,10 +65,8 @@ void print(const char* dtype, const Options& o, const DeviceLimits& device) {
   set_inputs(bwd, o);
   bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
   bwd.grad_z = bwd.z;
-  bwd.grad_B = bwd.B;
-  bwd.grad_C = bwd.C;
   const Plan plan = plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster);
-  line("backward", plan, span_steps<Scalar>(bwd, plan, device));
+  line("backward", plan, span_steps(bwd, plan));
   if (!o.packed) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device), o.seqlen);
 }
 

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.cuda
 # What is compared: two rows of the batch. Sums over the batch are of these alone, because the others get no gradients.
 ROWS = (0, -1)
 SUMS = ("A", "D", "delta_bias")
-LANES_IN_TIME = {"dim": 40, "seqlen": 485, "dstate": 64}
-SEQUENTIAL = {"dim": 100, "seqlen": 1317, "dstate": 16}
+LANES_IN_TIME = {"dim": 40, "seqlen": 1061, "dstate": 64}
+SEQUENTIAL = {"dim": 100, "seqlen": 4133, "dstate": 16}
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": LANES_IN_TIME,
-    "whole tiles": LANES_IN_TIME | {"seqlen": 512},
-    "reverse": LANES_IN_TIME | {"seqlen": 488, "reverse": True},
+    "whole tiles": LANES_IN_TIME | {"seqlen": 1024},
+    "reverse": LANES_IN_TIME | {"seqlen": 1064, "reverse": True},
     "reverse, shifted": LANES_IN_TIME | {"reverse": True},
     "channels contiguous": LANES_IN_TIME | {"layout": "transposed"},
     "float16": LANES_IN_TIME | {"dtype": torch.float16},
@@ -31,9 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "constant C": LANES_IN_TIME | {"C": "constant"},
     "no initial state": LANES_IN_TIME | {"initial_state": False},
     "bilinear": LANES_IN_TIME | {"discretization": "bilinear"},
-    "many states": LANES_IN_TIME | {"dstate": 200, "seqlen": 200},
+    "many states": LANES_IN_TIME | {"dstate": 200, "seqlen": 400},
     "sequential": SEQUENTIAL,
-    "sequential, whole tiles": SEQUENTIAL | {"seqlen": 1344},
+    "sequential, whole tiles": SEQUENTIAL | {"seqlen": 4160},
     "sequential, channels contiguous": SEQUENTIAL | {"dim": 104, "layout": "transposed"},
     "sequential, float32": SEQUENTIAL | {"dtype": torch.float32},
 }
@@ -41,7 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def make_case(name: str) -> dict[str, Any]:
     """Inputs of so many rows that blocks fill the device without segments."""
-    rows = torch.cuda.get_device_properties(0).multi_processor_count
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = multiprocessors if name == "float64" else multiprocessors // 2 + 1
     return make_inputs(**{"batch": rows, "dtype": torch.bfloat16, "device": "cuda"} | CASES[name])
 
 

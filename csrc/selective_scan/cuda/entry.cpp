@@ -170,7 +170,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     Workspace workspace;
     PartialSums partial_sums;
     reserve_carries(workspace, plan.warp_scan, params);
-    const int64_t span = span_steps<Scalar>(params, plan, device);
+    const int64_t span = span_steps(params, plan);
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params, span);
     void* carry = nullptr;
     if (span < params.seqlen) workspace.reserve(&carry, params.rows * params.dim * params.dstate);
@@ -282,7 +282,7 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
   return cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const Plan bwd_plan = plan_bwd<Scalar>(bwd_params, device, preferred_kernel());
-    const int64_t span = std::max<int64_t>(1, span_steps<Scalar>(bwd_params, bwd_plan, device));
+    const int64_t span = std::max<int64_t>(1, span_steps(bwd_params, bwd_plan));
     return KernelNames{name(plan_fwd<Scalar>(fwd_params, device, preferred_kernel()), 1),
                        name(bwd_plan, std::max<int64_t>(1, ceil_div(bwd_params.seqlen, span)))};
   });

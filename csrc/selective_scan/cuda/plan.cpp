@@ -310,19 +310,12 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
 
 namespace {
 
-// What the tiles of a span scan, in states: about 0.15 ms on an H200, beside which the 6 us of its two launches are little.
-constexpr int64_t kStatesOfSpan = 160;
+// The least that the tiles of a block scan in a span, in states of a tile, about 0.5 ms on an H200. A span costs 15 to 20 us
+// for each round of blocks: launches, the states that a block loads and stores, and multiprocessors that wait for the last
+// block.
+constexpr int64_t kStatesOfSpan = 512;
 // A thirty-second of the partial sums is little beside the gradients themselves.
 constexpr int64_t kMaxSpans = 32;
-
-// Blocks on a multiprocessor at a time.
-template <typename Scalar>
-int64_t resident_blocks(const Plan& plan, const DeviceLimits& device) {
-  if (plan.is_sequential) return sequential::kResidentBlocks;
-  const int64_t by_registers = kWarpScanResidentWarps >> warp_scan::BwdSizes::log2_warps(std::is_same_v<Scalar, double>);
-  const int64_t by_memory = device.shared_bytes / (plan.shared_bytes + device.reserved_shared_bytes_per_block);
-  return std::max<int64_t>(1, std::min(by_registers, by_memory));
-}
 
 template <typename Scalar, typename View>
 View from_step(View view, int64_t step) {
@@ -332,18 +325,14 @@ View from_step(View view, int64_t step) {
 
 }  // namespace
 
-template <typename Scalar>
-int64_t span_steps(const SelectiveScanBwdParams& p, const Plan& plan, const DeviceLimits& device) {
+int64_t span_steps(const SelectiveScanBwdParams& p, const Plan& plan) {
   const ChannelPartition& partition = plan.partition();
-  const auto has_partial_sums = [&](const MatrixView& grad) {
-    return grad.data != nullptr && grad.per_step && partition.tiles != grad.groups;
-  };
-  if (p.is_packed() || partition.segments > 1 || !(has_partial_sums(p.grad_B) || has_partial_sums(p.grad_C))) return p.seqlen;
+  // Whatever gradients are needed: their bits depend on the spans.
+  const auto has_partial_sums = [&](const MatrixView& matrix) { return matrix.per_step && partition.tiles != matrix.groups; };
+  if (p.is_packed() || partition.segments > 1 || !(has_partial_sums(p.B) || has_partial_sums(p.C))) return p.seqlen;
   constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;
   static_assert(kTileSteps % sequential::kBwdTileSteps == 0, "a span is whole tiles of both scans");
-  const int64_t rounds = ceil_div(p.rows * partition.tiles, device.multiprocessors * resident_blocks<Scalar>(plan, device));
-  const int64_t tiles = ceil_div(p.seqlen, kTileSteps),
-                least = ceil_div(kStatesOfSpan, p.dstate * std::max<int64_t>(1, rounds));
+  const int64_t tiles = ceil_div(p.seqlen, kTileSteps), least = ceil_div(kStatesOfSpan, p.dstate);
   const int64_t spans = std::clamp<int64_t>(tiles / least, 1, kMaxSpans);
   return spans == 1 ? p.seqlen : ceil_div(tiles, spans) * kTileSteps;
 }
@@ -428,7 +417,6 @@ bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
 }
 
 #define SSM_PLANS(Scalar)                                                                                      \
-  template int64_t span_steps<Scalar>(const SelectiveScanBwdParams&, const Plan&, const DeviceLimits&);        \
   template SelectiveScanBwdParams span_params<Scalar>(const SelectiveScanBwdParams&, int64_t, int64_t, void*); \
   template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&, KernelChoice);            \
   template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&, KernelChoice);            \

@@ -49,8 +49,7 @@ template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
 // The steps of a span of backward, a multiple of a tile or all steps.
-template <typename Scalar>
-int64_t span_steps(const SelectiveScanBwdParams& params, const Plan& plan, const DeviceLimits& device);
+int64_t span_steps(const SelectiveScanBwdParams& params, const Plan& plan);
 // The parameters of a span of `steps` steps from `begin` on, for the plan of the whole call. `carry`, (batch, dim, dstate),
 // holds the adjoint of the state after a span that is not the last, and receives that of the state before one that is not the
 // first.

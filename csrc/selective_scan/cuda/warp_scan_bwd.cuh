@@ -84,6 +84,34 @@ struct BwdShared {
   }
 };
 
+// Loads the states before a tile from (channels, dstate), zeros if `source` is null, with several loads in flight: the block
+// waits for them.
+template <typename TileConfig>
+__device__ __forceinline__ void load_states_before(const SelectiveScanParams& p, const ScanPlan& plan,
+                                                   const BwdShared<TileConfig>& shared, const typename TileConfig::Acc* source,
+                                                   int channels) {
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int kInFlight = 4;
+  const int dstate = static_cast<int>(p.dstate), count = channels * dstate;
+#pragma unroll 1
+  for (int first = opaque_thread(); first < count; first += kInFlight * TileConfig::kThreads) {
+    Acc states[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = first + j * TileConfig::kThreads;
+      states[j] = source != nullptr && i < count ? source[i] : Acc(0);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = first + j * TileConfig::kThreads;
+      const int channel = static_cast<int>(plan.dstate.divide(static_cast<uint32_t>(i)));
+      const int index = channel * state_pitch(p) + i - channel * dstate;
+      if (i < count) shared.states[index * Shared::kPerState + Shared::kBefore] = states[j];
+    }
+  }
+}
+
 // Sums each step's values over the warp's channels and stores the sums, (2, steps of the tile).
 template <typename TileConfig>
 __device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to_B)[TileConfig::kSteps],
@@ -217,9 +245,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       u_tile.load(p.u, rows.u, t0, at.channels, steps);
       const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
       const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
-      for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int offset, int, int) {
-        shared.states[index * kPerState + kBefore] = source != nullptr ? source[offset] : Acc(0);
-      });
+      load_states_before<TileConfig>(p, plan, shared, source, at.channels);
     }
 
     const int valid = is_channel ? steps - first_step : 0;
