@@ -306,7 +306,10 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    return {"peer": peers.described(peers.operator("selective_scan")), "rates": H200_RATES if on_h200(run.device) else None}
+    return {
+        "peer": peers.described(peers.operator("selective_scan"), recorded=peers.SOURCE_OF_SCANS),
+        "rates": H200_RATES if on_h200(run.device) else None,
+    }
 
 
 BENCHMARK = Benchmark(

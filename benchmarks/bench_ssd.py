@@ -194,7 +194,7 @@ def tables(result: Result) -> list[Table]:
 
 def context(run: Run) -> Result:
     settings = {"counted_chunk": COUNTED_CHUNK, "compared": "one row of the batch"}
-    return {"settings": settings, "peer": peers.described(peers.operator("ssd_chunk_scan"))}
+    return {"settings": settings, "peer": peers.described(peers.operator("ssd_chunk_scan"), recorded=peers.SOURCE_OF_SCANS)}
 
 
 BENCHMARK = Benchmark(

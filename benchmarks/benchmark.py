@@ -248,7 +248,7 @@ def recorded_figures(recorded: Mapping[str, Mapping[str, float]], row: dict[str,
     """Adds figures recorded on an H200 for contenders that this run did not measure."""
     for who, found in recorded.items() if on_h200(device) else ():
         if who not in row:
-            times = {what: {"median": value} if what != "peak" else value for what, value in found.items()}
+            times = {what: {"median": value} if not what.startswith("peak") else value for what, value in found.items()}
             row[who] = {"recorded": True, "unsupported": None, **times}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 SOURCE = "state-spaces/mamba e9594ce, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
+SOURCE_OF_SCANS = "mamba_ssm 2.3.2.post1, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
 
 # By name: the package, and the commit that the figures were recorded with.
 GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
@@ -44,10 +45,11 @@ def _version(package: str) -> str:
     return f"{package} {found[0] if found else 'of unknown version'}"
 
 
-def described(peer: Any, *packages: str) -> str:
-    """Names the packages that gave mamba_ssm's figures, or says that the figures are recorded."""
+def described(peer: Any, *packages: str, recorded: str = SOURCE) -> str:
+    """Names the packages that gave mamba_ssm's figures, or says that the figures are recorded, and with what."""
     if not peer:
-        return "recorded: " + SOURCE.replace("e9594ce", " with ".join(["e9594ce", *packages]))
+        name, comma, rest = recorded.partition(",")
+        return "recorded: " + " with ".join([name, *packages]) + comma + rest
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"
 
 

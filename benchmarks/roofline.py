@@ -209,7 +209,7 @@ def draw_scaling(result: Mapping[str, Any], path: Path) -> None:
             axis.set_major_formatter("{x:g}")
             axis.set_minor_locator(NullLocator())
         axes.set_xlabel(f"ranks, a {device} each")
-        axes.set_ylabel(f"speed-up over one {device}, forward and backward")
+        axes.set_ylabel(f"speed-up over one {device}")
         if modelled:
             lines.append(Line2D([], [], color=_GREY, ls="--", label="model of more ranks"))
         figure.legend(handles=[*lines, ideal], loc="outside lower center", ncols=1)
