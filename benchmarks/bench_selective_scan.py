@@ -206,7 +206,7 @@ def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
 
 
 def slowest_over_neighbors(row: Row, result: Result, what: str) -> float | None:
-    """The time for each step, over the least of the lengths of SHIFTED_LENGTHS with the same batch and channels."""
+    """The time for each step, over the least of the rows of SHIFTED_LENGTHS."""
 
     def of_step(found: Row) -> float:
         return found["ours"][what]["median"] / found["seqlen"]

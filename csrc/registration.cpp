@@ -58,7 +58,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states, Tensor? seq_idx=None, "
       "Tensor? cu_seqlens=None, bool reverse=False) -> (Tensor out, Tensor last_state, Tensor chunk_states)");
-  // The kernels that forward and backward of a call take, "name, channels of a block, segments of time". For tests.
+  // The kernels that forward and backward of a call take, "name, channels of a block, segments and spans of time". For tests.
   def_kernels(
       "_selective_scan_plan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "Tensor? initial_state, str discretization, bool delta_softplus, Tensor? seq_idx=None, Tensor? cu_seqlens=None, "

@@ -3,7 +3,7 @@
 Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks
 before this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and
 runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``. With
-``reverse`` the last rank is the first; the summaries and their mirrors then read flipped copies.
+``reverse`` the last rank is the first; the summaries and the initial gradients then read flipped copies.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def selective_scan(
     """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
 
     Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx`` in
-    forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward, each for the time of one summary.
+    forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as the
+    summary, or the initial state's gradient, is computed.
 
     A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
     gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.
@@ -123,7 +124,8 @@ def ssd_chunk_scan(
 
     A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
     with ``cu_seqlens`` raise a ValueError. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the outputs'
-    gradient, dt, C and ``seq_idx`` in backward, each for the time of one summary.
+    gradient, dt, C and ``seq_idx`` in backward. The copies are freed as soon as the summary, or the initial states' gradient, is
+    computed.
 
     A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and
     batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
@@ -193,11 +195,11 @@ def linear_scan(
 ) -> Any:
     """:func:`ssm_kernels.linear_scan` over the ranks of a group.
 
-    ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the
-    state before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all
-    sequences of the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward
-    and batch * channels in backward; with ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers
-    in forward; with ``cu_seqlens`` the sequences are the batch.
+    ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the state before the whole sequence and after each
+    reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all sequences of the whole sequence, on every rank. A rank
+    sends 2 * batch * channels numbers of the states' dtype in forward and batch * channels in backward; with
+    ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers in forward; with ``cu_seqlens`` the
+    sequences are the batch.
     """
     return _of(group).recurrence(
         "linear_scan",

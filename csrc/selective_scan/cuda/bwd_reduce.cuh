@@ -1,6 +1,6 @@
 // The last kernel of a span of the selective scan's backward on CUDA: adds the blocks' partial sums over tiles, batch rows and
-// segments in a fixed order, and writes the gradients in their own type and strides. The sums over time of all but the first
-// launch are added to those of the spans before it.
+// segments in a fixed order, and writes the gradients in their own type and strides. Each launch but the first
+// adds its sums over time to those of the launches before it, which are of later spans.
 //
 // One launch computes all sums, each in its own range of blocks. A thread computes one element; neighboring threads read
 // neighboring elements of the partial sums.

@@ -20,7 +20,8 @@
 //
 // Backward leaves partial sums of grad_B and grad_C, one for each tile of channels. Where time is one segment, backward takes
 // spans of time one after the other, the last first, so that the partial sums of one span exist at a time, most of them in the
-// second-level cache. A span is a call on a part of the steps: it hands the adjoint of its first state to the span before it.
+// second-level cache. A span is a call on a part of the steps: it stores the adjoint of the state before its first step, from
+// which the launch for the span before it starts.
 #pragma once
 
 #include <cstdint>

@@ -53,7 +53,7 @@ template <typename Scalar>
 constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
 
 // A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
-// forward's slices shrink too; backward's, if more blocks fit then.
+// the slices shrink too. Backward also halves its slices where more blocks then fit into a multiprocessor.
 struct ScanPlan : ChannelPartition {
   FwdConfig config = FwdConfig::kManyChannels;
   int slice = 0;  // states per slice

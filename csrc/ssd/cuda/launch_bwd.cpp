@@ -370,8 +370,8 @@ void run_in_sub_batches(const BwdInputs& bwd, Discretization method, const GradT
   });
 }
 
-// Sets the states, or gradients of states, between two spans to zero in the rows in which a sequence begins with the second
-// span, at a step in the order of the scan.
+// `begin` is the second span's first step, in the order of the scan. Clears the states before it, or their gradients, in the
+// rows in which a sequence begins there.
 void reset_states(const Inputs& in, int64_t begin, at::Tensor& states) {
   if (!is_present(in.seq_idx)) return;
   const auto sequence_of = [&](int64_t step) { return in.seq_idx->select(1, in.reverse ? in.x.size(1) - 1 - step : step); };
