@@ -260,7 +260,7 @@ def test_times_in_the_documentation_are_those_that_ci_allows():
     commands = [int(seconds) for seconds in re.findall(r'within (\d+) eval "\$\{commands\[[01]\]\}"', ci)]
     minutes = re.findall(r"under\s+(\d+)\s+minutes", (ROOT / "README.md").read_text())
     assert commands == [60 * int(number) for number in minutes] and len(commands) == 2
-    builds = re.findall(r"SSM_KERNELS_CUDA=[01] (?:.* )?best_of_two_within (\d+) build", ci)
+    builds = re.findall(r"SSM_KERNELS_CUDA=[01] (?:.* )?fastest_within \d (\d+) build", ci)
     rows = re.findall(
         r"^\| CPU .*kernels.* \| (\d+) \| (\d+) \|$", (ROOT / "docs" / "installation.md").read_text(), re.MULTILINE
     )
