@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kReduceThreads) selective_scan_bwd_reduce_kern
 #pragma unroll
   for (int r = 0; r < ReducePlan::kRowSums; ++r) {
     visit(plan.row_sums[r], [&](const RowSum& sum, int64_t i) {
-      const Acc of_rows = sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
-      Acc& target = static_cast<Acc*>(sum.target)[i];
-      target = plan.adds ? target + of_rows : of_rows;
+      Acc* const target = static_cast<Acc*>(sum.target);
+      const Acc before = plan.adds ? target[i] : Acc(0);
+      target[i] = before + sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
     });
   }
 }
