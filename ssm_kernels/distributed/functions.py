@@ -124,8 +124,8 @@ def ssd_chunk_scan(
 
     A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
     with ``cu_seqlens`` raise a ValueError. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the outputs'
-    gradient, dt, C and ``seq_idx`` in backward. The copies are freed as soon as the summary, or the initial states' gradient, is
-    computed.
+    gradient, dt, C and ``seq_idx`` in backward. The copies are freed as soon as the summary, or the gradient of the initial
+    states, is computed.
 
     A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and
     batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
