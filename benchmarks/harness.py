@@ -225,7 +225,8 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
     """Returns the memory that ``step`` takes at its highest, over what was allocated before; None on the CPU.
 
-    Of three calls the largest counts: autograd's thread may still hold gradients of the step before when a call begins.
+    The function returns the largest of three calls. When a call begins, autograd's thread may still hold the gradients of the
+    call before, which makes its own peak look smaller.
     """
     if device.type != "cuda":
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.cuda
 
-# What is compared: two rows of the batch. Sums over the batch are of these alone, because the others get no gradients.
+# The tests compare two rows of the batch. All others have incoming gradients of zero and add nothing to sums over the batch.
 ROWS = (0, -1)
 SUMS = ("A", "D", "delta_bias")
 LANES_IN_TIME = {"dim": 40, "seqlen": 1061, "dstate": 64}
@@ -93,7 +93,7 @@ def test_spans_in_a_graph(name):
 
 
 def test_partial_sums_take_the_memory_of_one_span():
-    """Of 256 states the partial sums of all steps would take 64 bytes for each channel and step."""
+    """With 256 states, the partial sums of all steps would take 64 bytes for each channel and step."""
     inputs = make_inputs(batch=8, dim=1024, seqlen=1024, dstate=256, dtype=torch.bfloat16, device="cuda")
     arguments = SELECTIVE_SCAN.backward_arguments(inputs)
     assert spans_of(inputs) >= 8

@@ -309,7 +309,7 @@ int64_t most_workspace_bytes(const Inputs& in) {
   return std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
 }
 
-// Of both directions' states before one chunk, for one head.
+// The bytes of one head's states before one chunk, in both directions.
 int64_t bytes_of_chunk(const Inputs& in) {
   return kDirections * row_blocks(in.x.size(3)) * kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
 }
