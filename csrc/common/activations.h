@@ -43,7 +43,7 @@ template <typename T>
 SSM_HOST_DEVICE T softplus(T x) {
   using Scalar = typename Math<T>::Scalar;
   const T zero(Scalar(0));
-  const T value = Math<T>::max(x, zero) + log1p_unit(Math<T>::exp(zero - Math<T>::abs(x)));
+  const T value = Math<T>::max(x, zero) + log1p_unit(Math<T>::exp(Math<T>::negate(Math<T>::abs(x))));
   if constexpr (std::is_same_v<Scalar, float>) return value;
   return Math<T>::select(Math<T>::less(T(Scalar(20)), x), x, value);
 }

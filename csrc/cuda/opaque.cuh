@@ -1,6 +1,7 @@
 // An optimization barrier for values.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace ssm_kernels::cuda {
@@ -16,6 +17,12 @@ __device__ __forceinline__ T opaque(T value) {
     asm volatile("" : "+r"(value));
   }
   return value;
+}
+
+// An address in shared memory as an opaque number of 32 bits, for Vector::load_shared and store_shared. The compiler otherwise
+// computes addresses in shared memory again at each use, from the block's base on.
+__device__ __forceinline__ uint32_t opaque_shared_address(const void* shared) {
+  return opaque(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
 }
 
 }  // namespace ssm_kernels::cuda

@@ -114,6 +114,33 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kAccesses; ++i) reinterpret_cast<Access*>(target)[i] = accesses[i];
   }
+  // The same at an address in shared memory.
+  __device__ __forceinline__ static Vector load_shared(uint32_t source) {
+    static_assert(kAlignment == 16, "the instruction loads 16 bytes");
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      Access& v = result.accesses[i];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(source + i * kAlignment));
+    }
+    return result;
+  }
+  __device__ __forceinline__ void store_shared(uint32_t target) const {
+    static_assert(kAlignment >= 8, "the instructions store 8 or 16 bytes");
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      const Access& v = accesses[i];
+      const uint32_t address = target + i * kAlignment;
+      if constexpr (kAlignment == 8) {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+      } else {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+      }
+    }
+  }
   // Bypasses the L1 cache: for data that is read once.
   __device__ __forceinline__ static Vector load_once(const Scalar* source) {
     Vector result;

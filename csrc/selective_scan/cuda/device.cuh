@@ -266,11 +266,15 @@ __device__ __forceinline__ void load_array(const T* source, T (&values)[count]) 
   for (int j = 0; j < count; ++j) values[j] = vector[j];
 }
 template <typename T, int count>
-__device__ __forceinline__ void store_array(T* target, const T (&values)[count]) {
+__device__ __forceinline__ Vector<T, count> vector_of(const T (&values)[count]) {
   Vector<T, count> vector;
 #pragma unroll
   for (int j = 0; j < count; ++j) vector.set(j, values[j]);
-  vector.store(target);
+  return vector;
+}
+template <typename T, int count>
+__device__ __forceinline__ void store_array(T* target, const T (&values)[count]) {
+  vector_of(values).store(target);
 }
 
 // Allocates arrays in a block's shared memory. With a null base it only counts bytes.

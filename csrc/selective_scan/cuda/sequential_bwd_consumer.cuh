@@ -21,6 +21,7 @@ struct BwdConsumer {
   using Shared = BwdShared<TileConfig>;
   using Group = Vector<Acc, kGroupSteps>;
   using States = Acc[kLaneChannels][kLaneStates];
+  static constexpr int kBytes = sizeof(Acc);
   static constexpr int kG = kGroupSteps;
   static_assert(kGroupSteps == 4 && kLaneStates == 4 && kStateLanes == 4 && TileConfig::kWarpRows == 8 && kLaneChannels == 2,
                 "the exchanges between lanes are written out for these");
@@ -32,8 +33,31 @@ struct BwdConsumer {
   const Position& at;
   ConsumerLane<TileConfig, true> lane;
   bool needs_grad_z;
+  uint32_t states_before_groups, sums;  // addresses of the thread's first values there
   // Zero for channels and states that do not exist. `adjoint` is Abar_{t+1} g_{t+1}.
   States A, adjoint, grad_A, h;
+
+  // The lane's part of a tile in shared memory.
+  struct Tile {
+    LaneRows<TileConfig> deltas;
+    uint32_t matrix_rows[kLaneStates];  // of B
+
+    __device__ __forceinline__ Tile(const ConsumerLane<TileConfig, true>& lane, const Shared& shared, int tile)
+        : deltas(lane, shared.delta(tile)) {
+#pragma unroll
+      for (int i = 0; i < kLaneStates; ++i) {
+        matrix_rows[i] = cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(i) * Matrices<TileConfig>::kPitch);
+      }
+    }
+    __device__ __forceinline__ Group B(int i, int t) const { return Group::load_shared(matrix_rows[i] + t * kBytes); }
+    __device__ __forceinline__ Group C(int i, int t) const {
+      return Group::load_shared(matrix_rows[i] + (Matrices<TileConfig>::kCapacity + t) * kBytes);
+    }
+    // Channel k's group of delta, delta u or dy, or of the sums over states that replace them.
+    __device__ __forceinline__ uint32_t group(int array, int k, int t) const {
+      return deltas.at(k, t) + array * Shared::kArray * kBytes;
+    }
+  };
 
   __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
                                          const PartialSums& partial_sums_, const Shared& shared_)
@@ -42,7 +66,10 @@ struct BwdConsumer {
         partial_sums(partial_sums_),
         shared(shared_),
         at(*shared_.position),
-        needs_grad_z(p_.grad_z.data != nullptr) {
+        needs_grad_z(p_.grad_z.data != nullptr),
+        states_before_groups(cuda::opaque_shared_address(shared_.states + threadIdx.x)),
+        sums(cuda::opaque_shared_address(shared_.sums + threadIdx.x / kWarpSize * Shared::kSums +
+                                         ((lane.row & 4 ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
@@ -66,29 +93,27 @@ struct BwdConsumer {
     });
   }
 
-  __device__ __forceinline__ Group row_of(const Acc* matrix, int i, int t) const {
-    return Group::load(matrix + lane.state(i) * Matrices<TileConfig>::kPitch + t);
-  }
   // delta u, from the value stored in its array.
   __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
     return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
   }
-  __device__ __forceinline__ typename Shared::LaneStates* states_before(int t, int k) const {
-    return shared.states + (t / kG * kLaneChannels + k) * TileConfig::kConsumers + threadIdx.x;
+  __device__ __forceinline__ uint32_t states_before(int t, int k) const {
+    constexpr int kVectorsOfGroup = kLaneChannels * TileConfig::kConsumers, kVectorBytes = sizeof(typename Shared::LaneStates);
+    return states_before_groups + t * (kVectorsOfGroup * kVectorBytes / kG) + k * TileConfig::kConsumers * kVectorBytes;
   }
 
   // Advances the states through a group that is not the tile's last, and saves the states before it.
-  __device__ __forceinline__ void scan_forward(int t, int tile, const Matrices<TileConfig>& matrices) {
+  __device__ __forceinline__ void scan_forward(int t, const Tile& tile) {
     Group delta[kLaneChannels], u[kLaneChannels];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
-      delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
-      u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
+      delta[k] = Group::load_shared(tile.group(Shared::kDelta, k, t));
+      u[k] = Group::load_shared(tile.group(Shared::kDeltaU, k, t));
       save_states_before(t, k);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
-      const Group b = row_of(matrices.B, i, t);
+      const Group b = tile.B(i, t);
 #pragma unroll
       for (int k = 0; k < kLaneChannels; ++k) {
 #pragma unroll
@@ -106,34 +131,22 @@ struct BwdConsumer {
       if (!exists) h[k][i] = 0;
     });
   }
-  __device__ __forceinline__ void save_states_before(int t, int k) const {
-    store_array(reinterpret_cast<Acc*>(states_before(t, k)), h[k]);
-  }
+  __device__ __forceinline__ void save_states_before(int t, int k) const { vector_of(h[k]).store_shared(states_before(t, k)); }
 
   // Runs the adjoint through a group of steps; if not full, through its first `count` steps only, for the states and channels
   // that exist (FwdConsumer::scan_group explains why).
   template <bool is_full>
-  __device__ __forceinline__ void scan_backward(int t, int count, int tile, const Matrices<TileConfig>& matrices) {
+  __device__ __forceinline__ void scan_backward(int t, int count, const Tile& tile) {
     Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
     Acc y[kLaneChannels][kG], sum_input[kLaneChannels][kG], sum_step[kLaneChannels][kG];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
-      if constexpr (is_full) {
-        delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
-        u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
-        dy[k] = Group::load(shared.dy(tile).at(lane.channel(k), t));
-      }
+      delta[k] = Group::load_shared(tile.group(Shared::kDelta, k, t));
+      u[k] = Group::load_shared(tile.group(Shared::kDeltaU, k, t));
+      dy[k] = Group::load_shared(tile.group(Shared::kDy, k, t));
 #pragma unroll
       for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
     }
-    // The variant that is not full reads them again at each use, to save registers.
-    const auto at_step = [&](const Group& group, TileArray<TileConfig> tile, int k, int j) {
-      if constexpr (is_full) return group[j];
-      return *tile.at(opaque(lane.channel(k)), t + j);
-    };
-    const auto delta_at = [&](int k, int j) { return at_step(delta[k], shared.delta(tile), k, j); };
-    const auto u_at = [&](int k, int j) { return at_step(u[k], shared.delta_u(tile), k, j); };
-    const auto dy_at = [&](int k, int j) { return at_step(dy[k], shared.dy(tile), k, j); };
     Acc of_half[2][2][kG];  // (states of a lane after the first exchange, B and C, steps)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -141,7 +154,7 @@ struct BwdConsumer {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         const int i = 2 * half + s;
-        const Group b = row_of(matrices.B, i, t), c = row_of(matrices.C, i, t);
+        const Group b = tile.B(i, t), c = tile.C(i, t);
         Acc(&to_B)[kG] = of_state[s][0];
         Acc(&to_C)[kG] = of_state[s][1];
 #pragma unroll
@@ -149,22 +162,22 @@ struct BwdConsumer {
 #pragma unroll
         for (int k = 0; k < kLaneChannels; ++k) {
           if (!is_full && !(lane.channel(k) < at.channels && lane.state(i) < static_cast<int>(p.dstate))) continue;
-          const Acc h_before = reinterpret_cast<const Acc*>(states_before(t, k))[i];
+          const Acc h_before = *static_cast<const Acc*>(__cvta_shared_to_generic(states_before(t, k) + i * kBytes));
           Acc basis[kG] = {}, states[kG];
-          const auto transition = [&](int j) { return Transition<Method, Acc>(delta_at(k, j), A[k][i], basis[j]); };
+          const auto transition = [&](int j) { return Transition<Method, Acc>(delta[k][j], A[k][i], basis[j]); };
           Acc state = h_before;
 #pragma unroll
           for (int j = 0; j < kG; ++j) {
             if (!is_full && j >= count) continue;
-            basis[j] = Transition<Method, Acc>(delta_at(k, j), A[k][i]).basis;
-            const Acc input = transition(j).input(delta_u_of(delta_at(k, j), u_at(k, j))) * b[j];
+            basis[j] = Transition<Method, Acc>(delta[k][j], A[k][i]).basis;
+            const Acc input = transition(j).input(delta_u_of(delta[k][j], u[k][j])) * b[j];
             state = states[j] = Math<Acc>::fma(transition(j).abar(), state, input);
           }
 #pragma unroll
           for (int j = kG - 1; j >= 0; --j) {
             if (!is_full && j >= count) continue;
             const auto step = transition(j);
-            const Acc g = Math<Acc>::fma(dy_at(k, j), c[j], adjoint[k][i]);
+            const Acc g = Math<Acc>::fma(dy[k][j], c[j], adjoint[k][i]);
             const Acc previous = j > 0 ? states[j > 0 ? j - 1 : 0] : h_before;
             adjoint[k][i] = step.abar() * g;
             Acc q, to_A, of_B;
@@ -176,19 +189,19 @@ struct BwdConsumer {
             if constexpr (Method::kUnitGain) {
               to_A = q;
               sum_input[k][j] = Math<Acc>::fma(g, b[j], sum_input[k][j]);
-              of_B = g * u_at(k, j);
+              of_B = g * u[k][j];
             } else {
-              const Acc gain = current_gain(Method(), step.z, step.basis), g_b = g * b[j], u_g_b = u_at(k, j) * g_b;
+              const Acc gain = current_gain(Method(), step.z, step.basis), g_b = g * b[j], u_g_b = u[k][j] * g_b;
               const auto derivatives = Method::derivatives(step.z, step.basis, gain);
-              to_A = Math<Acc>::fma(delta_at(k, j) * u_g_b, derivatives.gain, q);
+              to_A = Math<Acc>::fma(delta[k][j] * u_g_b, derivatives.gain, q);
               sum_step[k][j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, sum_step[k][j]);
               sum_input[k][j] = Math<Acc>::fma(g_b, gain, sum_input[k][j]);
-              of_B = g * delta_u_of(delta_at(k, j), u_at(k, j)) * gain;
+              of_B = g * delta_u_of(delta[k][j], u[k][j]) * gain;
             }
             sum_step[k][j] = Math<Acc>::fma(A[k][i], q, sum_step[k][j]);
-            grad_A[k][i] = Math<Acc>::fma(delta_at(k, j), to_A, grad_A[k][i]);
+            grad_A[k][i] = Math<Acc>::fma(delta[k][j], to_A, grad_A[k][i]);
             to_B[j] += of_B;
-            to_C[j] = Math<Acc>::fma(dy_at(k, j), states[j], to_C[j]);
+            to_C[j] = Math<Acc>::fma(dy[k][j], states[j], to_C[j]);
             if (needs_grad_z) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
           }
         }
@@ -217,16 +230,15 @@ struct BwdConsumer {
       const Acc of_C = of_half[0][1][j] + __shfl_xor_sync(kAllLanes, of_half[1][1][j], 2 * kStateLanes);
       sum.set(j, (has_C ? of_C : of_B) + __shfl_xor_sync(kAllLanes, has_C ? of_B : of_C, 4 * kStateLanes));
     }
-    const int warp = threadIdx.x / kWarpSize;
-    sum.store(shared.sums + warp * Shared::kSums + ((has_C ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch + t);
+    sum.store_shared(sums + t * kBytes);
   }
 
   // Exchanges between state lanes: those one apart split the channels, those two apart the two sums, or the steps of y.
   __device__ __forceinline__ void store_sums_over_states(const Acc (&y)[kLaneChannels][kG],
                                                          const Acc (&sum_input)[kLaneChannels][kG],
-                                                         const Acc (&sum_step)[kLaneChannels][kG], int t, int tile) const {
+                                                         const Acc (&sum_step)[kLaneChannels][kG], int t,
+                                                         const Tile& tile) const {
     const bool late = lane.state_lane & 2;
-    const int channel = lane.channel(0);
     const auto both = [&](Acc kept, Acc sent, int lanes) { return kept + __shfl_xor_sync(kAllLanes, sent, lanes); };
     Group sum;
 #pragma unroll
@@ -234,7 +246,7 @@ struct BwdConsumer {
       const Acc input = both(sum_input[0][j], sum_input[1][j], 1), step = both(sum_step[0][j], sum_step[1][j], 1);
       sum.set(j, both(late ? step : input, late ? input : step, 2));
     }
-    sum.store(shared.sum(tile, late ? Shared::kStep : Shared::kInput).at(channel, t));
+    sum.store_shared(tile.group(late ? Shared::kStep : Shared::kInput, 0, t));
     if (!needs_grad_z) return;
     Acc of_channel[kG];
 #pragma unroll
@@ -244,7 +256,7 @@ struct BwdConsumer {
     for (int j = 0; j < 2; ++j) {
       sum_y.set(j, both(late ? of_channel[2 + j] : of_channel[j], late ? of_channel[j] : of_channel[2 + j], 2));
     }
-    sum_y.store(shared.sum(tile, Shared::kY).at(channel, t + (late ? 2 : 0)));
+    sum_y.store_shared(tile.group(Shared::kY, 0, t) + (late ? 2 : 0) * kBytes);
   }
 
   // Adds the warps' sums over channels and stores the block's partial sums.
@@ -266,11 +278,11 @@ struct BwdConsumer {
   }
 
   __device__ __forceinline__ void scan_tile(int tile, int steps) {
-    const Matrices<TileConfig> matrices = shared.matrices(tile);
+    const Tile addresses(lane, shared, tile);
     const int last = (steps - 1) / kG * kG;
 #pragma unroll 1
     for (int t = 0; t < last; t += kG) {
-      scan_forward(t, tile, matrices);
+      scan_forward(t, addresses);
       if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
         zero_padding_states();
       }
@@ -278,18 +290,21 @@ struct BwdConsumer {
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) save_states_before(last, k);
     if (tile > 0) shared.sums_are_read->wait(tile - 1);
+    // Full groups have a loop of their own, without other code in it.
 #pragma unroll 1
-    for (int t = last; t >= 0; t -= kG) {
-      bool is_full = at.channels == kTileChannels && t + kG <= steps;
+    for (int t = last; t >= 0;) {
+      int begin = at.channels == kTileChannels && t + kG <= steps ? 0 : t + kG;  // of the full groups down from t
       if (p.dstate < kStates) {
-        is_full &= is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
-                   is_finite(shared.dy(tile), lane, t);
+        const bool finite = is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
+                            is_finite(shared.dy(tile), lane, t);
+        begin = max(begin, finite ? t : t + kG);
       }
-      if (is_full) {
-        scan_backward<true>(t, kG, tile, matrices);
-      } else {
-        scan_backward<false>(t, steps - t, tile, matrices);
+      if (t < begin) {
+        scan_backward<false>(t, steps - t, addresses);
+        t -= kG;
       }
+#pragma unroll 1
+      for (; t >= begin; t -= kG) scan_backward<true>(t, kG, addresses);
     }
   }
 

@@ -196,7 +196,7 @@ struct BwdProducer {
         const auto finish = [&](const auto& load, Acc(&values)[kPart]) {
           const Part part = P::template vector_of<kPart>(load);
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
+          for (int j = 0; j < kPart; ++j) values[j] = part.accumulate(j);
         };
         const auto store = [&](const SequenceView& view, Scalar* row, const Acc(&values)[kPart]) {
           Part part;

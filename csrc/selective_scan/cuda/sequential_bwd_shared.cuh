@@ -45,10 +45,11 @@ struct BwdShared {
     sums = shared.allocate<Acc>(kConsumerWarps * kSums);
     bytes = shared.bytes();
   }
-  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, 0); }
+  static constexpr int kDelta = 0, kDeltaU = 1, kDy = 2;
+  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, kDelta); }
   // u itself if the gain is not one: the gradient needs u.
-  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const { return array(tile, 1); }
-  __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, 2); }
+  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const { return array(tile, kDeltaU); }
+  __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, kDy); }
   // Sums over states, which overwrite the three arrays above: y, p k, and A q + u p (z k)'.
   __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) const { return array(tile, kind); }
   static constexpr int kY = 0, kInput = 1, kStep = 2;

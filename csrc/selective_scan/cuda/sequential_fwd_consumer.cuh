@@ -15,6 +15,7 @@ struct FwdConsumer {
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig>;
   using Group = Vector<Acc, kGroupSteps>;
+  static constexpr int kBytes = sizeof(Acc);
 
   const SelectiveScanFwdParams& p;
   const Shared& shared;
@@ -37,23 +38,32 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
 
+  // The lane's part of a tile in shared memory.
+  struct Tile {
+    LaneRows<TileConfig> deltas, parts;
+    uint32_t matrices;  // B's row of the first state
+
+    __device__ __forceinline__ Tile(const ConsumerLane<TileConfig, false>& lane, const Shared& shared, int tile)
+        : deltas(lane, shared.delta(tile)),
+          parts(lane, shared.part(tile, lane.state_lane)),
+          matrices(cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(0) * Matrices<TileConfig>::kPitch)) {}
+  };
+
   // Scans a group of steps; if not full, only its first `count` steps and the states that exist. Padding with zeros would not
   // do: a step size of zero times an infinite A is NaN, and so is a zero of B times an infinite input.
   template <bool is_full>
-  __device__ __forceinline__ void scan_group(int t, int count, int tile) {
-    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
-    const Matrices<TileConfig> matrices = shared.matrices(tile);
+  __device__ __forceinline__ void scan_group(int t, int count, const Tile& tile) {
     Group delta[kLaneChannels], delta_u[kLaneChannels], b[kLaneStates], c[kLaneStates];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
-      delta[k] = Group::load(deltas.at(lane.channel(k), t));
-      delta_u[k] = Group::load(delta_us.at(lane.channel(k), t));
+      delta[k] = Group::load_shared(tile.deltas.at(k, t));
+      delta_u[k] = Group::load_shared(tile.deltas.at(k, t) + Shared::kArray * kBytes);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
-      const int offset = lane.state(i) * Matrices<TileConfig>::kPitch + t;
-      b[i] = Group::load(matrices.B + offset);
-      c[i] = Group::load(matrices.C + offset);
+      const uint32_t row = tile.matrices + (i * kStateLanes * Matrices<TileConfig>::kPitch + t) * kBytes;
+      b[i] = Group::load_shared(row);
+      c[i] = Group::load_shared(row + Matrices<TileConfig>::kCapacity * kBytes);
     }
     Acc y[kLaneChannels][kGroupSteps];
 #pragma unroll
@@ -74,19 +84,22 @@ struct FwdConsumer {
     }
     __syncwarp();  // partial outputs overwrite delta and delta_u
 #pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) store_array(shared.part(tile, lane.state_lane).at(lane.channel(k), t), y[k]);
+    for (int k = 0; k < kLaneChannels; ++k) vector_of(y[k]).store_shared(tile.parts.at(k, t));
   }
 
   __device__ __forceinline__ void scan_tile(int tile, int steps) {
+    const Tile addresses(lane, shared, tile);
+    // Full groups have a loop of their own, without other code in it.
 #pragma unroll 1
-    for (int t = 0; t < steps; t += kGroupSteps) {
-      bool is_full = t + kGroupSteps <= steps;
-      if (dstate < kStates) is_full &= is_finite(shared.delta_u(tile), lane, t);
-      if (is_full) {
-        scan_group<true>(t, kGroupSteps, tile);
-      } else {
-        scan_group<false>(t, steps - t, tile);
+    for (int t = 0; t < steps;) {
+      int end = steps / kGroupSteps * kGroupSteps;  // of the full groups from t on
+      if (dstate < kStates) end = min(end, is_finite(shared.delta_u(tile), lane, t) ? t + kGroupSteps : t);
+      if (t >= end) {
+        scan_group<false>(t, steps - t, addresses);
+        t += kGroupSteps;
       }
+#pragma unroll 2
+      for (; t < end; t += kGroupSteps) scan_group<true>(t, kGroupSteps, addresses);
     }
   }
 

@@ -88,12 +88,39 @@ struct TileArray {
 
   Acc* data;
 
-  __device__ __forceinline__ static int offset(int channel, int step) {
+  // A step's place in its channel's row is step ^ swizzle(channel).
+  __device__ __forceinline__ static int swizzle(int channel) {
     constexpr int kGroups = TileConfig::kTileSteps / kGroupSteps, kSwizzled = kGroups < 8 ? kGroups : 8;
     static_assert((kGroups & (kGroups - 1)) == 0 && kGroups <= 32, "groups are swizzled by XOR");
-    return channel * TileConfig::kTileSteps + (step ^ ((channel / (8 / kSwizzled) + channel / 8) % kSwizzled * kGroupSteps));
+    return (channel / (8 / kSwizzled) + channel / 8) % kSwizzled * kGroupSteps;
+  }
+  __device__ __forceinline__ static int offset(int channel, int step) {
+    return channel * TileConfig::kTileSteps + (step ^ swizzle(channel));
   }
   __device__ __forceinline__ Acc* at(int channel, int step) const { return data + offset(channel, step); }
+};
+
+// The groups of steps of a consumer thread's channels in an array of a tile. The addresses of the channels are computed once a
+// tile, so that a group's takes two instructions. Otherwise the compiler computes them from the thread's index for each group,
+// and the group's loads wait for a chain of instructions.
+template <typename TileConfig>
+class LaneRows {
+ public:
+  template <typename ConsumerLane>
+  __device__ __forceinline__ LaneRows(const ConsumerLane& lane, TileArray<TileConfig> array) {
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      row_[k] = cuda::opaque_shared_address(array.data + lane.channel(k) * TileConfig::kTileSteps);
+      swizzle_[k] = opaque(TileArray<TileConfig>::swizzle(lane.channel(k)) * kBytes);
+    }
+  }
+  // The address of channel k's group at step t.
+  __device__ __forceinline__ uint32_t at(int k, int t) const { return row_[k] + (t * kBytes ^ swizzle_[k]); }
+
+ private:
+  static constexpr int kBytes = sizeof(typename TileConfig::Acc);
+  uint32_t row_[kLaneChannels];
+  int swizzle_[kLaneChannels];
 };
 
 // A vector whose first `valid` elements exist, `stride` apart, or contiguous and aligned if `is_vector`. The others are zeros.
@@ -267,7 +294,7 @@ struct ThreadVectors {
   template <int count>
   __device__ __forceinline__ static void widen(const Raw& raw, int first, Acc (&values)[count]) {
 #pragma unroll
-    for (int j = 0; j < count; ++j) values[j] = to_accumulate(raw[first + j]);
+    for (int j = 0; j < count; ++j) values[j] = raw.accumulate(first + j);
   }
   template <int count>
   __device__ __forceinline__ static void narrow(const Acc (&values)[count], int first, Raw& raw) {
@@ -470,11 +497,11 @@ struct Matrices {
     Acc* const target = (vector.is_B ? B : C) + vector.state() * kPitch + vector.step();
     if (vector.access == VectorAccess::kAlongChannels) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) target[j * kPitch] = to_accumulate(raw[j]);
+      for (int j = 0; j < kVector; ++j) target[j * kPitch] = raw.accumulate(j);
     } else {
       Vector<Acc, kVector> wide;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(raw[j]));
+      for (int j = 0; j < kVector; ++j) wide.set(j, raw.accumulate(j));
       wide.store(target);
     }
   }

@@ -78,7 +78,7 @@ struct SequenceTile {
     } else {
       const auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
 #pragma unroll
-      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[j]);
+      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = vector.accumulate(j);
     }
   }
 
@@ -233,7 +233,7 @@ struct MatrixSlice {
         }
         Vector<Acc, kVector> wide;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
+        for (int j = 0; j < kVector; ++j) wide.set(j, vector.accumulate(j));
         wide.store(at(state, step));
       }
     } else if (is_access(access, VectorAccess::kDescending)) {
@@ -244,7 +244,7 @@ struct MatrixSlice {
         auto vector = Vector<Scalar, kVector>::zero();
         if (step < steps) vector = Vector<Scalar, kVector>::load(source + state * view.stride_state - step);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = to_accumulate(vector[j]);
+        for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = vector.accumulate(j);
       }
     } else if (access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = slice_states / kVector;
@@ -255,7 +255,7 @@ struct MatrixSlice {
         auto vector = Vector<Scalar, kVector>::zero();
         if (step < steps) vector = Vector<Scalar, kVector>::load(source + state + step * view.stride_step);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) *at(state + j, step) = to_accumulate(vector[j]);
+        for (int j = 0; j < kVector; ++j) *at(state + j, step) = vector.accumulate(j);
       }
     } else {
       const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_state);
