@@ -217,15 +217,20 @@ TORCH_LIBRARY(ssm_kernels, m) {
   const std::string mixer_arguments =
       "Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor dt_bias, Tensor? norm_weight, "
       "Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, Tensor? cu_seqlens, int headdim, int ngroups, int dstate, "
-      "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization) -> ";
-  const std::string mixer_results = "(Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
+      "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization";
+  const std::string mixer_results = ") -> (Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
   def("_mamba2_mixer(" + mixer_arguments + mixer_results + ")");
-  def_below_autograd("_mamba2_mixer_fwd(" + mixer_arguments + mixer_results + ", Tensor y, Tensor rstd, Tensor parameters)");
+  // Without applies_norm, `out` is y, before the gate and a norm whose groups continue on other devices; the results y and rstd
+  // are empty.
+  def_below_autograd("_mamba2_mixer_fwd(" + mixer_arguments + ", bool applies_norm=True" + mixer_results +
+                     ", Tensor y, Tensor rstd, Tensor parameters)");
+  // norm_mean_product is mean_product of _norm_gated_bwd.
   def_below_autograd(
       "_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
       "Tensor rstd, Tensor parameters, bool[9] needs_grad, " +
       mixer_arguments +
-      "(Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, Tensor grad_D, "
+      ", Tensor? norm_mean_product=None) -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor "
+      "grad_A_log, Tensor grad_D, "
       "Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state)");
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, linear_step and linear_scan_summary, mingru_scan, ..., a scan, a step
@@ -267,18 +272,28 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Both norms, differentiable; and forward alone, with rstd and mean of each row's groups. RMSNorm's mean has no elements.
   const std::string gated_arguments =
       "(Tensor x, Tensor? weight, Tensor? z, Tensor? bias, float eps, SymInt? group_size, bool norm_before_gate, "
-      "str activation, bool subtract_mean) -> ";
-  def("_norm_gated" + gated_arguments + "Tensor");
-  def_kernels("_norm_gated_fwd" + gated_arguments + "(Tensor out, Tensor rstd, Tensor mean)");
-  // Its adjoint. Gradients that are absent or not needed have no elements; needs_grad: x, weight, z, bias.
+      "str activation, bool subtract_mean";
+  def("_norm_gated" + gated_arguments + ") -> Tensor");
+  // mean_square, (rows, groups) in the accumulation type, takes the place of the mean over a group of v^2.
+  def_kernels("_norm_gated_fwd" + gated_arguments + ", Tensor? mean_square=None) -> (Tensor out, Tensor rstd, Tensor mean)");
+  // Its adjoint. Gradients that are absent or not needed have no elements; needs_grad: x, weight, z, bias. mean_product takes
+  // the place of the mean over a group of gy weight y.
   const std::string gated_bwd_arguments =
       "(Tensor grad_out, Tensor x, Tensor? weight, Tensor? z, Tensor? bias, Tensor mean, Tensor rstd, SymInt? group_size, "
       "bool norm_before_gate, str activation, bool subtract_mean, ";
   def_kernels("_norm_gated_bwd" + gated_bwd_arguments +
-              "bool[4] needs_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)");
+              "bool[4] needs_grad, Tensor? mean_product=None) -> "
+              "(Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)");
   // The same into buffers, which may be column slices of wider tensors. needs_grad: weight, bias.
   def_kernels("_norm_gated_bwd_out" + gated_bwd_arguments +
-              "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z) -> (Tensor grad_weight, Tensor grad_bias)");
+              "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor? mean_product=None) -> "
+              "(Tensor grad_weight, Tensor grad_bias)");
+  // For an RMSNorm whose groups are on several devices: the sums, (rows, groups) in the accumulation type, of v^2 and of
+  // gy weight y. The z of the first is a gate before the norm.
+  def_kernels("_norm_gated_squares(Tensor x, Tensor? z, SymInt? group_size, str activation) -> Tensor");
+  def_kernels(
+      "_norm_gated_products(Tensor grad_out, Tensor x, Tensor? weight, Tensor? z, Tensor rstd, SymInt? group_size, "
+      "bool norm_before_gate, str activation) -> Tensor");
   const std::string add_arguments =
       "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, SymInt? group_size, bool residual_in_fp32, "
       "bool subtract_mean) -> (Tensor normed, Tensor new_residual";

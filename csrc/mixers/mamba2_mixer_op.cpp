@@ -60,6 +60,13 @@ struct Inputs {
   }
 };
 
+struct FwdInputs : Inputs {
+  // If false, `out` is y: the caller applies the gate and the norm, whose groups continue on other devices.
+  bool applies_norm = true;
+
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(applies_norm)); }
+};
+
 // y, rstd and parameters are saved for backward. Without a norm, y and rstd are empty.
 struct Outputs {
   at::Tensor out, conv_state, ssm_state, y, rstd, parameters;
@@ -73,10 +80,11 @@ struct BwdInputs {
   at::Tensor y, rstd, parameters;
   NeedsGrad needs_grad{};
   Inputs in;
+  OptionalTensor norm_mean_product;
 
   auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
   auto saved() { return std::tie(y, rstd, parameters); }
-  auto fields() { return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields()); }
+  auto fields() { return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields(), std::tie(norm_mean_product)); }
 };
 
 // The sizes and parts of `projected`, and the arguments of the operators that the mixer is composed of.
@@ -187,15 +195,16 @@ struct Call {
   }
 };
 
-Outputs forward(const Inputs& in) {
+Outputs forward(const FwdInputs& in) {
   const Call call(in, {});
+  TORCH_CHECK_VALUE(in.applies_norm || call.has_norm(), kOp, ": expected norm_weight with applies_norm=False, got None");
   auto [conv_out, conv_state] = call.convolve();
   auto [y, ssm_state] = ssd::fwd(call.scan_inputs(conv_out));
   y = y.flatten(-2);
   const auto none = [&, &y = y] { return at::empty({0}, y.options()); };
-  if (!call.has_norm()) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
-  static const Operator<norm::GatedOutputs, norm::GatedInputs> op("ssm_kernels::_norm_gated_fwd");
-  auto [out, rstd, mean] = op(call.norm_inputs(y));
+  if (!call.has_norm() || !in.applies_norm) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
+  static const Operator<norm::GatedOutputs, norm::GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
+  auto [out, rstd, mean] = op(norm::GatedFwdInputs{call.norm_inputs(y), {}});
   return {out, conv_state, ssm_state, y, rstd, call.parameters.saved};
 }
 
@@ -218,6 +227,7 @@ GradTensors backward(const BwdInputs& bwd) {
       norm.in = call.norm_inputs(bwd.y);
       norm.mean = at::empty({0}, bwd.rstd.options());
       norm.rstd = bwd.rstd;
+      norm.mean_product = bwd.norm_mean_product;
       norm.needs_parameter_grad = {needs_grad[kNormWeight], false};
       norm.grad_x = grad_y;
       norm.grad_z = call.z_of(grad_projected);
@@ -295,9 +305,10 @@ struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, BwdInputs, Result> {
 
   // Calls forward as an operator or, where nothing records operators, as a function.
   static Result forward(Inputs& in, variable_list* saved) {
-    static const Operator<Outputs, Inputs> op("ssm_kernels::_mamba2_mixer_fwd");
+    static const Operator<Outputs, FwdInputs> op("ssm_kernels::_mamba2_mixer_fwd");
     const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(in.tensors());
-    Outputs outputs = is_eager ? mamba2_mixer::forward(in) : op(in);
+    const FwdInputs fwd{in, true};
+    Outputs outputs = is_eager ? mamba2_mixer::forward(fwd) : op(fwd);
     if (saved != nullptr) *saved = {outputs.y, outputs.rstd, outputs.parameters};
     return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
   }

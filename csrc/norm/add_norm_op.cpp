@@ -40,7 +40,7 @@ AddOutputs add_fwd(const AddInputs& in) {
   rows.add(in.residual, Access::kRead, "residual", params.residual);
   rows.add(outputs.normed, Access::kWrite, "normed", params.out);
   rows.add(outputs.new_residual, Access::kWrite, "new_residual", params.new_residual);
-  run_fwd(call, params, rows, outputs.rstd, outputs.mean);
+  run_fwd(call, params, rows, outputs.rstd, outputs.mean, {});
   return outputs;
 }
 
@@ -96,7 +96,7 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
   if (bwd.needs_grad[kAddGradResidual]) {
     rows.add(grads[kAddGradResidual], Access::kWrite, "grad_residual", params.grad_residual);
   }
-  run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[kAddGradWeight], grads[kAddGradBias]);
+  run_bwd(call, params, rows, bwd.rstd, bwd.mean, {}, grads[kAddGradWeight], grads[kAddGradBias]);
   return grads;
 }
 

@@ -9,6 +9,10 @@
 //                out = norm(v) weight + bias,  new_residual = v
 //
 //   norm(v) = (v - mean) rstd,  rstd = 1 / sqrt(mean((v - mean)^2) + eps);  mean is 0 for RMSNorm
+//
+// Where the columns of an RMSNorm's groups are on several devices, a first call writes the sums of each group's columns, and a
+// second one takes the means over the groups: of v^2 in forward, and in backward of gy weight y, y = norm(v), gy the gradient
+// of y weight.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +53,10 @@ struct NormParams {
   RowsView z;  // norm_gated
   ParameterView weight, bias;
   void *rstd = nullptr, *mean = nullptr;  // (rows, groups), accumulation type; mean is null for RMSNorm
+  // Of groups on several devices, see above; (rows, groups), accumulation type. If `sums` is not null, kernels write nothing
+  // else.
+  const void* group_mean = nullptr;
+  void* sums = nullptr;
 
   SSM_HOST_DEVICE int64_t rows() const { return outer * inner; }
   SSM_HOST_DEVICE int64_t columns() const { return groups * group_size; }

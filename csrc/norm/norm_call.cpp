@@ -30,6 +30,12 @@ void check_statistics(const Call& call, const ArgumentChecks& checks, const Tens
   }
 }
 
+void check_group_mean(const Call& call, const ArgumentChecks& checks, const char* name, const OptionalTensor& group_mean) {
+  if (!is_present(group_mean)) return;
+  TORCH_CHECK_VALUE(!call.subtract_mean, call.op, ": expected no ", name, ", which RMSNorm alone takes, got a tensor");
+  checks.tensor(name, group_mean, "(rows, groups)", {call.rows(), call.groups()}, checks.accumulate());
+}
+
 Tensor empty_rows(const Tensor& like, at::ScalarType dtype) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(dtype));
 }
@@ -66,20 +72,56 @@ void fill_params(NormParams& params, const Call& call, Parameters& parameters) {
   params.bias = parameters.view(call.bias);
 }
 
+// A contiguous copy of statistics, if they are given.
+Tensor contiguous(const OptionalTensor& statistics) { return is_present(statistics) ? statistics->contiguous() : Tensor(); }
+
+const void* read_data(const Tensor& tensor) { return tensor.defined() ? data_of(tensor, Access::kRead) : nullptr; }
+
+bool has_work(const Call& call) { return !call.like.is_meta() && call.like.numel() > 0; }
+
 }  // namespace
 
-void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean) {
-  if (call.like.is_meta() || call.like.numel() == 0) return;
+void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
+             const OptionalTensor& group_mean) {
+  if (!has_work(call)) return;
   Parameters parameters;
   fill_params(params, call, parameters);
   rows.fill(params);
   params.rstd = rstd.mutable_data_ptr();
   params.mean = call.subtract_mean ? mean.mutable_data_ptr() : nullptr;
+  const Tensor kept_mean = contiguous(group_mean);
+  params.group_mean = read_data(kept_mean);
   kernels_of(call.like).fwd(params);
 }
 
+Tensor run_fwd_sums(const Call& call, NormFwdParams& params, Rows& rows) {
+  const Tensor sums = empty_statistics(call);
+  if (!has_work(call)) return sums;
+  Parameters parameters;
+  fill_params(params, call, parameters);
+  rows.fill(params);
+  params.sums = sums.mutable_data_ptr();
+  kernels_of(call.like).fwd(params);
+  return sums;
+}
+
+Tensor run_bwd_sums(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd) {
+  const Tensor sums = empty_statistics(call);
+  if (!has_work(call)) return sums;
+  Parameters parameters;
+  fill_params(params, call, parameters);
+  rows.fill(params);
+  const Tensor kept_rstd = rstd.contiguous();
+  params.rstd = data_of(kept_rstd, Access::kRead);
+  params.sums = sums.mutable_data_ptr();
+  const DeviceKernels& kernels = kernels_of(call.like);
+  params.partials = kernels.count_partials(params);
+  kernels.bwd(params);
+  return sums;
+}
+
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
-             const Tensor& grad_weight, const Tensor& grad_bias) {
+             const OptionalTensor& group_mean, const Tensor& grad_weight, const Tensor& grad_bias) {
   if (call.like.is_meta()) return;
   if (call.like.numel() == 0) {
     if (grad_weight.numel() > 0) grad_weight.zero_();
@@ -89,8 +131,9 @@ void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& 
   Parameters parameters;
   fill_params(params, call, parameters);
   rows.fill(params);
-  const Tensor kept_rstd = rstd.contiguous(), kept_mean = mean.contiguous();
+  const Tensor kept_rstd = rstd.contiguous(), kept_mean = mean.contiguous(), kept_group_mean = contiguous(group_mean);
   params.rstd = data_of(kept_rstd, Access::kRead);
+  params.group_mean = read_data(kept_group_mean);
   params.mean = call.subtract_mean ? data_of(kept_mean, Access::kRead) : nullptr;
   params.grad_weight = gradient_view(grad_weight);
   params.grad_bias = gradient_view(grad_bias);

@@ -34,6 +34,13 @@ struct GatedInputs {
   auto fields() { return std::tuple_cat(tensors(), std::tie(eps), options()); }
 };
 
+// The arguments of _norm_gated_fwd.
+struct GatedFwdInputs : GatedInputs {
+  OptionalTensor mean_square;
+
+  auto fields() { return std::tuple_cat(GatedInputs::fields(), std::tie(mean_square)); }
+};
+
 struct GatedOutputs {
   Tensor out, rstd, mean;
 
@@ -45,6 +52,7 @@ struct GatedBwdInputs {
   Tensor grad_out;
   GatedInputs in;
   Tensor mean, rstd;
+  OptionalTensor mean_product;
 
   auto grads() { return std::tie(grad_out); }
   auto saved() { return std::tie(rstd, mean); }
@@ -55,9 +63,33 @@ struct GatedBwdOutInputs : GatedBwdInputs {
   std::array<bool, 2> needs_parameter_grad{};  // weight, bias
   OptionalTensor grad_x, grad_z;               // written if they are present
 
-  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_parameter_grad, grad_x, grad_z)); }
+  auto fields() {
+    return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_parameter_grad, grad_x, grad_z, mean_product));
+  }
 };
 using GatedParameterGrads = std::array<Tensor, 2>;
+
+// The arguments of _norm_gated_squares. z is a gate before the norm.
+struct SquaresInputs {
+  Tensor x;
+  OptionalTensor z;
+  OptionalSize group_size;
+  std::string_view activation;
+
+  auto fields() { return std::tie(x, z, group_size, activation); }
+};
+
+// The arguments of _norm_gated_products.
+struct ProductsInputs {
+  Tensor grad_out, x;
+  OptionalTensor weight, z;
+  Tensor rstd;
+  OptionalSize group_size;
+  bool norm_before_gate = false;
+  std::string_view activation;
+
+  auto fields() { return std::tie(grad_out, x, weight, z, rstd, group_size, norm_before_gate, activation); }
+};
 
 // The arguments of _add_norm.
 struct AddInputs {
@@ -95,6 +127,7 @@ struct Call {
 ArgumentChecks check_call(const Call& call, const char* like_name);
 void check_eps(const char* op, double eps);
 void check_statistics(const Call& call, const ArgumentChecks& checks, const Tensor& mean, const Tensor& rstd);
+void check_group_mean(const Call& call, const ArgumentChecks& checks, const char* name, const OptionalTensor& group_mean);
 
 // A contiguous tensor of the shape of `like`.
 Tensor empty_rows(const Tensor& like, at::ScalarType dtype);
@@ -104,9 +137,13 @@ Tensor nothing(const Call& call);
 Tensor empty_gradient(const Call& call, const OptionalTensor& parameter, bool is_needed);
 
 // Run the device's kernels, on the Meta device none; `rows` has the tensors of the shape of x. run_bwd allocates the partial
-// sums.
-void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean);
+// sums. group_mean may be absent.
+void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
+             const OptionalTensor& group_mean);
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
-             const Tensor& grad_weight, const Tensor& grad_bias);
+             const OptionalTensor& group_mean, const Tensor& grad_weight, const Tensor& grad_bias);
+// Return the sums of each group.
+Tensor run_fwd_sums(const Call& call, NormFwdParams& params, Rows& rows);
+Tensor run_bwd_sums(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd);
 
 }  // namespace ssm_kernels::norm

@@ -30,10 +30,11 @@ Call call_of(const GatedInputs& in) {
   return {gated_name(in.subtract_mean), in.x, in.x, in.weight, in.bias, in.group_size, in.subtract_mean};
 }
 
-GatedOutputs gated_fwd(const GatedInputs& in) {
+GatedOutputs gated_fwd(const GatedFwdInputs& in) {
   const Call call = call_of(in);
   const ArgumentChecks checks = check_call(call, "x");
   checks.tensor("z", in.z, kRowAxes, in.x.sym_sizes(), in.x.scalar_type());
+  check_group_mean(call, checks, "mean_square", in.mean_square);
   check_eps(call.op, in.eps);
   NormFwdParams params;
   params.activation = parse_activation(call.op, in.activation);
@@ -48,8 +49,20 @@ GatedOutputs gated_fwd(const GatedInputs& in) {
   rows.add(in.x, Access::kRead, "x", params.x);
   rows.add(in.z, Access::kRead, "z", params.z);
   rows.add(outputs.out, Access::kWrite, "out", params.out);
-  run_fwd(call, params, rows, outputs.rstd, outputs.mean);
+  run_fwd(call, params, rows, outputs.rstd, outputs.mean, in.mean_square);
   return outputs;
+}
+
+Tensor gated_squares(const SquaresInputs& in) {
+  const OptionalTensor none;
+  const Call call{gated_name(false), in.x, in.x, none, none, in.group_size, false};
+  check_call(call, "x").tensor("z", in.z, kRowAxes, in.x.sym_sizes(), in.x.scalar_type());
+  NormFwdParams params;
+  params.activation = parse_activation(call.op, in.activation);
+  Rows rows(call.op);
+  rows.add(in.x, Access::kRead, "x", params.x);
+  rows.add(in.z, Access::kRead, "z", params.z);
+  return run_fwd_sums(call, params, rows);
 }
 
 // Writes to grad_x and grad_z if they are present.
@@ -66,6 +79,7 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
                     ": expected z, whose gradient is asked for, got None");
   checks.tensor("grad_out", bwd.grad_out, kRowAxes, x.sym_sizes(), x.scalar_type());
   check_statistics(call, checks, bwd.mean, bwd.rstd);
+  check_group_mean(call, checks, "mean_product", bwd.mean_product);
   NormBwdParams params;
   params.activation = parse_activation(call.op, in.activation);
   params.norm_before_gate = in.norm_before_gate;
@@ -77,8 +91,25 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   rows.add(bwd.grad_out, Access::kRead, "grad_out", params.grad_out);
   rows.add(bwd.grad_x, Access::kWrite, "grad_x", params.grad_x);
   rows.add(bwd.grad_z, Access::kWrite, "grad_z", params.grad_z);
-  run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[0], grads[1]);
+  run_bwd(call, params, rows, bwd.rstd, bwd.mean, bwd.mean_product, grads[0], grads[1]);
   return grads;
+}
+
+Tensor gated_products(const ProductsInputs& in) {
+  const OptionalTensor none;
+  const Call call{gated_name(false), in.x, in.x, in.weight, none, in.group_size, false};
+  const ArgumentChecks checks = check_call(call, "x");
+  checks.tensor("z", in.z, kRowAxes, in.x.sym_sizes(), in.x.scalar_type());
+  checks.tensor("grad_out", in.grad_out, kRowAxes, in.x.sym_sizes(), in.x.scalar_type());
+  check_statistics(call, checks, {}, in.rstd);
+  NormBwdParams params;
+  params.activation = parse_activation(call.op, in.activation);
+  params.norm_before_gate = in.norm_before_gate;
+  Rows rows(call.op);
+  rows.add(in.x, Access::kRead, "x", params.x);
+  rows.add(in.z, Access::kRead, "z", params.z);
+  rows.add(in.grad_out, Access::kRead, "grad_out", params.grad_out);
+  return run_bwd_sums(call, params, rows, in.rstd);
 }
 
 // In the order of _norm_gated's tensors.
@@ -89,7 +120,7 @@ using GatedGrads = std::array<Tensor, kNumGrads>;
 struct GatedBwdInputsOfAll : GatedBwdOutInputs {
   std::array<bool, kNumGrads> needs_grad{};
 
-  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grad)); }
+  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grad, mean_product)); }
 };
 
 GatedGrads gated_bwd(GatedBwdInputsOfAll& bwd) {
@@ -113,8 +144,8 @@ struct NormGated : DifferentiableOp<NormGated, GatedBwdInputsOfAll, Tensor> {
   static auto differentiable(GatedInputs& in) { return in.tensors(); }
 
   static Tensor forward(const GatedInputs& in, variable_list* saved) {
-    static const Operator<GatedOutputs, GatedInputs> op("ssm_kernels::_norm_gated_fwd");
-    GatedOutputs outputs = op(in);
+    static const Operator<GatedOutputs, GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
+    GatedOutputs outputs = op(GatedFwdInputs{in, {}});
     if (saved != nullptr) *saved = {outputs.rstd, outputs.mean};
     return outputs.out;
   }
@@ -136,6 +167,8 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   implement<&gated_fwd>(m, "_norm_gated_fwd");
   implement<&gated_bwd>(m, "_norm_gated_bwd");
   implement<&gated_bwd_out>(m, "_norm_gated_bwd_out");
+  implement<&gated_squares>(m, "_norm_gated_squares");
+  implement<&gated_products>(m, "_norm_gated_products");
 }
 
 }  // namespace ssm_kernels::norm

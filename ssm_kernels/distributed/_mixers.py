@@ -17,6 +17,7 @@ from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import Carry
 from ._collectives import Group, tie
 from ._convolution import Halo
+from ._split_norm import SplitNorm
 
 __all__ = ["Mamba2Mixer", "before_gate"]
 
@@ -57,6 +58,7 @@ class Mamba2Mixer(torch.autograd.Function):
         norm_before_gate: bool,
         discretization: str,
         group: Group,
+        norm: SplitNorm | None,
     ) -> Tensor:
         heads, of_groups = A_log.shape[0], ngroups * dstate
         d_ssm, taps = heads * headdim, conv_weight.shape[-1] - 1
@@ -83,10 +85,11 @@ class Mamba2Mixer(torch.autograd.Function):
         initial, _, decays, later = carry.end(gathering, passes, None, False)
         ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
-        out, _, _, y, rstd, parameters = _ops._mamba2_mixer_fwd(projected, *arguments)
+        mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
+        out, _, _, y, rstd, parameters = mixer(projected, *arguments)
         tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
         ctx.save_for_backward(*tensors, y, rstd, parameters, sources, own, decays, later)
-        ctx.carry, ctx.halo, ctx.norm_before_gate = carry, halo, norm_before_gate
+        ctx.carry, ctx.halo, ctx.norm_before_gate, ctx.norm = carry, halo, norm_before_gate, norm
         return out
 
     @staticmethod
@@ -96,7 +99,9 @@ class Mamba2Mixer(torch.autograd.Function):
         heads, headdim, ngroups, dstate = ctx.sizes
         d_ssm, of_groups = heads * headdim, ngroups * dstate
         needs = [*ctx.needs_input_grad[:7]]
-        grad_states = None
+        grad_states = mean_product = None
+        if ctx.norm is not None:
+            mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
         if any(needs[i] for i in (0, 1, 2, 3, 5)):
             wide = torch.promote_types(projected.dtype, torch.float32)
             if ctx.carry.is_first:
@@ -110,7 +115,7 @@ class Mamba2Mixer(torch.autograd.Function):
                 else:
                     norm = (rstd.new_empty(0), rstd, d_ssm // ngroups, ctx.norm_before_gate, "silu", False)
                     needs_y = [True, False, False, False]
-                    grad_y = _ops._norm_gated_bwd(grad_out, y, norm_weight, z, None, *norm, needs_y)[0]
+                    grad_y = _ops._norm_gated_bwd(grad_out, y, norm_weight, z, None, *norm, needs_y, mean_product)[0]
                 columns = slice(d_ssm + of_groups, d_ssm + 2 * of_groups)
                 C = _convolved(columns, xBC, conv_weight, conv_bias, steps, seq_idx)
                 local = _ssd_chunk_scan_initial_gradient(
@@ -125,12 +130,12 @@ class Mamba2Mixer(torch.autograd.Function):
             grad_states = ctx.carry.gradient(local, None, decays, later)
         wanted = [*needs, needs[0] and steps is not None, False]
         arguments = (*tensors, None, *ctx.options)
-        results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments)
+        results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments, mean_product)
         grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
         if wanted[7]:
             grad_xBC = results[0][..., d_ssm:-heads]
             ctx.halo.gradient(ctx.halo.send_gradient(results[7], None, own), sources, grad_xBC)
-        return (*grads[:7], *(None,) * 13)
+        return (*grads[:7], *(None,) * 14)
 
 
 def _convolved(

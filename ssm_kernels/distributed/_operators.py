@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from .. import convolutions, ops, recurrences, ssd
-from .._arguments import finite_dt_limit, is_autocast_enabled
+from .._arguments import finite_dt_limit
 from ._agreement import Agreement, describe
+from ._casts import Casts
 from ._collectives import Group
 from ._convolution import CausalConv1d
 from ._packing import Packing, Spans, combine, of_latest
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
-__all__ = ["Casts", "GroupOperators"]
+__all__ = ["GroupOperators"]
 
 # By recurrence: the names of its inputs, and how many of them broadcast.
 _RECURRENCES = {
@@ -34,33 +35,6 @@ _RECURRENCES = {
     "elu_gru_scan": (("gate", "candidate"), 0),
     "diag_linear_scan": (("gate", "x"), 0),
 }
-
-
-class Casts:
-    """Casts the arguments of an operator as autocast does on the device of ``like``."""
-
-    def __init__(self, like: Tensor) -> None:
-        device = like.device.type
-        self._lower = torch.get_autocast_dtype(device) if is_autocast_enabled(device) else None
-
-    def lower(self, tensor: Any) -> Any:
-        return self._to(tensor, self._lower)
-
-    def wide(self, tensor: Any) -> Any:
-        return self._to(tensor, None if self._lower is None else torch.float32)
-
-    def all(self, tensors: Mapping[str, Any], lower: Sequence[str]) -> dict[str, Any]:
-        """All arguments of a call: those named in ``lower`` in the lower precision, the others in float32."""
-        return {name: self.lower(value) if name in lower else self.wide(value) for name, value in tensors.items()}
-
-    def wide_unless_lower(self, tensor: Any) -> Any:
-        return tensor if tensor is None or tensor.dtype == self._lower else self.wide(tensor)
-
-    @staticmethod
-    def _to(tensor: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None or tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        return tensor.to(dtype)
 
 
 def _expand(tensor: Tensor, like: Tensor) -> Tensor:

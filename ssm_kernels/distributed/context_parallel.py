@@ -19,10 +19,12 @@ from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
 from ._agreement import Agreement
+from ._casts import Casts
 from ._collectives import Gathering, Group, GroupLike
 from ._convolution import MambaConv, is_gate
 from ._mixers import Mamba2Mixer
-from ._operators import Casts, GroupOperators
+from ._operators import GroupOperators
+from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["ContextParallel", "sum_gradients"]
 
@@ -128,8 +130,13 @@ class _Context(GroupOperators):
         eps: float,
         norm_before_gate: bool,
         discretization: str,
+        *,
+        norm: SplitNorm | None = None,
     ) -> tuple[Tensor, None, None]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without final states."""
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without final states.
+
+        ``norm`` describes one whose groups are on several ranks of tensor parallelism.
+        """
         tensors = {"projected": projected, "conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log, "D": D}
         tensors |= {"dt_bias": dt_bias, "norm_weight": norm_weight, "conv_state": conv_state, "ssm_state": ssm_state}
         tensors |= {"seq_idx": seq_idx}
@@ -143,7 +150,8 @@ class _Context(GroupOperators):
         options |= {"dt_max": dt_max, "eps": eps, "norm_before_gate": norm_before_gate, "discretization": discretization}
         mixer = _ops._mamba2_mixer.default
         if self.group.size == 1:
-            return mixer(**tensors, cu_seqlens=cu_seqlens, **options)[0], None, None
+            local = mixer if norm is None else functools.partial(split_mamba2_mixer, norm=norm)
+            return local(*tensors.values(), cu_seqlens, *options.values())[0], None, None
         check = functools.partial(mixer, cu_seqlens=None)
         self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
         packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
@@ -154,6 +162,7 @@ class _Context(GroupOperators):
             *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.passes)),
             *options.values(),
             self.group,
+            norm,
         )
         return out, None, None
 

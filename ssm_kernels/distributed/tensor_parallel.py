@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,17 +38,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ..convolutions import causal_conv1d
 from ..models.mamba_lm import MambaLM
 from ..nn.block import GatedMLP
-from ..nn.common import conv_parameters, wide_dtype
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
-from ..ssd import ssd_chunk_scan
 from ._agreement import compare
 from ._collectives import Group
 from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become
-from ._reductions import all_reduce, finished, leave
+from ._reductions import finished, leave
+from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["TensorParallel"]
 
@@ -261,9 +260,9 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
             _localize(layer.norm, how, weight=Shard(0))
         else:
             _localize(layer.norm, how, _SplitRMSNorm, weight=Shard(0))
-            norm = cast(_SplitRMSNorm, layer.norm)
-            norm._mesh, norm._groups, norm._reads = how.mesh, layer.ngroups, groups
-    cast(Any, layer)._splits_groups = layer.rmsnorm and not owns_groups
+            norm = layer.norm
+            split = SplitNorm(how.mesh, layer.ngroups, norm.group_size, groups, norm.norm_before_gate, norm.eps)
+            cast(_SplitRMSNorm, norm)._split = split
     layer.d_inner //= ranks
     layer.d_ssm //= ranks
     layer.nheads, layer.ngroups = heads, len(groups)
@@ -281,111 +280,26 @@ _DISTRIBUTE = {Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _
 
 
 class _TensorParallelMamba2(Local):
-    """Mixin for Mamba2: the norm of groups whose heads are on several ranks stands outside of the fused operator."""
+    """Mixin for Mamba2. ``norm`` is a ``_SplitRMSNorm`` where the heads of a group are on several ranks."""
 
-    def _mix_projected(
-        self,
-        mixed: Tensor,
-        conv_state: Tensor | None,
-        ssm_state: Tensor | None,
-        seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None,
-        norm_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        layer, states = cast(Mamba2, self), (conv_state, ssm_state, seq_idx, cu_seqlens)
-        if not layer._splits_groups:
-            return Mamba2._mix_projected(layer, mixed, *states, norm_weight)
-        if not layer.norm_before_gate:
-            gated, final_states = Mamba2._mix_projected(layer, mixed, *states, None)
-            return layer.norm(gated, None), final_states
-        if layer.context is not None:
-            raise ValueError(
-                "Mamba2: expected no context parallelism together with norm_before_gate, because tensor parallelism cuts the "
-                "groups of the norm"
-            )
-        # The fused operator has no output before the gate.
-        weight, bias = conv_parameters("Mamba2", layer.conv1d)
-        z, xBC, dt = mixed.split([layer.d_ssm, layer._conv_channels(), layer.nheads], dim=-1)
-        packing: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        state = layer._initial_state(conv_state, mixed.dtype)
-        xBC = causal_conv1d(xBC, weight.squeeze(1), bias, activation="silu", initial_state=state, **packing)
-        x, B, C = layer._split_heads(xBC)
-        wide = wide_dtype(mixed.dtype)
-        y, final_states = ssd_chunk_scan(
-            x,
-            dt,
-            -layer.A_log.to(wide).exp(),
-            B,
-            C,
-            chunk_size=layer.chunk_size,
-            D=layer._D_of_heads().to(wide),
-            dt_bias=layer.dt_bias.to(wide),
-            dt_softplus=True,
-            dt_limit=layer.dt_limit,
-            initial_states=None if ssm_state is None else ssm_state.to(wide),
-            return_final_states=True,
-            discretization=layer.discretization,
-            **packing,
-        )
-        return layer.norm(y.flatten(-2), z), final_states
+    def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
+        layer = cast(Mamba2, self)
+        norm = getattr(layer, "norm", None)
+        if not isinstance(norm, _SplitRMSNorm):
+            return Mamba2._mixer(layer)
+        mixer = split_mamba2_mixer if layer.context is None else layer.context.mamba2_mixer
+        return partial(mixer, norm=norm._split)
 
 
 class _SplitRMSNorm(Local):
-    """Mixin for GatedRMSNorm: a rank has only some channels of a group, and the ranks sum their squares.
+    """Mixin for GatedRMSNorm: a rank has only some channels of a group, and the ranks sum their squares."""
 
-    Attributes:
-        _groups: groups of all ranks.
-        _reads: the group of each block of this rank's channels.
-    """
+    _split: SplitNorm
 
-    _mesh: DeviceMesh
-    _groups: int
-    _reads: tuple[int, ...]
-
-    def forward(self, x: Tensor, z: Tensor | None) -> Tensor:
-        """The norm of ``x`` with the gate ``z``, or of ``x`` that is gated already."""
-        norm = cast(GatedRMSNorm, self)
-        wide = wide_dtype(x.dtype)
-        v, gate = x.to(wide), None if z is None else F.silu(z.to(wide))
-        if gate is not None and not norm.norm_before_gate:
-            v = v * gate
-        out = cast(Tensor, _NormOverRanks.apply(v, norm.weight.to(wide), self, norm.eps))
-        if gate is not None and norm.norm_before_gate:
-            out = out * gate
-        return out.to(x.dtype)
-
-    def mean_over_groups(self, values: Tensor) -> Tensor:
-        """The means over groups of ``values``, (..., channels of this rank), as (..., blocks, 1)."""
-        of_blocks = values.unflatten(-1, (len(self._reads), -1)).sum(-1)
-        of_groups = [torch.zeros_like(of_blocks[..., 0])] * self._groups
-        for block, group in enumerate(self._reads):
-            of_groups[group] = of_groups[group] + of_blocks[..., block]
-        sums = all_reduce(torch.stack(of_groups, -1), self._mesh)
-        means = torch.stack([sums[..., group] for group in self._reads], -1) / cast(GatedRMSNorm, self).group_size
-        return means[..., None]
-
-
-class _NormOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: _SplitRMSNorm, eps: float) -> Tensor:
-        rstd = (norm.mean_over_groups(x.square()) + eps).rsqrt()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.norm = norm
-        return _scaled(x, rstd) * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        normed = _scaled(x, rstd)
-        grad_normed = grads[0] * weight
-        dot = ctx.norm.mean_over_groups(grad_normed * normed)
-        grad_x = _scaled(grad_normed - _scaled(normed, dot), rstd)
-        return grad_x, (grads[0] * normed).flatten(0, -2).sum(0), None, None
-
-
-def _scaled(x: Tensor, factors: Tensor) -> Tensor:
-    """``x``, (..., channels), times factors of blocks of channels, (..., blocks, 1)."""
-    return (x.unflatten(-1, (factors.shape[-2], -1)) * factors).flatten(-2)
+    @torch.no_grad()
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """The norm, for decoding."""
+        return self._split.forward(x, z.to(x.dtype), cast(GatedRMSNorm, self).weight)[0]
 
 
 class _VocabularyParallel(Local):

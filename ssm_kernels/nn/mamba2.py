@@ -17,6 +17,7 @@ Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), sections 7 and 8
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -360,29 +361,13 @@ class Mamba2(DiscretizedModule, PackedMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
-        y, final_states = self._mix_projected(
-            mixed, conv_state, ssm_state, seq_idx, cu_seqlens, self.norm.weight if self.rmsnorm else None
-        )
-        return self._finish(y, mlp), mixed, final_states
-
-    def _mix_projected(
-        self,
-        mixed: Tensor,
-        conv_state: Tensor | None,
-        ssm_state: Tensor | None,
-        seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None,
-        norm_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The mixer between its projections: y, gated and with ``norm_weight`` normalized, and the scan's final states."""
-        mix = _mamba2_mixer if self.context is None else self.context.mamba2_mixer
-        y, _, final_states = mix(
+        y, _, final_states = self._mixer()(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
             self._D_of_heads(),
             self.dt_bias,
-            norm_weight,
+            self.norm.weight if self.rmsnorm else None,
             self._initial_state(conv_state, mixed.dtype),
             None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
             seq_idx,
@@ -396,7 +381,12 @@ class Mamba2(DiscretizedModule, PackedMixer):
             self.norm_before_gate,
             self.discretization,
         )
-        return y, final_states
+        return self._finish(y, mlp), mixed, final_states
+
+    def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
+        """The operator between the projections, with the arguments and results of ``_mamba2_mixer``."""
+        mixer: Callable[..., tuple[Tensor, Any, Any]] = _mamba2_mixer if self.context is None else self.context.mamba2_mixer
+        return mixer
 
     def _D_of_heads(self) -> Tensor:
         """(nheads,) or (nheads, headdim)."""

@@ -94,6 +94,7 @@ void fwd_group(const NormFwdParams& p, int64_t row_index, int64_t group, Accumul
   const Row<Scalar> row(p, row_index, group);
   const bool gate_before = p.z.data != nullptr && !p.norm_before_gate, gate_after = p.z.data != nullptr && p.norm_before_gate;
   const Acc size = static_cast<Acc>(p.group_size);
+  const int64_t statistic = row_index * p.groups + group;
 
   V sum(0);
   for_each_vector<V>(p.group_size, [&](int64_t column, int64_t count) {
@@ -108,8 +109,14 @@ void fwd_group(const NormFwdParams& p, int64_t row_index, int64_t group, Accumul
     v.store(v_row + column);
     sum = p.subtract_mean ? sum + v : Math<V>::fma(v, v, sum);
   });
+  if (p.sums != nullptr) {
+    static_cast<Acc*>(p.sums)[statistic] = sum_of_lanes<Acc>(sum);
+    return;
+  }
   Acc mean = 0, square = sum_of_lanes<Acc>(sum) / size;
-  if (p.subtract_mean) {
+  if (p.group_mean != nullptr) {
+    square = static_cast<const Acc*>(p.group_mean)[statistic];
+  } else if (p.subtract_mean) {
     mean = square;
     sum = V(0);
     for_each_vector<V>(p.group_size, [&](int64_t column, int64_t count) {
@@ -117,10 +124,10 @@ void fwd_group(const NormFwdParams& p, int64_t row_index, int64_t group, Accumul
       sum = Math<V>::fma(centered, centered, sum);
     });
     square = sum_of_lanes<Acc>(sum) / size;
-    static_cast<Acc*>(p.mean)[row_index * p.groups + group] = mean;
+    static_cast<Acc*>(p.mean)[statistic] = mean;
   }
   const Acc rstd = Acc(1) / Math<Acc>::sqrt(square + static_cast<Acc>(p.eps));
-  static_cast<Acc*>(p.rstd)[row_index * p.groups + group] = rstd;
+  static_cast<Acc*>(p.rstd)[statistic] = rstd;
 
   for_each_vector<V>(p.group_size, [&](int64_t column, int64_t count) {
     const V y = (V::loadu(v_row + column) - V(mean)) * V(rstd);
@@ -137,8 +144,9 @@ void bwd_group(const NormBwdParams& p, int64_t row_index, int64_t group, int64_t
   using V = Vec<Acc>;
   const Row<Scalar> row(p, row_index, group);
   const bool has_gate = p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
-  const Acc rstd = static_cast<const Acc*>(p.rstd)[row_index * p.groups + group];
-  const Acc mean = p.subtract_mean ? static_cast<const Acc*>(p.mean)[row_index * p.groups + group] : Acc(0);
+  const int64_t statistic = row_index * p.groups + group;
+  const Acc rstd = static_cast<const Acc*>(p.rstd)[statistic];
+  const Acc mean = p.subtract_mean ? static_cast<const Acc*>(p.mean)[statistic] : Acc(0);
   const int64_t padded = p.group_size + kScratchPadding;
   Acc *const y_row = scratch, *const gy_row = scratch + padded;
   Acc *const gate_row = scratch + 2 * padded, *const slope_row = scratch + 3 * padded;
@@ -171,7 +179,12 @@ void bwd_group(const NormBwdParams& p, int64_t row_index, int64_t group, int64_t
     add(p.partial_bias, gy);
   });
   const Acc size = static_cast<Acc>(p.group_size);
-  const Acc mean_gwy = sum_of_lanes<Acc>(sum_gwy) / size;
+  if (p.sums != nullptr) {
+    static_cast<Acc*>(p.sums)[statistic] = sum_of_lanes<Acc>(sum_gwy);
+    return;
+  }
+  const Acc mean_gwy =
+      p.group_mean != nullptr ? static_cast<const Acc*>(p.group_mean)[statistic] : sum_of_lanes<Acc>(sum_gwy) / size;
   const Acc mean_gw = p.subtract_mean ? sum_of_lanes<Acc>(sum_gw) / size : Acc(0);
 
   for_each_vector<V>(p.group_size, [&](int64_t column, int64_t count) {

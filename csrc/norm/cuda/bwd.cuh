@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const bool has_group = group < p.groups, is_single = use_vectors || teams.chunks == 1;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
-  const int chunks = use_vectors ? 1 : teams.chunks;
+  const int chunks = use_vectors ? 1 : teams.chunks, gradient_chunks = p.sums == nullptr ? chunks : 0;
   const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
 
   using Row = RowIndex<use_vectors>;
@@ -262,9 +262,11 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
       }
     }
     team_sum(sums, stage);
-    const Acc mean_gwy = sums[0] / size, mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
+    if (p.sums != nullptr && active && lane == 0) static_cast<Acc*>(p.sums)[row * p.groups + group] = sums[0];
+    const Acc mean_gwy = p.group_mean != nullptr ? statistic(p.group_mean, row) : sums[0] / size;
+    const Acc mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
 
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = 0; chunk < gradient_chunks; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;

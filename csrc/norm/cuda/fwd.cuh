@@ -114,8 +114,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 
     GroupValues<Scalar, kVectors, kSize, is_add> group;
     Acc mean = 0, rstd = 0;
+    const auto set_rstd = [&](Acc mean_square) {
+      rstd = Acc(1) / Math<Acc>::sqrt(mean_square + static_cast<Acc>(p.eps));
+      if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
+    };
     // Pass 0 sums v^2 (LayerNorm: v), pass 1 (LayerNorm only) sums (v - mean)^2, pass 2 writes the output.
-    for (int pass = 0; pass < 3; ++pass) {
+    const int first_pass = p.group_mean == nullptr ? 0 : 2;
+    if (first_pass == 2) set_rstd(is_active ? static_cast<const Acc*>(p.group_mean)[unit] : Acc(0));
+    for (int pass = first_pass; pass < 3; ++pass) {
       if (pass == 1 && !p.subtract_mean) continue;
       Acc sum[1] = {0};
       for (int chunk = 0; chunk < teams.chunks; ++chunk) {
@@ -123,7 +129,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         const auto column = [&](int i) { return first_column + i * stride; };
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
-        if (pass == 0 || teams.chunks > 1) group.load(p, is_valid, offset_of, pass == 0);
+        if (pass == first_pass || teams.chunks > 1) group.load(p, is_valid, offset_of, pass == 0);
         if (pass < 2) {
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
@@ -156,12 +162,15 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
       if (pass == 2) continue;
       team_sum(sum, buffer);
       buffer ^= 1;
+      if (p.sums != nullptr) {
+        if (is_active && lane == 0) static_cast<Acc*>(p.sums)[unit] = sum[0];
+        break;
+      }
       if (pass == 0 && p.subtract_mean) {
         mean = sum[0] / size;
         if (is_active && lane == 0) static_cast<Acc*>(p.mean)[unit] = mean;
       } else {
-        rstd = Acc(1) / Math<Acc>::sqrt(sum[0] / size + static_cast<Acc>(p.eps));
-        if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
+        set_rstd(sum[0] / size);
       }
     }
   }

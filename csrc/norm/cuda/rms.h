@@ -24,6 +24,8 @@ struct RmsParams {
   float inverse_size = 0, eps = 0;
   ParameterView weight;
   float* rstd = nullptr;
+  const float* group_mean = nullptr;
+  float* sums = nullptr;
 };
 
 // Reads: x, and z or residual. Writes: out, new_residual.
@@ -81,6 +83,8 @@ inline void fill_rms_params(RmsParams& target, const NormParams& p, const RmsPla
   target.eps = static_cast<float>(p.eps);
   target.weight = p.weight;
   target.rstd = static_cast<float*>(p.rstd);
+  target.group_mean = static_cast<const float*>(p.group_mean);
+  target.sums = static_cast<float*>(p.sums);
 }
 
 inline RmsFwdParams make_rms_fwd_params(const NormFwdParams& params, const RmsPlan& plan) {

@@ -108,6 +108,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   float* const sums = reinterpret_cast<float*>(rms_shared);
   int stage = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
+    const int statistic = row * p.groups + place.group;
+    // Loaded this early so that the sums hide the latency.
+    const float group_mean = p.group_mean == nullptr ? 0.0f : p.group_mean[statistic];
     // Refills the stage of the previous row, which only this thread reads.
     copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
@@ -133,13 +136,21 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
         sum_weight[i][j] = Math<float>::fma(term, rstd, sum_weight[i][j]);
       }
     }
-    sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
-    const float k = sum * rstd * p.inverse_size * (rstd * rstd);
+    float mean;  // of gy weight y
+    if (p.group_mean == nullptr) {
+      sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane) * rstd;
+      if (p.sums != nullptr && threadIdx.x == 0) p.sums[statistic] = sum;
+      mean = sum * p.inverse_size;
+    } else {
+      mean = group_mean;
+    }
+    const float k = mean * (rstd * rstd);
     Scalar* const grad_x_row = writes.template at<Scalar>(kGradX, place);
     Second* const second_row = writes.template at<Second>(kSecondGrad, place);
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      if (p.sums != nullptr) break;
       const auto grad_out = GradOut::load(first_grad_out + stage, i);
       const auto x = Input::load(first_x + stage, i);
       typename Input::Values third;

@@ -61,8 +61,12 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
   load_weight<Scalar>(p, place, weight);
 
   float* const sums = reinterpret_cast<float*>(rms_shared);
+  const bool writes_sums = p.sums != nullptr;
   int stage_offset = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
+    const int statistic = row * p.groups + place.group;
+    // Loaded this early so that the sums hide the latency.
+    const float group_mean = p.group_mean == nullptr ? 0.0f : p.group_mean[statistic];
     // Refills the stage of the previous row, which only this thread reads.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
@@ -80,9 +84,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
       for (int j = 0; j < kSize; ++j) sum = Math<float>::fma(v[i][j], v[i][j], sum);
     }
-    sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
-    const float rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
-    if (threadIdx.x == 0) p.rstd[row * p.groups + place.group] = rstd;
+    float rstd;
+    if (p.group_mean == nullptr) {
+      sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
+      rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
+    } else {
+      rstd = reciprocal_sqrt(group_mean + p.eps);
+    }
+    if (threadIdx.x == 0) (writes_sums ? p.sums : p.rstd)[statistic] = writes_sums ? sum : rstd;
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -93,7 +102,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
       }
-      if (is_valid[i]) Input::Values::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
+      if (is_valid[i] && !writes_sums) Input::Values::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
     }
     writes.advance(p, p.writes);
     buffer ^= kMaxWarps;
