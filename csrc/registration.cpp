@@ -229,9 +229,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
       "Tensor rstd, Tensor parameters, bool[9] needs_grad, " +
       mixer_arguments +
-      ", Tensor? norm_mean_product=None) -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor "
-      "grad_A_log, Tensor grad_D, "
-      "Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state)");
+      ", Tensor? norm_mean_product=None) -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, "
+      "Tensor grad_A_log, Tensor grad_D, Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, "
+      "Tensor grad_ssm_state)");
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, linear_step and linear_scan_summary, mingru_scan, ..., a scan, a step
   // of it and its summary for each row of common/recurrences.h.

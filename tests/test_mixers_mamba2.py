@@ -11,7 +11,8 @@ from torch import Tensor
 from ssm_kernels._vmap import _mamba2_mixer as composition
 
 OPERATOR = "mamba2_mixer"
-operator = torch.ops.ssm_kernels._mamba2_mixer
+ops = torch.ops.ssm_kernels
+operator = ops._mamba2_mixer
 SEQUENCES = ("projected", "conv_state")
 TENSORS = ("projected", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight", "conv_state", "ssm_state")
 RESULTS = ("out", "final_conv_state", "final_ssm_state")
@@ -207,6 +208,58 @@ def test_opcheck(name, device):
     inputs = make_inputs(device=device, **OPTIONS[name])
     torch.library.opcheck(operator.default, tuple(with_gradients(inputs).values()))
     torch.library.opcheck(torch.ops.ssm_kernels._mamba2_mixer_fwd.default, tuple(inputs.values()))
+
+
+# ----- The norm of groups that continue on other devices
+
+
+class SplitMixer(torch.autograd.Function):
+    """The mixer in the pieces between which ranks add their sums."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        y, conv_state, ssm_state, *saved, parameters = ops._mamba2_mixer_fwd(*arguments, applies_norm=False)
+        assert [tensor.numel() for tensor in saved] == [0, 0]
+        options = dict(
+            zip(
+                ("headdim", "groups", "dstate", "chunk_size", "dt_min", "dt_max", "eps", "before"), arguments[11:], strict=False
+            )
+        )
+        eps, before, size = options["eps"], options["before"], y.shape[-1] // options["groups"]
+        z, norm_weight = arguments[0][..., : y.shape[-1]], arguments[6]
+        mean_square = ops._norm_gated_squares(y, None if before else z, size, "silu") / size
+        out, rstd, _ = ops._norm_gated_fwd(y, norm_weight, z, None, eps, size, before, "silu", False, mean_square)
+        ctx.save_for_backward(*arguments[:11], y, z, rstd, parameters)
+        ctx.options = arguments[11:], size, before
+        return out, conv_state, ssm_state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (*tensors, y, z, rstd, parameters), (options, size, before) = ctx.saved_tensors, ctx.options
+        mean_product = ops._norm_gated_products(grads[0], y, tensors[6], z, rstd, size, before, "silu") / size
+        needs = [*ctx.needs_input_grad[:9]]
+        results = ops._mamba2_mixer_bwd(*grads, y, rstd, parameters, needs, *tensors, *options, mean_product)
+        return *(grad if need else None for grad, need in zip(results, needs, strict=True)), *(None,) * 11
+
+
+@pytest.mark.parametrize("name", ["default", "norm_before_gate", "groups", "states", "cu_seqlens"])
+def test_norm_in_pieces(name, device):
+    inputs = make_inputs(device=device, **OPTIONS[name])
+    assert_close(evaluate(SplitMixer.apply, inputs), evaluate(operator, inputs), 1e-12)
+
+
+def test_opcheck_of_the_pieces(device):
+    inputs = make_inputs(device=device)
+    arguments = tuple(inputs.values())
+    torch.library.opcheck(ops._mamba2_mixer_fwd.default, arguments, {"applies_norm": False})
+    out, *_, y, rstd, parameters = ops._mamba2_mixer_fwd(*arguments)
+    saved = (out, None, None, y, rstd, parameters, [True] * 7 + [False] * 2)
+    torch.library.opcheck(ops._mamba2_mixer_bwd.default, (*saved, *arguments, torch.ones_like(rstd)))
+
+
+def test_no_norm_to_leave_out(device):
+    with pytest.raises(ValueError, match="Mamba2: expected norm_weight with applies_norm=False, got None"):
+        ops._mamba2_mixer_fwd(*make_inputs(norm=False, device=device).values(), applies_norm=False)
 
 
 def test_vmap(device):

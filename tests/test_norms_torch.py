@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from norm_helpers import every_norm, make_gated_inputs
@@ -13,6 +15,12 @@ ops = torch.ops.ssm_kernels
 
 
 # ----- opcheck
+
+
+def check_and_call(operator: Any, *arguments: Any) -> Tensor:
+    torch.library.opcheck(operator.default, arguments)
+    result: Tensor = operator(*arguments)
+    return result
 
 
 @pytest.mark.parametrize("subtract_mean", [False, True], ids=["rms_norm", "layer_norm"])
@@ -30,6 +38,13 @@ def test_opcheck_of_the_internal_operators(subtract_mean, device):
         check(ops._norm_gated_bwd.default, (*arguments, needs_grad))
     check(ops._norm_gated_bwd_out.default, (*arguments, [True, False], *(torch.empty_like(x) for _ in range(2))))
     check(ops._norm_gated_bwd_out.default, (*arguments, [False, True], None, torch.empty_like(x)))
+
+    if not subtract_mean:
+        mean_square = check_and_call(ops._norm_gated_squares, x, z, 4, "gelu")
+        check(ops._norm_gated_fwd.default, (x, weight, z, bias, 1e-5, *options, mean_square))
+        mean_product = check_and_call(ops._norm_gated_products, x, x, weight, z, rstd, *options[:3])
+        check(ops._norm_gated_bwd.default, (*arguments, [True] * 4, mean_product))
+        check(ops._norm_gated_bwd_out.default, (*arguments, [True] * 2, torch.empty_like(x), None, mean_product))
 
     residual = z.float()
     check(ops._add_norm.default, (leaves[0], residual, *leaves[1::2], 1e-5, None, False, subtract_mean))

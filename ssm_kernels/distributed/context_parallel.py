@@ -151,7 +151,8 @@ class _Context(GroupOperators):
         mixer = _ops._mamba2_mixer.default
         if self.group.size == 1:
             local = mixer if norm is None else functools.partial(split_mamba2_mixer, norm=norm)
-            return local(*tensors.values(), cu_seqlens, *options.values())[0], None, None
+            arguments: tuple[Any, ...] = (*tensors.values(), cu_seqlens, *options.values())
+            return local(*arguments)[0], None, None
         check = functools.partial(mixer, cu_seqlens=None)
         self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
         packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)

@@ -341,6 +341,7 @@ def _mamba2_mixer(
     eps: float,
     norm_before_gate: bool,
     discretization: str,
+    applies_norm: bool = True,
 ) -> tuple[Tensor, ...]:
     heads = dt_bias.shape[0]
     d_ssm, d_group = heads * headdim, ngroups * dstate
@@ -361,7 +362,7 @@ def _mamba2_mixer(
         discretization=discretization,
     )
     out = y.flatten(-2)
-    if norm_weight is not None:
+    if norm_weight is not None and applies_norm:
         group_size = d_ssm // ngroups
         out = _norm("rms_norm_gated", out, norm_weight, z, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
     return out, conv_state, ssm_state, *(projected.new_zeros(0) for _ in range(3))

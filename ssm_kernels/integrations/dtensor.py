@@ -72,7 +72,8 @@ _RECURRENCE = {
 _MIXER = dict.fromkeys(
     (
         *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba
-        *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state", "y", "rstd"),  # of Mamba2
+        *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state"),  # of Mamba2
+        *("y", "rstd", "norm_mean_product"),
     ),
     "batch",
 )
@@ -112,7 +113,9 @@ def _rows(call: Mapping[str, Any], rank: int) -> str:
     return "batch" if call["x"].ndim == rank else "batch tokens"
 
 
-_NORM = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual", "rstd", "mean", ""), "batch")
+_NORM = dict.fromkeys(
+    ("x", "z", "residual", "out", "normed", "new_residual", "rstd", "mean", "mean_square", "mean_product", ""), "batch"
+)
 
 _SCAN_SUMMARY = ("selective_scan_summary", "_selective_scan_summary_fwd", "_selective_scan_summary_bwd")
 _SSD_SUMMARY = ("ssd_chunk_scan_summary", *(f"_ssd_chunk_scan_summary{kind}" for kind in ("", "_fwd", "_bwd")))
@@ -132,6 +135,7 @@ _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
     **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
     **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),
     **dict.fromkeys(("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd"), _NORM),
+    **dict.fromkeys(("_norm_gated_squares", "_norm_gated_products"), _NORM),
     **dict.fromkeys(("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"), _NORM),
     **dict.fromkeys(("_linear_recurrence", "_linear_recurrence_fwd", "_linear_recurrence_bwd"), _RECURRENCE),
     **dict.fromkeys(("selective_state_update", "selective_state_update_out"), _step),

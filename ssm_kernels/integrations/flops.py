@@ -131,6 +131,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     partial(_recurrence_summary, inputs="inputs", backward=True): ("_linear_recurrence_summary_bwd",),
     _nothing: (
         *("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd", "_norm_gated_bwd_out"),
+        *("_norm_gated_squares", "_norm_gated_products"),
         *("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"),
         "_mixer_parameters",
     ),
