@@ -220,12 +220,8 @@ class SplitMixer(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         y, conv_state, ssm_state, *saved, parameters = ops._mamba2_mixer_fwd(*arguments, applies_norm=False)
         assert [tensor.numel() for tensor in saved] == [0, 0]
-        options = dict(
-            zip(
-                ("headdim", "groups", "dstate", "chunk_size", "dt_min", "dt_max", "eps", "before"), arguments[11:], strict=False
-            )
-        )
-        eps, before, size = options["eps"], options["before"], y.shape[-1] // options["groups"]
+        _, groups, *_, eps, before, _ = arguments[11:]
+        size = y.shape[-1] // groups
         z, norm_weight = arguments[0][..., : y.shape[-1]], arguments[6]
         mean_square = ops._norm_gated_squares(y, None if before else z, size, "silu") / size
         out, rstd, _ = ops._norm_gated_fwd(y, norm_weight, z, None, eps, size, before, "silu", False, mean_square)
