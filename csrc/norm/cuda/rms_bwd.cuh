@@ -3,6 +3,7 @@
 //
 //   S = sum(gy weight v) over the group,  k = rstd^3 S / size
 //   grad_v = rstd gy weight - k v,  grad_weight = sum over rows of gy y
+//
 //   gate before:  v = x a,  gy = g,    grad_x = grad_v a,  grad_z = grad_v x a'
 //   gate after:   v = x,    gy = g a,  grad_x = grad_v,    grad_z = g y weight a'
 //   no gate:      v = x,    gy = g,    grad_x = grad_residual = grad_v + grad_new_residual
@@ -15,6 +16,9 @@
 // whose sum over the block has the one barrier per row, and for the gradients. s stays in registers in between, so that the
 // exponential is evaluated once. Each block writes its sums for grad_weight as a row of partial sums, and norm_sum_kernel adds
 // these rows in order.
+//
+// Where the groups are on several devices, one launch writes S rstd and another takes S rstd / size, the mean (norm.h). These
+// are branches that are the same for the whole grid.
 //
 // With a float32 residual (kNoGateWide), x and grad_new_residual are float32 and grad_out is fp16 or bf16. Vectors then have 4
 // columns, 16 bytes of the former and 8 of the latter, so that each access of a warp is contiguous. With 8 columns, each of the
