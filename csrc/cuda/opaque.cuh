@@ -19,10 +19,11 @@ __device__ __forceinline__ T opaque(T value) {
   return value;
 }
 
-// An address in shared memory as an opaque number of 32 bits, for Vector::load_shared and store_shared. The compiler otherwise
-// computes addresses in shared memory again at each use, from the block's base on.
-__device__ __forceinline__ uint32_t opaque_shared_address(const void* shared) {
-  return opaque(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
+// An address in shared memory as a number of 32 bits, for Vector::load_shared and store_shared.
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
+// The compiler computes such addresses again at each use, from the block's base on, unless they are opaque.
+__device__ __forceinline__ uint32_t opaque_shared_address(const void* shared) { return opaque(shared_address(shared)); }
 
 }  // namespace ssm_kernels::cuda

@@ -20,11 +20,11 @@
 // * forwards through the tile, where each thread stores its states before each group of steps in shared memory;
 // * backwards, group by group: they recompute the group's states and coefficients in registers from the stored state, then run
 //   the adjoint through the group.
-// A group's sums over states are added over the state lanes and overwrite delta, delta u and dy. Its sums over channels are
+// A group's sums over states are added over the state lanes and overwrite delta, the input and dy. Its sums over channels are
 // added over the rows of a warp, at the end of the tile over the warps, and over tiles of channels by bwd_reduce.cuh. Every
-// order of additions is fixed. Producers read a tile's tensors twice: for delta, delta u and dy, and again for the gradients.
+// order of additions is fixed. Producers read a tile's tensors twice: for delta, the input and dy, and again for the gradients.
 //
-// The limit is the issue rate.
+// sequential_step.cuh has the methods' forms of a step. The limit is the issue rate.
 #pragma once
 
 #include "cuda/ptx/setmaxnreg.cuh"

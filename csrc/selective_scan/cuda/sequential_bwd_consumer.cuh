@@ -10,15 +10,19 @@
 #pragma once
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
+#include "selective_scan/cuda/sequential_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// delta, delta_u, dy, B, C and saved states -> sums over states, sums over channels, and adjoints.
+// delta, inputs, dy, B, C and saved states -> sums over states, sums over channels, and adjoints.
 template <typename TileConfig, typename Method>
 struct BwdConsumer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
+  using Step = sequential::Step<Method, Scalar>;
+  using Rate = typename Step::Rate;
+  using Input = typename Step::Input;
   using Group = Vector<Acc, kGroupSteps>;
   using States = Acc[kLaneChannels][kLaneStates];
   static constexpr int kBytes = sizeof(Acc);
@@ -37,27 +41,43 @@ struct BwdConsumer {
   // Zero for channels and states that do not exist. `adjoint` is Abar_{t+1} g_{t+1}.
   States A, adjoint, grad_A, h;
 
-  // The lane's part of a tile in shared memory.
-  struct Tile {
+  // The lane's part of a tile in shared memory: groups of delta, the input or dy, or of the sums over states that replace them,
+  // and rows of B and C. Addresses are kept in registers from group to group, but not by methods whose steps need the
+  // registers.
+  struct KeptTile {
     LaneRows<TileConfig> deltas;
-    uint32_t matrix_rows[kLaneStates];  // of B
+    // B's row of the lane's first state, and the bytes from there to the rows of its states 1 and 2.
+    uint32_t row;
+    int to_state_1, to_state_2;
 
-    __device__ __forceinline__ Tile(const ConsumerLane<TileConfig, true>& lane, const Shared& shared, int tile)
-        : deltas(lane, shared.delta(tile)) {
-#pragma unroll
-      for (int i = 0; i < kLaneStates; ++i) {
-        matrix_rows[i] = cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(i) * Matrices<TileConfig>::kPitch);
-      }
-    }
-    __device__ __forceinline__ Group B(int i, int t) const { return Group::load_shared(matrix_rows[i] + t * kBytes); }
-    __device__ __forceinline__ Group C(int i, int t) const {
-      return Group::load_shared(matrix_rows[i] + (Matrices<TileConfig>::kCapacity + t) * kBytes);
-    }
-    // Channel k's group of delta, delta u or dy, or of the sums over states that replace them.
+    __device__ __forceinline__ KeptTile(const ConsumerLane<TileConfig, true>& lane, const Shared& shared, int tile)
+        : deltas(lane, shared.delta(tile)),
+          row(cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(0) * kPitch)),
+          to_state_1(opaque((lane.state(1) - lane.state(0)) * kPitch * kBytes)),
+          to_state_2(opaque((lane.state(2) - lane.state(0)) * kPitch * kBytes)) {}
     __device__ __forceinline__ uint32_t group(int array, int k, int t) const {
       return deltas.at(k, t) + array * Shared::kArray * kBytes;
     }
+    __device__ __forceinline__ uint32_t B(int i, int t) const {
+      return row + (i & 1 ? to_state_1 : 0) + (i & 2 ? to_state_2 : 0) + t * kBytes;
+    }
   };
+  struct ComputedTile {
+    const ConsumerLane<TileConfig, true>& lane;
+    const Shared& shared;
+    int tile;
+
+    __device__ __forceinline__ ComputedTile(const ConsumerLane<TileConfig, true>& lane_, const Shared& shared_, int tile_)
+        : lane(lane_), shared(shared_), tile(tile_) {}
+    __device__ __forceinline__ uint32_t group(int array, int k, int t) const {
+      return cuda::shared_address(shared.array(tile, array).at(lane.channel(k), t));
+    }
+    __device__ __forceinline__ uint32_t B(int i, int t) const {
+      return cuda::shared_address(shared.matrices(tile).B + lane.state(i) * kPitch + t);
+    }
+  };
+  static constexpr int kPitch = Matrices<TileConfig>::kPitch, kFromBToC = Matrices<TileConfig>::kCapacity * kBytes;
+  using Tile = std::conditional_t<Step::kKeepsAddresses, KeptTile, ComputedTile>;
 
   __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
                                          const PartialSums& partial_sums_, const Shared& shared_)
@@ -74,7 +94,7 @@ struct BwdConsumer {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
-      A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+      A[k][i] = load_state<Acc>(p.A, 0, d, state) * Step::kScaleOfA;
       adjoint[k][i] = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
     });
 #pragma unroll 1
@@ -93,10 +113,6 @@ struct BwdConsumer {
     });
   }
 
-  // delta u, from the value stored in its array.
-  __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
-    return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
-  }
   __device__ __forceinline__ uint32_t states_before(int t, int k) const {
     constexpr int kVectorsOfGroup = kLaneChannels * TileConfig::kConsumers, kVectorBytes = sizeof(typename Shared::LaneStates);
     return states_before_groups + t * (kVectorsOfGroup * kVectorBytes / kG) + k * TileConfig::kConsumers * kVectorBytes;
@@ -104,23 +120,23 @@ struct BwdConsumer {
 
   // Advances the states through a group that is not the tile's last, and saves the states before it.
   __device__ __forceinline__ void scan_forward(int t, const Tile& tile) {
-    Group delta[kLaneChannels], u[kLaneChannels];
+    Group delta[kLaneChannels], v[kLaneChannels];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
       delta[k] = Group::load_shared(tile.group(Shared::kDelta, k, t));
-      u[k] = Group::load_shared(tile.group(Shared::kDeltaU, k, t));
+      v[k] = Group::load_shared(tile.group(Shared::kInput, k, t));
       save_states_before(t, k);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
-      const Group b = tile.B(i, t);
+      const Group b = Group::load_shared(tile.B(i, t));
 #pragma unroll
       for (int k = 0; k < kLaneChannels; ++k) {
+        const Rate rate(A[k][i]);
 #pragma unroll
         for (int j = 0; j < kG; ++j) {
-          const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
-          const Acc input = transition.input(delta_u_of(delta[k][j], u[k][j])) * b[j];
-          h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
+          const Input input(delta[k][j], v[k][j]);
+          h[k][i] = Step(input, rate).advance(input, rate, h[k][i], b[j]);
         }
       }
     }
@@ -136,17 +152,28 @@ struct BwdConsumer {
   // Runs the adjoint through a group of steps; if not full, through its first `count` steps only, for the states and channels
   // that exist (FwdConsumer::scan_group explains why).
   template <bool is_full>
-  __device__ __forceinline__ void scan_backward(int t, int count, const Tile& tile) {
-    Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
+  __device__ __forceinline__ void scan_backward(int t, int count, const Tile& tile, int tile_index) {
+    Group delta[kLaneChannels], v[kLaneChannels], dy[kLaneChannels];
     Acc y[kLaneChannels][kG], sum_input[kLaneChannels][kG], sum_step[kLaneChannels][kG];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
-      delta[k] = Group::load_shared(tile.group(Shared::kDelta, k, t));
-      u[k] = Group::load_shared(tile.group(Shared::kDeltaU, k, t));
-      dy[k] = Group::load_shared(tile.group(Shared::kDy, k, t));
+      if constexpr (is_full || Step::kKeepsAddresses) {
+        delta[k] = Group::load_shared(tile.group(Shared::kDelta, k, t));
+        v[k] = Group::load_shared(tile.group(Shared::kInput, k, t));
+        dy[k] = Group::load_shared(tile.group(Shared::kDy, k, t));
+      }
 #pragma unroll
       for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
     }
+    // The variant that is not full loads them again at each use, to save registers.
+    const auto at_step = [&](const Group& group, int array, int k, int j) {
+      if constexpr (is_full || Step::kKeepsAddresses) return group[j];
+      return *shared.array(tile_index, array).at(opaque(lane.channel(k)), t + j);
+    };
+    const auto input_at = [&](int k, int j) {
+      return Input(at_step(delta[k], Shared::kDelta, k, j), at_step(v[k], Shared::kInput, k, j));
+    };
+    const auto dy_at = [&](int k, int j) { return at_step(dy[k], Shared::kDy, k, j); };
     Acc of_half[2][2][kG];  // (states of a lane after the first exchange, B and C, steps)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -154,7 +181,7 @@ struct BwdConsumer {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         const int i = 2 * half + s;
-        const Group b = tile.B(i, t), c = tile.C(i, t);
+        const Group b = Group::load_shared(tile.B(i, t)), c = Group::load_shared(tile.B(i, t) + kFromBToC);
         Acc(&to_B)[kG] = of_state[s][0];
         Acc(&to_C)[kG] = of_state[s][1];
 #pragma unroll
@@ -163,45 +190,24 @@ struct BwdConsumer {
         for (int k = 0; k < kLaneChannels; ++k) {
           if (!is_full && !(lane.channel(k) < at.channels && lane.state(i) < static_cast<int>(p.dstate))) continue;
           const Acc h_before = *static_cast<const Acc*>(__cvta_shared_to_generic(states_before(t, k) + i * kBytes));
-          Acc basis[kG] = {}, states[kG];
-          const auto transition = [&](int j) { return Transition<Method, Acc>(delta[k][j], A[k][i], basis[j]); };
-          Acc state = h_before;
+          const Rate rate(A[k][i]);
+          Step step[kG] = {};
+          Acc states[kG], state = h_before;
 #pragma unroll
           for (int j = 0; j < kG; ++j) {
             if (!is_full && j >= count) continue;
-            basis[j] = Transition<Method, Acc>(delta[k][j], A[k][i]).basis;
-            const Acc input = transition(j).input(delta_u_of(delta[k][j], u[k][j])) * b[j];
-            state = states[j] = Math<Acc>::fma(transition(j).abar(), state, input);
+            const Input input = input_at(k, j);
+            step[j] = Step(input, rate);
+            state = states[j] = step[j].advance(input, rate, state, b[j]);
           }
 #pragma unroll
           for (int j = kG - 1; j >= 0; --j) {
             if (!is_full && j >= count) continue;
-            const auto step = transition(j);
-            const Acc g = Math<Acc>::fma(dy[k][j], c[j], adjoint[k][i]);
+            const Acc g = Math<Acc>::fma(dy_at(k, j), c[j], adjoint[k][i]);
             const Acc previous = j > 0 ? states[j > 0 ? j - 1 : 0] : h_before;
-            adjoint[k][i] = step.abar() * g;
-            Acc q, to_A, of_B;
-            if constexpr (Method::kExponential) {
-              q = adjoint[k][i] * previous;
-            } else {
-              q = Method::derivatives(step.z, step.basis, current_gain(Method(), step.z, step.basis)).abar * (g * previous);
-            }
-            if constexpr (Method::kUnitGain) {
-              to_A = q;
-              sum_input[k][j] = Math<Acc>::fma(g, b[j], sum_input[k][j]);
-              of_B = g * u[k][j];
-            } else {
-              const Acc gain = current_gain(Method(), step.z, step.basis), g_b = g * b[j], u_g_b = u[k][j] * g_b;
-              const auto derivatives = Method::derivatives(step.z, step.basis, gain);
-              to_A = Math<Acc>::fma(delta[k][j] * u_g_b, derivatives.gain, q);
-              sum_step[k][j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, sum_step[k][j]);
-              sum_input[k][j] = Math<Acc>::fma(g_b, gain, sum_input[k][j]);
-              of_B = g * delta_u_of(delta[k][j], u[k][j]) * gain;
-            }
-            sum_step[k][j] = Math<Acc>::fma(A[k][i], q, sum_step[k][j]);
-            grad_A[k][i] = Math<Acc>::fma(delta[k][j], to_A, grad_A[k][i]);
-            to_B[j] += of_B;
-            to_C[j] = Math<Acc>::fma(dy[k][j], states[j], to_C[j]);
+            const GradientSums<Acc> sums{sum_input[k][j], sum_step[k][j], to_B[j], grad_A[k][i]};
+            adjoint[k][i] = step[j].add_gradients(sums, input_at(k, j), rate, b[j], g, previous, states[j]);
+            to_C[j] = Math<Acc>::fma(dy_at(k, j), states[j], to_C[j]);
             if (needs_grad_z) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
           }
         }
@@ -283,28 +289,42 @@ struct BwdConsumer {
 #pragma unroll 1
     for (int t = 0; t < last; t += kG) {
       scan_forward(t, addresses);
-      if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
+      if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.input(tile), lane, t))) {
         zero_padding_states();
       }
     }
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) save_states_before(last, k);
     if (tile > 0) shared.sums_are_read->wait(tile - 1);
-    // Full groups have a loop of their own, without other code in it.
-#pragma unroll 1
-    for (int t = last; t >= 0;) {
-      int begin = at.channels == kTileChannels && t + kG <= steps ? 0 : t + kG;  // of the full groups down from t
+    const auto is_full = [&](int t) {
+      bool full = at.channels == kTileChannels && t + kG <= steps;
       if (p.dstate < kStates) {
-        const bool finite = is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
-                            is_finite(shared.dy(tile), lane, t);
-        begin = max(begin, finite ? t : t + kG);
+        full &= is_finite(shared.delta(tile), lane, t) & is_finite(shared.input(tile), lane, t) &
+                is_finite(shared.dy(tile), lane, t);
       }
-      if (t < begin) {
-        scan_backward<false>(t, steps - t, addresses);
-        t -= kG;
-      }
+      return full;
+    };
+    if constexpr (Step::kKeepsAddresses) {
+      // Full groups have a loop of their own, without other code in it.
 #pragma unroll 1
-      for (; t >= begin; t -= kG) scan_backward<true>(t, kG, addresses);
+      for (int t = last; t >= 0;) {
+        int begin = is_full(t) ? (p.dstate < kStates ? t : 0) : t + kG;  // of the full groups down from t
+        if (t < begin) {
+          scan_backward<false>(t, steps - t, addresses, tile);
+          t -= kG;
+        }
+#pragma unroll 1
+        for (; t >= begin; t -= kG) scan_backward<true>(t, kG, addresses, tile);
+      }
+    } else {
+#pragma unroll 1
+      for (int t = last; t >= 0; t -= kG) {
+        if (is_full(t)) {
+          scan_backward<true>(t, kG, addresses, tile);
+        } else {
+          scan_backward<false>(t, steps - t, addresses, tile);
+        }
+      }
     }
   }
 
@@ -324,6 +344,11 @@ struct BwdConsumer {
     }
     sync_roles<TileConfig>();  // for finish() of the producers
     if (partial_sums.grad_A != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kLaneChannels; ++k) {
+#pragma unroll
+        for (int i = 0; i < kLaneStates; ++i) grad_A[k][i] *= Step::kScaleOfGradA;
+      }
       save_states(p, at, lane, grad_A, partial_sums.grad_A, at.row * plan.segments + at.segment);
     }
     if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {

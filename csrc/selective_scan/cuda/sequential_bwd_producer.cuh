@@ -8,6 +8,7 @@
 #pragma once
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
+#include "selective_scan/cuda/sequential_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
@@ -18,6 +19,7 @@ struct BwdProducer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
+  using Step = sequential::Step<Method, Scalar>;
   using Whole = ThreadVectors<TileConfig, along_channels ? VectorAccess::kAlongChannels : VectorAccess::kAlongSteps>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
   using Raw = typename Whole::Raw;
@@ -88,11 +90,9 @@ struct BwdProducer {
         Acc delta[kPart], u[kPart], dy[kPart] = {};
         thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
         thread_vectors.put(shared.delta(tile), i, first, delta);
-        if constexpr (Method::kUnitGain) {
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
-        }
-        thread_vectors.put(shared.delta_u(tile), i, first, u);
+        for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
+        thread_vectors.put(shared.input(tile), i, first, u);
         if (has_grad) thread_vectors.widen(raw_grad_out, first, dy);
         if (has_gate) {
           Acc z[kPart];
@@ -111,7 +111,7 @@ struct BwdProducer {
       const bool exists = channel < at.channels && step < steps;
       const Acc delta = put_step_size(shared.delta(tile), p, rows.delta, shared.bias, channel, step, t0, exists);
       const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
-      *shared.delta_u(tile).at(channel, step) = Method::kUnitGain ? delta * u : u;
+      *shared.input(tile).at(channel, step) = input_of<Step>(delta, u);
       Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
       if (exists && p.grad_out.data != nullptr && p.z.data != nullptr) {
         dy *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
@@ -138,8 +138,9 @@ struct BwdProducer {
 #pragma unroll
     for (int j = 0; j < count; ++j) {
       delta[j] = raw_delta[j];
-      step[j] *= 1 / kScaleOfA<Method, Acc>;
-      if constexpr (Method::kUnitGain) step[j] = Math<Acc>::fma(u[j], input[j], step[j]);
+      input[j] *= Step::kInputScale;
+      step[j] *= Step::kScaleOfStepSum;
+      if constexpr (Step::kInputHasDelta) step[j] = Math<Acc>::fma(u[j], input[j], step[j]);
     }
     if (p.delta_softplus) {
 #pragma unroll
@@ -150,7 +151,7 @@ struct BwdProducer {
     }
 #pragma unroll
     for (int j = 0; j < count; ++j) {
-      input[j] = Math<Acc>::fma(delta[j], input[j], skip[j] * grad_out[j]);
+      input[j] = Math<Acc>::fma(Step::kInputHasDelta ? delta[j] : Acc(1), input[j], skip[j] * grad_out[j]);
       grad_out[j] *= u[j];
     }
   }

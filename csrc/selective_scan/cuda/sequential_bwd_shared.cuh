@@ -26,7 +26,7 @@ struct BwdShared {
   Acc *skip, *bias;
   Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, producer warps, channels)
   Acc* matrix_arrays;  // (buffers, B and C)
-  Acc* arrays;         // (buffers, delta and delta_u and dy)
+  Acc* arrays;         // (buffers, delta and input and dy)
   LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
   Acc* sums;           // (consumer warps, kSums)
   int64_t bytes;
@@ -45,20 +45,17 @@ struct BwdShared {
     sums = shared.allocate<Acc>(kConsumerWarps * kSums);
     bytes = shared.bytes();
   }
-  static constexpr int kDelta = 0, kDeltaU = 1, kDy = 2;
+  // The values of a tile, and the sums over states that overwrite them: y, and the sums `input` and `step` of GradientSums.
+  static constexpr int kDelta = 0, kInput = 1, kDy = 2;
+  static constexpr int kY = 0, kStep = 2;
   __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, kDelta); }
-  // u itself if the gain is not one: the gradient needs u.
-  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const { return array(tile, kDeltaU); }
+  __device__ __forceinline__ TileArray<TileConfig> input(int tile) const { return array(tile, kInput); }
   __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, kDy); }
-  // Sums over states, which overwrite the three arrays above: y, p k, and A q + u p (z k)'.
   __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) const { return array(tile, kind); }
-  static constexpr int kY = 0, kInput = 1, kStep = 2;
   __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
     Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
     return {B, B + Matrices<TileConfig>::kCapacity};
   }
-
- private:
   __device__ __forceinline__ TileArray<TileConfig> array(int tile, int i) const {
     return {arrays + (tile % kBuffers * 3 + i) * kArray};
   }

@@ -6,12 +6,13 @@
 //
 // Saved for backward: the state at every chunk boundary. sequential.h describes tiles, lanes and states per lane. A block has
 // producer and consumer warps, which synchronize once a tile:
-// * Producers load a tile and store delta, delta u and the widened rows of B and C in shared memory.
+// * Producers load a tile and store delta, the input and the widened rows of B and C in shared memory. The input is a multiple
+// of u or delta u: sequential_step.cuh has the methods.
 // * Consumers advance their states through the tile, kGroupSteps steps between loads, and store their partial sums of <C_t,
 // h_t>.
 // * Producers add the partial sums and D u, apply the gate, and write out, while the consumers scan the next tile.
 // Shared memory holds two buffers of a tile. Rows may start at any element: sequential_tile.cuh has the accesses. The partial
-// sums of two state lanes overwrite delta and delta u: all lanes of a warp have read a group of steps before one stores its
+// sums of two state lanes overwrite delta and the input: all lanes of a warp have read a group of steps before one stores its
 // sums.
 //
 // Three limits are close to each other: the special function unit (one exponential per state and step, 16 a clock and
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
   if (threadIdx.x < C::kConsumers) {
     FwdConsumer<C, Method>(params, shared).run();
   } else {
-    FwdProducer<C>(params, plan, shared).run();
+    FwdProducer<C, Method>(params, plan, shared).run();
   }
 }
 

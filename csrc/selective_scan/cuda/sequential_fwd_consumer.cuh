@@ -1,19 +1,21 @@
 // Selective scan, forward, on CUDA, sequential: the consumer warps. sequential_fwd.cuh describes the whole kernel.
 //
-// A consumer thread holds kLaneStates states of two channels in registers. It loads delta, delta u and its rows of B and C for
-// kGroupSteps steps at a time, advances its states through these steps, and stores its partial sums of <C_t, h_t>.
+// A consumer thread holds kLaneStates states of two channels in registers. It loads delta, the input and its rows of B and C
+// for kGroupSteps steps at a time, advances its states through these steps, and stores its partial sums of <C_t, h_t>.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
+#include "selective_scan/cuda/sequential_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// delta, delta_u, B and C -> partial outputs and states.
+// delta, inputs, B and C -> partial outputs and states.
 template <typename TileConfig, typename Method>
 struct FwdConsumer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig>;
+  using Step = sequential::Step<Method, Scalar>;
   using Group = Vector<Acc, kGroupSteps>;
   static constexpr int kBytes = sizeof(Acc);
 
@@ -23,15 +25,17 @@ struct FwdConsumer {
   ConsumerLane<TileConfig, false> lane;
   int dstate;
   // Zero for channels and states that do not exist.
-  Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
+  typename Step::Rate rates[kLaneChannels][kLaneStates];
+  Acc h[kLaneChannels][kLaneStates];
 
   __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
       : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
-      A[k][i] = h[k][i] = 0;
+      rates[k][i] = typename Step::Rate(0);
+      h[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
-      A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+      rates[k][i] = typename Step::Rate(load_state<Acc>(p.A, 0, d, state) * Step::kScaleOfA);
       h[k][i] = load_optional_state<Acc>(p.initial_state, at.initial, d, state);
     });
   }
@@ -53,11 +57,11 @@ struct FwdConsumer {
   // do: a step size of zero times an infinite A is NaN, and so is a zero of B times an infinite input.
   template <bool is_full>
   __device__ __forceinline__ void scan_group(int t, int count, const Tile& tile) {
-    Group delta[kLaneChannels], delta_u[kLaneChannels], b[kLaneStates], c[kLaneStates];
+    Group delta[kLaneChannels], v[kLaneChannels], b[kLaneStates], c[kLaneStates];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
       delta[k] = Group::load_shared(tile.deltas.at(k, t));
-      delta_u[k] = Group::load_shared(tile.deltas.at(k, t) + Shared::kArray * kBytes);
+      v[k] = Group::load_shared(tile.deltas.at(k, t) + Shared::kArray * kBytes);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
@@ -72,17 +76,16 @@ struct FwdConsumer {
       for (int k = 0; k < kLaneChannels; ++k) {
         y[k][j] = 0;
         if (!is_full && j >= count) continue;
+        const typename Step::Input input(delta[k][j], v[k][j]);
 #pragma unroll
         for (int i = 0; i < kLaneStates; ++i) {
           if (!is_full && lane.state(i) >= dstate) continue;
-          const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
-          const Acc input = transition.input(delta_u[k][j]) * b[i][j];
-          h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
+          h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j]);
           y[k][j] = is_full && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
         }
       }
     }
-    __syncwarp();  // partial outputs overwrite delta and delta_u
+    __syncwarp();  // partial outputs overwrite delta and the input
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) vector_of(y[k]).store_shared(tile.parts.at(k, t));
   }
@@ -93,7 +96,11 @@ struct FwdConsumer {
 #pragma unroll 1
     for (int t = 0; t < steps;) {
       int end = steps / kGroupSteps * kGroupSteps;  // of the full groups from t on
-      if (dstate < kStates) end = min(end, is_finite(shared.delta_u(tile), lane, t) ? t + kGroupSteps : t);
+      if (dstate < kStates) {
+        bool finite = is_finite(shared.input(tile), lane, t);
+        if (!Step::kInputHasDelta) finite &= is_finite(shared.delta(tile), lane, t);
+        end = min(end, finite ? t + kGroupSteps : t);
+      }
       if (t >= end) {
         scan_group<false>(t, steps - t, addresses);
         t += kGroupSteps;

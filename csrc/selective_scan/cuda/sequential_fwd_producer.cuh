@@ -2,20 +2,22 @@
 //
 // Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead, rows of B and C more than one tile
 // ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied. While the consumers scan
-// tile t, producers compute delta = softplus?(raw + bias) and delta u of tile t + 1 in the accumulation type, widen its rows of
-// B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
+// tile t, producers compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows
+// of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
+#include "selective_scan/cuda/sequential_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Global memory -> delta, delta_u, B and C; partial outputs -> out.
-template <typename TileConfig>
+// Global memory -> delta, inputs, B and C; partial outputs -> out.
+template <typename TileConfig, typename Method>
 struct FwdProducer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig>;
+  using Step = sequential::Step<Method, Scalar>;
   using AlongSteps = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
   using AlongChannels = ThreadVectors<TileConfig, VectorAccess::kAlongChannels>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
@@ -113,7 +115,7 @@ struct FwdProducer {
 
   template <typename P>
   __device__ __forceinline__ void put_vectors(P thread_vectors, int tile) const {
-    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const TileArray<TileConfig> deltas = shared.delta(tile), inputs = shared.input(tile);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const auto raw_delta =
@@ -124,21 +126,21 @@ struct FwdProducer {
         Acc delta[kPart], u[kPart];
         thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
 #pragma unroll
-        for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
+        for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
         thread_vectors.put(deltas, i, first, delta);
-        thread_vectors.put(delta_us, i, first, u);
+        thread_vectors.put(inputs, i, first, u);
       }
     }
   }
 
   __device__ __forceinline__ void put_elements(int tile) const {
-    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const TileArray<TileConfig> deltas = shared.delta(tile), inputs = shared.input(tile);
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     const int steps = steps_from(t0);
     AlongChannels{thread}.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
       const Acc delta = put_step_size(deltas, p, rows.delta, shared.bias, channel, step, t0, exists);
-      *delta_us.at(channel, step) = delta * load_element(p.u, rows.u, channel, t0 + step, exists);
+      *inputs.at(channel, step) = input_of<Step>(delta, load_element(p.u, rows.u, channel, t0 + step, exists));
     });
   }
 

@@ -26,7 +26,7 @@ struct FwdShared {
   RawVector *u, *delta_raw, *z;  // (stages, kStage)
   RawMatrix* raw_matrices;
   Acc* matrix_arrays;  // (buffers, B and C)
-  Acc* arrays;         // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
+  Acc* arrays;         // (buffers, delta and input), then (buffers, partial sums of two state lanes)
   int64_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p) {
@@ -44,11 +44,11 @@ struct FwdShared {
     bytes = shared.bytes();
   }
   __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return {arrays + tile % kBuffers * 2 * kArray}; }
-  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const {
+  __device__ __forceinline__ TileArray<TileConfig> input(int tile) const {
     return {arrays + (tile % kBuffers * 2 + 1) * kArray};
   }
-  // A state lane's partial sums: those of two lanes overwrite delta and delta u. The four array numbers differ modulo four, so
-  // that the lanes' banks differ.
+  // A state lane's partial sums: those of two lanes overwrite delta and the input. The four array numbers differ modulo four,
+  // so that the lanes' banks differ.
   __device__ __forceinline__ TileArray<TileConfig> part(int tile, int state_lane) const {
     const int buffer = tile % kBuffers;
     return {arrays + (state_lane < 2 ? buffer * 2 + state_lane : 4 + (1 - buffer) * 2 + state_lane - 2) * kArray};
