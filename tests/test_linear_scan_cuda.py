@@ -232,6 +232,43 @@ def test_nan_at_the_edges_of_tiles(packed, reverse, layout):
             assert torch.equal(actual[name][others], clean[name][others]), name
 
 
+@both_directions
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+def test_groups_of_tiles_and_their_edges(dtype, reverse):
+    """A state crosses a group of 32 tiles at once. Sequences end before, at and after the edges of tiles and groups."""
+    for size, offset in itertools.product((512, 1024, 2048, 4096, 8192), (-1, 0, 1)):
+        for variant, channels in ((LINEAR, 8), (MINGRU, 72)):
+            sizes = {"batch": 1, "channels": channels, "seqlen": size + offset, "h0": offset != 0, "reverse": reverse}
+            assert_as_accurate_as_cpu(variant, make_inputs(variant, dtype=dtype, seed=size, **sizes))
+
+
+@both_directions
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_transitions_of_zero_over_many_tiles(packed, reverse):
+    """The carry reserves the bits of one zero for words that are not published yet."""
+    cu_seqlens = (0, 100, 4096, 8300) if packed else None
+    inputs = make_inputs(LINEAR, batch=1, channels=8, seqlen=8300, cu_seqlens=cu_seqlens, reverse=reverse, dtype=torch.float32)
+    for a, b in ((0.0, 0.0), (-0.0, 0.0), (0.0, 1.0)):
+        constant = inputs | {"a": torch.full_like(inputs["a"], a), "b": torch.full_like(inputs["b"], b)}
+        h = evaluate(LINEAR, move_all(constant, "cuda"))["h"]
+        assert torch.equal(h, torch.full_like(h, b))
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("channels", [5, 64], ids=["any_rows", "vector_rows"])
+def test_a_row_has_the_same_bits_in_every_batch_of_tiles(channels, dtype):
+    """How many tiles are in progress, and whether tiles publish maps, depends on the number of chains; results do not."""
+    with debug_option("linear_scan_kernel", "tiles"):
+        for variant in (LINEAR, MINLSTM):
+            inputs = make_inputs(variant, batch=300, seqlen=700, channels=channels, dtype=dtype, device="cuda")
+            cotangents = make_cotangents(inputs)
+            of_all = evaluate(variant, inputs, cotangents)
+            for rows in (slice(0, 1), slice(7, 9), slice(100, 190), slice(0, 300)):
+                part = {name: x[rows] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+                found = evaluate(variant, part, tuple(x[rows] for x in cotangents))
+                assert_equal(found, {name: x[rows] for name, x in of_all.items()})
+
+
 # ----- sequential kernels, which calls with many chains take
 
 

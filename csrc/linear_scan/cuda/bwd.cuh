@@ -5,8 +5,9 @@
 //
 // Tensors are (batch, seqlen, channels). This is a linear scan from the last step to the first (position 0 is the last step)
 // that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
-// to shared memory, a tile ahead. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
-// forward. Each tensor is read once and each gradient written once; inputs that broadcast are read from global memory twice.
+// to shared memory asynchronously. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
+// forward, from gates that are computed twice. Each tensor is read once and each gradient written once; inputs that broadcast
+// are read from global memory twice.
 #pragma once
 
 #include <type_traits>
@@ -43,32 +44,37 @@ struct ThreadGradients {
   __device__ __forceinline__ ThreadGradients(const LinearScanBwdParams& p, const Partition& partition,
                                              const ThreadTile<T>& at) {
 #pragma unroll
-    for (int i = 0; i < Inputs::kInputs; ++i) rows[i] = Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at);
+    for (int i = 0; i < Inputs::kInputs; ++i) {
+      const bool is_accumulate = i >= Inputs::kNarrow && p.grad_inputs[i].is_accumulate;
+      rows[i] = Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at, 0,
+                        is_accumulate ? sizeof(typename T::Acc) : sizeof(typename T::Scalar));
+    }
   }
 
-  __device__ __forceinline__ void store(int s, const StepGradients<T, Variant>& grads) const {
+  // Called for each step, in order.
+  __device__ __forceinline__ void store_next(bool exists, const StepGradients<T, Variant>& grads) {
 #pragma unroll
     for (int i = 0; i < Inputs::kInputs; ++i) {
       if (rows[i].view->data == nullptr) continue;
       if (i < Inputs::kNarrow) {
-        rows[i].template store<typename T::Scalar>(s, grads.narrow[i < Inputs::kNarrow ? i : 0]);
+        rows[i].template store_next<typename T::Scalar>(exists, grads.narrow[i < Inputs::kNarrow ? i : 0]);
         continue;
       }
       const auto& wide = grads.wide[i < Inputs::kNarrow ? 0 : i - Inputs::kNarrow];
       if (rows[i].view->is_accumulate) {
-        rows[i].template store<typename T::Acc>(s, wide);
+        rows[i].template store_next<typename T::Acc>(exists, wide);
         continue;
       }
       typename Shared<T>::Row row;
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) row.set(j, cuda::from_accumulate<typename T::Scalar>(wide[j]));
-      rows[i].template store<typename T::Scalar>(s, row);
+      rows[i].template store_next<typename T::Scalar>(exists, row);
     }
   }
 };
 
 template <typename Scalar, typename Variant, bool is_plain>
-using BwdTile = Tile<Scalar, kBwdThreadSteps, static_cast<int>(Variant::kFirstBroadcast) + 2, is_plain, false>;
+using BwdTile = Tile<Scalar, kBwdThreadSteps, kStagedInputs<Variant, false> + 2, is_plain, false>;
 // Blocks per multiprocessor: the shared memory of five tensors leaves room for two.
 template <typename Variant>
 constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
@@ -79,39 +85,36 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   using T = BwdTile<Scalar, Variant, is_plain>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
-  using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
   using Row = typename Shared<T>::Row;
-  constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their numbers in shared memory
+  constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in shared memory
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = make_variant<Variant>(p.options);
 
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
-    Rows<T> rows[Inputs::kNarrow];
+    const SharedRows<T> target{shared, buffer};
+    Rows<T> rows[Inputs::kStaged];
 #pragma unroll
-    for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
-    const Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
-    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto) {
+    for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
+    // The first step has no h before it.
+    const int steps_with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
+    Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
 #pragma unroll
-      for (int i = 0; i < Inputs::kNarrow; ++i) {
-        if (i != Variant::kAdded) rows[i].stage(s, &shared.row(buffer, i, s));
-      }
+      for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
       if (p.grad_h.data == nullptr) {
-        shared.row(buffer, kGradH, s) = Row::zero();
+        target(kGradH, s) = Row::zero();
       } else {
-        grad_h.stage(s, &shared.row(buffer, kGradH, s));
+        grad_h.stage_next(s < at.steps, &target(kGradH, s));
       }
-      if (s + 1 < at.steps || at.step(s) > 0) h_before.stage(s, &shared.row(buffer, kHBefore, s));
+      h_before.stage_next(s < steps_with_before, &target(kHBefore, s));
     });
   };
 
-  for_each_tile<T>(p, partition, shared, stage, [&](const ThreadTile<T>& at, int buffer) {
-    LookBack<T> look_back(partition, at.index, at.tile);
-    const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
-    Gates gates[T::kThreadSteps][T::kVector];
-    Map<Acc> own[T::kVector];
+  const auto reduce = [&](const ThreadTile<T>& at, const SharedRows<T>& rows, Map<Acc>(&own)[T::kVector]) {
+    ThreadInputs<T, Variant> inputs(p, partition, at);
     bool is_reset = false;
-    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.is_cut(at.batch, t)) {
@@ -122,24 +125,23 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
           is_reset = true;
         }
       }
-      const Inputs step_inputs = inputs[s];
-      const Row grad_h = shared.row(buffer, kGradH, s);
+      const Inputs step_inputs = inputs.next(s, rows);
+      const Row grad_h = rows(kGradH, s);
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
         step_inputs.get(j, x);
-        const Gates made = variant.gates(x);
-        const Acc a = variant.step(made, x).a;
+        const Acc a = variant.step(variant.gates(x), x).a;
         own[j] = {own[j].decay * a, a * (own[j].offset + grad_h.accumulate(j))};
-        if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
     });
+    return is_reset;
+  };
 
-    Acc e[T::kVector];
-    carry<T>(look_back, shared.carry, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_reset, e);
-
-    const ThreadGradients<T, Variant> out(p, partition, at);
-    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
+  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector]) {
+    ThreadInputs<T, Variant> inputs(p, partition, at);
+    ThreadGradients<T, Variant> out(p, partition, at);
+    for_each_step<T, false>(at.steps, [&](int s, auto) {
       const int64_t t = at.step(s);
       const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(at.batch, t);
       if constexpr (!T::kPlain) {
@@ -151,31 +153,33 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       if (begins) {
         load_state<T>(p.initial_state, p.sequence(at.batch, t), at, before);
       } else {
-        const Row h_before = shared.row(buffer, kHBefore, s);
+        const Row h_before = rows(kHBefore, s);
 #pragma unroll
         for (int j = 0; j < T::kVector; ++j) before[j] = h_before.accumulate(j);
       }
-      const Inputs step_inputs = inputs[s];
-      const Row grad_h = shared.row(buffer, kGradH, s);
+      const Inputs step_inputs = inputs.next(s, rows);
+      const Row grad_h = rows(kGradH, s);
       StepGradients<T, Variant> grads;
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs], grad[Inputs::kInputs];
         step_inputs.get(j, x);
-        const Gates made = gates_again(keeps, gates[s][j], variant, x);
+        const auto gates = variant.gates(x);
         const Acc g = grad_h.accumulate(j) + e[j];
-        variant.gradients(made, x, before[j], g, grad);
-        e[j] = variant.step(made, x).a * g;
+        variant.gradients(gates, x, before[j], g, grad);
+        e[j] = variant.step(gates, x).a * g;
         grads.set(j, grad);
       }
-      out.store(s, grads);
+      out.store_next(s < at.steps, grads);
       if (begins) {
         // With resets several tiles have parts of one gradient: entry.cpp adds the rows up.
         const bool has_row = !T::kPlain && p.reset.data != nullptr;
         store_state<T>(p.grad_initial_state, has_row ? at.batch * p.seqlen + t : p.sequence(at.batch, t), at, e);
       }
     });
-  });
+  };
+
+  for_each_tile<T>(p, partition, shared, p.grad_last_state, stage, reduce, apply);
 }
 
 template <typename Scalar>

@@ -52,80 +52,105 @@ struct ThreadTile {
   }
 };
 
-// The thread's rows of a tensor: row s is step s, or the step `earlier` steps before it.
+// A thread's rows of a tensor, one after another: those of its steps, or of the steps `earlier` steps before them. Each
+// function moves on to the next row. Addresses advance, because 64-bit multiples of strides would cost as much as the scan.
 template <typename T>
 struct Rows {
   using Scalar = typename T::Scalar;
-  using Acc = typename T::Acc;
   static constexpr int kVector = T::kVector;
 
   const SequenceView* view;
-  int64_t offset, stride;  // of row 0, and from row to row
+  char* row;
+  int64_t stride;  // in bytes
   int channels;
   bool vectors;
 
   Rows() = default;
   __device__ __forceinline__ Rows(const SequenceView& view, const Partition& partition, int bit, const ThreadTile<T>& at,
-                                  int earlier = 0)
+                                  int earlier = 0, int element_bytes = sizeof(Scalar))
       : view(&view),
-        offset(at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
-               (T::kPlain ? at.channel : at.channel * view.stride_channel)),
-        stride(T::kIsForward ? view.stride_step : -view.stride_step),
         channels(at.channels),
-        vectors(T::kPlain || ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {}
-
-  template <typename Element>
-  __device__ __forceinline__ Element* row(int s) const {
-    return static_cast<Element*>(view->data) + offset + s * stride;
+        vectors(T::kPlain || ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {
+    const int64_t element = at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
+                            (T::kPlain ? at.channel : at.channel * view.stride_channel);
+    row = static_cast<char*>(view.data) + element * element_bytes;
+    stride = (T::kIsForward ? view.stride_step : -view.stride_step) * element_bytes;
   }
 
   // Missing elements are zero.
   template <typename Element>
-  __device__ __forceinline__ cuda::Vector<Element, kVector> load(int s) const {
+  __device__ __forceinline__ cuda::Vector<Element, kVector> load_next(bool exists) {
     using Vector = cuda::Vector<Element, kVector>;
     Vector result = Vector::zero();
-    if (vectors) {
-      result = Vector::load(row<Element>(s));
+    const auto* const source = reinterpret_cast<const Element*>(row);
+    if (exists && vectors) {
+      result = Vector::load(source);
     } else if constexpr (!T::kPlain) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (j < channels) result.set(j, row<Element>(s)[j * view->stride_channel]);
+        if (exists && j < channels) result.set(j, source[j * view->stride_channel]);
       }
     }
+    row += stride;
     return result;
   }
 
-  // Copies a row to shared memory, asynchronously if it is a vector.
-  __device__ __forceinline__ void stage(int s, cuda::Vector<Scalar, kVector>* target) const {
+  // Copies a row to shared memory, asynchronously if it is a vector. A row that does not exist is zero.
+  __device__ __forceinline__ void stage_next(bool exists, cuda::Vector<Scalar, kVector>* target) {
     if (vectors) {
-      cuda::cp_async(target, row<Scalar>(s), cuda::kCpAsyncBytes);
+      cuda::cp_async(target, row, exists ? cuda::kCpAsyncBytes : 0);
+      row += stride;
     } else if constexpr (!T::kPlain) {
-      *target = load<Scalar>(s);
+      *target = load_next<Scalar>(exists);
     }
   }
 
   template <typename Element>
-  __device__ __forceinline__ void store(int s, const cuda::Vector<Element, kVector>& values) const {
-    if (vectors) {
-      values.store_once(row<Element>(s));
+  __device__ __forceinline__ void store_next(bool exists, const cuda::Vector<Element, kVector>& values) {
+    auto* const target = reinterpret_cast<Element*>(row);
+    if (exists && vectors) {
+      values.store_once(target);
     } else if constexpr (!T::kPlain) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (j < channels) row<Element>(s)[j * view->stride_channel] = values[j];
+        if (exists && j < channels) target[j * view->stride_channel] = values[j];
       }
     }
+    row += stride;
   }
 };
 
-// A block's shared memory: two buffers, for the current tile and the next one, and the carry's arrays. A thread reads only the
-// rows that it copied.
+// A block's shared memory: two buffers for tiles, and the carry's arrays. A thread reads only the rows that it copied.
 template <typename T>
 struct Shared {
   using Row = cuda::Vector<typename T::Scalar, T::kVector>;
   Row rows[2][T::kTensors][T::kThreadSteps][kThreads];
   CarryShared<T> carry;
+};
 
-  __device__ __forceinline__ Row& row(int buffer, int tensor, int s) { return rows[buffer][tensor][s][threadIdx.x]; }
+// A thread's rows of a tile in shared memory.
+template <typename T>
+struct SharedRows {
+  Shared<T>& shared;
+  int buffer;
+  __device__ __forceinline__ typename Shared<T>::Row& operator()(int tensor, int s) const {
+    return shared.rows[buffer][tensor][s][threadIdx.x];
+  }
+};
+
+// A thread's rows of a tile in registers.
+template <typename T>
+struct HeldRows {
+  typename Shared<T>::Row rows[T::kTensors][T::kThreadSteps];
+
+  __device__ __forceinline__ void take(const SharedRows<T>& source) {
+#pragma unroll
+    for (int s = 0; s < T::kThreadSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < T::kTensors; ++i) rows[i][s] = source(i, s);
+    }
+  }
+  __device__ __forceinline__ const typename Shared<T>::Row& operator()(int tensor, int s) const { return rows[tensor][s]; }
 };
 
 // The inputs of one step; get() converts them to the accumulation type.
@@ -135,46 +160,51 @@ struct StepInputs {
   static constexpr int kInputs = static_cast<int>(Variant::kNames.size());
   static constexpr int kNarrow = static_cast<int>(Variant::kFirstBroadcast);
   static constexpr int kWide = kInputs - kNarrow;
+  static constexpr int kStaged = kStagedInputs<Variant, T::kIsForward>;
 
-  typename Shared<T>::Row narrow[kNarrow];
+  typename Shared<T>::Row staged[kStaged];
   cuda::Vector<Acc, T::kVector> wide[kWide > 0 ? kWide : 1];
 
   __device__ __forceinline__ void get(int j, Acc (&x)[kInputs]) const {
 #pragma unroll
-    for (int i = 0; i < kNarrow; ++i) x[i] = narrow[i].accumulate(j);
+    for (int i = 0; i < kNarrow; ++i) x[i] = i < kStaged ? staged[i < kStaged ? i : 0].accumulate(j) : Acc(0);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) x[kNarrow + i] = wide[i][j];
   }
 };
 
-// The inputs of all of a thread's steps in a tile. Narrow inputs, which do not broadcast, come from shared memory, wide ones
-// from global memory.
+// The inputs of all of a thread's steps in a tile. Narrow inputs, which do not broadcast, are staged; wide ones come from
+// global memory. Inputs of missing steps are zero.
 template <typename T, typename Variant>
 struct ThreadInputs {
   using Step = StepInputs<T, Variant>;
-  static constexpr int kNarrow = Step::kNarrow, kWide = Step::kWide;
+  static constexpr int kWide = Step::kWide;
 
-  Shared<T>& shared;
-  int buffer;
+  int steps;
   Rows<T> wide[kWide > 0 ? kWide : 1];
 
-  __device__ __forceinline__ ThreadInputs(Shared<T>& shared, int buffer, const LinearScanParams& p, const Partition& partition,
-                                          const ThreadTile<T>& at)
-      : shared(shared), buffer(buffer) {
+  __device__ __forceinline__ ThreadInputs(const LinearScanParams& p, const Partition& partition, const ThreadTile<T>& at)
+      : steps(at.steps) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) wide[i] = Rows<T>(p.inputs[kNarrow + i], partition, Partition::kInputs + kNarrow + i, at);
+    for (int i = 0; i < kWide; ++i) {
+      const SequenceView& view = p.inputs[Step::kNarrow + i];
+      wide[i] = Rows<T>(view, partition, Partition::kInputs + Step::kNarrow + i, at, 0,
+                        view.is_accumulate ? sizeof(typename T::Acc) : sizeof(typename T::Scalar));
+    }
   }
 
-  __device__ __forceinline__ Step operator[](int s) const {
+  // Called for each step s, in order.
+  template <typename StagedRows>
+  __device__ __forceinline__ Step next(int s, const StagedRows& rows) {
     Step result;
 #pragma unroll
-    for (int i = 0; i < kNarrow; ++i) result.narrow[i] = shared.row(buffer, i, s);
+    for (int i = 0; i < Step::kStaged; ++i) result.staged[i] = rows(i, s);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
       if (wide[i].view->is_accumulate) {
-        result.wide[i] = wide[i].template load<typename T::Acc>(s);
+        result.wide[i] = wide[i].template load_next<typename T::Acc>(s < steps);
       } else {
-        const auto values = wide[i].template load<typename T::Scalar>(s);
+        const auto values = wide[i].template load_next<typename T::Scalar>(s < steps);
 #pragma unroll
         for (int j = 0; j < T::kVector; ++j) result.wide[i].set(j, values.accumulate(j));
       }
@@ -208,14 +238,17 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t seque
   }
 }
 
-// Calls body(s, keeps) for the first `count` of a thread's steps. If is_unrolled and no step is missing, the loop is unrolled:
-// the instructions of several steps overlap, and body may keep values of each step in registers for the next loop (keeps is
-// true).
-template <typename T, bool is_unrolled, typename Body>
+// Calls body(s, keeps) for a thread's steps. In plain tiles the loop includes steps that do not exist, and `unrolled` steps at
+// a time are unrolled: their instructions overlap. In other tiles it has the first `count` steps. If keeps_gates and none is
+// missing, it is unrolled, and body may keep values of each step in registers for the next loop (keeps is true).
+template <typename T, bool keeps_gates, int unrolled = T::kThreadSteps, typename Body>
 __device__ __forceinline__ void for_each_step(int count, const Body& body) {
-  if (is_unrolled && count == T::kThreadSteps) {
+  if constexpr (T::kPlain) {
+#pragma unroll unrolled
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::false_type());
+  } else if (keeps_gates && count == T::kThreadSteps) {
 #pragma unroll
-    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::bool_constant<is_unrolled>());
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::bool_constant<keeps_gates>());
   } else {
 #pragma unroll 1
     for (int s = 0; s < count; ++s) body(s, std::false_type());
@@ -233,23 +266,112 @@ __device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Ga
   }
 }
 
-// Loops over a block's tiles: stage(tile, buffer) starts the copies of a tile, and work(tile, buffer), which calls carry(),
-// computes it. The copies of the next tile are in flight meanwhile.
-template <typename T, typename Stage, typename Work>
-__device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
-                                              const Stage& stage, const Work& work) {
-  if (partition.ticket_counter != nullptr) cuda::grid_dependency_sync();  // until the words are zero
+// Loops over a block's tiles, which start from `initial`. stage(tile, buffer) starts the copies of a tile.
+// reduce(tile, rows, own) computes the map of each thread's steps from `own` = identity, and returns whether a sequence begins
+// in them. apply(tile, rows, state) computes the results from the state before the thread's steps.
+//
+// Plain tiles pass through a pipeline of three: while a block applies tile i from registers, the map of tile i + 1 is published
+// and its rows are in one buffer, and the copies of tile i + 2 to the other one are in flight. The state before a tile thus has
+// the time of a whole tile to arrive.
+template <typename T, typename Stage, typename Reduce, typename Apply>
+__device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
+                                                    const StateView& initial, const Stage& stage, const Reduce& reduce,
+                                                    const Apply& apply) {
+  using Acc = typename T::Acc;
   TileQueue<T> queue(partition, shared.carry);
-  stage(ThreadTile<T>(p, partition, queue.current), 1);
+  uint32_t first[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    first[i] = queue.take_now(i);
+    stage(ThreadTile<T>(p, partition, first[i]), i);
+    cuda::cp_async_commit();
+  }
+  uint32_t current = partition.tiles_in_all, next = first[0], later = first[1];  // there is no current tile yet
+  FoldedTile<T> folded;
+  HeldRows<T> held;
+  int buffer = 0;
+#pragma unroll 1
+  do {
+    queue.take(buffer);
+    cuda::cp_async_wait<1>();
+    const SharedRows<T> next_rows{shared, buffer};
+    FoldedTile<T> next_folded;
+    Prefix<T> prefix;
+    {
+      const ThreadTile<T> at(p, partition, next);
+      Map<Acc> own[T::kVector];
+      if (next < partition.tiles_in_all) reduce(at, next_rows, own);
+      prefix.read(shared.carry);  // of the current tile, before this thread overwrites it
+      next_folded = fold<T>(shared.carry, own, false);
+      publish_map<T>(partition, next, at.tile, next_folded);
+    }
+    if (current < partition.tiles_in_all) {
+      const ThreadTile<T> at(p, partition, current);
+      LookBack<T> look_back(partition, current, at.tile);
+      look_back.finish(shared.carry, folded, [&](int channel) { return at.element(initial, p, channel); });
+    }
+    __syncthreads();
+    if (current < partition.tiles_in_all) {
+      Acc state[T::kVector];
+      prefix.apply(shared.carry, false, state);
+      apply(ThreadTile<T>(p, partition, current), held, state);
+    }
+    held.take(next_rows);
+    folded = next_folded;
+    current = next;
+    next = later;
+    later = queue.taken(buffer);
+    stage(ThreadTile<T>(p, partition, later), buffer);
+    cuda::cp_async_commit();
+    buffer ^= 1;
+  } while (current < partition.tiles_in_all);
+}
+
+// Other tiles are computed one after another. The copies of the next tile are in flight meanwhile.
+template <typename T, typename Stage, typename Reduce, typename Apply>
+__device__ __forceinline__ void for_each_other_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
+                                                    const StateView& initial, const Stage& stage, const Reduce& reduce,
+                                                    const Apply& apply) {
+  using Acc = typename T::Acc;
+  TileQueue<T> queue(partition, shared.carry);
+  uint32_t current = queue.take_now(0);
+  stage(ThreadTile<T>(p, partition, current), 1);
   cuda::cp_async_commit();
-  queue.take_second();
-  for (int buffer = 1; queue.current < partition.tiles_in_all; buffer ^= 1) {
-    stage(ThreadTile<T>(p, partition, queue.next), buffer ^ 1);
+  uint32_t next = queue.take_now(1);
+#pragma unroll 1
+  for (int buffer = 1; current < partition.tiles_in_all; buffer ^= 1) {
+    stage(ThreadTile<T>(p, partition, next), buffer ^ 1);
     cuda::cp_async_commit();
     cuda::cp_async_wait<1>();
-    queue.begin(buffer);
-    work(ThreadTile<T>(p, partition, queue.current), buffer);
-    queue.end(buffer);
+    queue.take(buffer ^ 1);
+    const ThreadTile<T> at(p, partition, current);
+    const SharedRows<T> rows{shared, buffer};
+    LookBack<T> look_back(partition, current, at.tile);
+    Map<Acc> own[T::kVector];
+    const bool is_reset = reduce(at, rows, own);
+    const FoldedTile<T> folded = fold<T>(shared.carry, own, is_reset);
+    publish_map<T>(partition, current, at.tile, folded);
+    look_back.finish(shared.carry, folded, [&](int channel) { return at.element(initial, p, channel); });
+    __syncthreads();
+    Prefix<T> prefix;
+    prefix.read(shared.carry);
+    Acc state[T::kVector];
+    prefix.apply(shared.carry, folded.prefix_is_reset, state);
+    apply(at, rows, state);
+    current = next;
+    next = queue.taken(buffer ^ 1);
+  }
+}
+
+template <typename T, typename Stage, typename Reduce, typename Apply>
+__device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
+                                              const StateView& initial, const Stage& stage, const Reduce& reduce,
+                                              const Apply& apply) {
+  if (partition.ticket_counter != nullptr) cuda::grid_dependency_sync();  // until the words are zero
+  if constexpr (T::kPlain) {
+    for_each_plain_tile<T>(p, partition, shared, initial, stage, reduce, apply);
+  } else {
+    for_each_other_tile<T>(p, partition, shared, initial, stage, reduce, apply);
   }
 }
 

@@ -91,15 +91,18 @@ class Plan {
     if (partition.tiles > 1) {
       // A block reaches the next tile of a chain after one tile of every other chain. With many chains the state before the
       // tile is published by then, and no maps are needed.
-      const bool has_many_chains = chains() >= partition.multiprocessors;
-      const int64_t words_per_value = accumulate_bytes_ / 4;
-      const int64_t state_words = partition.tiles * chains() * kTileChannels * words_per_value;
+      const bool has_maps = chains() < partition.multiprocessors;
+      if (has_maps) partition.group_log2 = group_tiles_log2(static_cast<int>(accumulate_bytes_));
+      const int64_t groups = ceil_div(partition.tiles, int64_t(1) << partition.group_log2);
+      const int64_t values = chains() * kTileChannels;
+      const int64_t state_words = groups * values * state_words_of(accumulate_bytes_);
+      const int64_t map_words = has_maps ? partition.tiles * values * map_words_of(accumulate_bytes_) : 0;
       constexpr int64_t kTicketWords = 2;  // keeps what follows at multiples of 16 bytes
-      words = at::empty({kTicketWords + (has_many_chains ? 1 : 3) * state_words}, like_.options().dtype(at::kLong));
+      words = at::empty({kTicketWords + state_words + map_words}, like_.options().dtype(at::kLong));
       auto* const data = static_cast<uint64_t*>(words.data_ptr());
       partition.ticket_counter = reinterpret_cast<uint32_t*>(data);
       partition.state_words = data + kTicketWords;
-      if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
+      if (has_maps) partition.map_words = partition.state_words + state_words;
       partition.words = words.numel();
     }
     return partition;

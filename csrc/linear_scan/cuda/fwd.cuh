@@ -1,13 +1,15 @@
 // Linear scan, forward, on CUDA: h_t = a_t h_{t-1} + b_t in one pass over memory. Tensors are (batch, seqlen, channels).
 //
-// launch.h describes tiles, chains and blocks. A block computes one tile after another; nothing is saved for backward. A thread
-// copies its steps of the raw inputs to shared memory asynchronously, a tile ahead, kVector channels at a time. It computes the
-// gates, a and b, and from them the affine map of its steps; gets the state before its first step (carry.cuh); computes a and b
-// again, from gates that it kept or recomputes; and advances the state through its steps and writes h. Each input is read once
-// and h written once; inputs that broadcast are read from global memory twice. A thread reads only what it copied itself, so
-// the copies need no barrier.
+// launch.h describes tiles, chains and blocks; device.cuh, how a block's tiles follow one another; nothing is saved for
+// backward. A thread copies its steps of the raw inputs to shared memory asynchronously, kVector channels at a time. From there
+// it computes the gates, a and b, and from them the affine map of its steps (reduce). It gets the state before its first step
+// (carry.cuh), takes a and b from reduce or computes them again, advances the state through its steps and writes h (apply).
+// Each input is read once and h written once; in tiles that are not plain, inputs that broadcast are read from global memory
+// twice. A thread reads only what it copied itself, so the copies need no barrier.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -15,9 +17,19 @@
 
 namespace ssm_kernels::linear_scan {
 
+// Whether a and b of plain tiles pass from reduce to apply: gates of three and four inputs are expensive, and their inputs that
+// broadcast would be loaded again. Others are computed again from the raw inputs, which take half the registers.
+template <typename Variant, bool is_plain>
+constexpr bool kPassesCoefficients = is_plain && Variant::kNames.size() > 2;
+// Rows that hold one row of a, or of b.
+template <typename Scalar>
+constexpr int kCoefficientRows = static_cast<int>(sizeof(cuda::AccumulateType<Scalar>) / sizeof(Scalar));
+
 template <typename Scalar, typename Variant, bool is_plain>
-using FwdTile = Tile<Scalar, fwd_thread_steps(static_cast<int>(Variant::kNames.size())),
-                     static_cast<int>(Variant::kFirstBroadcast), is_plain, true>;
+using FwdTile =
+    Tile<Scalar, fwd_thread_steps(static_cast<int>(Variant::kNames.size())),
+         std::max(kStagedInputs<Variant, true>, kPassesCoefficients<Variant, is_plain> ? 2 * kCoefficientRows<Scalar> : 0),
+         is_plain, true>;
 constexpr int kFwdBlocks = 3;
 
 template <typename Scalar, typename Variant, bool is_plain>
@@ -26,31 +38,33 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   using T = FwdTile<Scalar, Variant, is_plain>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
+  using Row = typename Shared<T>::Row;
   using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
+  constexpr bool kPasses = kPassesCoefficients<Variant, is_plain>;
+  constexpr int kCoefficients = kCoefficientRows<Scalar>;
   // Tiles that are not plain have long steps and gain little from unrolling, except that gates of three and four inputs are
   // worth keeping. Doubles lack the registers.
-  constexpr bool kUnrolled = T::kPlain || (Inputs::kInputs > 2 && kHasPlainKernels<Scalar>);
+  constexpr bool kKeepsGates = !T::kPlain && Inputs::kInputs > 2 && kHasPlainKernels<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = make_variant<Variant>(p.options);
+  [[maybe_unused]] Gates gates[kKeepsGates ? T::kThreadSteps : 1][T::kVector];
 
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
-    Rows<T> rows[Inputs::kNarrow];
+    const SharedRows<T> target{shared, buffer};
+    Rows<T> rows[Inputs::kStaged];
 #pragma unroll
-    for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
-    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto) {
+    for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
 #pragma unroll
-      for (int i = 0; i < Inputs::kNarrow; ++i) rows[i].stage(s, &shared.row(buffer, i, s));
+      for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
     });
   };
 
-  for_each_tile<T>(p, partition, shared, stage, [&](const ThreadTile<T>& at, int buffer) {
-    LookBack<T> look_back(partition, at.index, at.tile);
-    const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
-    Gates gates[T::kThreadSteps][T::kVector];
-    Map<Acc> own[T::kVector];
+  const auto reduce = [&](const ThreadTile<T>& at, const SharedRows<T>& rows, Map<Acc>(&own)[T::kVector]) {
+    ThreadInputs<T, Variant> inputs(p, partition, at);
     bool is_reset = false;
-    for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
+    for_each_step<T, kKeepsGates, T::kThreadSteps / 2>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.begins(at.batch, t)) {
@@ -61,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
           is_reset = true;
         }
       }
-      const Inputs step_inputs = inputs[s];
+      const Inputs step_inputs = inputs.next(s, rows);
+      [[maybe_unused]] cuda::Vector<Acc, T::kVector> coefficients[2];
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
@@ -70,37 +85,60 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         const Step<Acc> step = variant.step(made, x);
         own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
         if constexpr (decltype(keeps)::value) gates[s][j] = made;
+        if constexpr (kPasses) {
+          coefficients[0].set(j, step.a);
+          coefficients[1].set(j, step.b);
+        }
+      }
+      if constexpr (kPasses) {
+#pragma unroll
+        for (int i = 0; i < 2 * kCoefficients; ++i) {
+          memcpy(&rows(i, s), coefficients[i / kCoefficients].accesses + i % kCoefficients, sizeof(Row));
+        }
       }
     });
+    return is_reset;
+  };
 
-    Acc h[T::kVector];
-    carry<T>(look_back, shared.carry, [&](int channel) { return at.element(p.initial_state, p, channel); }, own, is_reset, h);
-
-    const Rows<T> out(p.h, partition, Partition::kH, at);
-    for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
+  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector]) {
+    ThreadInputs<T, Variant> inputs(p, partition, at);
+    Rows<T> out(p.h, partition, Partition::kH, at);
+    for_each_step<T, kKeepsGates>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.begins(at.batch, t)) load_state<T>(p.initial_state, p.sequence(at.batch, t), at, h);
       }
-      const Inputs step_inputs = inputs[s];
-      typename Shared<T>::Row row;
+      if (T::kPlain && s >= at.steps) return;  // a branch, which keeps the instructions of several steps apart
+      Step<Acc> steps[T::kVector];
+      if constexpr (kPasses) {
+        cuda::Vector<Acc, T::kVector> coefficients[2];
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) {
-        Acc x[Inputs::kInputs];
-        step_inputs.get(j, x);
-        const Gates made = gates_again(keeps, gates[s][j], variant, x);
-        const Step<Acc> step = variant.step(made, x);
-        h[j] = Math<Acc>::fma(step.a, h[j], step.b);
-        row.set(j, cuda::from_accumulate<Scalar>(h[j]));
+        for (int i = 0; i < 2 * kCoefficients; ++i) {
+          memcpy(coefficients[i / kCoefficients].accesses + i % kCoefficients, &rows(i, s), sizeof(Row));
+        }
+#pragma unroll
+        for (int j = 0; j < T::kVector; ++j) steps[j] = {coefficients[0][j], coefficients[1][j]};
+      } else {
+        const Inputs step_inputs = inputs.next(s, rows);
+#pragma unroll
+        for (int j = 0; j < T::kVector; ++j) {
+          Acc x[Inputs::kInputs];
+          step_inputs.get(j, x);
+          steps[j] = variant.step(gates_again(keeps, gates[decltype(keeps)::value ? s : 0][j], variant, x), x);
+        }
       }
-      out.template store<Scalar>(s, row);
+#pragma unroll
+      for (int j = 0; j < T::kVector; ++j) h[j] = Math<Acc>::fma(steps[j].a, h[j], steps[j].b);
+      out.template store_next<Scalar>(true, Row::round(h));
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.ends(t)) store_state<T>(p.last_state, p.sequence(at.batch, t), at, h);
       }
     });
     if (T::kPlain && at.steps > 0 && at.step(at.steps) == p.seqlen) store_state<T>(p.last_state, at.batch, at, h);
-  });
+  };
+
+  for_each_tile<T>(p, partition, shared, p.initial_state, stage, reduce, apply);
 }
 
 template <typename Scalar>

@@ -39,8 +39,25 @@ constexpr int kBwdThreadSteps = 4;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
-// Tiles of a group: a tile applies the maps of at most the earlier tiles of its group.
-constexpr int kGroupTiles = 10;
+// The tiles of a chain form groups. A tile reads the state after the previous group and the maps of the earlier tiles of its
+// own group (carry.cuh). Each thread holds the words of half a group in registers, so groups are shorter if words are longer.
+constexpr uint32_t group_tiles_log2(int accumulate_bytes) { return accumulate_bytes == 8 ? 3 : 5; }
+
+// 64-bit words of a published state, and of a published map.
+constexpr int state_words_of(int64_t accumulate_bytes) { return accumulate_bytes == 8 ? 2 : 1; }
+constexpr int map_words_of(int64_t accumulate_bytes) { return accumulate_bytes == 8 ? 4 : 1; }
+
+// The number of inputs that pass through shared memory: those that do not broadcast, in backward without the one that is b,
+// which is the last of them.
+template <typename Variant, bool is_forward>
+constexpr int staged_inputs() {
+  constexpr int kNarrow = static_cast<int>(Variant::kFirstBroadcast);
+  if (is_forward || Variant::kAdded == kNoInput) return kNarrow;
+  static_assert(is_forward || Variant::kAdded == kNoInput || Variant::kAdded == kNarrow - 1, "the added input is the last");
+  return kNarrow - 1;
+}
+template <typename Variant, bool is_forward>
+constexpr int kStagedInputs = staged_inputs<Variant, is_forward>();
 
 struct Partition {
   uint32_t tiles_in_all = 0;  // below 2^31
@@ -51,13 +68,14 @@ struct Partition {
   // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
   bool is_plain = false;  // all views have vectors; the call has neither packed sequences nor a reset mask
-  // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel, by a kernel that
-  // the launcher queues; null if there is one tile along time.
+  // The ticket counter, and the state after each group of 2^group_log2 tiles, (groups, chains, kTileChannels). Zero before the
+  // kernel, by a kernel that the launcher queues; null if there is one tile along time.
   uint32_t* ticket_counter = nullptr;
   uint64_t* state_words = nullptr;
-  // The map of each tile, (tiles, chains, kTileChannels, 2). Zero before the kernel; null if there is one tile along time, or
-  // many chains.
-  uint64_t* tile_words = nullptr;
+  // The map of each tile, (tiles, chains, kTileChannels). Zero before the kernel; null if there is one tile along time, or
+  // groups are single tiles.
+  uint64_t* map_words = nullptr;
+  uint32_t group_log2 = 0;
   int64_t words = 0;  // of all three, from the ticket counter on
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;

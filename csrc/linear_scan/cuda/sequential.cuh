@@ -228,9 +228,7 @@ struct SegmentInputs {
   static constexpr int kInputs = static_cast<int>(Variant::kNames.size());
   static constexpr int kNarrow = static_cast<int>(Variant::kFirstBroadcast);
   static constexpr int kWide = kInputs - kNarrow;
-  static constexpr bool kSkipsAdded = !is_forward && Variant::kAdded != kNoInput;
-  static_assert(!kSkipsAdded || Variant::kAdded == kNarrow - 1, "the stages hold the narrow inputs before the added one");
-  static constexpr int kStaged = kSkipsAdded ? kNarrow - 1 : kNarrow;
+  static constexpr int kStaged = kStagedInputs<Variant, is_forward>;
   static constexpr int kChannels = S::kLaneChannels;
 
   const LinearScanParams& p;
@@ -258,7 +256,7 @@ struct SegmentInputs {
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) x[j][i] = row.accumulate(j);
     }
-    if constexpr (kSkipsAdded) {
+    if constexpr (kStaged < kNarrow) {
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) x[j][kNarrow - 1] = 0;
     }

@@ -21,8 +21,7 @@ template <typename Scalar, typename Variant>
 constexpr int kBwdSteps = Variant::kNames.size() <= 3 ? 16 / static_cast<int>(sizeof(Scalar)) : 4;
 // A stage holds the inputs that backward reads, grad_h, and h one step earlier.
 template <typename Scalar, typename Variant>
-using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>,
-                           static_cast<int>(Variant::kFirstBroadcast) + (Variant::kAdded == kNoInput ? 2 : 1)>;
+using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>, kStagedInputs<Variant, false> + 2>;
 
 // The rows of an input's gradient for one lane, stored one after another.
 template <typename S>
