@@ -211,16 +211,21 @@ class TileQueue {
   __device__ __forceinline__ TileQueue(const Partition& partition, CarryShared<T>& shared)
       : ticket_counter_(partition.ticket_counter), shared_(shared), last_(blockIdx.x - gridDim.x) {}
 
-  // Starts to take a tile; taken() returns its number after a barrier. `slot` alternates between 0 and 1.
-  __device__ __forceinline__ void take(int slot) const {
-    if (ticket_counter_ != nullptr && threadIdx.x == 0) shared_.tickets[slot] = cuda::take_ticket(ticket_counter_);
+  // Starts to take a tile. pass(slot) passes its number to all threads, which get it from taken(slot) after a barrier. `slot`
+  // alternates between 0 and 1. Two functions, because the first thread would wait for the ticket where it writes it.
+  __device__ __forceinline__ void take() {
+    if (ticket_counter_ != nullptr && threadIdx.x == 0) ticket_ = cuda::take_ticket(ticket_counter_);
+  }
+  __device__ __forceinline__ void pass(int slot) const {
+    if (ticket_counter_ != nullptr && threadIdx.x == 0) shared_.tickets[slot] = ticket_;
   }
   __device__ __forceinline__ uint32_t taken(int slot) {
     last_ = ticket_counter_ == nullptr ? last_ + gridDim.x : shared_.tickets[slot];
     return last_;
   }
   __device__ __forceinline__ uint32_t take_now(int slot) {
-    take(slot);
+    take();
+    pass(slot);
     __syncthreads();
     return taken(slot);
   }
@@ -229,6 +234,7 @@ class TileQueue {
   uint32_t* ticket_counter_;
   CarryShared<T>& shared_;
   uint32_t last_;
+  uint32_t ticket_ = 0;  // of the first thread
 };
 
 // Publishes a tile's map, unless no tile reads it. Nothing is published of tiles that do not exist.
@@ -254,15 +260,15 @@ class LookBack {
   __device__ __forceinline__ LookBack(const Partition& partition, uint32_t index, uint32_t tile)
       : partition_(partition), tile_(tile) {
     const auto chains = partition.chains.template value<uint32_t>();
-    const uint32_t position = tile & ((1u << partition.group_log2) - 1);
+    const uint32_t position = tile & ((1u << partition.group_log2) - 1), group = tile >> partition.group_log2;
     const uint32_t begin = CarryThread::half() * kHalfTiles;
+    const int channel = CarryThread::channel();
     count_ = min(max(static_cast<int>(position - begin), 0), kHalfTiles);
-    const int64_t first = int64_t(index - position * chains) + int64_t(begin) * chains;
-    maps_at_ = partition.map_words + (first * kTileChannels + CarryThread::channel()) * Published::kWords;
+    maps_at_ = partition.map_words + word<Published::kWords>(index - (position - begin) * chains, channel);
     stride_ = chains * (kTileChannels * Published::kWords);  // few chains have maps
-    const int64_t chain = index - tile * chains, group = tile >> partition.group_log2;
-    state_at_ = partition.state_words + ((group * chains + chain) * kTileChannels + CarryThread::channel()) * State::kWords;
-    previous_state_at_ = state_at_ - int64_t(chains) * kTileChannels * State::kWords;
+    const uint32_t chain = index - tile * chains;
+    state_at_ = partition.state_words + word<State::kWords>(group * chains + chain, channel);
+    previous_state_at_ = state_at_ - word<State::kWords>(chains, 0);
     if (has_state()) state_.read(previous_state_at_);
   }
 
@@ -309,6 +315,11 @@ class LookBack {
   static_assert(State::kWords == state_words_of(sizeof(Acc)), "the host allocates as many words");
   static constexpr int kHalfTiles = 1 << (group_tiles_log2(sizeof(Acc)) - 1);
 
+  // The index of a channel's first word. Rows of words have 32-bit numbers, as tiles do.
+  template <int words>
+  static __device__ __forceinline__ int64_t word(uint32_t row, int channel) {
+    return int64_t(row) * (kTileChannels * words) + channel * words;
+  }
   // Whether this thread reads the state after the previous group.
   __device__ __forceinline__ bool has_state() const { return CarryThread::half() == 0 && (tile_ >> partition_.group_log2) > 0; }
 

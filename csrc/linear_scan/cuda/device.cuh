@@ -292,7 +292,7 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
   int buffer = 0;
 #pragma unroll 1
   do {
-    queue.take(buffer);
+    queue.take();
     cuda::cp_async_wait<1>();
     const SharedRows<T> next_rows{shared, buffer};
     FoldedTile<T> next_folded;
@@ -301,6 +301,7 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
       const ThreadTile<T> at(p, partition, next);
       Map<Acc> own[T::kVector];
       if (next < partition.tiles_in_all) reduce(at, next_rows, own);
+      queue.pass(buffer);
       prefix.read(shared.carry);  // of the current tile, before this thread overwrites it
       next_folded = fold<T>(shared.carry, own, false);
       publish_map<T>(partition, next, at.tile, next_folded);
@@ -343,12 +344,13 @@ __device__ __forceinline__ void for_each_other_tile(const LinearScanParams& p, c
     stage(ThreadTile<T>(p, partition, next), buffer ^ 1);
     cuda::cp_async_commit();
     cuda::cp_async_wait<1>();
-    queue.take(buffer ^ 1);
+    queue.take();
     const ThreadTile<T> at(p, partition, current);
     const SharedRows<T> rows{shared, buffer};
     LookBack<T> look_back(partition, current, at.tile);
     Map<Acc> own[T::kVector];
     const bool is_reset = reduce(at, rows, own);
+    queue.pass(buffer ^ 1);
     const FoldedTile<T> folded = fold<T>(shared.carry, own, is_reset);
     publish_map<T>(partition, current, at.tile, folded);
     look_back.finish(shared.carry, folded, [&](int channel) { return at.element(initial, p, channel); });
