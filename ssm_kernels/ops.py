@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ._arguments import empty_output, names_arguments, read_dt_limit
 from ._states_at import Positions, selective_scan_with_states
 
 __all__ = ["selective_scan", "selective_state_update"]
+
+# Looked up once: the attributes of torch.ops take 0.3 microseconds a call.
+_selective_scan = torch.ops.ssm_kernels.selective_scan.default
 
 
 @overload
@@ -238,21 +241,16 @@ def selective_scan(
         settings = {"discretization": discretization, "delta_softplus": delta_softplus}
         out, last_state, states = selective_scan_with_states(states_at, inputs, settings)
         return (out, last_state, states) if return_last_state else (out, states)
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan.default(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        seq_idx,
-        cu_seqlens,
-        discretization=discretization,
-        delta_softplus=delta_softplus,
-        reverse=reverse,
+    # The dispatcher takes half a microsecond for each keyword.
+    options: dict[str, Any] = {}
+    if discretization != "zoh":
+        options["discretization"] = discretization
+    if delta_softplus is not False:
+        options["delta_softplus"] = delta_softplus
+    if reverse is not False:
+        options["reverse"] = reverse
+    results: tuple[Tensor, Tensor] = _selective_scan(
+        u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, **options
     )
     return results if return_last_state else results[0]
 

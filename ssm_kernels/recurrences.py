@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ __all__ = [
     "rglru_scan",
     "rglru_step",
 ]
+
+_operators = torch.ops.ssm_kernels
+
+
+def _time_options(reverse: bool, cu_seqlens: Tensor | None, reset: Tensor | None) -> dict[str, Any]:
+    """The keywords of a scan, none if all are defaults: the dispatcher takes half a microsecond for each."""
+    if reverse is False and cu_seqlens is None and reset is None:
+        return {}
+    return {"reverse": reverse, "cu_seqlens": cu_seqlens, "reset": reset}
 
 
 @overload
@@ -130,9 +139,7 @@ def linear_scan(
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan.default(
-        a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
-    )
+    results: tuple[Tensor, Tensor] = _operators.linear_scan.default(a, b, h0, **_time_options(reverse, cu_seqlens, reset))
     return results if return_last_state else results[0]
 
 
@@ -206,15 +213,13 @@ def mingru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan.default(
+    results: tuple[Tensor, Tensor] = _operators.mingru_scan.default(
         gate,
         candidate,
         h0,
         candidate_activation=candidate_activation,
         gate_is_logit=gate_is_logit,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
+        **_time_options(reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -290,15 +295,13 @@ def minlstm_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan.default(
+    results: tuple[Tensor, Tensor] = _operators.minlstm_scan.default(
         forget,
         input,
         candidate,
         h0,
         candidate_activation=candidate_activation,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
+        **_time_options(reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -369,8 +372,8 @@ def liquid_scan(
     Raises:
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan.default(
-        candidate, tau, step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    results: tuple[Tensor, Tensor] = _operators.liquid_scan.default(
+        candidate, tau, step_size("liquid_scan", dt, candidate), h0, **_time_options(reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -444,15 +447,13 @@ def rglru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan.default(
+    results: tuple[Tensor, Tensor] = _operators.rglru_scan.default(
         recurrence_gate,
         input_gate,
         x=x,
         recurrent_param=recurrent_param,
         h0=h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
+        **_time_options(reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -514,8 +515,8 @@ def hgrn_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan.default(
-        log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    results: tuple[Tensor, Tensor] = _operators.hgrn_scan.default(
+        log_gate, x=x, h0=h0, **_time_options(reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -579,8 +580,8 @@ def elu_gru_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan.default(
-        gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    results: tuple[Tensor, Tensor] = _operators.elu_gru_scan.default(
+        gate, candidate, h0, **_time_options(reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -639,7 +640,7 @@ def diag_linear_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan.default(
-        gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    results: tuple[Tensor, Tensor] = _operators.diag_linear_scan.default(
+        gate, x, h0, **_time_options(reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]

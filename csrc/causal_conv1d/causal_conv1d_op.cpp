@@ -4,11 +4,10 @@
 #include "causal_conv1d/causal_conv1d_op.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/memory_overlap.h"
@@ -60,7 +59,7 @@ void check_inputs(const Inputs& in) {
   has_silu(kOp, in.activation);
 }
 
-FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), allocate_states(in, in.initial_state)}; }
+FwdOutputs allocate_fwd(const Inputs& in) { return {empty_tensor_like(in.x), allocate_states(in, in.initial_state)}; }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
@@ -72,12 +71,12 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
                     "causal_conv1d backward: expected grad_out with grad_out_2, got None");
   checks.tensor("grad_final_state", bwd.grad_final_state, state_axes(in), state_shape(in), dtype);
   checks.tensor("grad_x", bwd.grad_x, kSequence, in.x.sym_sizes(), dtype);
-  const auto none = [&] { return at::empty({0}, in.x.options()); };
+  const auto none = [&] { return empty_tensor({0}, in.x.options()); };
   const auto parameter = [&](Grad grad, const at::Tensor& tensor) {
-    return bwd.needs_grad[grad] ? at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous) : none();
+    return bwd.needs_grad[grad] ? empty_contiguous_like(tensor) : none();
   };
   GradTensors grads;
-  grads[kGradX] = is_present(bwd.grad_x) ? *bwd.grad_x : bwd.needs_grad[kGradX] ? at::empty_like(in.x) : none();
+  grads[kGradX] = is_present(bwd.grad_x) ? *bwd.grad_x : bwd.needs_grad[kGradX] ? empty_tensor_like(in.x) : none();
   grads[kGradWeight] = parameter(kGradWeight, in.weight);
   grads[kGradBias] = is_present(in.bias) ? parameter(kGradBias, *in.bias) : none();
   const bool needs_state = bwd.needs_grad[kGradInitialState] && is_present(in.initial_state);
@@ -230,7 +229,7 @@ void check_update_out_inputs(const UpdateOutInputs& in) {
   }
 }
 
-at::Tensor allocate_update(const UpdateInputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
+at::Tensor allocate_update(const UpdateInputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
 
 namespace {
 

@@ -3,17 +3,18 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "torch/allocation.h"
+
 namespace ssm_kernels {
 
 class ThreadScratch {
  public:
-  explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
+  explicit ThreadScratch(int64_t bytes) : memory_(empty_tensor({at::get_num_threads(), bytes}, at::kByte)) {}
 
   // Calls body(index, scratch) for each index. `work` is the cost of an index, in states times steps of a scan.
   template <typename Body>

@@ -4,8 +4,6 @@
 #include "linear_scan/linear_scan_op.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -13,6 +11,7 @@
 #include <algorithm>
 
 #include "linear_scan/linear_scan_adjoint.h"
+#include "torch/allocation.h"
 #include "torch/arguments.h"
 #include "torch/autocast.h"
 #include "torch/autograd_op.h"
@@ -173,7 +172,7 @@ at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
 
 }  // namespace
 
-FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.tensors[0]), allocate_states(in, in.h0)}; }
+FwdOutputs allocate_fwd(const Inputs& in) { return {empty_tensor_like(in.tensors[0]), allocate_states(in, in.h0)}; }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
@@ -184,10 +183,10 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   checks.tensor("grad_last_state", bwd.grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
                 checks.accumulate());
   // A new tensor for each: results of an operator must not share memory.
-  const auto none = [&] { return at::empty({0}, state_options(in)); };
+  const auto none = [&] { return empty_tensor({0}, state_options(in)); };
   GradTensors grads;
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) {
-    grads[i] = i < in.tensors.size() && bwd.needs_grad[i] ? at::empty_like(in.tensors[i]) : none();
+    grads[i] = i < in.tensors.size() && bwd.needs_grad[i] ? empty_tensor_like(in.tensors[i]) : none();
   }
   grads[kH0] = bwd.needs_grad[kH0] ? allocate_states(in, bwd.grad_last_state) : none();
   return grads;
@@ -198,7 +197,7 @@ SummaryOutputs allocate_summary(const SummaryInputs& in) {
   const at::TensorOptions options = state_options(in);
   // Kernels write those of sequences that have steps, and of every row of a batch.
   if (is_present(in.cu_seqlens)) return {at::zeros_symint(shape, options), at::ones_symint(shape, options)};
-  return {at::empty_symint(shape, options), at::empty_symint(shape, options)};
+  return {empty_tensor(shape, options), empty_tensor(shape, options)};
 }
 
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
@@ -211,7 +210,7 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
   SummaryGrads grads;
   for (size_t i = 0; i < grads.size(); ++i) {
     const bool is_needed = i < in.tensors.size() && bwd.needs_grad[i];
-    grads[i] = is_needed ? at::empty_like(in.tensors[i]) : at::empty({0}, state_options(in));
+    grads[i] = is_needed ? empty_tensor_like(in.tensors[i]) : empty_tensor({0}, state_options(in));
   }
   return grads;
 }

@@ -10,8 +10,6 @@
 // `projected`.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,6 +20,7 @@
 #include "mixers/mixer_parameters_op.h"
 #include "norm/norm_call.h"
 #include "ssd/ssd_op.h"
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
@@ -201,7 +200,7 @@ Outputs forward(const FwdInputs& in) {
   auto [conv_out, conv_state] = call.convolve();
   auto [y, ssm_state] = ssd::fwd(call.scan_inputs(conv_out));
   y = y.flatten(-2);
-  const auto none = [&, &y = y] { return at::empty({0}, y.options()); };
+  const auto none = [&, &y = y] { return empty_tensor({0}, y.options()); };
   if (!call.has_norm() || !in.applies_norm) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
   static const Operator<norm::GatedOutputs, norm::GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
   auto [out, rstd, mean] = op(norm::GatedFwdInputs{call.norm_inputs(y), {}});
@@ -214,18 +213,18 @@ GradTensors backward(const BwdInputs& bwd) {
   const NeedsGrad& needs_grad = bwd.needs_grad;
   const Call call(in, bwd.parameters);
   GradTensors grads;
-  const at::Tensor grad_projected = at::empty_like(in.projected, in.projected.options(), at::MemoryFormat::Contiguous);
+  const at::Tensor grad_projected = empty_contiguous_like(in.projected);
 
   ssd::BwdInputs scan;
   scan.grad_final_states = bwd.grad_ssm_state;
   if (call.has_norm()) {
     if (is_present(bwd.grad_out)) {
       static const Operator<norm::GatedParameterGrads, norm::GatedBwdOutInputs> op("ssm_kernels::_norm_gated_bwd_out");
-      const at::Tensor grad_y = at::empty_like(bwd.y);
+      const at::Tensor grad_y = empty_tensor_like(bwd.y);
       norm::GatedBwdOutInputs norm;
       norm.grad_out = *bwd.grad_out;
       norm.in = call.norm_inputs(bwd.y);
-      norm.mean = at::empty({0}, bwd.rstd.options());
+      norm.mean = empty_tensor({0}, bwd.rstd.options());
       norm.rstd = bwd.rstd;
       norm.mean_product = bwd.norm_mean_product;
       norm.needs_parameter_grad = {needs_grad[kNormWeight], false};
@@ -249,7 +248,7 @@ GradTensors backward(const BwdInputs& bwd) {
   at::Tensor grad_conv_out;
   {
     const at::Tensor conv_out = call.convolve().out;
-    grad_conv_out = at::empty_like(conv_out);
+    grad_conv_out = empty_tensor_like(conv_out);
     scan.in = call.scan_inputs(conv_out);
     scan.needs_grad.fill(true);
     scan.needs_grad[ssd::kGradA] = needs_grad[kALog];
@@ -289,7 +288,7 @@ GradTensors backward(const BwdInputs& bwd) {
 GradTensors bwd(const BwdInputs& in) {
   GradTensors grads = backward(in);
   for (at::Tensor& grad : grads) {
-    if (!grad.defined()) grad = at::empty({0}, in.parameters.options());
+    if (!grad.defined()) grad = empty_tensor({0}, in.parameters.options());
   }
   return grads;
 }

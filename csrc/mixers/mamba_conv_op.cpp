@@ -17,7 +17,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -29,6 +28,7 @@
 
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "mixers/mixer_parameters_op.h"
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
@@ -144,7 +144,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       at::AutoDispatchBelowADInplaceOrView guard;
       at::Tensor grad_xz = grads[2].defined() ? whole_of(grads[2]) : at::Tensor();
       if (!grad_xz.defined()) {
-        grad_xz = at::empty({x.size(0), x.size(1), 2 * x.size(2)}, x.options());
+        grad_xz = empty_tensor({x.size(0), x.size(1), 2 * x.size(2)}, x.options());
         grads[2].defined() ? right_half(grad_xz).copy_(grads[2]) : right_half(grad_xz).zero_();
       }
       convolution.required_grad_x = left_half(grad_xz);
@@ -221,7 +221,7 @@ bool is_gate(const at::Tensor& z) {
 }
 
 at::Tensor allocate_grad_gate(const at::Tensor& z) {
-  return right_half(at::empty({z.size(0), z.size(1), 2 * z.size(2)}, z.options()));
+  return right_half(empty_tensor({z.size(0), z.size(1), 2 * z.size(2)}, z.options()));
 }
 
 at::Tensor left_of_grad_gate(const at::Tensor& grad_gate) {

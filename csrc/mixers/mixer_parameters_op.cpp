@@ -2,7 +2,6 @@
 
 #include "mixers/mixer_parameters_op.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
 
@@ -16,6 +15,7 @@
 
 #include <array>
 
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 
@@ -38,7 +38,7 @@ at::Tensor allocate(const Inputs& in) {
                 in.A_log.device(), " and ", other == &in.D ? "D" : "the bias of the step sizes", " on ", (*other)->device());
     count += (*other)->sym_numel();
   }
-  return at::empty_symint({count}, in.A_log.options().dtype(in.dtype));
+  return empty_tensor({count}, in.A_log.options().dtype(in.dtype));
 }
 
 at::Tensor cpu(const Inputs& in) {
@@ -111,7 +111,7 @@ Parameters compute_parameters(const at::Tensor& A_log, const OptionalTensor& bia
 
 at::Tensor grad_of_A_log(const at::Tensor& grad_A, const at::Tensor& A, at::ScalarType dtype) {
   if (dtype == grad_A.scalar_type()) return grad_A.mul_(A);
-  at::Tensor result = at::empty_symint(A.sym_sizes(), grad_A.options().dtype(dtype));
+  at::Tensor result = empty_tensor(A.sym_sizes(), grad_A.options().dtype(dtype));
   return at::mul_out(result, grad_A, A);  // rounds the product as it stores it
 }
 

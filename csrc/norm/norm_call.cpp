@@ -1,10 +1,9 @@
 #include "norm/norm_call.h"
 
-#include <ATen/ops/empty.h>
-
 #include <utility>
 
 #include "norm/norm_op.h"
+#include "torch/allocation.h"
 
 namespace ssm_kernels::norm {
 
@@ -37,15 +36,15 @@ void check_group_mean(const Call& call, const ArgumentChecks& checks, const char
 }
 
 Tensor empty_rows(const Tensor& like, at::ScalarType dtype) {
-  return at::empty_symint(like.sym_sizes(), like.options().dtype(dtype));
+  return empty_tensor(like.sym_sizes(), like.options().dtype(dtype));
 }
 
-Tensor empty_statistics(const Call& call) { return at::empty_symint({call.rows(), call.groups()}, call.statistics_options()); }
+Tensor empty_statistics(const Call& call) { return empty_tensor({call.rows(), call.groups()}, call.statistics_options()); }
 
-Tensor nothing(const Call& call) { return at::empty({0}, call.statistics_options()); }
+Tensor nothing(const Call& call) { return empty_tensor({0}, call.statistics_options()); }
 
 Tensor empty_gradient(const Call& call, const OptionalTensor& parameter, bool is_needed) {
-  return is_needed && is_present(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options()) : nothing(call);
+  return is_needed && is_present(parameter) ? empty_tensor(parameter->sym_sizes(), parameter->options()) : nothing(call);
 }
 
 namespace {
@@ -142,7 +141,7 @@ void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& 
   const int64_t sums = (params.grad_weight.data != nullptr) + (params.grad_bias.data != nullptr);
   params.partials = kernels.count_partials(params);
   if (sums > 0) {
-    partials = at::empty({sums, params.partials, params.columns()}, call.statistics_options());
+    partials = empty_tensor({sums, params.partials, params.columns()}, call.statistics_options());
     auto* next = static_cast<char*>(partials.mutable_data_ptr());
     for (auto [gradient, partial] :
          {std::pair(params.grad_weight.data, &params.partial_weight), std::pair(params.grad_bias.data, &params.partial_bias)}) {

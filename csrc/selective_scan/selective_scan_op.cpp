@@ -4,13 +4,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -32,7 +31,7 @@ c10::SymDimVector states_shape(const Inputs& in) {
 // Kernels write the states of all rows. With seq_idx a sequence without steps has no row: its state is copied from `empty`.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   const c10::SymDimVector shape = states_shape(in);
-  if (!is_present(in.seq_idx)) return at::empty_symint(shape, in.A.options());
+  if (!is_present(in.seq_idx)) return empty_tensor(shape, in.A.options());
   return ssm_kernels::allocate_states(in.cu_seqlens, in.u.sym_size(2), shape, in.A.options(), empty);
 }
 
@@ -83,8 +82,8 @@ Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in);
 FwdOutputs allocate_fwd(const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const c10::SymInt boundaries = in.save_chunk_states ? chunk_boundary_count(seqlen, dstate) : c10::SymInt(0);
-  return {at::empty_like(in.u), allocate_states(in, in.initial_state),
-          at::empty_symint({batch, boundaries, dim, dstate}, in.A.options())};
+  return {empty_tensor_like(in.u), allocate_states(in, in.initial_state),
+          empty_tensor({batch, boundaries, dim, dstate}, in.A.options())};
 }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
@@ -101,10 +100,10 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   checks.tensor("grad_z", bwd.grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_delta", bwd.grad_delta, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
-  const auto parameter = [](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
-  const auto sequence = [](const at::Tensor& like) { return at::empty_like(like); };
+  const auto parameter = [](const at::Tensor& like) { return empty_tensor(like.sym_sizes(), like.options()); };
+  const auto sequence = [](const at::Tensor& like) { return empty_tensor_like(like); };
   const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : sequence(like); };
-  const auto absent = [&] { return at::empty({0}, in.A.options()); };
+  const auto absent = [&] { return empty_tensor({0}, in.A.options()); };
   const auto allocate = [&](Grad grad, const OptionalTensor& input, const auto& allocate_like) {
     return is_present(input) && bwd.needs_grad[grad] ? allocate_like(*input) : absent();
   };

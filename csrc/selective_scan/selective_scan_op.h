@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +12,7 @@
 #include <tuple>
 
 #include "selective_scan/selective_scan.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/tensor_data.h"
@@ -115,7 +115,7 @@ template <GradTensors (*bwd)(const BwdInputs&)>
 BwdOutGrads bwd_out(BwdOutInputs& in) {
   in.grad_z = in.required_grad_z;
   GradTensors grads = bwd(in);
-  if (is_present(in.grad_delta)) grads[kGradDelta] = at::empty({0}, in.in.A.options());
+  if (is_present(in.grad_delta)) grads[kGradDelta] = empty_tensor({0}, in.in.A.options());
   BwdOutGrads others;
   std::move(grads.begin(), grads.begin() + kGradZ, others.begin());
   std::move(grads.begin() + kGradZ + 1, grads.end(), others.begin() + kGradZ);

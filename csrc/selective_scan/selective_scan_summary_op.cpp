@@ -11,8 +11,6 @@
 #include "selective_scan/selective_scan_summary_op.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
@@ -20,6 +18,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 
@@ -66,12 +65,12 @@ Discretization check_initial_gradient_inputs(const InitialGradientInputs& in) {
 }
 
 SummaryOutputs allocate_summary(const SummaryInputs& in) {
-  const auto state = [&] { return at::empty_symint(state_shape(in.u, in.A), in.A.options()); };
+  const auto state = [&] { return empty_tensor(state_shape(in.u, in.A), in.A.options()); };
   return {state(), state()};
 }
 
 at::Tensor allocate_initial_gradient(const InitialGradientInputs& in) {
-  return at::empty_symint(state_shape(in.grad_out, in.A), in.A.options());
+  return empty_tensor(state_shape(in.grad_out, in.A), in.A.options());
 }
 
 namespace {
@@ -83,8 +82,8 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
   checks.tensor("grad_last_state", bwd.grad_last_state, "(batch, dim, dstate)", shape, checks.accumulate());
   checks.tensor("grad_decay", bwd.grad_decay, "(batch, dim, dstate)", shape, checks.accumulate());
   const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, bool is_parameter) {
-    if (!is_present(input) || !bwd.needs_grad[grad]) return at::empty({0}, in.A.options());
-    return is_parameter ? at::empty_symint(input->sym_sizes(), input->options()) : at::empty_like(*input);
+    if (!is_present(input) || !bwd.needs_grad[grad]) return empty_tensor({0}, in.A.options());
+    return is_parameter ? empty_tensor(input->sym_sizes(), input->options()) : empty_tensor_like(*input);
   };
   return {allocate(kSummaryGradU, in.u, false), allocate(kSummaryGradDelta, in.delta, false),
           allocate(kSummaryGradA, in.A, true), allocate(kSummaryGradB, in.B, in.B.dim() == 2),

@@ -2,7 +2,6 @@
 
 #include "selective_state_update/selective_state_update_op.h"
 
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -11,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/memory_overlap.h"
@@ -162,7 +162,7 @@ bool OutInputs::is_one_step() const {
          !is_present(cu_seqlens) && !is_present(intermediate_states_buffer) && !disable_state_update;
 }
 
-at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
+at::Tensor allocate_out(const Inputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
 
 namespace {
 

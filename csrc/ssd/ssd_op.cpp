@@ -3,12 +3,11 @@
 
 #include "ssd/ssd_op.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "common/limits.h"
 #include "ssd/aten/chunked_scan.h"
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -78,7 +77,7 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
 
 Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
 
-FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), at::empty_symint(states_shape(in), in.A.options())}; }
+FwdOutputs allocate_fwd(const Inputs& in) { return {empty_tensor_like(in.x), empty_tensor(states_shape(in), in.A.options())}; }
 
 Discretization check_states_inputs(const StatesInputs& in) {
   const Discretization method = check_inputs(in);
@@ -105,7 +104,7 @@ std::vector<c10::SymInt> states_at_shape(const StatesInputs& in) {
 }  // namespace
 
 StatesOutputs allocate_states(const StatesInputs& in) {
-  return {allocate_fwd(in), at::empty_symint(states_at_shape(in), in.A.options())};
+  return {allocate_fwd(in), empty_tensor(states_at_shape(in), in.A.options())};
 }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
@@ -114,24 +113,20 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   checks.tensor("grad_out", bwd.grad_out, kSequence, in.x.sym_sizes(), in.x.scalar_type());
   checks.tensor("grad_final_states", bwd.grad_final_states, states_axes(in), states_shape(in), checks.accumulate());
 
-  const auto like = [](const at::Tensor& tensor) { return at::empty_like(tensor); };
-  const auto contiguous_like = [](const at::Tensor& tensor) {
-    return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
-  };
   const auto allocate = [&](Grad grad, const OptionalTensor& input, const auto& allocate_like) {
     const bool is_needed = is_present(input) && bwd.needs_grad[grad];
     if (is_needed && is_present(bwd.targets[grad])) return *bwd.targets[grad];
-    return is_needed ? allocate_like(*input) : at::empty({0}, in.A.options());
+    return is_needed ? allocate_like(*input) : empty_tensor({0}, in.A.options());
   };
-  return {allocate(kGradX, in.x, like),
-          allocate(kGradDt, in.dt, like),
-          allocate(kGradA, in.A, contiguous_like),
-          allocate(kGradB, in.B, like),
-          allocate(kGradC, in.C, like),
-          allocate(kGradD, in.D, contiguous_like),
-          allocate(kGradZ, in.z, like),
-          allocate(kGradDtBias, in.dt_bias, contiguous_like),
-          allocate(kGradInitialStates, in.initial_states, contiguous_like)};
+  return {allocate(kGradX, in.x, empty_tensor_like),
+          allocate(kGradDt, in.dt, empty_tensor_like),
+          allocate(kGradA, in.A, empty_contiguous_like),
+          allocate(kGradB, in.B, empty_tensor_like),
+          allocate(kGradC, in.C, empty_tensor_like),
+          allocate(kGradD, in.D, empty_contiguous_like),
+          allocate(kGradZ, in.z, empty_tensor_like),
+          allocate(kGradDtBias, in.dt_bias, empty_contiguous_like),
+          allocate(kGradInitialStates, in.initial_states, empty_contiguous_like)};
 }
 
 GradTensors allocate_states_bwd(const StatesBwdInputs& bwd) {

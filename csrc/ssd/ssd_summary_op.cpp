@@ -1,12 +1,11 @@
 // ssd_chunk_scan_summary on every device: checks, allocation, Meta, Autograd and Autocast. On CUDA the final states, and the
 // gradient of the states before a span, come from the kernels of span_states.cuh; everything else is matmuls.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ssd/aten/summary.h"
 #include "ssd/ssd_op.h"
+#include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 
@@ -39,7 +38,7 @@ Discretization check_summary_inputs(const SummaryInputs& in) { return check_inpu
 
 SummaryOutputs allocate_summary(const SummaryInputs& in) {
   const c10::SymInt batch = in.x.sym_size(0), heads = in.x.sym_size(2), headdim = in.x.sym_size(3), dstate = in.B.sym_size(3);
-  return {at::empty_symint({batch, heads, headdim, dstate}, in.A.options()), at::empty_symint({batch, heads}, in.A.options())};
+  return {empty_tensor({batch, heads, headdim, dstate}, in.A.options()), empty_tensor({batch, heads}, in.A.options())};
 }
 
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
@@ -49,13 +48,12 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
   checks.tensor("grad_final_states", bwd.grad_final_states, "(batch, heads, headdim, dstate)", {batch, heads, headdim, dstate},
                 checks.accumulate());
   checks.tensor("grad_decay", bwd.grad_decay, "(batch, heads)", {batch, heads}, checks.accumulate());
-  const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, std::optional<at::MemoryFormat> format) {
-    if (!is_present(input) || !bwd.needs_grad[grad]) return at::empty({0}, in.A.options());
-    return at::empty_like(*input, input->options(), format);
+  const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, const auto& allocate_like) {
+    return is_present(input) && bwd.needs_grad[grad] ? allocate_like(*input) : empty_tensor({0}, in.A.options());
   };
-  return {allocate(kSummaryGradX, in.x, std::nullopt), allocate(kSummaryGradDt, in.dt, std::nullopt),
-          allocate(kSummaryGradA, in.A, at::MemoryFormat::Contiguous), allocate(kSummaryGradB, in.B, std::nullopt),
-          allocate(kSummaryGradDtBias, in.dt_bias, at::MemoryFormat::Contiguous)};
+  return {allocate(kSummaryGradX, in.x, empty_tensor_like), allocate(kSummaryGradDt, in.dt, empty_tensor_like),
+          allocate(kSummaryGradA, in.A, empty_contiguous_like), allocate(kSummaryGradB, in.B, empty_tensor_like),
+          allocate(kSummaryGradDtBias, in.dt_bias, empty_contiguous_like)};
 }
 
 // Whether kernels wrote the states: of span_states_cuda.

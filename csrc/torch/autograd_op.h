@@ -158,7 +158,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     size_t edge = 0;
     for (bool& needs : needs_grad) needs = needs && ctx->needs_input_grad(edge++);
     bwd.needs_grad = needs_grad;
-    typename Op::GradTensors computed = Op::backward(bwd);
+    typename Op::GradTensors computed = run_backward(bwd);
     for (size_t i = 0; i < kNumGrads; ++i) {
       if (needs_grad[i]) result[1 + Op::argument_of(bwd.in, i)] = std::move(computed[i]);
     }
@@ -166,6 +166,13 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   }
 
  private:
+  // Unless second derivatives are recorded, backward's operators skip their Autograd kernels, which box all arguments.
+  static typename Op::GradTensors run_backward(typename Op::BwdInputs& bwd) {
+    if (at::GradMode::is_enabled()) return Op::backward(bwd);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return Op::backward(bwd);
+  }
+
   template <typename Field>
   static constexpr bool kIsTensor = std::is_same_v<Field, at::Tensor> || std::is_same_v<Field, std::optional<at::Tensor>>;
 

@@ -19,6 +19,12 @@ void check_real(const char* op, const char* name, at::ScalarType dtype) {
               ": complex tensors are not supported");
 }
 
+// c10's operator== makes an object of its result even for numbers.
+bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
+  if (a.is_heap_allocated() || b.is_heap_allocated()) return a == b;
+  return a.as_int_unchecked() == b.as_int_unchecked();
+}
+
 }  // namespace
 
 at::ScalarType accumulate_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
@@ -111,7 +117,7 @@ void ArgumentChecks::shape(const char* name, const at::Tensor& tensor, const cha
   check_defined(op_, name, tensor);
   const c10::SymIntArrayRef got = tensor.sym_sizes();
   bool equal = got.size() == shape.size();
-  for (size_t i = 0; equal && i < shape.size(); ++i) equal = got[i] == shape[i];
+  for (size_t i = 0; equal && i < shape.size(); ++i) equal = is_equal(got[i], shape[i]);
   TORCH_CHECK_VALUE(equal, op_, ": expected ", name, " of shape ", axes, " = ", shape, ", got ", got);
 }
 

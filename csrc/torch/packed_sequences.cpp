@@ -1,7 +1,6 @@
 #include "torch/packed_sequences.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
@@ -9,6 +8,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+
+#include "torch/allocation.h"
 
 namespace ssm_kernels {
 
@@ -40,7 +41,7 @@ c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10:
 
 at::Tensor allocate_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& seqlen, c10::SymIntArrayRef shape,
                            const at::TensorOptions& options, const std::optional<at::Tensor>& empty) {
-  if (!is_present(cu_seqlens) && seqlen != 0) return at::empty_symint(shape, options);
+  if (!is_present(cu_seqlens) && seqlen != 0) return empty_tensor(shape, options);
   return is_present(empty) ? empty->clone(at::MemoryFormat::Contiguous) : at::zeros_symint(shape, options);
 }
 

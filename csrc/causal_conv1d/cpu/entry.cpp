@@ -3,12 +3,12 @@
 #include "causal_conv1d/cpu/kernels.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "cpu/capability.h"
 #include "cpu/thread_scratch.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 #include "torch/slot_indices.h"
@@ -57,7 +57,7 @@ struct Cpu {
     const Tasks tasks(params, at::get_num_threads());
     const bool needs_sums = params.grad_weight != nullptr || params.grad_bias != nullptr;
     const int64_t bytes = needs_sums ? cpu_kernels().sum_bytes(params, tasks) : 0;
-    const at::Tensor memory = at::empty({tasks.count * bytes}, at::kByte);
+    const at::Tensor memory = empty_tensor({tasks.count * bytes}, at::kByte);
     std::byte* const sums = static_cast<std::byte*>(memory.mutable_data_ptr());
     for_each_task(params, tasks, [&](int64_t task, std::byte* scratch) {
       cpu_kernels().bwd_task(params, tasks, task, scratch, needs_sums ? sums + task * bytes : nullptr);

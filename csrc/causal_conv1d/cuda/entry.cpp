@@ -7,7 +7,6 @@
 #include "causal_conv1d/cuda/launch.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -21,6 +20,7 @@
 #include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 
@@ -152,11 +152,11 @@ struct Cuda {
     if (params.grad_weight != nullptr || params.grad_bias != nullptr) {
       // At least one row: an empty tensor has a null pointer, which means that no sums are needed.
       const int64_t rows = std::max<int64_t>(1, params.batch * tiling.tiles);
-      sums = at::empty({rows, params.width + 1, params.channels}, options);
+      sums = empty_tensor({rows, params.width + 1, params.channels}, options);
       workspace.sums = sums.mutable_data_ptr();
     }
     if (set == KernelSet::kGeneral) {
-      grad_pre = at::empty({params.batch, params.seqlen, params.channels}, options);
+      grad_pre = empty_tensor({params.batch, params.seqlen, params.channels}, options);
       workspace.grad_pre = {grad_pre.mutable_data_ptr(), grad_pre.stride(0), grad_pre.stride(1), grad_pre.stride(2)};
     }
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();

@@ -6,7 +6,6 @@
 #include "linear_scan/cuda/launch.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
@@ -20,6 +19,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "linear_scan/linear_scan_op.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
@@ -98,7 +98,7 @@ class Plan {
       const int64_t state_words = groups * values * state_words_of(accumulate_bytes_);
       const int64_t map_words = has_maps ? partition.tiles * values * map_words_of(accumulate_bytes_) : 0;
       constexpr int64_t kTicketWords = 2;  // keeps what follows at multiples of 16 bytes
-      words = at::empty({kTicketWords + state_words + map_words}, like_.options().dtype(at::kLong));
+      words = empty_tensor({kTicketWords + state_words + map_words}, like_.options().dtype(at::kLong));
       auto* const data = static_cast<uint64_t*>(words.data_ptr());
       partition.ticket_counter = reinterpret_cast<uint32_t*>(data);
       partition.state_words = data + kTicketWords;

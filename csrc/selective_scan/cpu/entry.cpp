@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -14,6 +13,7 @@
 #include "cpu/thread_scratch.h"
 #include "selective_scan/cpu/kernels.h"
 #include "selective_scan/selective_scan_op.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
@@ -119,8 +119,8 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
   };
   const auto matrix_sums = [&](Grad grad, const MatrixView& view) {
     if (!view.per_step) return sums(grad, params.dstate);
-    return at::empty({rows_per_pass * blocking.tasks_per_row() * blocking.chunks_per_sweep * blocking.part_size()},
-                     in.A.options());
+    return empty_tensor({rows_per_pass * blocking.tasks_per_row() * blocking.chunks_per_sweep * blocking.part_size()},
+                        in.A.options());
   };
   const bool has_grad_state = is_present(bwd.grad_last_state) && bwd.grad_last_state->numel() > 0;
   const at::Tensor grad_A = sums(kGradA, params.dstate), grad_B = matrix_sums(kGradB, params.grad_B),

@@ -5,8 +5,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -26,6 +24,7 @@
 #include "selective_scan/cuda/summary.h"
 #include "selective_scan/selective_scan_op.h"
 #include "selective_scan/selective_scan_summary_op.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
@@ -64,7 +63,7 @@ class Workspace {
 
   void allocate(const at::TensorOptions& options) {
     if (count_ == 0) return;
-    memory_ = at::empty({count_}, options);
+    memory_ = empty_tensor({count_}, options);
     for (const auto& [place, first] : places_) {
       *place = static_cast<char*>(memory_.data_ptr()) + first * static_cast<int64_t>(memory_.element_size());
     }
@@ -163,7 +162,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     check_plan(params, plan, device, in.u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, plan.sequential)) {
-      arranged_grad_out = at::empty_like(in.u).copy_(*bwd.grad_out);
+      arranged_grad_out = empty_tensor_like(in.u).copy_(*bwd.grad_out);
       params.grad_out = sequence_view(arranged_grad_out, Access::kRead, in.reverse);
       plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     }
@@ -238,7 +237,7 @@ SummaryOutputs summary_cuda(const SummaryInputs& in) {
   scan_all_steps(params, in.u.scalar_type(), outputs.last_state, is_exponential ? nullptr : decay);
   if (!is_exponential) return outputs;
   const at::Tensor sums =
-      at::empty({params.batch, params.dim, step_sums_per_channel(params)}, in.A.options().dtype(at::kDouble));
+      empty_tensor({params.batch, params.dim, step_sums_per_channel(params)}, in.A.options().dtype(at::kDouble));
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     return launch_exponential_decay<decltype(scalar)>(params, sums.mutable_data_ptr<double>(), decay,
                                                       c10::cuda::getCurrentCUDAStream());

@@ -34,7 +34,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
@@ -48,6 +47,7 @@
 
 #include "ssd/aten/layout.h"
 #include "ssd/aten/packed.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
@@ -228,7 +228,7 @@ at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const
 // e^cs_i g_i, by group.
 at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const {
   const int64_t count = chunks.run.chunks;
-  at::Tensor grads = at::empty({count + 1, chunks.run.rows, scan_.heads, scan_.headdim, scan_.dstate}, scan_.options);
+  at::Tensor grads = empty_tensor({count + 1, chunks.run.rows, scan_.heads, scan_.headdim, scan_.dstate}, scan_.options);
   at::Tensor increments = scan_.state_matrices(grads, 0, count);
   at::bmm_out(increments, transposed(decayed_grad), scan_.without(chunks.C, chunks.is_after_beginning, chunks.run));
   grads.select(0, count).copy_(last);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/integers.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
@@ -193,7 +194,7 @@ at::Tensor Scan::across(const at::Tensor& states, const Chunks& chunks, int64_t 
 
 at::Tensor Scan::boundary_states(const Chunks& chunks, const at::Tensor& first) const {
   const int64_t count = chunks.run.chunks;
-  at::Tensor states = at::empty({count + 1, chunks.run.rows, heads, headdim, dstate}, options);
+  at::Tensor states = empty_tensor({count + 1, chunks.run.rows, heads, headdim, dstate}, options);
   states.select(0, 0).copy_(first);
   at::Tensor increments = state_matrices(states, 1, count);
   at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), without(chunks.B, chunks.is_before_beginning, chunks.run));

@@ -19,12 +19,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <vector>
 
 #include "ssd/aten/layout.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
@@ -132,7 +132,7 @@ void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs&
 at::Tensor initial_gradient_aten(const Inputs& in, Discretization method) {
   const ExactProducts exact;
   const Scan scan(in, method);
-  const at::Tensor result = at::empty({scan.batch, scan.heads, scan.headdim, scan.dstate}, scan.options);
+  const at::Tensor result = empty_tensor({scan.batch, scan.heads, scan.headdim, scan.dstate}, scan.options);
   for (const Part& part : scan.parts()) {
     at::Tensor grad = scan.load_states({}, part);
     const std::vector<Run> runs = scan.long_runs(part);

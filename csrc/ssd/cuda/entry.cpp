@@ -9,7 +9,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
@@ -19,6 +18,7 @@
 #include "cuda/device.h"
 #include "ssd/aten/chunked_scan.h"
 #include "ssd/cuda/host_launch.h"
+#include "torch/allocation.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
@@ -46,7 +46,7 @@ ChunkStates allocate_chunk_states(const StatesInputs& in, const KernelInputs& in
   bool is_in_place = end - begin == count && headdim == in.x.size(3) && dstate == in.B.size(3);
   for (auto at = begin; at != end; ++at) is_in_place &= *at == (at - begin + 1) * result.every * kChunk;
   result.states = is_in_place ? states.narrow(1, begin - positions.begin(), count)
-                              : at::empty({in.x.size(0), count, in.x.size(2), headdim, dstate}, states.options());
+                              : empty_tensor({in.x.size(0), count, in.x.size(2), headdim, dstate}, states.options());
   return result;
 }
 

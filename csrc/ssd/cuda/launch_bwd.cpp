@@ -1,8 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
@@ -16,6 +14,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "ssd/cuda/host_launch.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 
@@ -91,7 +90,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   }
   const at::Tensor grad_out = as_rows(*bwd.grad_out);
   if (!is_present(bwd.in.z)) return grad_out;
-  const at::Tensor z = as_rows(*bwd.in.z), grad_y = at::empty(x.sizes(), x.options());
+  const at::Tensor z = as_rows(*bwd.in.z), grad_y = empty_contiguous_like(x);
   GateBwdParams params;
   params.batch = x.size(0);
   params.seqlen = x.size(1);
@@ -104,7 +103,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   at::Tensor y;
   std::optional<KernelResult> grad_z;
   if (needs_grad_z) {
-    y = at::empty(x.sizes(), x.options());
+    y = empty_contiguous_like(x);
     launch_forward(inputs, /*z=*/{}, y, inputs.empty_states());
     params.y = const_rows_view(y);
     grad_z.emplace(result_as_rows(grads[kGradZ], x));
@@ -131,9 +130,9 @@ struct ParameterParts {
     const int64_t seqlen = in.x.size(1), heads = in.x.size(2);
     const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(seqlen, in.cu_seqlens->size(0) - 1)
                                                      : in.x.size(0) * ceil_div(seqlen, kChunk);
-    A = at::empty({chunks, heads}, in.A.options());
-    dt_bias = at::empty_like(A);
-    if (bwd.needs_grad[kGradD]) D = at::empty({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
+    A = empty_tensor({chunks, heads}, in.A.options());
+    dt_bias = empty_tensor_like(A);
+    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
   }
 
   // Those of a sub-batch, from its first chunk and head on.
@@ -258,14 +257,15 @@ class Backward {
     partition_.segments = static_cast<int>(segments);
     if (segments == 1) return {};
     const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
-    const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
+    const at::Tensor result = empty_tensor({places, elements + 1}, bwd_.in.A.options());
     partition_.states = result.data_ptr<float>();
     partition_.decays = partition_.states + places * elements;
     return result;
   }
 
   at::Tensor empty_swizzled_states() const {
-    return at::empty({params_.num_chunks, params_.state_tiles, kStateRows, tile_columns(params_.dstate)}, inputs_.x.options());
+    return empty_tensor({params_.num_chunks, params_.state_tiles, kStateRows, tile_columns(params_.dstate)},
+                        inputs_.x.options());
   }
 
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
@@ -276,7 +276,7 @@ class Backward {
       return {};
     }
     const at::Tensor& B = inputs_.B;
-    const at::Tensor result = at::empty({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
+    const at::Tensor result = empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
     parts = rows_view(result[0], inputs_.is_reverse());
     params_.parts_stride_split = result.stride(0);
     return result;
@@ -395,7 +395,9 @@ void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors
   }
   std::vector<PartOfCall> parts;
   for (const auto& [begin, steps] : spans) parts.push_back(part_of(bwd, grads, range_of_span(in, begin, steps)));
-  const auto empty_states = [&] { return at::empty({in.x.size(0), in.x.size(2), in.x.size(3), in.B.size(3)}, in.A.options()); };
+  const auto empty_states = [&] {
+    return empty_tensor({in.x.size(0), in.x.size(2), in.x.size(3), in.B.size(3)}, in.A.options());
+  };
   for (size_t i = spans.size() - 1; i > 0; --i) {
     at::Tensor states = empty_states();
     launch_span_states(parts[i].bwd.in, method, /*is_reverse=*/false, states);
@@ -439,7 +441,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
     GradTensors targets = grads;
     for (const Grad grad : {kGradX, kGradDt}) {
-      if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
+      if (needs_grad[grad] && !is_first) targets[grad] = empty_tensor_like(grads[grad]);
     }
     Range range = range_of_span(in, 0, in.x.size(1));
     range.column = column;

@@ -1,7 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -14,6 +13,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "ssd/cuda/host_launch.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 
@@ -62,17 +62,17 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
     if (schedule.length % schedule.chunks == 0) return;
   }
   const int64_t cuts = schedule.blocks * kWarpgroups, elements = kStateRows * tile_columns(params.dstate);
-  call.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
+  call.states = empty_tensor({cuts, elements + 1}, options.dtype(at::kFloat));
   schedule.states = call.states.data_ptr<float>();
   schedule.decays = schedule.states + cuts * elements;
   const at::TensorOptions of_ints = options.dtype(at::kInt);
   if (is_packed) {
-    call.chunk_starts = at::empty({params.batch + 1}, of_ints);
+    call.chunk_starts = empty_tensor({params.batch + 1}, of_ints);
     schedule.chunk_starts = call.chunk_starts.data_ptr<int>();
   }
   if (is_packed || !schedule.splits_work_tiles) {
     // For packed sequences, the kernel of chunk_starts.cuh clears the flags.
-    call.flags = is_packed ? at::empty({cuts + 1}, of_ints) : at::zeros({cuts + 1}, of_ints);
+    call.flags = is_packed ? empty_tensor({cuts + 1}, of_ints) : at::zeros({cuts + 1}, of_ints);
     schedule.ready = call.flags.data_ptr<int>();
     schedule.ticket_counter = schedule.ready + cuts;
   }
@@ -160,7 +160,7 @@ std::string describe_kernel(const at::Tensor& x, bool uses_wgmma) {
 
 std::string describe_forward(const Inputs& in, Discretization method) {
   const KernelInputs inputs(in, method);
-  const ForwardCall call = prepare(inputs, in.z, at::empty(inputs.x.sizes(), inputs.x.options()), inputs.empty_states());
+  const ForwardCall call = prepare(inputs, in.z, empty_contiguous_like(inputs.x), inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.uses_wgmma), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

@@ -1,7 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -11,6 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "ssd/cuda/host_launch.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 
@@ -45,7 +45,7 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   const int64_t columns = tile_columns(params.dstate), places = partition.work_tiles * segments * kWarpgroups,
                 elements = kStateRows * columns;
   check_count(std::max(places, partition.work_tiles * kWarpgroups * columns), "blocks");
-  const at::Tensor summaries = at::empty({places, elements + 1}, in.A.options());
+  const at::Tensor summaries = empty_tensor({places, elements + 1}, in.A.options());
   partition.states = summaries.data_ptr<float>();
   partition.decays = partition.states + places * elements;
 

@@ -5,13 +5,13 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "common/integers.h"
 #include "cuda/device.h"
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
@@ -64,7 +64,7 @@ at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
 }
 
 KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
-  return {target, has_rows(target) ? target : at::empty(like.sizes(), like.options())};
+  return {target, has_rows(target) ? target : empty_contiguous_like(like)};
 }
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method)
@@ -130,7 +130,7 @@ WorkPartition KernelInputs::partition() const {
 }
 
 at::Tensor KernelInputs::empty_states() const {
-  return at::empty({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
+  return empty_tensor({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
 }
 
 at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
