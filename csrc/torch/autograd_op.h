@@ -106,9 +106,12 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   template <typename... Tensors>
   static variable_list forward(Context* ctx, Inputs& in, const Tensors&...) {
     at::AutoDispatchBelowADInplaceOrView guard;
+    const auto fields = Op::saved_fields(in);
     variable_list saved;
+    saved.reserve(std::tuple_size_v<decltype(fields)>);
     auto result = Op::forward(in, &saved);
     int place = 0;
+    ctx->saved_data.reserve(count_options(fields));
     const auto save = [&](const auto& field) {
       using Field = std::decay_t<decltype(field)>;
       if constexpr (kIsTensor<Field>) {
@@ -120,7 +123,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
         ctx->saved_data[std::to_string(place++)] = owned(field);
       }
     };
-    std::apply([&](const auto&... fields) { (save(fields), ...); }, Op::saved_fields(in));
+    std::apply([&](const auto&... each) { (save(each), ...); }, fields);
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     if constexpr (std::is_same_v<typename Op::Result, at::Tensor>) {
@@ -181,6 +184,12 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   static void assign(std::tuple<Members&...> members, const variable_list& list) {
     [[maybe_unused]] auto next = list.begin();
     std::apply([&](auto&... member) { ((next->defined() ? void(member = *next) : void(), ++next), ...); }, members);
+  }
+
+  // How many of the fields are options, which saved_data keeps, in a map that would grow with each.
+  template <typename... Fields>
+  static constexpr size_t count_options(const std::tuple<Fields&...>&) {
+    return (size_t(0) + ... + size_t(!kIsTensor<std::decay_t<Fields>>));
   }
 
   // An option as saved_data keeps it, and back. Strings of `in` are views: those of backward are of saved_data.
