@@ -152,6 +152,19 @@ def test_a_long_sequence(device):
     assert_all_close(actual, expected)
 
 
+@pytest.mark.parametrize("recurrence", [LINEAR, MINGRU], ids=["linear", "mingru"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_results_larger_than_the_caches(recurrence, reverse, device):
+    """The CPU's kernels stream results of 4 MiB past the caches: the same bits as in calls of one batch row of 2 MiB."""
+    inputs = make_inputs(recurrence, seqlen=1024, channels=512, reverse=reverse, dtype=torch.float32, device=device)
+    cotangents = recurrence.make_cotangents(inputs)
+    together = recurrence.evaluate(recurrence, inputs, cotangents)
+    for row in (0, 1):
+        of_row = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        alone = recurrence.evaluate(recurrence, of_row, tuple(cotangent[row : row + 1] for cotangent in cotangents))
+        assert_equal({name: value[row : row + 1] for name, value in together.items()}, alone)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("channels", [1, 3, 31, 32, 33, 257, 300])
 def test_numbers_of_channels(channels, layout, device):

@@ -5,7 +5,7 @@
 // A task loops over time, backward from the last step; in each step a SIMD lane is a channel. A tensor of the accumulation type
 // with contiguous channels is read and written in place; any other is copied through scratch memory, tile by tile, whatever its
 // strides. Backward reads the states that forward returned; nothing else is saved. This file is compiled once per instruction
-// set.
+// set. Large results that are written in place bypass the caches.
 
 #include <algorithm>
 #include <array>
@@ -15,6 +15,7 @@
 
 #include "common/recurrences.h"
 #include "cpu/scalar_types.h"
+#include "cpu/streaming_store.h"
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
 #include "linear_scan/cpu/kernels.h"
@@ -88,6 +89,13 @@ struct TaskView {
     return {tile, kMaxTaskChannels};
   }
 
+  // Whether to stream the rows of target(): those of a tensor larger than the caches.
+  bool streams(const LinearScanParams& p, const SequenceView& view) const {
+    if (!is_in_place(view)) return false;
+    const int64_t bytes = p.batch * p.seqlen * p.channels * static_cast<int64_t>(sizeof(Acc));
+    return bytes >= kMinStreamedBytes && has_aligned_vectors<Acc>(in_place(view, 0).data, view.stride_step);
+  }
+
   // Where to write steps from t on: the tensor's own memory, or a tile that store() copies to the tensor.
   Rows<Acc> target(Acc* tile, const SequenceView& view, int64_t t) const {
     return is_in_place(view) ? in_place(view, t) : Rows<Acc>{tile, kMaxTaskChannels};
@@ -122,6 +130,15 @@ std::array<Acc*, count> allocate_tiles(Acc*& memory) {
   return tiles;
 }
 
+template <typename Acc>
+void store_row(const Vec<Acc>& value, Acc* target, bool streams) {
+  if (streams) {
+    stream(target, value);
+  } else {
+    value.store(target);
+  }
+}
+
 template <typename Acc, typename Variant>
 void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
@@ -132,6 +149,7 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
   Acc* const h_tile = allocate_tiles<Acc, 1>(memory)[0];
   Acc* const state = memory;
+  const bool streams = view.streams(p, p.h);
 
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
@@ -150,12 +168,13 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
         const Step<V> coefficients = variant.step(variant.gates(x), x);
         const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
         next.store(state + lane);
-        next.store(h_row + lane);
+        store_row(next, h_row + lane, streams);
       }
       if (p.ends(t)) view.store_state(p.last_state, state, p.sequence(view.batch, t));
     }
     view.store(p.h, h_tile, t0, steps);
   }
+  if (streams) finish_streaming();
 }
 
 // Takes `count` steps of the summary: the last state of a scan that begins with zero, and the product of all a.
@@ -236,6 +255,8 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   Acc* const initial = memory + kMaxTaskChannels;
   Acc* const grad_initial = initial + kMaxTaskChannels;  // the sum over the beginnings, from the last to the first
   std::fill(grad_initial, grad_initial + kMaxTaskChannels, Acc(0));
+  bool streams = true;
+  for (size_t i = 0; i < kInputs; ++i) streams = streams && view.streams(p, p.grad_inputs[i]);
 
   for (int64_t end = p.seqlen; end > 0;) {
     const int64_t t0 = (end - 1) / kTileSteps * kTileSteps, steps = end - t0;
@@ -269,7 +290,7 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
         const auto gates = variant.gates(x);
         variant.gradients(gates, x, V::loadu(before + lane), g, grad);
         (variant.step(gates, x).a * g).store(e + lane);
-        for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
+        for (size_t i = 0; i < kInputs; ++i) store_row(grad[i], grad_row[i] + lane, streams);
       }
       if (!begins) continue;
       for (int64_t lane = 0; lane < view.lanes; ++lane) grad_initial[lane] += e[lane];
@@ -280,6 +301,7 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
     for (size_t i = 0; i < kInputs; ++i) view.store(p.grad_inputs[i], grad_tiles[i], t0, steps);
     end = t0;
   }
+  if (streams) finish_streaming();
 }
 
 // Calls visit(Acc(), Variant()) for a call's accumulation type and recurrence.
