@@ -40,14 +40,20 @@ struct BwdProducer {
   __device__ __forceinline__ static int thread() { return opaque_thread() - TileConfig::kConsumers; }
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
-    const Scalar* matrices[Matrices<TileConfig>::kCount];
+    using M = Matrices<TileConfig>;
+    typename M::Raw raw_matrices[M::kCount];
 #pragma unroll
-    for (int i = 0; i < Matrices<TileConfig>::kCount; ++i)
-      matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
-    typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
-    Matrices<TileConfig>::load(p, plan, matrices, t0, steps_left(t0), raw_matrices);
+    for (int i = 0; i < M::kCount; ++i) {
+      const typename M::ThreadVector vector(plan, i);
+      const Scalar* const first = M::address(p, plan, rows.B, rows.C, i);
+      raw_matrices[i] = M::load(p, vector, first + t0 * (vector.is_B ? p.B : p.C).stride_step, steps_left(t0));
+    }
     by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); }, [&] { put_elements(t0, tile); });
-    shared.matrices(tile).put(plan, raw_matrices);
+#pragma unroll
+    for (int i = 0; i < M::kCount; ++i) {
+      const typename M::ThreadVector vector(plan, i);
+      M::put(shared.matrices(tile).B + vector.target(), vector.access, raw_matrices[i]);
+    }
   }
 
   // Steps from t0 to the end of the block's segment, which is the end of a partial tile. Shifted loads read past a whole tile

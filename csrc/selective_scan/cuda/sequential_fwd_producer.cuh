@@ -22,6 +22,7 @@ struct FwdProducer {
   using AlongChannels = ThreadVectors<TileConfig, VectorAccess::kAlongChannels>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
   static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kPart, kCount = AlongSteps::kCount;
+  static constexpr int kMatrixVectors = Matrices<TileConfig>::kCount;
 
   const SelectiveScanFwdParams& p;
   const ScanPlan& plan;
@@ -31,7 +32,12 @@ struct FwdProducer {
   int thread;
   // Addresses in the next tile to read; out and z in the next tile to write.
   Scalar *delta, *u, *z, *out;
-  const Scalar* matrices[Matrices<TileConfig>::kCount];
+  const Scalar* matrices[kMatrixVectors];
+  // What else a tile's copy of B and C takes, computed once: from one tile to the next, among the raw matrices, from the
+  // beginning of B, and whether the vector is moved by one instruction where all states and steps exist.
+  int64_t matrix_stride[kMatrixVectors];
+  int matrix_place[kMatrixVectors], matrix_target[kMatrixVectors];
+  bool is_matrix_vector[kMatrixVectors];
 
   __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_)
       : p(p_),
@@ -52,8 +58,14 @@ struct FwdProducer {
       set_addresses(AlongSteps{thread});  // and of shifted vectors
     }
 #pragma unroll
-    for (int i = 0; i < Matrices<TileConfig>::kCount; ++i) {
+    for (int i = 0; i < kMatrixVectors; ++i) {
+      const typename Matrices<TileConfig>::ThreadVector vector(plan, i);
       matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
+      matrix_stride[i] = TileConfig::kTileSteps * (vector.is_B ? p.B.stride_step : p.C.stride_step);
+      matrix_place[i] = opaque(vector.place());
+      matrix_target[i] = opaque(vector.target());
+      is_matrix_vector[i] =
+          p.dstate == kStates && vector.access != VectorAccess::kShifted && vector.access != VectorAccess::kSingly;
     }
   }
 
@@ -106,10 +118,21 @@ struct FwdProducer {
     by_access(t0, copy, [] {});
   }
   // Starts the copies of a tile's rows of B and C, after put() of the previous tile.
-  __device__ __forceinline__ void read_matrices(int tile) const {
+  __device__ __forceinline__ void read_matrices(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     __syncwarp();
-    if (t0 < at.end) Matrices<TileConfig>::copy_async(p, plan, matrices, t0, steps_from(t0), shared.raw_matrices);
+    if (t0 < at.end) {
+      const int steps = steps_from(t0);
+#pragma unroll
+      for (int i = 0; i < kMatrixVectors; ++i) {
+        if (is_matrix_vector[i] && steps == TileConfig::kTileSteps) {
+          cuda::cp_async(shared.raw_matrices + matrix_place[i], matrices[i], kVectorBytes);
+        } else {
+          Matrices<TileConfig>::copy_async(p, {plan, i}, matrices[i], steps, shared.raw_matrices);
+        }
+        matrices[i] += matrix_stride[i];
+      }
+    }
     cuda::cp_async_commit();
   }
 
@@ -151,7 +174,12 @@ struct FwdProducer {
     by_access(
         int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) { put_vectors(thread_vectors, tile); },
         [&] { put_elements(tile); });
-    shared.matrices(tile).put(plan, matrices, shared.raw_matrices);
+#pragma unroll
+    for (int i = 0; i < kMatrixVectors; ++i) {
+      const VectorAccess access = Matrices<TileConfig>::ThreadVector(plan, i).access;
+      const auto raw = Matrices<TileConfig>::get_raw(access, matrices[i], shared.raw_matrices + matrix_place[i]);
+      Matrices<TileConfig>::put(shared.matrices(tile).B + matrix_target[i], access, raw);
+    }
   }
 
   template <typename P>

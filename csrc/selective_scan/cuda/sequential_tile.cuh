@@ -400,6 +400,8 @@ struct Matrices {
       const int vector = index % kPerMatrix;
       return access == VectorAccess::kAlongChannels ? vector / (kStates / kVector) : vector % kPerRow * kVector;
     }
+    // The place of the first element, from the beginning of B on; C follows.
+    __device__ __forceinline__ int target() const { return (is_B ? 0 : kCapacity) + state() * kPitch + step(); }
     // The place among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte. C begins
     // after the memory of a shifted B, whatever the access of either.
     __device__ __forceinline__ int place() const {
@@ -416,93 +418,59 @@ struct Matrices {
            vector.step() * (vector.is_B ? p.B.stride_step : p.C.stride_step);
   }
 
-  // Calls visit(i, vector, address, stride, left) for each vector. `left` elements exist from its first on, `stride` apart: at
-  // most its own, or those of the row up to step `steps` of the tile; none if it is not positive.
-  template <typename Visitor>
-  __device__ __forceinline__ static void for_each(const SelectiveScanParams& p, const ScanPlan& plan,
-                                                  const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
-                                                  const Visitor& visit) {
+  // From one element of a vector to the next.
+  __device__ __forceinline__ static int64_t stride(const SelectiveScanParams& p, const ThreadVector& vector) {
+    const MatrixView& view = vector.is_B ? p.B : p.C;
+    return vector.access == VectorAccess::kAlongChannels ? view.stride_state : view.stride_step;
+  }
+  // How many elements exist from a vector's first on: at most its own, or those of a shifted row up to step `steps` of the
+  // tile; none if it is not positive.
+  __device__ __forceinline__ static int left(const SelectiveScanParams& p, const ThreadVector& vector, int steps) {
     const int states = static_cast<int>(p.dstate);
-    const bool is_whole = states == kStates && steps >= TileConfig::kTileSteps;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const ThreadVector vector(plan, i);
-      const int64_t stride_state = vector.is_B ? p.B.stride_state : p.C.stride_state;
-      const int64_t stride_step = vector.is_B ? p.B.stride_step : p.C.stride_step;
-      const Scalar* const source = addresses[i] + first_step * stride_step;
-      const bool along_states = vector.access == VectorAccess::kAlongChannels;
-      int left = kVector;
-      if (!is_whole || vector.access == VectorAccess::kShifted) {
-        const int n = vector.state(), t = vector.step(), row_left = along_states ? states - n : steps - t;
-        left = (along_states ? t < steps : n < states) ? row_left : -kVector;
-      }
-      visit(i, vector, source, along_states ? stride_state : stride_step, left);
+    const bool along_states = vector.access == VectorAccess::kAlongChannels;
+    if (states == kStates && steps >= TileConfig::kTileSteps && vector.access != VectorAccess::kShifted) return kVector;
+    const int n = vector.state(), t = vector.step();
+    if (along_states) return t < steps ? states - n : -kVector;
+    return n < states ? steps - t : -kVector;
+  }
+
+  // As ThreadVectors::copy_async, get_raw and load, for one vector. States and steps that do not exist are zeros.
+  __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ThreadVector& vector,
+                                                    const Scalar* source, int steps, Raw* stage) {
+    constexpr int kBytes = sizeof(Scalar);
+    const int left = Matrices::left(p, vector, steps), valid = max(0, min(left, kVector));
+    Raw* const target = stage + vector.place();
+    if (vector.access == VectorAccess::kSingly) {
+      *target = load_vector<Scalar, kVector>(source, stride(p, vector), false, valid);
+    } else if (vector.access == VectorAccess::kShifted) {
+      cuda::cp_async_block<false>(target, source, left * kBytes);
+      if (vector.index % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
+    } else {
+      cuda::cp_async(target, source, valid * kBytes);
     }
   }
-
-  // As ThreadVectors::copy_async and load. States and steps that do not exist are zeros.
-  __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ScanPlan& plan,
-                                                    const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
-                                                    Raw* stage) {
-    for_each(p, plan, addresses, first_step, steps,
-             [&](int, const ThreadVector& vector, const Scalar* source, int64_t stride, int left) {
-               constexpr int kBytes = sizeof(Scalar);
-               const int valid = max(0, min(left, kVector));
-               Raw* const target = stage + vector.place();
-               if (vector.access == VectorAccess::kSingly) {
-                 *target = load_vector<Scalar, kVector>(source, stride, false, valid);
-               } else if (vector.access == VectorAccess::kShifted) {
-                 cuda::cp_async_block<false>(target, source, left * kBytes);
-                 if (vector.index % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
-               } else {
-                 cuda::cp_async(target, source, valid * kBytes);
-               }
-             });
+  __device__ __forceinline__ static Raw get_raw(VectorAccess access, const Scalar* source, const Raw* staged) {
+    if (access != VectorAccess::kShifted) return Raw::load(reinterpret_cast<const Scalar*>(staged));
+    const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
+    return cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(staged), past);
   }
-  __device__ __forceinline__ static void load(const SelectiveScanParams& p, const ScanPlan& plan,
-                                              const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
-                                              Raw (&raw)[kCount]) {
-    for_each(p, plan, addresses, first_step, steps,
-             [&](int i, const ThreadVector& vector, const Scalar* source, int64_t stride, int left) {
-               const bool is_vector = vector.access != VectorAccess::kSingly;
-               raw[i] = vector.access == VectorAccess::kShifted
-                            ? cuda::ShiftedLoad<Scalar, kVector>(source, left).vector()
-                            : load_vector<Scalar, kVector>(source, stride, is_vector, min(left, kVector));
-             });
+  __device__ __forceinline__ static Raw load(const SelectiveScanParams& p, const ThreadVector& vector, const Scalar* source,
+                                             int steps) {
+    const int left = Matrices::left(p, vector, steps);
+    if (vector.access == VectorAccess::kShifted) return cuda::ShiftedLoad<Scalar, kVector>(source, left).vector();
+    return load_vector<Scalar, kVector>(source, stride(p, vector), vector.access != VectorAccess::kSingly, min(left, kVector));
   }
 
-  // Widens the raw matrices in shared memory that copy_async has filled from the same addresses, or from those of another tile.
-  __device__ __forceinline__ void put(const ScanPlan& plan, const Scalar* const (&addresses)[kCount], const Raw* stage) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const ThreadVector vector(plan, i);
-      const Raw* const source = stage + vector.place();
-      Raw raw;
-      if (vector.access == VectorAccess::kShifted) {
-        const int past = cuda::bytes_past_multiple<kVectorBytes>(addresses[i]);
-        raw = cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(source), past);
-      } else {
-        raw = Raw::load(reinterpret_cast<const Scalar*>(source));
-      }
-      put(vector, raw);
-    }
-  }
-  __device__ __forceinline__ void put(const ScanPlan& plan, const Raw (&raw)[kCount]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) put(ThreadVector(plan, i), raw[i]);
-  }
-
- private:
-  __device__ __forceinline__ void put(const ThreadVector& vector, const Raw& raw) const {
-    Acc* const target = (vector.is_B ? B : C) + vector.state() * kPitch + vector.step();
-    if (vector.access == VectorAccess::kAlongChannels) {
+  // Widens a vector. `target` is its first element's place.
+  __device__ __forceinline__ static void put(Acc* target, VectorAccess access, const Raw& raw) {
+    if (access == VectorAccess::kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) target[j * kPitch] = raw.accumulate(j);
     } else {
       Vector<Acc, kVector> wide;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) wide.set(j, raw.accumulate(j));
-      wide.store(target);
+      wide.store_shared(cuda::shared_address(target));
     }
   }
 };

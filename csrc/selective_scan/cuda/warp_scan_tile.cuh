@@ -78,7 +78,7 @@ struct SequenceTile {
     } else {
       const auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
 #pragma unroll
-      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = vector.accumulate(j);
+      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[j]);
     }
   }
 
