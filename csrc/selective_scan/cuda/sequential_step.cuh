@@ -173,6 +173,9 @@ constexpr double kPhi1Coefficient = kPhi1Coefficient<power - 1> * kLn2 / (power 
 template <>
 constexpr double kPhi1Coefficient<0> = 1;
 
+// z^n = ln2_power(n) x^n
+__device__ __forceinline__ constexpr double ln2_power(int n) { return n == 0 ? 1 : kLn2 * ln2_power(n - 1); }
+
 // sum_j coefficients[j] x^j
 template <typename Acc>
 __device__ __forceinline__ Acc polynomial(Acc, Acc coefficient) {
@@ -231,28 +234,23 @@ struct Step<TruncatedPhi1<terms>, Scalar> : StepDefaults<AccumulateType<Scalar>>
 // error e of the exponential (1.2e-7 to 1.8e-7), phi1's quotient has the error e / |z|, and that of phi1' has 2 e / z^2. The
 // type of the inputs decides which error is allowed.
 //
-// Inputs in fp16 and bf16 have relative errors of 2^-12 and 2^-9. There phi1 has an error of up to 1.4e-6 and phi1' of up to
-// 1.1e-5, both of the quotient at the border; the series' are 4e-7 and 5e-6. The term in z^4 is replaced by one in z^2 that
-// differs by at most 0.17 b^4 for |z| < b.
+// Inputs in fp16 and bf16 have relative errors of 2^-12 and 2^-9. There phi1 has an error of up to 6e-7 and phi1' of up to
+// 1e-6, both of the quotient at the border. The polynomials are fitted to minimize the relative error between the borders: 2e-7
+// and 5e-7.
 template <typename Scalar>
 struct Phi1Series {
-  static constexpr double kBorder = 0.125, kDerivativeBorder = 0.2;
+  static constexpr double kBorder = 0.3, kDerivativeBorder = 0.6;
 
   template <typename Acc>
   __device__ __forceinline__ static Acc value(Acc x) {
-    return polynomial(x, Acc(1), Acc(kLn2 / 2), Acc(kLn2 * kLn2 * (1.0 / 6 + quartic_by_square(kBorder) / 120)),
-                      Acc(kLn2 * kLn2 * kLn2 / 24));
+    return polynomial(x, Acc(0.9999999775), Acc(ln2_power(1) * 0.4999964975), Acc(ln2_power(2) * 0.1666681731),
+                      Acc(ln2_power(3) * 0.04182286874), Acc(ln2_power(4) * 0.008333326407));
   }
   template <typename Acc>
   __device__ __forceinline__ static Acc derivative(Acc x) {
-    return polynomial(x, Acc(0.5), Acc(kLn2 / 3), Acc(kLn2 * kLn2 * (1.0 / 8 + quartic_by_square(kDerivativeBorder) / 144)),
-                      Acc(kLn2 * kLn2 * kLn2 / 30));
-  }
-
- private:
-  // c such that c z^2 is closest to z^4 for |z| < border: 2 (sqrt(2) - 1) border^2.
-  __device__ __forceinline__ static constexpr double quartic_by_square(double border) {
-    return 0.8284271247461903 * border * border;
+    return polynomial(x, Acc(0.500000238), Acc(ln2_power(1) * 0.3333326927), Acc(ln2_power(2) * 0.1249876342),
+                      Acc(ln2_power(3) * 0.03333928148), Acc(ln2_power(4) * 0.007037665859),
+                      Acc(ln2_power(5) * 0.001185527478));
   }
 };
 // Remainders are below rounding, as in common/phi.h.
