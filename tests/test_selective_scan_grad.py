@@ -309,6 +309,22 @@ def test_large_z(method, device):
             assert (error <= tolerance * scale + 1e-15).all(), f"grad_{name}: errors {error / scale} at z = {large}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_zoh_exact_keeps_its_digits_between_series_and_quotient(dtype, device):
+    """One step from zero: the state is the gain times u B and the gradient of A its derivative, each with float32's digits."""
+    z = -torch.logspace(-1.5, 0.5, 64)
+    inputs = make_inputs(dim=len(z), seqlen=1, dstate=16, **MINIMAL, dtype=dtype, device=device)
+    inputs |= {"discretization": "zoh_exact", "delta": torch.ones_like(inputs["delta"])}
+    inputs["A"] = z.to(device)[:, None].expand(-1, 16).contiguous()
+    cotangents = make_cotangents(inputs)
+    actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+    exact = evaluate(SELECTIVE_SCAN.reference, as_float64(inputs), tuple(x.double() for x in cotangents))
+    for name, tolerance in (("last_state", 2e-6), ("grad_A", 4e-6)):
+        axis = 0 if name == "grad_A" else 1
+        error, scale = (x.movedim(axis, 0).flatten(1).abs().amax(1) for x in (actual[name].double() - exact[name], exact[name]))
+        assert (error <= tolerance * scale).all(), f"{name}: errors {error / scale} at z = {z}"
+
+
 def test_long_decay_stays_finite(device):
     """Strong decay over a long sequence: Abar underflows, and backward divides by nothing."""
     for method in METHODS.keys() - {"euler"}:

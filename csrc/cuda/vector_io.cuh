@@ -114,9 +114,19 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kAccesses; ++i) reinterpret_cast<Access*>(target)[i] = accesses[i];
   }
-  // The same at an address in shared memory. (A store through the pointer is not always one instruction.)
+  // The same at an address in shared memory. Accesses keep their order.
   __device__ __forceinline__ static Vector load_shared(uint32_t source) {
-    return load(static_cast<const Scalar*>(__cvta_shared_to_generic(source)));
+    static_assert(kAlignment == 16, "the instruction loads 16 bytes");
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      Access& v = result.accesses[i];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(source + i * kAlignment)
+                   : "memory");
+    }
+    return result;
   }
   __device__ __forceinline__ void store_shared(uint32_t target) const {
     static_assert(kAlignment >= 8, "the instructions store 8 or 16 bytes");

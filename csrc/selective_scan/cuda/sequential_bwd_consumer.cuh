@@ -37,7 +37,7 @@ struct BwdConsumer {
   const Position& at;
   ConsumerLane<TileConfig, true> lane;
   bool needs_grad_z;
-  uint32_t states_before_groups, sums;  // addresses of the thread's first values there
+  uint32_t states_before_groups, sums_over_channels;  // addresses of the thread's first values there
   // Zero for channels and states that do not exist. `adjoint` is Abar_{t+1} g_{t+1}.
   States A, adjoint, grad_A, h;
 
@@ -88,8 +88,8 @@ struct BwdConsumer {
         at(*shared_.position),
         needs_grad_z(p_.grad_z.data != nullptr),
         states_before_groups(cuda::opaque_shared_address(shared_.states + threadIdx.x)),
-        sums(cuda::opaque_shared_address(shared_.sums + threadIdx.x / kWarpSize * Shared::kSums +
-                                         ((lane.row & 4 ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch)) {
+        sums_over_channels(cuda::opaque_shared_address(shared_.sums + threadIdx.x / kWarpSize * Shared::kSums +
+                                                       ((lane.row & 4 ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
@@ -236,7 +236,7 @@ struct BwdConsumer {
       const Acc of_C = of_half[0][1][j] + __shfl_xor_sync(kAllLanes, of_half[1][1][j], 2 * kStateLanes);
       sum.set(j, (has_C ? of_C : of_B) + __shfl_xor_sync(kAllLanes, has_C ? of_B : of_C, 4 * kStateLanes));
     }
-    sum.store_shared(sums + t * kBytes);
+    sum.store_shared(sums_over_channels + t * kBytes);
   }
 
   // Exchanges between state lanes: those one apart split the channels, those two apart the two sums, or the steps of y.

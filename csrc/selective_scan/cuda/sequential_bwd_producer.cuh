@@ -1,10 +1,10 @@
 // Selective scan, backward, on CUDA, sequential: the producer warps. sequential_bwd.cuh describes the whole kernel.
 //
-// Before the consumers scan a tile, producers store each element's delta = softplus?(raw + bias), delta u (or u, if the
-// method's gain is not one) and dy = grad_out silu(z) in shared memory in the accumulation type, with the tile's rows of B and
-// C. Afterwards they read the same tensors again and combine them with the consumers' sums over states (y, p k and A q + u p (z
-// k)') into the gradients of u, delta and z. The terms of the gradients of D and delta_bias are added over the lanes of a
-// channel by shuffles, over tiles in shared memory, and over warps at the end.
+// Before the consumers scan a tile, producers store each element's delta = softplus?(raw + bias), the input (a multiple of u
+// or of delta u: sequential_step.cuh) and dy = grad_out silu(z) in shared memory in the accumulation type, with the tile's rows
+// of B and C. Afterwards they read the same tensors again and combine them with the consumers' sums over states (y, and `input`
+// and `step` of GradientSums) into the gradients of u, delta and z. The terms of the gradients of D and delta_bias are added
+// over the lanes of a channel by shuffles, over tiles in shared memory, and over warps at the end.
 #pragma once
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
@@ -12,7 +12,7 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Global memory -> delta, delta_u, dy, B and C; sums over states -> gradients. Along the channels, partial tiles are moved
+// Global memory -> delta, the input, dy, B and C; sums over states -> gradients. Along the channels, partial tiles are moved
 // element by element, and so is every tile of tensors without contiguous steps or channels.
 template <typename TileConfig, typename Method, bool along_channels>
 struct BwdProducer {
@@ -222,11 +222,11 @@ struct BwdProducer {
         finish(load_delta, delta);
         if (has_grad) finish(load_grad_out, grad_out);
         if (has_gate) finish(load_z, z);
-        if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
+        if (needs_grad_z) thread_vectors.get(shared.array(tile, Shared::kY), i, first, y);
         thread_vectors.get_channels(shared.skip, i, first, skip);
         thread_vectors.get_channels(shared.bias, i, first, bias);
-        thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
-        thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+        thread_vectors.get(shared.array(tile, Shared::kInput), i, first, of_u);
+        thread_vectors.get(shared.array(tile, Shared::kStep), i, first, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
         make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
@@ -255,9 +255,9 @@ struct BwdProducer {
     const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
     const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
     Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
-    Acc y[1] = {needs_grad_z ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
-    Acc of_u[1] = {*shared.sum(tile, Shared::kInput).at(channel, step)};
-    Acc of_delta[1] = {*shared.sum(tile, Shared::kStep).at(channel, step)};
+    Acc y[1] = {needs_grad_z ? *shared.array(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc of_u[1] = {*shared.array(tile, Shared::kInput).at(channel, step)};
+    Acc of_delta[1] = {*shared.array(tile, Shared::kStep).at(channel, step)};
     make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
     if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
     if (p.grad_u.data != nullptr) store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);

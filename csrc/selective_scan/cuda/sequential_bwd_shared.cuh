@@ -51,7 +51,6 @@ struct BwdShared {
   __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, kDelta); }
   __device__ __forceinline__ TileArray<TileConfig> input(int tile) const { return array(tile, kInput); }
   __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, kDy); }
-  __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) const { return array(tile, kind); }
   __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
     Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
     return {B, B + Matrices<TileConfig>::kCapacity};

@@ -6,11 +6,12 @@
 //
 // Saved for backward: the state at every chunk boundary. sequential.h describes tiles, lanes and states per lane. A block has
 // producer and consumer warps, which synchronize once a tile:
-// * Producers load a tile and store delta, the input and the widened rows of B and C in shared memory. The input is a multiple
-// of u or delta u: sequential_step.cuh has the methods.
+// * Producers load a tile and store delta, the input and the widened rows of B and C in shared memory.
 // * Consumers advance their states through the tile, kGroupSteps steps between loads, and store their partial sums of <C_t,
 // h_t>.
 // * Producers add the partial sums and D u, apply the gate, and write out, while the consumers scan the next tile.
+// The input is a multiple of u or delta u: sequential_step.cuh has the methods.
+//
 // Shared memory holds two buffers of a tile. Rows may start at any element: sequential_tile.cuh has the accesses. The partial
 // sums of two state lanes overwrite delta and the input: all lanes of a warp have read a group of steps before one stores its
 // sums.

@@ -33,8 +33,8 @@ struct FwdProducer {
   // Addresses in the next tile to read; out and z in the next tile to write.
   Scalar *delta, *u, *z, *out;
   const Scalar* matrices[kMatrixVectors];
-  // What else a tile's copy of B and C takes, computed once: from one tile to the next, among the raw matrices, from the
-  // beginning of B, and whether the vector is moved by one instruction where all states and steps exist.
+  // Per vector of B and C, computed once: the stride to the next tile, the place among the raw matrices, the place from the
+  // beginning of B, and whether one instruction moves it where all states and steps exist.
   int64_t matrix_stride[kMatrixVectors];
   int matrix_place[kMatrixVectors], matrix_target[kMatrixVectors];
   bool is_matrix_vector[kMatrixVectors];

@@ -143,12 +143,13 @@ struct Step<BackwardEuler, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   }
 };
 
-// h + h_before = r (h_before + delta u b / 2), r = 2 / (1 - z / 2). The gradient of z is g r (h + h_before) / 4.
+// h = (r - 1) h_before + r delta u b / 2, r = 2 / (1 - z / 2). The gradient of z is g r^2 (h_before + delta u b / 2) / 4.
 template <typename Scalar>
 struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   using Acc = AccumulateType<Scalar>;
   using Defaults = StepDefaults<Acc>;
   using typename Defaults::Input, typename Defaults::Rate;
+  static constexpr bool kKeepsAddresses = sizeof(Scalar) == 2;
   static constexpr Acc kInputScale = Acc(0.5), kScaleOfA = Acc(-0.25), kScaleOfStepSum = -1, kScaleOfGradA = Acc(0.25);
 
   Acc r;
@@ -157,13 +158,13 @@ struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   __device__ __forceinline__ Step(const Input& input, const Rate& rate)
       : r(Math<Acc>::reciprocal(Math<Acc>::fma(input.delta, rate.A, Acc(0.5)))) {}
   __device__ __forceinline__ Acc advance(const Input& input, const Rate&, Acc before, Acc b) const {
-    return Math<Acc>::fma(r, Math<Acc>::fma(input.v, b, before), -before);
+    return Math<Acc>::fma(r - 1, before, r * (input.v * b));
   }
   __device__ __forceinline__ Acc add_gradients(const GradientSums<Acc>& sums, const Input& input, const Rate& rate, Acc b,
-                                               Acc g, Acc before, Acc h) const {
+                                               Acc g, Acc before, Acc) const {
     const Acc gained = r * g;
-    Defaults::add(sums, input, rate, b, gained, gained * (h + before));
-    return gained - g;
+    Defaults::add(sums, input, rate, b, gained, gained * (r * Math<Acc>::fma(input.v, b, before)));
+    return (r - 1) * g;
   }
 };
 
@@ -203,27 +204,27 @@ struct Step<TruncatedPhi1<terms>, Scalar> : StepDefaults<AccumulateType<Scalar>>
   static constexpr bool kKeepsAddresses = false;
   static constexpr Acc kScaleOfA = Acc(kLog2E), kScaleOfStepSum = Acc(kLn2);
 
-  // `gained` is v k. With two terms it is one multiply-add: the states of a channel share v / 2. With more terms, such
+  // `gained_input` is v k. With two terms it is one multiply-add: the states of a channel share v / 2. With more terms, such
   // constants occupy the registers that backward needs.
-  Acc x, abar, gain, gained;
+  Acc x, abar, gain, gained_input;
 
   Step() = default;
   __device__ __forceinline__ Step(const Input& input, const Rate& rate)
       : x(input.delta * rate.A),
         abar(Math<Acc>::exp2(x)),
         gain(phi1_series(x, std::make_integer_sequence<int, terms>())),
-        gained(input.v * gain) {
-    if constexpr (terms == 2) gained = polynomial(x, input.v, input.v * Acc(kPhi1Coefficient<1>));
+        gained_input(input.v * gain) {
+    if constexpr (terms == 2) gained_input = polynomial(x, input.v, input.v * Acc(kPhi1Coefficient<1>));
   }
   __device__ __forceinline__ Acc advance(const Input&, const Rate&, Acc before, Acc b) const {
-    return Math<Acc>::fma(abar, before, gained * b);
+    return Math<Acc>::fma(abar, before, gained_input * b);
   }
   __device__ __forceinline__ Acc add_gradients(const GradientSums<Acc>& sums, const Input& input, const Rate& rate, Acc b,
                                                Acc g, Acc before, Acc) const {
     const Acc of_z = phi1_derivative_series(x, std::make_integer_sequence<int, terms - 1>());
     const Acc adjoint = abar * g, g_b = g * b, q = Math<Acc>::fma(g_b * input.v, of_z, adjoint * before);
     sums.input = Math<Acc>::fma(g_b, gain, sums.input);
-    sums.B = Math<Acc>::fma(g, gained, sums.B);
+    sums.B = Math<Acc>::fma(g, gained_input, sums.B);
     sums.step = Math<Acc>::fma(rate.A, q, sums.step);
     sums.A = Math<Acc>::fma(input.delta, q, sums.A);
     return adjoint;
@@ -231,8 +232,8 @@ struct Step<TruncatedPhi1<terms>, Scalar> : StepDefaults<AccumulateType<Scalar>>
 };
 
 // phi1(z) and phi1'(z) near zero, where the quotients cancel: for |z| below kBorder and kDerivativeBorder. With a relative
-// error e of the exponential (1.2e-7 to 1.8e-7), phi1's quotient has the error e / |z|, and that of phi1' has 2 e / z^2. The
-// type of the inputs decides which error is allowed.
+// error e of the exponential (1.2e-7 to 1.8e-7), phi1's quotient has the error e / |z|, and that of phi1' has 2 e / z^2
+// (absolute). The type of the inputs decides which error is allowed.
 //
 // Inputs in fp16 and bf16 have relative errors of 2^-12 and 2^-9. There phi1 has an error of up to 6e-7 and phi1' of up to
 // 1e-6, both of the quotient at the border. The polynomials are fitted to minimize the relative error between the borders: 2e-7
@@ -273,7 +274,7 @@ struct Step<ZohExact, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   static constexpr bool kInputHasDelta = false, kKeepsAddresses = false;
   static constexpr Acc kScaleOfA = Acc(kLog2E);
 
-  // The inverse is infinite for A = 0, where it is not selected. It is not kept in registers from group to group in backward.
+  // The inverse is infinite for A = 0, where it is not selected. Backward computes it again for each group to save registers.
   struct Rate {
     Acc A, unscaled, inverse;
 
