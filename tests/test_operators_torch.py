@@ -169,6 +169,18 @@ def test_forward_mode_says_that_there_is_none(operator, device):
                 operator(**(inputs | {name: dual}))
 
 
+@every_operator
+def test_backward_in_forward_mode_says_that_there_is_none(operator, device):
+    """With ``create_graph=False`` too, where backward skips autograd's kernels unless a gradient has a tangent."""
+    leaves = with_gradients(operator.make_inputs(device=device))
+    tensors = [leaves[name] for name in tensor_names(leaves)]
+    result = operator(**leaves)[0]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones_like(result), torch.ones_like(result))
+        with pytest.raises(RuntimeError, match=r"(?i)jvp is not implemented|forward.mode|forward AD"):
+            torch.autograd.grad(result, tensors, dual, allow_unused=True)
+
+
 # ----- autocast
 
 

@@ -34,11 +34,13 @@ inline void finish_streaming() {
 #endif
 }
 
-// Whether each vector of the rows of a tensor is aligned as stream() requires.
+// Whether each row of a tensor begins at a cache line. stream() requires aligned vectors. Memory would receive a line twice
+// that two tasks stream in halves.
 template <typename Scalar>
-bool has_aligned_vectors(const void* data, int64_t stride_row) {
-  constexpr int64_t kVector = at::vec::Vectorized<Scalar>::size();
-  return reinterpret_cast<uintptr_t>(data) % (kVector * sizeof(Scalar)) == 0 && stride_row % kVector == 0;
+bool has_aligned_rows(const void* data, int64_t stride_row) {
+  constexpr int64_t kLineBytes = 64, kLine = kLineBytes / static_cast<int64_t>(sizeof(Scalar));
+  static_assert(kLine % at::vec::Vectorized<Scalar>::size() == 0, "a line is whole vectors");
+  return reinterpret_cast<uintptr_t>(data) % kLineBytes == 0 && stride_row % kLine == 0;
 }
 
 }  // namespace CPU_CAPABILITY

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Exception.h>
 
 #include "torch/eager.h"
 #ifdef SSM_KERNELS_WITH_CUDA
@@ -43,6 +44,7 @@ at::Tensor allocate(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarTy
 }  // namespace
 
 at::Tensor empty_tensor(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(!options.requires_grad() && !options.has_memory_format());
   const at::Device device = options.device();
   if (is_direct(device) && options.layout() == at::kStrided && !options.pinned_memory()) {
     if (const auto sizes = c10::asIntArrayRefSlowOpt(shape))
@@ -53,7 +55,7 @@ at::Tensor empty_tensor(c10::SymIntArrayRef shape, const at::TensorOptions& opti
 
 at::Tensor empty_tensor_like(const at::Tensor& tensor) {
   const at::Device device = tensor.device();
-  // Of a tensor with gaps, at::empty_like computes other strides.
+  // at::empty_like computes other strides for a tensor with gaps.
   if (is_direct(device) && is_plain_tensor(tensor) && tensor.is_non_overlapping_and_dense()) {
     return allocate(tensor.sizes(), tensor.strides(), tensor.scalar_type(), device);
   }

@@ -8,11 +8,12 @@
 
 namespace ssm_kernels {
 
-// Contiguous. CPU and CUDA tensors come from the device's allocator, without the dispatcher, unless a dispatch mode is active,
-// a size is symbolic or PyTorch is to fill the memory (torch.use_deterministic_algorithms).
+// Contiguous. The options have no memory format and require no gradient. CPU and CUDA tensors come from the device's allocator,
+// without the dispatcher, unless a dispatch mode is active, a size is symbolic or PyTorch is to fill the memory
+// (torch.use_deterministic_algorithms).
 at::Tensor empty_tensor(c10::SymIntArrayRef shape, const at::TensorOptions& options);
 
-// Of the tensor's shape, dtype and device, and of its layout as at::empty_like keeps it.
+// Returns a tensor of the same shape, dtype and device, with the strides of at::empty_like.
 at::Tensor empty_tensor_like(const at::Tensor& tensor);
 // The same, contiguous.
 at::Tensor empty_contiguous_like(const at::Tensor& tensor);

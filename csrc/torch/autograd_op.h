@@ -36,6 +36,7 @@
 #include "torch/autocast.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/eager.h"
 
 namespace ssm_kernels {
 
@@ -169,9 +170,10 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   }
 
  private:
-  // Unless second derivatives are recorded, backward's operators skip their Autograd kernels, which box all arguments.
+  // Unless second derivatives or tangents are recorded, backward's operators skip their Autograd kernels, which box all
+  // arguments and raise errors for tangents.
   static typename Op::GradTensors run_backward(typename Op::BwdInputs& bwd) {
-    if (at::GradMode::is_enabled()) return Op::backward(bwd);
+    if (records_derivatives()) return Op::backward(bwd);
     at::AutoDispatchBelowADInplaceOrView guard;
     return Op::backward(bwd);
   }
@@ -186,7 +188,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     std::apply([&](auto&... member) { ((next->defined() ? void(member = *next) : void(), ++next), ...); }, members);
   }
 
-  // How many of the fields are options, which saved_data keeps, in a map that would grow with each.
+  // Counts the options among the fields. saved_data keeps them in a map, which is reserved to this size.
   template <typename... Fields>
   static constexpr size_t count_options(const std::tuple<Fields&...>&) {
     return (size_t(0) + ... + size_t(!kIsTensor<std::decay_t<Fields>>));

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <tuple>
 
@@ -33,8 +34,13 @@ bool has_plain_tensors(const Tuple& tensors) {
   return std::apply([](const auto&... tensor) { return (is_plain_tensor(or_undefined(tensor)) && ...); }, tensors);
 }
 
-// Whether operators are neither traced nor recorded for a second derivative.
-inline bool runs_eagerly() { return !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled(); }
+// Whether backward's operators record second derivatives, or tangents: a level of forward-mode differentiation is entered.
+inline bool records_derivatives() {
+  return at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+// Whether operators are neither traced nor record derivatives.
+inline bool runs_eagerly() { return !c10::impl::dispatch_mode_enabled() && !records_derivatives(); }
 
 // Whether this is the only reference to a tensor and to its memory, which may then be written to.
 inline bool is_sole_owner(const at::Tensor& tensor) {

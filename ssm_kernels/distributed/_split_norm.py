@@ -1,8 +1,8 @@
 """The gated RMSNorm of groups whose columns are on several ranks, inside the Mamba-2 mixer and alone.
 
 A kernel sums the squares of a rank's columns of each group, an all-reduce adds the sums, and a second kernel normalizes with
-the mean. Backward does the same with the products of gradients and normalized values. Rows of one group thus send one number
-each way.
+the mean. Backward does the same with the products of gradients and normalized values. A row with one group sends one number
+in each direction.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SplitNorm:
     norm_before_gate: bool
     eps: float
 
-    def forward(self, x: Tensor, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, z: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of this rank's columns and, for backward, rstd of each row's blocks. Not differentiable."""
         block_size = x.shape[-1] // len(self.reads)
         squares = _ops._norm_gated_squares(x, None if self.norm_before_gate else z, block_size, "silu")

@@ -296,10 +296,16 @@ class _SplitRMSNorm(Local):
 
     _split: SplitNorm
 
-    @torch.no_grad()
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """The norm, for decoding."""
-        return self._split.forward(x, z.to(x.dtype), cast(GatedRMSNorm, self).weight)[0]
+    def forward(self, x: Tensor, z: Tensor | None) -> Tensor:
+        """The norm, for decoding. Not differentiable: with gradients, it raises a NotImplementedError."""
+        weight = cast(GatedRMSNorm, self).weight
+        needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (x, z, weight))
+        if torch.is_grad_enabled() and needs_grad:
+            raise NotImplementedError(
+                "Mamba2: expected no gradients through norm, whose groups TensorParallel splits over ranks: call the layer, "
+                "or norm under torch.no_grad()"
+            )
+        return self._split.forward(x, None if z is None else z.to(x.dtype), weight)[0]
 
 
 class _VocabularyParallel(Local):

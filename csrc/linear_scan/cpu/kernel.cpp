@@ -93,7 +93,7 @@ struct TaskView {
   bool streams(const LinearScanParams& p, const SequenceView& view) const {
     if (!is_in_place(view)) return false;
     const int64_t bytes = p.batch * p.seqlen * p.channels * static_cast<int64_t>(sizeof(Acc));
-    return bytes >= kMinStreamedBytes && has_aligned_vectors<Acc>(in_place(view, 0).data, view.stride_step);
+    return bytes >= kMinStreamedBytes && has_aligned_rows<Acc>(in_place(view, 0).data, view.stride_step);
   }
 
   // Where to write steps from t on: the tensor's own memory, or a tile that store() copies to the tensor.

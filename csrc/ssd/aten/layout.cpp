@@ -4,7 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
@@ -30,7 +29,7 @@ constexpr double kLowestZeta = -800;
 constexpr int64_t kSumBlock = 128;
 
 at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
-  at::Tensor result = at::empty(at::infer_size(a.sizes(), b.sizes()), b.options());
+  at::Tensor result = empty_tensor(c10::fromIntArrayRefSlow(at::infer_size(a.sizes(), b.sizes())), b.options());
   return at::mul_out(result, a, b);
 }
 

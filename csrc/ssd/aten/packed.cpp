@@ -1,11 +1,11 @@
 #include "ssd/aten/packed.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
 #include <map>
 
+#include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
@@ -26,7 +26,7 @@ at::Tensor SequenceRows::place(const at::Tensor& result) const {
   std::vector<int64_t> sizes = result.sizes().vec();
   sizes[0] = sequences;
   if (are_steps) sizes[1] = length;
-  return at::empty(sizes, result.options());
+  return empty_tensor(c10::fromIntArrayRefSlow(sizes), result.options());
 }
 
 void SequenceRows::put(const at::Tensor& values, const at::Tensor& result) const {
