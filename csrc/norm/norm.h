@@ -53,7 +53,7 @@ struct NormParams {
   RowsView z;  // norm_gated
   ParameterView weight, bias;
   void *rstd = nullptr, *mean = nullptr;  // (rows, groups), accumulation type; mean is null for RMSNorm
-  // Of groups on several devices, see above; (rows, groups), accumulation type. If `sums` is not null, kernels write nothing
+  // For groups on several devices (see above); (rows, groups), accumulation type. If `sums` is not null, kernels write nothing
   // else.
   const void* group_mean = nullptr;
   void* sums = nullptr;

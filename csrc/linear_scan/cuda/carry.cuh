@@ -126,7 +126,7 @@ struct CarryShared {
   uint32_t tickets[2];
 };
 
-// What a thread of the carry keeps of a tile: in half 0 the tile's map, in half 1 the map of the tile's first half.
+// A carry thread's values of a tile: in half 0 the tile's map, in half 1 the map of the tile's first half.
 template <typename T>
 struct FoldedTile {
   Map<typename T::Acc> map;

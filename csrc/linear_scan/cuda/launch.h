@@ -32,7 +32,7 @@ enum class KernelChoice : int {
 
 constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
-constexpr int kThreads = 128;  // of a block; a multiprocessor holds three blocks
+constexpr int kThreads = 128;  // of a block; a multiprocessor holds two or three blocks
 // Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and in the registers of gates.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
