@@ -143,7 +143,8 @@ struct Step<BackwardEuler, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   }
 };
 
-// h = (r - 1) h_before + r delta u b / 2, r = 2 / (1 - z / 2). The gradient of z is g r^2 (h_before + delta u b / 2) / 4.
+// h = r (n h_before + delta u b / 2), r = 1 / (1 / 2 - z / 4) and n = 1 / 2 + z / 4, which keeps its digits where Abar = n r is
+// small. The gradient of z is g r^2 (h_before + delta u b / 2) / 4.
 template <typename Scalar>
 struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   using Acc = AccumulateType<Scalar>;
@@ -157,14 +158,19 @@ struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   Step() = default;
   __device__ __forceinline__ Step(const Input& input, const Rate& rate)
       : r(Math<Acc>::reciprocal(Math<Acc>::fma(input.delta, rate.A, Acc(0.5)))) {}
-  __device__ __forceinline__ Acc advance(const Input& input, const Rate&, Acc before, Acc b) const {
-    return Math<Acc>::fma(r - 1, before, r * (input.v * b));
+  __device__ __forceinline__ Acc advance(const Input& input, const Rate& rate, Acc before, Acc b) const {
+    return r * Math<Acc>::fma(numerator(input, rate), before, input.v * b);
   }
   __device__ __forceinline__ Acc add_gradients(const GradientSums<Acc>& sums, const Input& input, const Rate& rate, Acc b,
                                                Acc g, Acc before, Acc) const {
     const Acc gained = r * g;
     Defaults::add(sums, input, rate, b, gained, gained * (r * Math<Acc>::fma(input.v, b, before)));
-    return (r - 1) * g;
+    return numerator(input, rate) * gained;
+  }
+
+ private:
+  __device__ __forceinline__ static Acc numerator(const Input& input, const Rate& rate) {
+    return Math<Acc>::fma(-input.delta, rate.A, Acc(0.5));
   }
 };
 
