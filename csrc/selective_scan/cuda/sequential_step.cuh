@@ -150,7 +150,7 @@ struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
   using Acc = AccumulateType<Scalar>;
   using Defaults = StepDefaults<Acc>;
   using typename Defaults::Input, typename Defaults::Rate;
-  static constexpr bool kKeepsAddresses = sizeof(Scalar) == 2;
+  static constexpr bool kKeepsAddresses = false;
   static constexpr Acc kInputScale = Acc(0.5), kScaleOfA = Acc(-0.25), kScaleOfStepSum = -1, kScaleOfGradA = Acc(0.25);
 
   Acc r;
