@@ -286,7 +286,7 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
     stage(ThreadTile<T>(p, partition, first[i]), i);
     cuda::cp_async_commit();
   }
-  uint32_t current = partition.tiles_in_all, next = first[0], later = first[1];  // there is no current tile yet
+  uint32_t current = partition.tiles_in_all, next = first[0], later = first[1];  // no tile is current yet
   FoldedTile<T> folded;
   HeldRows<T> held;
   int buffer = 0;
