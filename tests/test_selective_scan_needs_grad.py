@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import allocated, on_meta
 from operator_spec import with_gradients
-from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, evaluate, make_cotangents, make_inputs
+from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, evaluate, make_cotangents, make_inputs, plans_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ssm_kernels import selective_scan
@@ -153,6 +153,59 @@ def test_compiled_backward_computes_what_is_needed(device, fresh_dynamo):
         selective_scan(**eager).sum().backward()
         assert all(torch.equal(leaves[name].grad, eager[name].grad) for name in trained)
         assert all(leaves[name].grad is None for name in TENSORS if name not in trained)
+
+
+# ----- the last backward of a graph
+
+REUSE = {
+    "many channels": {"dim": 256, "seqlen": 100},
+    "fewer states": {"dim": 128, "seqlen": 96, "dstate": 13, "dtype": torch.float32},
+    "groups": {"dim": 256, "groups": 2, "seqlen": 64},
+    "segments": {"batch": 1, "dim": 128, "seqlen": 2100},
+    "reverse": {"dim": 128, "seqlen": 128, "reverse": True},
+    "one tile of channels": {"dim": 64, "seqlen": 64},
+    "a tile of fewer channels": {"dim": 136, "seqlen": 64},
+    "packed": {"dim": 128, "cu_seqlens": [0, 40, 96]},
+}
+
+
+@pytest.mark.parametrize("case", REUSE)
+def test_the_last_backward_gives_the_same_bits(case, device):
+    """It may write to the chunk states. The other must not: its graph may be used again."""
+    inputs = make_inputs(**{"dstate": 16, "dtype": torch.bfloat16, "device": device} | REUSE[case])
+    arguments = SELECTIVE_SCAN.backward_arguments(inputs)
+    expected = ops._selective_scan_bwd(*arguments)
+    for operator in (ops._selective_scan_bwd, ops._selective_scan_bwd_last):
+        for actual, value in zip(operator(*arguments), expected, strict=True):
+            assert torch.equal(actual, value)
+
+
+def test_backward_through_a_retained_graph(device):
+    inputs = make_inputs(dim=128, seqlen=100, dstate=16, dtype=torch.bfloat16, device=device)
+    leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, torch.Tensor)]
+    out = selective_scan(**inputs)
+    cotangent = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+    for retain_graph in (True, False):
+        for actual, value in zip(torch.autograd.grad(out, leaves, cotangent, retain_graph), expected, strict=True):
+            assert torch.equal(actual, value)
+
+
+@pytest.mark.cuda
+def test_the_last_backward_has_no_workspace_for_partial_sums():
+    batch, dim, seqlen, dstate = 8, 512, 1024, 16
+    inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, dtype=torch.bfloat16, device="cuda")
+    if not plans_of(inputs)[1].startswith("sequential"):
+        pytest.skip("backward is the warp scan here, whose partial sums are larger than the chunk states")
+    leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, torch.Tensor)]
+
+    def taken(retain_graph: bool) -> int:
+        out = selective_scan(**inputs)
+        cotangent = torch.randn_like(out)
+        return allocated(lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph), "cuda")
+
+    taken(True)  # what is allocated once
+    assert taken(True) - taken(False) >= 2 * 4 * batch * (dim // 64) * dstate * seqlen
 
 
 # ----- memory

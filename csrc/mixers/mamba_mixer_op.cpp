@@ -71,6 +71,7 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   // The caller's memory for the gradients of z and delta; not in the schema.
   OptionalTensor grad_z, grad_delta;
+  bool reuses_chunk_states = false;  // as of selective_scan::BwdInputs
 
   auto grads() { return std::tie(grad_out, grad_last_state); }
   auto saved() { return std::tie(chunk_states, parameters); }
@@ -126,6 +127,7 @@ GradTensors bwd(const BwdInputs& bwd) {
   scan.in.packed_initial_state = in.packed_initial_state;
   scan.chunk_states = bwd.chunk_states;
   scan.needs_grad = needs_grad;
+  scan.reuses_chunk_states = bwd.reuses_chunk_states;
   GradTensors grads;
   if (is_present(bwd.grad_z)) {
     static const Operator<selective_scan::BwdOutGrads, selective_scan::BwdOutInputs> op("ssm_kernels::_selective_scan_bwd_out");
@@ -137,8 +139,9 @@ GradTensors bwd(const BwdInputs& bwd) {
     grads[kGradZ] = scan.required_grad_z;
     if (is_present(scan.grad_delta)) grads[kGradDelta] = *scan.grad_delta;
   } else {
-    static const Operator<GradTensors, selective_scan::BwdInputs> op("ssm_kernels::_selective_scan_bwd");
-    grads = op(scan);
+    using ScanBackward = Operator<GradTensors, selective_scan::BwdInputs>;
+    static const ScanBackward op("ssm_kernels::_selective_scan_bwd"), last("ssm_kernels::_selective_scan_bwd_last");
+    grads = bwd.reuses_chunk_states ? last(scan) : op(scan);
   }
   for (const auto place : {kGradU, kGradDelta, kGradB, kGradC, kGradZ}) {
     if (grads[place].dim() == 3) grads[place] = transposed(grads[place]);
@@ -195,6 +198,7 @@ struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tenso
       // The convolution's backward reuses the left half once nobody refers to the gradient of delta.
       if (bwd.needs_grad[kGradDelta]) bwd.grad_delta = mamba_conv::left_of_grad_gate(*bwd.grad_z);
     }
+    bwd.reuses_chunk_states = frees_saved_tensors();
     return mamba_mixer::bwd(bwd);
   }
 

@@ -289,6 +289,14 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at:
     return edges;
   }
 
+  static GradTensors backward(BwdInputs& bwd) {
+    const bool is_last = runs_eagerly() && frees_saved_tensors() &&
+                         has_plain_tensors(std::tuple_cat(bwd.in.fields_but_state(), bwd.saved(), bwd.grads()));
+    if (!is_last) return DifferentiableOp::backward(bwd);
+    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_selective_scan_bwd_last");
+    return op(bwd);
+  }
+
   // Sequences in the autocast dtype; parameters and states in float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.u, in.delta, in.z);

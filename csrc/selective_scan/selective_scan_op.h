@@ -88,6 +88,8 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   // Arguments of _selective_scan_bwd_out only: backward writes the gradients of z and, if it is given, of delta to these.
   OptionalTensor grad_z, grad_delta;
+  // Whether nobody reads chunk_states after backward, which may then write partial sums in their place.
+  bool reuses_chunk_states = false;
 
   auto grads() { return std::tie(grad_out, grad_last_state); }
   auto saved() { return std::tie(chunk_states); }
@@ -101,7 +103,7 @@ struct BwdInputs {
 struct BwdOutInputs : BwdInputs {
   at::Tensor required_grad_z;
 
-  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_z, grad_delta)); }
+  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_z, grad_delta, reuses_chunk_states)); }
 };
 using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // without that of z
 
@@ -122,11 +124,19 @@ BwdOutGrads bwd_out(BwdOutInputs& in) {
   return others;
 }
 
+// As bwd, for the last reader of chunk_states.
+template <GradTensors (*bwd)(const BwdInputs&)>
+GradTensors bwd_last(BwdInputs& in) {
+  in.reuses_chunk_states = true;
+  return bwd(in);
+}
+
 // Registers a device's kernels.
 template <FwdOutputs (*fwd)(const FwdInputs&), GradTensors (*bwd)(const BwdInputs&)>
 void register_kernels(torch::Library& m) {
   implement<fwd>(m, "_selective_scan_fwd");
   implement<bwd>(m, "_selective_scan_bwd");
+  implement<&bwd_last<bwd>>(m, "_selective_scan_bwd_last");
   implement<&bwd_out<bwd>>(m, "_selective_scan_bwd_out");
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <tuple>
 
@@ -41,6 +42,10 @@ inline bool records_derivatives() {
 
 // Whether operators are neither traced nor record derivatives.
 inline bool runs_eagerly() { return !c10::impl::dispatch_mode_enabled() && !records_derivatives(); }
+
+// Whether backward, called by the engine, frees the tensors that forward has saved, and so may write to those that only it
+// reads.
+inline bool frees_saved_tensors() { return !torch::autograd::get_current_graph_task_keep_graph(); }
 
 // Whether this is the only reference to a tensor and to its memory, which may then be written to.
 inline bool is_sole_owner(const at::Tensor& tensor) {

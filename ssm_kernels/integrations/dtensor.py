@@ -122,7 +122,7 @@ _SSD_SUMMARY = ("ssd_chunk_scan_summary", *(f"_ssd_chunk_scan_summary{kind}" for
 _RECURRENCE_SUMMARY = tuple(f"_linear_recurrence_summary{kind}" for kind in ("", "_fwd", "_bwd"))
 
 _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
-    **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd"), _SCAN),
+    **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd", "_selective_scan_bwd_last"), _SCAN),
     **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd"), _SSD),
     **dict.fromkeys(
         ("_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd", "_ssd_chunk_scan_states_bwd"),

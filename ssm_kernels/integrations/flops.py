@@ -101,7 +101,7 @@ def _recurrence_summary(call: Arguments, *, inputs: str | None = None, backward:
 _RECURRENCES = ("linear", "diag_linear", "mingru", "minlstm", "liquid", "rglru", "hgrn", "elu_gru")
 _FORMULAS: dict[Formula, tuple[str, ...]] = {
     _scan: ("selective_scan", "_selective_scan_fwd"),
-    partial(_scan, backward=True): ("_selective_scan_bwd", "_selective_scan_bwd_out"),
+    partial(_scan, backward=True): ("_selective_scan_bwd", "_selective_scan_bwd_last", "_selective_scan_bwd_out"),
     partial(_scan, x="x"): ("selective_state_update", "selective_state_update_out"),
     partial(_scan, x="x", A="A_log"): ("_mamba_mixer", "_mamba_mixer_fwd"),
     partial(_scan, x="x", A="A_log", backward=True): ("_mamba_mixer_bwd",),

@@ -17,7 +17,7 @@ constexpr int kReduceThreads = 256;
 // Larger sums loop over their blocks.
 constexpr int64_t kReduceMaxBlocks = int64_t(1) << 20;
 
-// grad_B or grad_C from (batch, groups * parts, dstate, padded_steps).
+// grad_B or grad_C from partial sums of groups * parts tiles.
 struct MatrixSum {
   const void* source = nullptr;
   MatrixView target;
@@ -36,8 +36,8 @@ struct ReducePlan {
 
   MatrixSum matrices[kMatrices];
   RowSum row_sums[kRowSums];
-  int64_t dstate = 0, seqlen = 0, padded_steps = 0, rows = 0, blocks = 0;
-  bool adds = false;
+  PartialSums partial_sums;
+  int64_t dstate = 0, seqlen = 0, rows = 0, blocks = 0;
 };
 
 // The sum of `count` values, `stride` apart, with four loads in flight.
@@ -62,21 +62,21 @@ __global__ void __launch_bounds__(kReduceThreads) selective_scan_bwd_reduce_kern
   for (int m = 0; m < ReducePlan::kMatrices; ++m) {
     visit(plan.matrices[m], [&](const MatrixSum& sum, int64_t i) {
       const int64_t step = i % plan.seqlen, row = i / plan.seqlen, state = row % plan.dstate, batch_group = row / plan.dstate;
-      const int64_t stride = plan.dstate * plan.padded_steps;
-      const Acc* const source =
-          static_cast<const Acc*>(sum.source) + batch_group * sum.parts * stride + state * plan.padded_steps + step;
       const MatrixView& target = sum.target;
-      const int64_t offset = batch_group / target.groups * target.stride_batch +
-                             batch_group % target.groups * target.stride_channel + state * target.stride_state +
-                             step * target.stride_step;
-      static_cast<Scalar*>(target.data)[offset] = cuda::from_accumulate<Scalar>(sum_strided(source, sum.parts, stride));
+      const int64_t batch = batch_group / target.groups, group = batch_group % target.groups;
+      const Acc* const source =
+          static_cast<const Acc*>(sum.source) + plan.partial_sums.offset(batch, group * sum.parts, state, step);
+      const int64_t offset =
+          batch * target.stride_batch + group * target.stride_channel + state * target.stride_state + step * target.stride_step;
+      static_cast<Scalar*>(target.data)[offset] =
+          cuda::from_accumulate<Scalar>(sum_strided(source, sum.parts, plan.partial_sums.tile_stride));
     });
   }
 #pragma unroll
   for (int r = 0; r < ReducePlan::kRowSums; ++r) {
     visit(plan.row_sums[r], [&](const RowSum& sum, int64_t i) {
       Acc* const target = static_cast<Acc*>(sum.target);
-      const Acc before = plan.adds ? target[i] : Acc(0);
+      const Acc before = plan.partial_sums.adds ? target[i] : Acc(0);
       target[i] = before + sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
     });
   }
@@ -87,8 +87,7 @@ cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& p, const PartialSums
   ReducePlan reduce;
   reduce.dstate = p.dstate;
   reduce.seqlen = p.seqlen;
-  reduce.padded_steps = partial_sums.padded_steps;
-  reduce.adds = partial_sums.adds;
+  reduce.partial_sums = partial_sums;
   reduce.rows = p.rows * partial_sums.segments;
   const auto assign_blocks = [&](auto& sum) {
     sum.first_block = reduce.blocks;

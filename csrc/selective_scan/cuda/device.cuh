@@ -221,13 +221,12 @@ __device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, i
 // Stores a block's partial sum of grad_B or grad_C for one state and `size` steps from `step` on, of which `valid` exist. If
 // the group is one tile, the sum is complete and goes to the gradient itself.
 template <typename Scalar, typename Acc, int size>
-__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const ChannelPartition& partition,
-                                                 const PartialSums& partial_sums, const Position& at, bool is_B, int state,
-                                                 int64_t step, int valid, const Vector<Acc, size>& sum) {
+__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const PartialSums& partial_sums,
+                                                 const Position& at, bool is_B, int state, int64_t step, int valid,
+                                                 const Vector<Acc, size>& sum) {
   Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
   if (partial != nullptr) {
-    const int64_t row = (at.batch * partition.tiles + at.tile) * p.dstate + state;
-    Acc* const target = partial + row * partial_sums.padded_steps + at.first_step + step;
+    Acc* const target = partial + partial_sums.offset(at.batch, at.tile, state, at.first_step + step);
     if (at.is_packed) {
       // The next sequence's sums follow, at any alignment.
 #pragma unroll

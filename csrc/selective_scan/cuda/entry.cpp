@@ -83,19 +83,24 @@ void reserve_carries(Workspace& workspace, ChannelPartition& partition, const Se
   workspace.reserve(&partition.offset, count);
 }
 
+// Those of the gradients of B and C only if `for_matrices`.
 void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partition, PartialSums& sums,
-                          const SelectiveScanBwdParams& p, int64_t span_steps) {
+                          const SelectiveScanBwdParams& p, int64_t span_steps, bool for_matrices) {
   sums.tiles = partition.tiles;
   sums.segments = partition.segments;
   constexpr int64_t kTileSteps = std::max(sequential::kBwdTileSteps, warp_scan::BwdSizes::kTileSteps);
-  sums.padded_steps = round_up(span_steps, kTileSteps);
+  const int64_t padded_steps = round_up(span_steps, kTileSteps);
+  sums.chunk_stride = kPartialSumSteps;
+  sums.state_stride = padded_steps;
+  sums.tile_stride = p.dstate * sums.state_stride;
+  sums.batch_stride = partition.tiles * sums.tile_stride;
   const int64_t rows = p.rows * partition.segments, states_per_row = p.dim * p.dstate;
   const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
     if (grad.data == nullptr) return;
     if (!grad.per_step) {
       workspace.reserve(constant, rows * states_per_row);
-    } else if (partition.tiles != grad.groups) {
-      workspace.reserve(per_step, p.batch * partition.tiles * p.dstate * sums.padded_steps);
+    } else if (for_matrices && partition.tiles != grad.groups) {
+      workspace.reserve(per_step, p.batch * sums.batch_stride);
     }
   };
   reserve_matrix(p.grad_B, &sums.grad_B, &sums.grad_constant_B);
@@ -103,6 +108,19 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   if (p.grad_A != nullptr) workspace.reserve(&sums.grad_A, rows * states_per_row);
   if (p.grad_D != nullptr) workspace.reserve(&sums.grad_D, rows * p.dim);
   if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
+}
+
+// Puts the partial sums of the gradients of B and C over a span in the place of its chunk states: those of a tile of channels
+// and a chunk, first of B, then of C, over the states before the chunk.
+void reuse_chunk_states(PartialSums& sums, const ChannelPartition& partition, const SelectiveScanBwdParams& span) {
+  sums.state_stride = kPartialSumSteps;
+  sums.tile_stride = partition.block_channels * span.dstate;
+  sums.chunk_stride = span.dim * span.dstate;
+  sums.batch_stride = span.chunk_boundaries * sums.chunk_stride;
+  float* const memory = static_cast<float*>(const_cast<void*>(span.chunk_states));
+  const auto is_needed = [&](const MatrixView& grad) { return grad.per_step && partition.tiles != grad.groups; };
+  if (is_needed(span.grad_B)) sums.grad_B = memory;
+  if (is_needed(span.grad_C)) sums.grad_C = memory + span.dstate * kPartialSumSteps;
 }
 
 PackedRows packed_rows(const Inputs& in) {
@@ -170,19 +188,24 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     PartialSums partial_sums;
     reserve_carries(workspace, plan.warp_scan, params);
     const int64_t span = span_steps(params, plan);
-    reserve_partial_sums(workspace, plan.partition(), partial_sums, params, span);
+    const bool reuses = bwd.reuses_chunk_states && can_reuse_chunk_states(params, plan);
+    reserve_partial_sums(workspace, plan.partition(), partial_sums, params, span, /*for_matrices=*/!reuses);
     void* carry = nullptr;
     if (span < params.seqlen) workspace.reserve(&carry, params.rows * params.dim * params.dstate);
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.offset = plan.warp_scan.offset;
     point_at_vectors<Scalar>(params, plan);
-    if (span == params.seqlen) return launch_bwd<Scalar>(params, plan, partial_sums, stream);
+    const auto launch = [&](const SelectiveScanBwdParams& of_span) {
+      if (reuses) reuse_chunk_states(partial_sums, plan.partition(), of_span);
+      return launch_bwd<Scalar>(of_span, plan, partial_sums, stream);
+    };
+    if (span == params.seqlen) return launch(params);
     cudaError_t error = cudaSuccess;
     for (int64_t end = params.seqlen; end > 0 && error == cudaSuccess;) {
       const int64_t begin = (end - 1) / span * span;
       partial_sums.adds = end < params.seqlen;
-      error = launch_bwd<Scalar>(span_params<Scalar>(params, begin, end - begin, carry), plan, partial_sums, stream);
+      error = launch(span_params<Scalar>(params, begin, end - begin, carry));
       end = begin;
     }
     return error;

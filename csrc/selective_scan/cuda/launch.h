@@ -54,6 +54,8 @@ struct ChannelPartition {
   void* offset = nullptr;
 };
 
+constexpr int kPartialSumSteps = kShortChunk;
+
 // Backward's partial sums, one per block, in the accumulation type. bwd_reduce.cuh adds them. Null if the gradient is absent
 // or not needed.
 struct PartialSums {
@@ -61,10 +63,19 @@ struct PartialSums {
   int64_t tiles = 0, segments = 1;
   // Whether the gradients of A, constant B and C, D and delta_bias hold the sums of later spans, to which these are added.
   bool adds = false;
-  // (batch, tiles, dstate, padded_steps) each. Also null if B or C is constant, or if one tile is a whole group.
+  // (batch, tiles, dstate, steps) each. Also null if B or C is constant, or if one tile is a whole group. kPartialSumSteps
+  // steps are neighbors. They lie in a workspace, where chunk_stride is kPartialSumSteps, or in the chunk states
+  // (reuse_chunk_states).
   void* grad_B = nullptr;
   void* grad_C = nullptr;
-  int64_t padded_steps = 0;
+  int64_t batch_stride = 0, tile_stride = 0, state_stride = 0, chunk_stride = 0;
+
+  SSM_HOST_DEVICE int64_t offset(int64_t batch, int64_t tile, int64_t state, int64_t step) const {
+    const uint64_t place = static_cast<uint64_t>(step);
+    // In this order the compiler keeps the sequential scan within its registers.
+    return state * state_stride + static_cast<int64_t>(place / kPartialSumSteps) * chunk_stride +
+           static_cast<int64_t>(place % kPartialSumSteps) + batch * batch_stride + tile * tile_stride;
+  }
   // (rows * segments, dim, dstate) for A and constant B and C; (rows * segments, dim) for D and delta_bias.
   void* grad_A = nullptr;
   void* grad_constant_B = nullptr;

@@ -337,6 +337,11 @@ int64_t span_steps(const SelectiveScanBwdParams& p, const Plan& plan) {
   return spans == 1 ? p.seqlen : ceil_div(tiles, spans) * kTileSteps;
 }
 
+bool can_reuse_chunk_states(const SelectiveScanBwdParams& p, const Plan& plan) {
+  return plan.is_sequential && !p.is_packed() && plan.sequential.group_channels % plan.sequential.block_channels == 0 &&
+         is_aligned(p.chunk_states, sizeof(float), {});
+}
+
 template <typename Scalar>
 SelectiveScanBwdParams span_params(const SelectiveScanBwdParams& p, int64_t begin, int64_t steps, void* carry) {
   using Acc = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;

@@ -50,6 +50,9 @@ Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, 
 
 // The steps of a span of backward, a multiple of a tile or all steps.
 int64_t span_steps(const SelectiveScanBwdParams& params, const Plan& plan);
+// Whether a tile's partial sums of the gradients of B and C fit into the memory of the states before it, which the tile alone
+// reads and has read by then.
+bool can_reuse_chunk_states(const SelectiveScanBwdParams& params, const Plan& plan);
 // The parameters of a span of `steps` steps from `begin` on, for the plan of the whole call. `carry`, (batch, dim, dstate),
 // holds the adjoint of the state after a span that is not the last, and receives that of the state before one that is not the
 // first.

@@ -23,6 +23,8 @@ constexpr int kTileChannels = kWarpSize / kStateLanes * kLaneChannels * kConsume
 constexpr int kResidentBlocks = 2;  // per multiprocessor
 // Backward's tile is a chunk: it starts from a saved state.
 constexpr int kBwdTileSteps = static_cast<int>(chunk_length(kStates));
+static_assert(kBwdTileSteps == kPartialSumSteps && kTileChannels * kStates == 2 * kStates * kPartialSumSteps,
+              "the partial sums of a tile's gradients of B and C take the place of the states before it");
 // Forward's tile is small enough for kResidentBlocks blocks per multiprocessor.
 constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 : 16; }
 

@@ -279,7 +279,7 @@ struct BwdConsumer {
 #pragma unroll
         for (int j = 0; j < kG; ++j) sum.set(j, sum[j] + part[j]);
       }
-      store_matrix_sum<Scalar>(p, plan, partial_sums, at, row < kStates, state, t0 + step, steps - step, sum);
+      store_matrix_sum<Scalar>(p, partial_sums, at, row < kStates, state, t0 + step, steps - step, sum);
     }
   }
 

@@ -173,7 +173,7 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
     }
     const int state = first_state + i / Shared::kSums, step = i % TileConfig::kTileSteps;
     const bool is_B = i / TileConfig::kTileSteps % 2 == 0;
-    store_matrix_sum<Scalar>(p, plan, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
+    store_matrix_sum<Scalar>(p, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
   }
 }
 
