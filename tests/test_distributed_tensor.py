@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from ssd_helpers import METHODS
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssm_kernels
 from ssm_kernels.models import MambaConfig, MambaLM
@@ -251,25 +252,35 @@ def check_classes(mesh: Mesh) -> None:
 # Collectives of a layer.
 
 
+class Recorded(TorchDispatchMode):
+    """Records products and collectives in order, and the numbers that the collectives reduce, gather or scatter."""
+
+    COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.numbers = ranks, 0
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Collectives in place have names that end in an underscore.
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in ("mm", "addmm", "wait_tensor", *self.COLLECTIVES):
+            self.order.append(name)
+        if name in self.COLLECTIVES:
+            self.numbers += args[0].numel() * (self.ranks if name.startswith("all_gather") else 1)
+        return func(*args, **kwargs or {})
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(name for name in self.order if name in self.COLLECTIVES)
+
+
 def record_collectives(mesh: Mesh, function: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
     """The result of a function, its collectives by name and the numbers that they reduce, gather or scatter."""
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    numbers = 0
-
-    class CountNumbers(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal numbers
-            name = func.name().rpartition("::")[2]
-            if name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-                numbers += args[0].numel() * (mesh.size() if name.startswith("all_gather") else 1)
-            return func(*args, **kwargs or {})
-
-    with CommDebugMode() as communication, CountNumbers():
+    with Recorded(mesh.size()) as recorded:
         result = function()
-    counts = Counter({str(operator).rpartition(".")[2]: count for operator, count in communication.get_comm_counts().items()})
-    return result, counts, numbers
+    return result, recorded.counts, recorded.numbers
 
 
 def check_collectives(

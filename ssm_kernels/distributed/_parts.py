@@ -21,13 +21,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from .._arguments import is_autocast_enabled
-from ._reductions import enter, leave, sum_gradients, sum_over_ranks
+from ._collectives import Group
+from ._linear import column_parallel_linear, row_parallel_linear
+from ._reductions import sum_gradients
 
 __all__ = ["ColumnParallel", "Distribution", "Local", "Part", "Parted", "RowParallel", "become", "join", "placed_like", "split"]
 
@@ -154,7 +155,7 @@ def local_of(parameter: Tensor | None) -> Tensor | None:
 class Local(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
-    _gradient_mesh: DeviceMesh | None  # over which gradients are summed that each rank has a part of
+    _gradient_group: Group | None  # over which gradients are summed that each rank has a part of
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
@@ -171,7 +172,7 @@ class Local(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] = (), sums: DeviceMesh | None = None) -> None:
+def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] = (), sums: Group | None = None) -> None:
     """Derives a class for ``module`` from ``mixin`` and its own class.
 
     A derived class, as for parametrizations and FSDP2, keeps ``isinstance``, hooks and the names of parameters.
@@ -180,14 +181,14 @@ def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] 
         module: changed in place.
         mixin: the first base class.
         attributes: the parameters whose attributes are this rank's shards.
-        sums: the mesh over which their gradients are summed.
+        sums: the ranks over which their gradients are summed.
     """
     key = (mixin, type(module), tuple(attributes))
     if key not in _derived:
         _derived[key] = _derive(*key)
     module.__class__ = _derived[key]
     if isinstance(module, Local):
-        module._gradient_mesh = sums
+        module._gradient_group = sums
 
 
 # One class for all layers of a kind: the compiler compiles the code of each class anew.
@@ -197,56 +198,12 @@ _derived: dict[tuple[type[nn.Module], type[nn.Module], tuple[str, ...]], type[nn
 def _derive(mixin: type[nn.Module], own: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     def reader(name: str) -> property:
         def read(self: Local) -> Tensor | None:
-            local, mesh = local_of(self._parameters[name]), self._gradient_mesh
-            return local if local is None or mesh is None else sum_gradients([local], mesh)[0]
+            local, group = local_of(self._parameters[name]), self._gradient_group
+            return local if local is None or group is None else sum_gradients([local], group)[0]
 
         return property(read)
 
     return type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
-
-
-class _JoinedLinear(torch.autograd.Function):
-    """``linear(x, cat(weights, dim), bias)``; backward joins the weights again instead of saving them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, dim: int, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.dim = dim
-        return F.linear(x, _joined(weights, dim), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        (grad,), (needs_x, needs_bias, _, *needs_weights) = grads, ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
-        grad_x = grad @ _joined(weights, ctx.dim) if needs_x else None
-        grad_bias = rows.sum(0) if needs_bias else None
-        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if any(needs_weights):
-            grad_weight = rows.t() @ x.flatten(0, -2)
-            pieces = grad_weight.split([weight.shape[ctx.dim] for weight in weights], ctx.dim)
-            grad_weights = [piece.contiguous() for piece in pieces]
-        return grad_x, grad_bias, None, *grad_weights
-
-
-def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """The tensors one after another: a view where they are adjacent in memory. For code that autograd does not record."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    if dim == 0 and not torch.compiler.is_compiling() and _are_adjacent(tensors):
-        rows = sum(tensor.shape[0] for tensor in tensors)
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
-    return torch.cat([*tensors], dim)
-
-
-def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end or not tensor.is_contiguous():
-            return False
-        end += tensor.nbytes
-    return True
 
 
 class Parted(Local):
@@ -255,7 +212,7 @@ class Parted(Local):
     A layer of one part has its parameters under their own names.
     """
 
-    _mesh: DeviceMesh
+    _group: Group
     _sequence_parallel: bool
     _parts: Sequence[Part]
     _dims: dict[str, int]  # of the parameters that have parts
@@ -264,7 +221,7 @@ class Parted(Local):
         self, how: Distribution, parts: Sequence[Part], dims: dict[str, int], *, sequence_parallel: bool = False
     ) -> None:
         """Replaces the parameters named in ``dims`` by DTensors of their parts, cut along the axis ``dims`` gives."""
-        self._mesh, self._sequence_parallel = how.mesh, sequence_parallel
+        self._group, self._sequence_parallel = Group.of(how.mesh), sequence_parallel
         self._parts = parts
         self._dims = {name: dim for name, dim in dims.items() if self._parameters[name] is not None}
         for name, dim in self._dims.items():
@@ -287,7 +244,7 @@ class Parted(Local):
         replicated = [place for place, part in enumerate(self._parts) if part.groups is not None]
         shared = [tensors[name][place] for name in tensors for place in replicated]
         if any(tensor.requires_grad for tensor in shared) and torch.is_grad_enabled():
-            summed = iter(sum_gradients(shared, self._mesh))
+            summed = iter(sum_gradients(shared, self._group))
             for name in tensors:
                 for place in replicated:
                     tensors[name][place] = next(summed)
@@ -318,16 +275,13 @@ class Parted(Local):
             state_dict.update(zip((prefix + part for part in part_names), split(whole, sizes, dim), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _product(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], dim: int) -> Tensor:
-        """``linear`` of ``x`` with what this rank reads."""
-        device = x.device.type
+    def _cast(self, x: Tensor, parts: dict[str, list[Tensor]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """``x``, weights and biases for a product: under autocast in its dtype."""
+        weights, biases, device = parts["weight"], parts.get("bias", []), x.device.type
         if is_autocast_enabled(device) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, weights, biases = x.to(dtype), [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
-        bias = torch.cat(biases) if biases else None
-        if len(weights) == 1:
-            return F.linear(x, weights[0], bias)
-        return cast(Tensor, _JoinedLinear.apply(x, bias, dim, *weights))
+        return x, weights, biases
 
     def _whole_attribute(self, name: str) -> Tensor | None:
         if name in self._parameters or name not in self._dims:
@@ -358,9 +312,9 @@ class ColumnParallel(Parted):
                 f"{type(self).__name__}: expected (batch, seqlen, channels) with sequence_parallel, which cannot cut one step, "
                 f"got {[*x.shape]}"
             )
-        parts = self.read()
-        x = enter(x, self._mesh, self._sequence_parallel)
-        return self._product(x, parts["weight"], parts.get("bias", []), 0)
+        x, weights, biases = self._cast(x, self.read())
+        bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+        return column_parallel_linear(x, weights, bias, self._group, self._sequence_parallel)
 
 
 class RowParallel(Parted):
@@ -372,13 +326,11 @@ class RowParallel(Parted):
     _is_inner = False
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = self._product(x, self.read()["weight"], [], 1)
-        if self._is_inner:
-            return sum_over_ranks(partial, self._mesh)
-        out = leave(partial, self._mesh, self._sequence_parallel)
+        x, weights, _ = self._cast(x, self.read("weight"))
+        out = row_parallel_linear(x, weights, self._group, self._sequence_parallel, self._is_inner)
         bias = self.bias
         if bias is None:
             return out
         if self._sequence_parallel:
-            (bias,) = sum_gradients([bias], self._mesh)
+            (bias,) = sum_gradients([bias], self._group)
         return out + bias.to(out.dtype)

@@ -1,16 +1,18 @@
-"""Differentiable collectives of tensor parallelism, between tensors that every rank has and tensors that ranks have parts of.
+"""Collectives of tensor parallelism, between tensors that every rank has and tensors that ranks have parts of.
 
 A tensor that every rank has is *replicated*: its values and its gradient are the same on all ranks. Where a rank uses it for
 its own channels alone, the gradient that the rank computes is one term of a sum.
 
 ======================  ==============================  ===================================
-function                forward                         backward
+differentiable          forward                         backward
 ======================  ==============================  ===================================
-``enter``               none; all-gather of a sequence  all-reduce; reduce-scatter
 ``leave``               all-reduce; reduce-scatter      none; all-gather of a sequence
-``sum_over_ranks``      all-reduce                      all-reduce
 ``sum_gradients``       none                            one all-reduce for several tensors
 ======================  ==============================  ===================================
+
+``start_all_reduce`` and ``start_reduce_scatter`` return before the collective has finished. ``wait`` returns its result, and on
+CUDA lets the current stream wait, not the host. They call PyTorch's functional operators: its Python wrappers look the group up
+and wrap each result in a tensor subclass.
 """
 
 from __future__ import annotations
@@ -20,87 +22,87 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-__all__ = ["all_reduce", "enter", "finished", "leave", "sum_gradients", "sum_over_ranks"]
+from ._collectives import Group
 
-_SEQUENCE = 1  # axis of (batch, seqlen, channels)
-# The second names are those before PyTorch 2.15.
-_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "finished",
+    "leave",
+    "start_all_reduce",
+    "start_reduce_scatter",
+    "sum_gradients",
+    "wait",
+]
 
-
-def _wait(tensor: Tensor) -> Tensor:
-    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
-
-
-def all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _wait(collectives.all_reduce(tensor.contiguous(), "sum", (mesh, 0)))
-
-
-def _all_gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _wait(_gather(tensor.contiguous(), _SEQUENCE, (mesh, 0)))
+_functional = torch.ops._c10d_functional
 
 
-def _reduce_scatter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _wait(_scatter(tensor.contiguous(), "sum", _SEQUENCE, (mesh, 0)))
+def wait(started: Tensor) -> Tensor:
+    result: Tensor = _functional.wait_tensor(started)
+    return result
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh, gathers: bool) -> Tensor:
-        ctx.mesh, ctx.gathers = mesh, gathers
-        return _all_gather(tensor, mesh) if gathers else tensor.view_as(tensor)
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    return wait(_functional.all_reduce(tensor.contiguous(), "sum", group.name))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (_reduce_scatter if ctx.gathers else all_reduce)(grads[0], ctx.mesh), None, None
+
+def start_all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """An all-reduce in place, of a contiguous tensor that nothing else reads."""
+    # The compiler has no functional form of the operator that writes into its argument.
+    start = _functional.all_reduce if torch.compiler.is_compiling() else _functional.all_reduce_
+    started: Tensor = start(tensor, "sum", group.name)
+    return started
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """Spans of the steps, (batch, seqlen / ranks, channels), of all ranks one after another."""
+    gathered = wait(_functional.all_gather_into_tensor(tensor.contiguous(), group.size, group.name))
+    return gathered.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' tensors, (batch, seqlen, channels), at this rank's span of the steps."""
+    spans = tensor.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
+    started: Tensor = _functional.reduce_scatter_tensor(spans.contiguous(), "sum", group.size, group.name)
+    return started
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
-        ctx.mesh, ctx.scatters = mesh, scatters
-        return (_reduce_scatter if scatters else all_reduce)(tensor, mesh)
+    def forward(ctx: Any, tensor: Tensor, group: Group, scatters: bool) -> Tensor:
+        ctx.group, ctx.scatters = group, scatters
+        return wait(start_reduce_scatter(tensor, group)) if scatters else all_reduce(tensor, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (_all_gather(grads[0], ctx.mesh) if ctx.scatters else grads[0]), None, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return all_reduce(tensor, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_reduce(grads[0], ctx.mesh), None
+        return (all_gather(grads[0], ctx.group) if ctx.scatters else grads[0]), None, None
 
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh = mesh
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.mesh)
+        if len(grads) == 1:
+            return None, all_reduce(grads[0], ctx.group)
+        flat = wait(start_all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group))
         pieces = flat.split([grad.numel() for grad in grads])
         return None, *(piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True))
 
 
 class _Finished(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _wait(tensor)
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        result: Tensor = tensor.wait()
+        return result
 
     @staticmethod
     @once_differentiable
@@ -109,25 +111,15 @@ class _Finished(torch.autograd.Function):
 
 
 def finished(tensor: Tensor) -> Tensor:
-    """The result of an asynchronous collective, as a plain tensor."""
-    return cast(Tensor, _Finished.apply(tensor))
+    """The result of a collective of PyTorch's layers, as a plain tensor."""
+    return cast(Tensor, _Finished.apply(tensor)) if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
-    """A replicated tensor, as each rank uses it; with ``sequence_parallel`` gathered from the ranks' spans of its steps."""
-    return cast(Tensor, _Enter.apply(tensor, mesh, sequence_parallel))
-
-
-def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
+def leave(tensor: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
     """The sum of the ranks' tensors, replicated; with ``sequence_parallel`` this rank's span of its steps."""
-    return cast(Tensor, _Leave.apply(tensor, mesh, sequence_parallel))
+    return cast(Tensor, _Leave.apply(tensor, group, sequence_parallel))
 
 
-def sum_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' tensors, which each rank uses for its own channels."""
-    return cast(Tensor, _SumOverRanks.apply(tensor, mesh))
-
-
-def sum_gradients(tensors: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:
     """Replicated tensors of one dtype, as each rank uses them for its own channels."""
-    return list(cast(tuple[Tensor, ...], _SumGradients.apply(mesh, *tensors)))
+    return list(cast(tuple[Tensor, ...], _SumGradients.apply(group, *tensors)))

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ._casts import Casts
+from ._collectives import Group
 from ._reductions import all_reduce
 
 __all__ = ["SplitNorm", "split_mamba2_mixer"]
@@ -27,7 +27,7 @@ class SplitNorm:
     """How the ranks share the columns of the groups. A block is the columns of this rank that belong to one group.
 
     Attributes:
-        mesh: the ranks.
+        ranks: they share the columns.
         groups: number of groups of all ranks.
         group_size: columns of a group, on all ranks together.
         reads: the group of each block.
@@ -35,7 +35,7 @@ class SplitNorm:
         eps: added to the mean square.
     """
 
-    mesh: DeviceMesh
+    ranks: Group
     groups: int
     group_size: int
     reads: tuple[int, ...]
@@ -68,7 +68,7 @@ class SplitNorm:
             for block, group in enumerate(self.reads):
                 of_groups[group] = of_groups[group] + sums[:, block]
             sums = torch.stack(of_groups, -1)
-        sums = all_reduce(sums, self.mesh)
+        sums = all_reduce(sums, self.ranks)
         if self.reads != tuple(range(self.groups)):
             sums = torch.stack([sums[:, group] for group in self.reads], -1)
         return sums / self.group_size

@@ -32,7 +32,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -136,11 +135,11 @@ class TensorParallel(ParallelStyle):
             for name in ("norm", "norm2", "norm_f"):
                 norm = getattr(layer, name, None)
                 if isinstance(norm, nn.Module):
-                    _replicate(norm, how, sums=mesh if self.sequence_parallel else None)
+                    _replicate(norm, how, sums=Group.of(mesh) if self.sequence_parallel else None)
         embedding = cast(Any, model.backbone.embedding)
         _distribute_parameters(embedding, how, weight=Shard(0))
         become(embedding, _VocabularyParallel)
-        embedding._mesh, embedding._sequence_parallel = mesh, self.sequence_parallel
+        embedding._group, embedding._sequence_parallel = Group.of(mesh), self.sequence_parallel
         logits = Replicate() if self.gather_logits else Shard(-1)
         head = ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=self.gather_logits)
         head.src_data_rank = how.src_data_rank
@@ -206,7 +205,7 @@ def _localize(module: nn.Module, how: Distribution, mixin: type[nn.Module] = Loc
     become(module, mixin, placements)
 
 
-def _replicate(norm: nn.Module, how: Distribution, sums: DeviceMesh | None) -> None:
+def _replicate(norm: nn.Module, how: Distribution, sums: Group | None) -> None:
     names = [name for name, parameter in norm._parameters.items() if parameter is not None]
     _distribute_parameters(norm, how, **dict.fromkeys(names, Replicate()))
     become(norm, Local, names, sums)
@@ -261,7 +260,7 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
         else:
             _localize(layer.norm, how, _SplitRMSNorm, weight=Shard(0))
             norm = layer.norm
-            split = SplitNorm(how.mesh, layer.ngroups, norm.group_size, groups, norm.norm_before_gate, norm.eps)
+            split = SplitNorm(Group.of(how.mesh), layer.ngroups, norm.group_size, groups, norm.norm_before_gate, norm.eps)
             cast(_SplitRMSNorm, norm)._split = split
     layer.d_inner //= ranks
     layer.d_ssm //= ranks
@@ -316,7 +315,7 @@ class _VocabularyParallel(Local):
     PyTorch's ``RowwiseParallel`` gives the same result, but a gradient of all rows on every rank.
     """
 
-    _mesh: DeviceMesh
+    _group: Group
     _sequence_parallel: bool
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -324,7 +323,7 @@ class _VocabularyParallel(Local):
         rows = whole.to_local()
         vocabulary = whole.shape[0]
         # As Shard cuts: equal numbers of rows, and fewer or none for the last ranks.
-        first = self._mesh.get_local_rank() * -(-vocabulary // self._mesh.size())
+        first = self._group.rank * -(-vocabulary // self._group.size)
         places = tokens - first
         is_other = (places < 0) | (places >= rows.shape[0])
         if rows.shape[0] == 0:
@@ -337,7 +336,7 @@ class _VocabularyParallel(Local):
             raise IndexError(
                 f"{_NAME}: expected tokens from 0 to {vocabulary - 1}, got {int(tokens.min())} to {int(tokens.max())}"
             ) from error
-        return leave(found.masked_fill(is_other[..., None], 0), self._mesh, self._sequence_parallel)
+        return leave(found.masked_fill(is_other[..., None], 0), self._group, self._sequence_parallel)
 
 
 class _TensorParallelLM(nn.Module):
@@ -381,4 +380,4 @@ class _TensorParallelLM(nn.Module):
 
 def _wait_for_output(module: nn.Module, inputs: Any, output: Any) -> Any:
     """A forward hook: PyTorch's styles return tensors of a subclass that wait at their first use."""
-    return finished(output) if isinstance(output, collectives.AsyncCollectiveTensor) else output
+    return finished(output)

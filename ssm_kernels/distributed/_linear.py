@@ -1,0 +1,157 @@
+"""Linear layers over ranks: one autograd node has the product and its collectives, so that the two overlap.
+
+=============================  ==============================  =============================================
+function                       forward                         backward
+=============================  ==============================  =============================================
+``column_parallel_linear``     none; all-gather of a sequence  all-reduce; reduce-scatter
+``row_parallel_linear``        all-reduce; reduce-scatter      none; all-gather of a sequence
+the same, ``is_inner``         all-reduce                      all-reduce
+=============================  ==============================  =============================================
+
+Backward of a column-parallel layer starts the collective of its input's gradient before it computes the gradients of the
+parameters, which hide it. Forward of a row-parallel layer cuts a large product into pieces of its rows and starts the
+all-reduce of each as soon as it is computed: the products of later pieces hide it. On CUDA the collectives run on a stream of
+their own.
+
+A layer may have several weights, which are joined: a view where they are adjacent in memory. Otherwise backward joins them
+again instead of saving the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._collectives import Group
+from ._reductions import all_gather, all_reduce, start_all_reduce, start_reduce_scatter, wait
+
+__all__ = ["column_parallel_linear", "row_parallel_linear"]
+
+# Smaller all-reduces take longer for their latency than the products save, and products of few rows leave GPUs idle.
+_PIECE_BYTES = 2**23
+_MAX_PIECES = 4
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensors one after another: a view where they are adjacent in memory. For code that autograd does not record."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if dim == 0 and not torch.compiler.is_compiling() and _are_adjacent(tensors):
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return torch.cat([*tensors], dim)
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end or not tensor.is_contiguous():
+            return False
+        end += tensor.nbytes
+    return True
+
+
+def _weight_gradients(
+    x: Tensor, grad: Tensor, weights: Sequence[Tensor], dim: int, needed: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    if not any(needed):
+        return [None] * len(weights)
+    grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return [piece.contiguous() for piece in grad_weight.split([weight.shape[dim] for weight in weights], dim)]
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, group: Group, gathers: bool, *weights: Tensor) -> Tensor:
+        if gathers:
+            x = all_gather(x, group)
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.gathers = group, gathers
+        return F.linear(x, _joined(weights, 0), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *weights = ctx.saved_tensors
+        (grad,), (needs_x, needs_bias, _, _, *needs_weights) = grads, ctx.needs_input_grad
+        grad_x = None
+        if needs_x:
+            grad_x = (start_reduce_scatter if ctx.gathers else start_all_reduce)(grad @ _joined(weights, 0), ctx.group)
+        grad_weights = _weight_gradients(x, grad, weights, 0, needs_weights)
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return None if grad_x is None else wait(grad_x), grad_bias, None, None, *grad_weights
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, scatters: bool, is_inner: bool, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.scatters, ctx.is_inner = group, scatters, is_inner
+        weight = _joined(weights, 1)
+        return wait(start_reduce_scatter(F.linear(x, weight), group)) if scatters else _summed_product(x, weight, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *weights = ctx.saved_tensors
+        (grad,), (needs_x, _, _, _, *needs_weights) = grads, ctx.needs_input_grad
+        if ctx.scatters:
+            grad = all_gather(grad, ctx.group)
+        if ctx.is_inner:
+            grad = all_reduce(grad, ctx.group)
+        grad_x = grad @ _joined(weights, 1) if needs_x else None
+        return grad_x, None, None, None, *_weight_gradients(x, grad, weights, 1, needs_weights)
+
+
+def _summed_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of the products, in pieces where they are large."""
+    # The shapes are those of all ranks, which have to make the same calls.
+    nbytes = x[..., 0].numel() * weight.shape[0] * x.element_size()
+    pieces = min(nbytes // _PIECE_BYTES, _MAX_PIECES)
+    if pieces < 2 or torch.compiler.is_compiling():
+        return wait(start_all_reduce(F.linear(x, weight), group))
+    rows, columns = x.flatten(0, -2), weight.t()
+    out = x.new_empty(rows.shape[0], weight.shape[0])
+    started = [
+        start_all_reduce(torch.mm(some, columns, out=place), group)
+        for some, place in zip(rows.tensor_split(pieces), out.tensor_split(pieces), strict=True)
+    ]
+    for piece in started:
+        wait(piece)
+    return out.view(*x.shape[:-1], -1)
+
+
+def column_parallel_linear(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, group: Group, sequence_parallel: bool
+) -> Tensor:
+    """``linear`` of a replicated tensor with this rank's rows of the weights and of the bias. Differentiable once.
+
+    Args:
+        x: (..., columns); with ``sequence_parallel`` this rank's span of the steps, (batch, seqlen / ranks, columns).
+        weights: each (rows, columns), one after another.
+        bias: of all rows.
+        group: the ranks.
+        sequence_parallel: gathers ``x`` from the ranks' spans.
+    """
+    return cast(Tensor, _ColumnParallelLinear.apply(x, bias, group, sequence_parallel, *weights))
+
+
+def row_parallel_linear(
+    x: Tensor, weights: Sequence[Tensor], group: Group, sequence_parallel: bool = False, is_inner: bool = False
+) -> Tensor:
+    """The sum over ranks of ``linear`` of this rank's columns with its columns of the weights. Differentiable once.
+
+    Args:
+        x: (..., columns).
+        weights: each (rows, some of the columns), one after another.
+        group: the ranks.
+        sequence_parallel: the result is this rank's span of the steps, (batch, seqlen / ranks, rows).
+        is_inner: each rank uses the result for its own channels, so that its gradient is a sum over ranks too.
+    """
+    return cast(Tensor, _RowParallelLinear.apply(x, group, sequence_parallel, is_inner, *weights))
