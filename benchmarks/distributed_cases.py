@@ -84,7 +84,8 @@ class Sent(TorchDispatchMode):
         self.calls: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().rpartition("::")[2]
+        # Collectives in place have names that end in an underscore.
+        name = func.name().rpartition("::")[2].rstrip("_")
         if name in OPERATIONS:
             self.calls.append({"operation": OPERATIONS[name], "bytes": args[0].nbytes})
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Tensor parallelism on 1 to 4 ranks, on CPUs and on two GPUs: outputs, states and gradients of one process."""
+"""Tensor parallelism of layers on 1 to 4 ranks, on CPUs and on two GPUs: outputs, states and gradients of one process."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from process_pool import TWO_GPUS, Mesh, Place, Processes, param
+from process_pool import Mesh, Place, Processes
 from ssd_helpers import METHODS
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensor_parallel_helpers import (
+    BATCH,
+    D_MODEL,
+    DSTATE,
+    RANK,
+    SEQLEN,
+    WIDTH,
+    Case,
+    assert_close,
+    assert_same_gradients,
+    check_layer,
+    draw,
+    language_model,
+    mamba,
+    mamba2,
+    mlp,
+    over_places,
+    own,
+    pair,
+    parallelize,
+    record_collectives,
+    run,
+    tokens_of,
+)
 
 import ssm_kernels
 from ssm_kernels.models import MambaConfig, MambaLM
 from ssm_kernels.nn import Mamba, Mamba2
 from ssm_kernels.nn.block import GatedMLP
 
-# Divisible by 2, 3 and 4 ranks: 24 channels, 12 heads.
-D_MODEL, CHANNELS, HEADS, DSTATE, RANK, WIDTH = 12, 24, 12, 3, 5, 4
-BATCH, SEQLEN = 2, 12
 RANKS = (1, 2, 3, 4)
-
-
-def mamba(**options: Any) -> Mamba:
-    return Mamba(D_MODEL, **{"d_state": DSTATE, "dt_rank": RANK, "layer_idx": 0, "dtype": torch.float64} | options)
-
-
-def mamba2(**options: Any) -> Mamba2:
-    sizes = {"d_state": DSTATE, "headdim": 2, "chunk_size": 4, "layer_idx": 0, "dtype": torch.float64}
-    layer = Mamba2(D_MODEL, **sizes | options)
-    if layer.rmsnorm:
-        nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
-    return layer
-
-
-def mlp() -> GatedMLP:
-    return GatedMLP(D_MODEL, 24, multiple_of=12, bias=True, dtype=torch.float64)
-
 
 # All numbers of groups, of which each number of ranks owns, repeats and divides some.
 MAMBA2_OPTIONS: dict[str, dict[str, Any]] = {
@@ -62,89 +63,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{f"Mamba2, {name}": partial(mamba2, **options) for name, options in MAMBA2_OPTIONS.items()},
     "GatedMLP": mlp,
 }
-
-
-def parallelize(module: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from ssm_kernels.distributed import TensorParallel
-
-    return parallelize_module(module, mesh, TensorParallel(**options))
-
-
-def pair(make: Callable[[], nn.Module], mesh: Mesh, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A layer and its copy that is parallel; the copies of the other ranks than 0 have other parameters."""
-    torch.manual_seed(0)
-    expected = make().to(mesh.device_type)
-    actual = copy.deepcopy(expected)
-    if mesh.get_local_rank() > 0:
-        with torch.no_grad():
-            for parameter in actual.parameters():
-                parameter.zero_()
-    return expected, parallelize(actual, mesh, **options)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def draw(mesh: Mesh, seed: int = 1) -> Tensor:
-    """The same activations on every rank and device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, SEQLEN, D_MODEL, generator=generator, dtype=torch.float64).to(mesh.device_type)
-
-
-def assert_close(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
-
-
-def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
-    """Compares gradients of whole parameters, which state_dict makes while the parameters have their gradients as values."""
-    for parameter in actual.parameters():
-        assert parameter.grad is not None and type(parameter.grad) is type(parameter.data)
-        if hasattr(parameter, "placements"):
-            assert parameter.grad.placements == parameter.placements
-    values = [parameter.detach().clone() for parameter in actual.parameters()]
-    with torch.no_grad():
-        for parameter in actual.parameters():
-            parameter.copy_(parameter.grad)
-        gradients = {name: whole(gradient).clone() for name, gradient in actual.state_dict().items()}
-        for parameter, value in zip(actual.parameters(), values, strict=True):
-            parameter.copy_(value)
-    for name, parameter in expected.named_parameters():
-        assert parameter.grad.abs().max() > 0, name
-        assert_close(gradients[name], parameter.grad, name, tolerance)
-
-
-def run(layer: nn.Module, inputs: Tensor, weights: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and gradient of the input."""
-    inputs = inputs.clone().requires_grad_()
-    out = layer(inputs, **arguments)
-    out.backward(weights)
-    return out.detach(), inputs.grad
-
-
-def check_layer(make: Callable[[], nn.Module], mesh: Mesh, **arguments: Any) -> None:
-    expected, actual = pair(make, mesh)
-    x, weights = draw(mesh), draw(mesh, 2)
-    arguments = {name: value.to(mesh.device_type) for name, value in arguments.items()}
-    if "cu_seqlens" in arguments:
-        x, weights = x[:1], weights[:1]
-    for wanted, got, name in zip(
-        run(expected, x, weights, **arguments), run(actual, x, weights, **arguments), ("out", "grad_x"), strict=True
-    ):
-        assert_close(got, wanted, name)
-    assert_same_gradients(actual, expected)
-    state, wanted_state = actual.state_dict(), expected.state_dict()
-    assert state.keys() == wanted_state.keys()
-    for name, value in wanted_state.items():
-        assert torch.equal(whole(state[name]), value), name
-
-
-def own(tensor: Tensor, axis: int, mesh: Mesh) -> Tensor:
-    return tensor.tensor_split(mesh.size(), axis)[mesh.get_local_rank()]
 
 
 def check_generation(make: Callable[[], nn.Module], mesh: Mesh) -> None:
@@ -235,52 +153,7 @@ def check_compilation(mesh: Mesh) -> None:
     assert_same_gradients(actual, expected)
 
 
-def check_classes(mesh: Mesh) -> None:
-    """Layers of a kind have one class, so that the compiler compiles their code once."""
-    from torch._dynamo.testing import CompileCounter
-
-    _, model = pair(partial(language_model, "Mamba2"), mesh)
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    for block in model.backbone.layers:
-        torch.compile(block.mixer, backend=counter, fullgraph=True)(draw(mesh))
-    assert counter.frame_count == 1
-    first, second = (block.modules() for block in model.backbone.layers)
-    assert [type(module) for module in first] == [type(module) for module in second]
-
-
 # Collectives of a layer.
-
-
-class Recorded(TorchDispatchMode):
-    """Records products and collectives in order, and the numbers that the collectives reduce, gather or scatter."""
-
-    COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks, self.numbers = ranks, 0
-        self.order: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Collectives in place have names that end in an underscore.
-        name = func.overloadpacket.__name__.rstrip("_")
-        if name in ("mm", "addmm", "wait_tensor", *self.COLLECTIVES):
-            self.order.append(name)
-        if name in self.COLLECTIVES:
-            self.numbers += args[0].numel() * (self.ranks if name.startswith("all_gather") else 1)
-        return func(*args, **kwargs or {})
-
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter(name for name in self.order if name in self.COLLECTIVES)
-
-
-def record_collectives(mesh: Mesh, function: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
-    """The result of a function, its collectives by name and the numbers that they reduce, gather or scatter."""
-    with Recorded(mesh.size()) as recorded:
-        result = function()
-    return result, recorded.counts, recorded.numbers
 
 
 def check_collectives(
@@ -316,91 +189,6 @@ def check_one_rank(mesh: Mesh) -> None:
         _, layer = pair(make, mesh)
         x = draw(mesh).requires_grad_()
         assert record_collectives(mesh, lambda layer=layer, x=x: layer(x).sum().backward())[1].total() == 0
-
-
-# Models.
-
-VOCABULARY = 21
-
-
-def language_model(mixer: str, **fields: Any) -> MambaLM:
-    sizes = {"Mamba": {"d_state": DSTATE}, "Mamba2": {"d_state": DSTATE, "headdim": 2}}[mixer]
-    options = {"d_model": D_MODEL, "n_layer": 2, "vocab_size": VOCABULARY, "ssm_cfg": sizes, "mixer": mixer} | fields
-    return MambaLM(MambaConfig(**options), {"initializer_range": 1.0}, dtype=torch.float64)
-
-
-def tokens_of(mesh: Mesh, *shape: int) -> Tensor:
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def check_model(make: Callable[[], MambaLM], mesh: Mesh, **options: Any) -> None:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    expected, actual = pair(make, mesh, **options)
-    assert (actual.lm_head.weight is actual.backbone.embedding.weight) == actual.config.tie_embeddings
-    tokens = tokens_of(mesh, BATCH, SEQLEN + 1)
-    wanted = loss_of(expected, tokens)
-    wanted.backward()
-    if options.get("gather_logits", True):
-        loss = loss_of(actual, tokens)
-        loss.backward()
-    else:
-        with loss_parallel():
-            logits = actual(tokens[:, :-1]).logits
-            assert logits.to_local().shape[-1] < logits.shape[-1]
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-    assert_close(whole(loss.detach()), wanted.detach(), "loss")
-    assert_same_gradients(actual, expected)
-    norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (expected, actual)]
-    assert_close(norms[1], norms[0], "norm of the gradients")
-    assert_same_gradients(actual, expected)
-
-
-def check_model_generation(make: Callable[[], MambaLM], mesh: Mesh) -> None:
-    import torch.distributed as dist
-
-    expected, actual = pair(make, mesh)
-    prompt = tokens_of(mesh, BATCH, 4)
-    greedy = expected.generate(prompt, max_new_tokens=6, temperature=0)
-    assert torch.equal(actual.generate(prompt, max_new_tokens=6, temperature=0), greedy)
-    torch.manual_seed(mesh.get_rank())
-    drawn = actual.generate(prompt, max_new_tokens=6)
-    of_ranks = [torch.empty_like(drawn) for _ in range(mesh.size())]
-    dist.all_gather(of_ranks, drawn, group=mesh.get_group())
-    assert all(torch.equal(tokens, drawn) for tokens in of_ranks)
-    generators = [torch.Generator(mesh.device_type).manual_seed(3) for _ in range(2)]
-    sampled = [model.generate(prompt, 10, generator=g) for model, g in zip((expected, actual), generators, strict=True)]
-    assert torch.equal(*sampled)
-
-
-def check_fsdp(mixer: str, mesh: Mesh) -> None:
-    """FSDP2 on one dimension of the mesh and tensor parallelism on the other; the batch is divided over the first."""
-    from torch.distributed.fsdp import fully_shard
-
-    expected, actual = pair(partial(language_model, mixer, d_intermediate=20), mesh["model"])
-    for layer in actual.backbone.layers:
-        fully_shard(layer, mesh=mesh["data"])
-    fully_shard(actual, mesh=mesh["data"])
-    tokens = tokens_of(mesh, 2 * BATCH, SEQLEN + 1)
-    for _ in range(2):
-        loss_of(expected, tokens).backward()
-        loss_of(actual, own(tokens, 0, mesh["data"])).backward()
-        norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (expected, actual)]
-        assert_close(norms[1], norms[0], "norm of the gradients")
-        with torch.no_grad():
-            for parameter in (*expected.parameters(), *actual.parameters()):
-                parameter.sub_(parameter.grad, alpha=10)
-                parameter.grad = None
-    state = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        assert_close(whole(state[name]), value, name)
-    generated = [model.generate(tokens_of(mesh, BATCH, 4), 8, temperature=0) for model in (expected, actual)]
-    assert torch.equal(*generated)
 
 
 # Errors, which every rank raises.
@@ -483,15 +271,6 @@ def check_errors(mesh: Mesh) -> None:
     assert parallelize_module(nn.Module(), mesh, {}) is not None
 
 
-def check_tokens(mesh: Mesh) -> None:
-    """Every rank finds tokens outside of the vocabulary; the last rank has no rows."""
-    model = parallelize(language_model("Mamba", vocab_size=9, pad_vocab_size_multiple=1), mesh)
-    for token in (-1, 9, 12):
-        with pytest.raises(IndexError, match=f"expected tokens from 0 to 8, got {min(token, 3)} to {max(token, 3)}"):
-            model(torch.tensor([[3, token]]))
-    assert torch.isfinite(model(torch.tensor([[0, 8]])).logits).all()
-
-
 def check_ranks_that_differ(mesh: Mesh) -> None:
     rank = mesh.get_local_rank()
     with pytest.raises(
@@ -511,19 +290,11 @@ def check_mesh_of_two_dimensions(mesh: Mesh) -> None:
         parallelize(mamba(), mesh)
 
 
-class Case(NamedTuple):
-    """A check, and the shape of the mesh that it gets."""
-
-    shape: tuple[int, ...]
-    check: Callable[[Mesh], None]
-
-
 PACKING = {
     "cu_seqlens": {"cu_seqlens": torch.tensor([0, 5, 5, SEQLEN])},
     "seq_idx": {"seq_idx": torch.tensor([[0] * 3 + [1] * (SEQLEN - 3)] * BATCH)},
 }
 INNER = RANK + 2 * DSTATE
-SPLIT_NORM = MAMBA2_OPTIONS["1 group, norm before gate"]
 BC = 2 * DSTATE  # rows of B and C of one group
 
 CASES: dict[str, Case] = {
@@ -567,26 +338,7 @@ CASES: dict[str, Case] = {
     "collectives, GatedMLP": Case((2,), lambda mesh: check_collectives(mlp, (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))),
     "collectives, sequence parallel": Case((2,), check_sequence_parallel_collectives),
     "collectives, one rank": Case((1,), check_one_rank),
-    **{
-        f"MambaLM, {mixer}, {n}": Case((n,), partial(check_model, partial(language_model, mixer, **fields)))
-        for mixer, fields in (("Mamba", {"d_intermediate": 20}), ("Mamba2", {"tie_embeddings": False, "rms_norm": False}))
-        for n in (2, 4)
-    },
-    "MambaLM, vocabulary of unequal shards": Case(
-        (4,), partial(check_model, partial(language_model, "Mamba", pad_vocab_size_multiple=1))
-    ),
-    "MambaLM, loss parallel": Case((2,), partial(check_model, partial(language_model, "Mamba2"), gather_logits=False)),
-    "MambaLM, sequence parallel, 2": Case((2,), partial(check_model, partial(language_model, "Mamba"), sequence_parallel=True)),
-    "MambaLM, sequence parallel, 3": Case(
-        (3,),
-        partial(check_model, partial(language_model, "Mamba2", rms_norm=False, fused_add_norm=False), sequence_parallel=True),
-    ),
-    "MambaLM, generation": Case((3,), partial(check_model_generation, partial(language_model, "Mamba2"))),
-    "MambaLM, FSDP2, Mamba": Case((2, 2), partial(check_fsdp, "Mamba")),
-    "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
-    "compilation of layers of a kind": Case((2,), check_classes),
     "errors": Case((3,), check_errors),
-    "errors, tokens outside of the vocabulary": Case((4,), check_tokens),
     "errors, ranks that differ": Case((3,), check_ranks_that_differ),
     "Mamba, context parallel": Case((2, 2), partial(check_context_parallel, mamba)),
     "Mamba2, context parallel": Case((2, 2), partial(check_context_parallel, mamba2)),
@@ -603,8 +355,7 @@ ON_GPUS = (
     *("Mamba2, an MLP beside, 2", "GatedMLP, 2", "generation, Mamba, bilinear, 2", "generation, Mamba2, 1 groups, 2"),
     *("sequence parallel, Mamba, biases, 2", "sequence parallel, Mamba2, 1 groups, 2", "autocast, Mamba", "autocast, Mamba2"),
     *("bfloat16, Mamba", "bfloat16, Mamba2", "activation checkpointing", "compilation", "collectives, Mamba"),
-    *("collectives, Mamba2 with one group", "collectives, sequence parallel", "MambaLM, Mamba, 2", "MambaLM, Mamba2, 2"),
-    *("MambaLM, loss parallel", "MambaLM, sequence parallel, 2"),
+    *("collectives, Mamba2 with one group", "collectives, sequence parallel"),
 )
 
 
@@ -613,13 +364,7 @@ def run_case(mesh: Mesh, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(param(Place(case.shape), name, id=name) for name, case in CASES.items()),
-        *(param(TWO_GPUS, name, id=name) for name in ON_GPUS),
-    ],
-)
+@pytest.mark.parametrize(("name", "place"), over_places(CASES, ON_GPUS))
 def test_ranks_are_one_process(processes: Processes, name: str, place: Place) -> None:
     assert CASES[name].shape == place.shape
     processes.check(place, run_case, name)
