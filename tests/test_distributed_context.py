@@ -61,9 +61,6 @@ def compare_layer(mesh: Mesh, layer: nn.Module, call: Callable[[nn.Module, Cut],
     """
     size, own = mesh.size(), own_span(mesh)
     layer = layer.to(mesh.device_type)
-    parallel = copy.deepcopy(layer)
-    distributed_layer = parallelize(parallel, mesh)
-
     expected = call(layer, lambda value, axis: value)
     expected = expected if isinstance(expected, tuple) else (expected,)
     random = generator(mesh, 1)
@@ -73,22 +70,26 @@ def compare_layer(mesh: Mesh, layer: nn.Module, call: Callable[[nn.Module, Cut],
     def cut(value: Tensor, axis: int) -> Tensor:
         return value.narrow(axis, own.start, own.stop - own.start)
 
-    actual = call(distributed_layer, cut)
-    actual = actual if isinstance(actual, tuple) else (actual,)
-    close(actual[0], cut(expected[0], axis), f"{what}, {size} ranks, output")
-    loss = (actual[0] * cut(factors[0], axis)).sum()
-    for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
-        close(value, whole, f"{what}, {size} ranks, last state")
-        loss = loss + (value * factor).sum() / size
-    loss.backward()
-    sum_gradients(parallel, mesh)
-    for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
-        close(parameter.grad, whole.grad, f"{what}, {size} ranks, gradient of {name}")
+    # Layers that return a last state exchange summaries.
+    for exchange in ("chain", "summaries") if len(expected) == 1 else ("summaries",):
+        parallel = copy.deepcopy(layer)
+        parallel.zero_grad()
+        actual = call(parallelize(parallel, mesh, exchange), cut)
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        close(actual[0], cut(expected[0], axis), f"{what}, {exchange}, {size} ranks, output")
+        loss = (actual[0] * cut(factors[0], axis)).sum()
+        for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
+            close(value, whole, f"{what}, {exchange}, {size} ranks, last state")
+            loss = loss + (value * factor).sum() / size
+        loss.backward()
+        sum_gradients(parallel, mesh)
+        for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
+            close(parameter.grad, whole.grad, f"{what}, {exchange}, {size} ranks, gradient of {name}")
     layer.zero_grad()
 
 
-def parallelize(module: nn.Module, mesh: Mesh) -> nn.Module:
-    return parallelize_module(module, mesh, ContextParallel())
+def parallelize(module: nn.Module, mesh: Mesh, exchange: str | None = None) -> nn.Module:
+    return parallelize_module(module, mesh, ContextParallel(exchange=exchange))
 
 
 def check_mamba(mesh: Mesh) -> None:
@@ -293,12 +294,13 @@ def check_mamba_conv(mesh: Mesh) -> None:
                 loss = (x * factors[..., :6]).sum() + again.square().sum() + (torch.cat([other, z], 2) * factors).sum()
                 return torch.autograd.grad(loss, [xz, weight, other], allow_unused=True, materialize_grads=True)
 
-            actual = gradients(MambaConv.apply(source, weight, None, None, group))
             x, z = source.chunk(2, 2)
-            x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, group)
+            x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, False, group)
             expected = gradients((x, x, z))
-            for name, *values in zip(("xz", "weight", "other"), actual, expected, strict=True):
-                close(*values, f"results in use {used}, gradient of {name}")
+            for uses_chain in (False, True):
+                actual = gradients(MambaConv.apply(source, weight, None, None, uses_chain, group))
+                for name, *values in zip(("xz", "weight", "other"), actual, expected, strict=True):
+                    close(*values, f"results in use {used}, chain {uses_chain}, gradient of {name}")
 
 
 def check_gradient_buffer(mesh: Mesh) -> None:

@@ -52,6 +52,8 @@ def compare(
 ) -> None:
     """Compares the operator ``name`` over the ranks of a mesh with the one of ``ssm_kernels``.
 
+    It passes states along a chain without a last state, and with ``state`` also by summaries.
+
     Args:
         inputs: differentiable, of the whole sequence.
         of_steps: the axis of time of the inputs and options that have one.
@@ -59,6 +61,9 @@ def compare(
         options: other arguments.
         state: the flag that asks for the last state, if that is compared too.
     """
+    if state is not None:
+        compare(mesh, name, inputs, of_steps, axis, options, None)
+    exchange = "chain" if state is None else "summaries"
     rank, size, own = mesh.get_local_rank(), mesh.size(), own_span(mesh)
 
     def cut(name: str, value: Any) -> Any:
@@ -78,7 +83,7 @@ def compare(
     for _ in range(2):
         local = {name: cut(name, value).clone().requires_grad_() for name, value in inputs.items()}
         own_options = {name: cut(name, value) for name, value in options.items()}
-        results = getattr(distributed, name)(**local, **own_options, **flags, group=mesh)
+        results = getattr(distributed, name)(**local, **own_options, **flags, group=mesh, exchange=exchange)
         actual = results if state else (results,)
         # Every rank returns the last state, and its share of the loss reads a part of it.
         loss = (actual[0] * factors[0].narrow(axis, own.start, own.stop - own.start)).sum()

@@ -10,6 +10,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("ssm_kernels.distributed: expected a PyTorch with torch.distributed, got one that was built without it")
 
+from ._messages import keep_exchanged_states
 from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
 from .functions import (
@@ -35,6 +36,7 @@ __all__ = [
     "elu_gru_scan",
     "get_state_dict",
     "hgrn_scan",
+    "keep_exchanged_states",
     "linear_scan",
     "liquid_scan",
     "mingru_scan",

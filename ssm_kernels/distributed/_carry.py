@@ -23,17 +23,26 @@ Inf where only the product of the steps underflows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ._collectives import Gathering, Group
+from ._collectives import Gathering, Group, Layout
+from ._messages import Chain
 
-__all__ = ["Carry"]
+__all__ = ["Carry", "SummaryCarry", "passed"]
 
 
 def _like(factor: Tensor, states: Tensor) -> Tensor:
     """``factor`` with as many axes as ``states``."""
     return factor.reshape(*factor.shape, *(1,) * (states.dim() - factor.dim()))
+
+
+def passed(state: Tensor, passes: Tensor | None) -> Tensor:
+    """A state, or its gradient, with zeros in the rows that do not pass the border: ``passes`` is (batch,), bool, or None."""
+    return state if passes is None else torch.where(_like(passes, state), state, 0)
 
 
 def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | None, reverse: bool) -> Tensor | None:
@@ -72,8 +81,11 @@ def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | 
     return h.reshape(first.shape)
 
 
-class Carry:
+class Carry(ABC):
     """Passes states in forward and their gradients in backward, for one call of a scan.
+
+    A node calls :meth:`enter` before the scan and :meth:`leave` after it, :meth:`enter_backward` before the scan's adjoint and
+    :meth:`leave_backward` after it.
 
     Args:
         group: the ranks.
@@ -84,47 +96,181 @@ class Carry:
     def __init__(self, group: Group, what: str, reverse: bool) -> None:
         self._group, self._what, self._reverse = group, what, reverse
 
+    @staticmethod
+    def of(group: Group, what: str, reverse: bool, uses_chain: bool) -> Carry:
+        return (ChainCarry if uses_chain else SummaryCarry)(group, what, reverse)
+
     @property
     def is_first(self) -> bool:
         return self._group.rank == (self._group.size - 1 if self._reverse else 0)
 
-    def begin(
+    @abstractmethod
+    def enter(
+        self,
+        state: Tensor,
+        initial_state: Tensor | None,
+        passes: Tensor | None,
+        summarize: Callable[[], tuple[Tensor, Tensor]],
+        needs_final: bool = False,
+        keeps: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Receives the state before this rank's span.
+
+        Args:
+            state: of no values, on the device "meta" or expanded: shape, dtype and device of a state.
+            initial_state: the state before the whole sequence. The first rank's counts.
+            passes: (2, ranks, batch), bool: whether a state passes the border before a rank, and whether it passes on to the
+                border after it; None: it does, unless the ranks send ``keeps``.
+            summarize: returns the last state from the state zero, (batch, ...), and the decay with leading axes of it.
+            needs_final: whether the state after the last rank is a result.
+            keeps: (batch,), bool, where other ranks do not know it from ``passes``: whether this span keeps the state before
+                it. It travels as numbers of the dtype of ``decay``.
+
+        Returns:
+            This rank's initial state; the state after the last rank if ``needs_final``; and two tensors for backward.
+        """
+
+    @abstractmethod
+    def leave(self, last_state: Tensor) -> None:
+        """Takes the state after this rank's span."""
+
+    @abstractmethod
+    def enter_backward(
+        self,
+        state: Tensor,
+        grad_final: Tensor | None,
+        decays: Tensor | None,
+        passes: Tensor | None,
+        initial_gradient: Callable[[], Tensor],
+    ) -> Tensor | None:
+        """The gradient of the state after this rank's span; None if it is zero.
+
+        Args:
+            state: as for :meth:`enter`.
+            grad_final: of the final state, which every rank returned; its gradients are summed.
+            decays, passes: from :meth:`enter`.
+            initial_gradient: returns the gradient of this rank's initial state, from its outputs alone.
+        """
+
+    @abstractmethod
+    def wants_gradient(self, needs_gradient: bool) -> bool:
+        """Whether the adjoint has to compute the gradient of this rank's initial state.
+
+        Args:
+            needs_gradient: whether that of the state before the whole sequence is needed.
+        """
+
+    @abstractmethod
+    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
+        """Takes the gradient of this rank's initial state, if :meth:`wants_gradient`, and ``passes`` of :meth:`enter`."""
+
+
+class ChainCarry(Carry):
+    """Receives the state from the rank before, and sends the one after the span to the next rank.
+
+    The first rank waits for none. The next one waits for its scan, but only in the first layer: all later states come as many
+    scans ahead as they are needed later.
+    """
+
+    def __init__(self, group: Group, what: str, reverse: bool) -> None:
+        super().__init__(group, what, reverse)
+        self._chain = Chain(group, f"{what}: states", reverse)
+
+    def enter(
+        self,
+        state: Tensor,
+        initial_state: Tensor | None,
+        passes: Tensor | None,
+        summarize: Callable[[], tuple[Tensor, Tensor]],
+        needs_final: bool = False,
+        keeps: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        assert not needs_final and keeps is None
+        if self.is_first:
+            return initial_state, None, None, None
+        (initial,) = self._chain.receive(Layout.of([state]), state)
+        border = None if passes is None else passes[0, self._group.rank]
+        return passed(initial, border), None, None, border
+
+    def leave(self, last_state: Tensor) -> None:
+        self._chain.send([last_state])
+
+    def enter_backward(
+        self,
+        state: Tensor,
+        grad_final: Tensor | None,
+        decays: Tensor | None,
+        passes: Tensor | None,
+        initial_gradient: Callable[[], Tensor],
+    ) -> Tensor | None:
+        return None if self._chain.is_last else self._chain.receive_gradients(Layout.of([state]), state)[0]
+
+    def wants_gradient(self, needs_gradient: bool) -> bool:
+        return needs_gradient or not self.is_first
+
+    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
+        if not self.is_first:
+            assert gradient is not None
+            self._chain.send_gradients([passed(gradient, passes)])
+
+
+class SummaryCarry(Carry):
+    """Gathers what each rank's span makes of the state before it."""
+
+    def enter(
+        self,
+        state: Tensor,
+        initial_state: Tensor | None,
+        passes: Tensor | None,
+        summarize: Callable[[], tuple[Tensor, Tensor]],
+        needs_final: bool = False,
+        keeps: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        gathering = self._begin(*summarize(), initial_state, passes, keeps)
+        return self._end(gathering, passes, initial_state, needs_final)
+
+    def leave(self, last_state: Tensor) -> None:
+        pass
+
+    def enter_backward(
+        self,
+        state: Tensor,
+        grad_final: Tensor | None,
+        decays: Tensor | None,
+        passes: Tensor | None,
+        initial_gradient: Callable[[], Tensor],
+    ) -> Tensor | None:
+        assert decays is not None
+        local = initial_gradient()
+        return self._gradient(local, grad_final, decays, passes)
+
+    def wants_gradient(self, needs_gradient: bool) -> bool:
+        return needs_gradient and self.is_first
+
+    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
+        pass
+
+    def _begin(
         self,
         last_state: Tensor,
         decay: Tensor,
         initial_state: Tensor | None,
-        passes: Tensor | None = None,
-        keeps: Tensor | None = None,
+        passes: Tensor | None,
+        keeps: Tensor | None,
     ) -> Gathering:
-        """Sends the summary of this rank's span.
-
-        Args:
-            last_state: from the state zero, (batch, ...).
-            decay: of its dtype, with leading axes of it.
-            initial_state: the state before the whole sequence. The first rank's counts.
-            passes: see :meth:`end`.
-            keeps: (batch,), bool, where other ranks do not know it from ``passes``: whether this span keeps the state before
-                it. It travels as numbers of the dtype of ``decay``.
-        """
+        """Sends the summary of this rank's span."""
         if self.is_first and initial_state is not None:
             after = torch.addcmul(last_state, _like(decay, last_state), initial_state)
             own = keeps if passes is None else passes[1, self._group.rank]
             last_state = after if own is None else torch.where(_like(own, after), after, last_state)
         tensors = [last_state, decay] if keeps is None else [last_state, decay, keeps.to(decay.dtype)]
-        return Gathering(tensors, self._group, f"{self._what}: states")
+        return Gathering(tensors, self._group, f"{self._what}: states", is_of_states=True)
 
-    def end(
+    def _end(
         self, gathering: Gathering, passes: Tensor | None, initial_state: Tensor | None, needs_final: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """Receives the summaries of all ranks.
-
-        Args:
-            passes: (2, ranks, batch), bool: whether a state passes the border before a rank, and whether it passes on to the
-                border after it; None: it does, unless the ranks have sent ``keeps``.
-
-        Returns:
-            This rank's initial state; the state after the last rank if ``needs_final``; and, for backward, the decays of the
-            ranks after this one and ``passes`` of these ranks.
+        """Receives the summaries of all ranks. The tensors for backward are the decays of the ranks after this one and their
+        ``passes``.
         """
         states, decays, *sent = gathering.wait()
         if sent:
@@ -139,7 +285,7 @@ class Carry:
             initial = fold(slice(rank + 1, size) if self._reverse else slice(0, rank))
             assert initial is not None
             if passes is not None:
-                initial = torch.where(_like(passes[0, rank], initial), initial, 0)
+                initial = passed(initial, passes[0, rank])
             # From one rank it is a view of what all ranks have sent, which backward must not keep.
             is_view = passes is None and (size - 1 - rank if self._reverse else rank) == 1
             initial = initial.clone() if is_view else initial.contiguous()
@@ -152,17 +298,9 @@ class Carry:
         after = self._after()
         return initial, final, decays[after].clone(), None if passes is None else passes[:, after].clone()
 
-    def gradient(
+    def _gradient(
         self, local_gradient: Tensor, grad_final: Tensor | None, decays: Tensor, passes: Tensor | None
     ) -> Tensor | None:
-        """The gradient of the state after this rank's span; None if it is zero.
-
-        Args:
-            local_gradient: of this rank's initial state, from its outputs alone.
-            grad_final: of the final state, which every rank returned; its gradients are summed.
-            decays: from :meth:`end`.
-            passes: from :meth:`end`.
-        """
         tensors = [local_gradient] if grad_final is None else [local_gradient, grad_final]
         gathering = Gathering(tensors, self._group, f"{self._what}: gradients of states")
         gathered = gathering.wait()

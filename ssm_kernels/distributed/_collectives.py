@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "tie"]
+__all__ = ["Gathering", "Group", "GroupLike", "Layout", "is_of_states", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
@@ -85,6 +86,72 @@ def tie(tensor: Tensor, to: Tensor) -> Tensor:
     return torch.where(torch.zeros_like(number, dtype=torch.bool), number, tensor)
 
 
+_running = threading.local()
+
+
+def is_of_states() -> bool:
+    """Whether the collective that runs is a :class:`Gathering` of states, and not one that a later call may leave out."""
+    return getattr(_running, "is_of_states", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The places of several tensors in one flat buffer: of their dtype, or of bytes where they have several.
+
+    Attributes:
+        shapes: of the tensors.
+        dtypes: of the tensors.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self._is_of_bytes else self.dtypes[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return sum(self._lengths())
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The buffer with the values of ``tensors``."""
+        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        if self._is_of_bytes:
+            flat = [tensor.view(torch.uint8) for tensor in flat]
+            flat = [torch.nn.functional.pad(tensor, (0, -tensor.shape[0] % 8)) for tensor in flat]
+        return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in buffers (..., numel), each with the same leading axes."""
+        results = []
+        lengths = self._lengths()
+        ends = itertools.accumulate(lengths)
+        for end, length, shape, dtype in zip(ends, lengths, self.shapes, self.dtypes, strict=True):
+            part = buffer[..., end - length : end]
+            if self._is_of_bytes:
+                part = part[..., : math.prod(shape) * dtype.itemsize].view(dtype)
+            results.append(part.reshape(*buffer.shape[:-1], *shape))
+        return results
+
+    @property
+    def _is_of_bytes(self) -> bool:
+        return len(set(self.dtypes)) > 1
+
+    def _lengths(self) -> list[int]:
+        numbers = [math.prod(shape) for shape in self.shapes]
+        if not self._is_of_bytes:
+            return numbers
+        # A view of bytes as numbers has to begin at a multiple of their size.
+        sizes = [number * dtype.itemsize for number, dtype in zip(numbers, self.dtypes, strict=True)]
+        return [size + -size % 8 for size in sizes]
+
+
 class Gathering:
     """An all-gather under way, of tensors whose shapes and dtypes are the same on every rank.
 
@@ -92,20 +159,13 @@ class Gathering:
         tensors: of this rank.
         group: the ranks.
         what: names the data in the message of an error.
+        is_of_states: whether checkpointing may keep the gathered data: see ``keep_exchanged_states``.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: Group, what: str) -> None:
-        self._shapes = [tuple(tensor.shape) for tensor in tensors]
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        self._group, self._what = group, what
-        self._is_of_bytes = len(set(self._dtypes)) > 1
-        flat = [tensor.contiguous().view(-1) for tensor in tensors]
-        if self._is_of_bytes:
-            flat = [tensor.view(torch.uint8) for tensor in flat]
-            # A view of bytes as numbers has to begin at a multiple of their size.
-            flat = [torch.nn.functional.pad(tensor, (0, -tensor.shape[0] % 8)) for tensor in flat]
-        packed = torch.cat(flat) if len(flat) > 1 else flat[0]
-        self._lengths = [tensor.shape[0] for tensor in flat]
+    def __init__(self, tensors: Sequence[Tensor], group: Group, what: str, is_of_states: bool = False) -> None:
+        self._group, self._what, self._is_of_states = group, what, is_of_states
+        self._layout = Layout.of(tensors)
+        packed = self._layout.pack(tensors)
         self._buffer = self._run(torch.ops._c10d_functional.all_gather_into_tensor, packed, group.size, group.name)
 
     def wait(self) -> list[Tensor]:
@@ -115,15 +175,7 @@ class Gathering:
             RuntimeError: the collective failed: a rank has died, made another call or not come within the group's time-out.
         """
         self._buffer = self._run(torch.ops._c10d_functional.wait_tensor, self._buffer)
-        gathered = self._buffer.view(self._group.size, -1)
-        results = []
-        ends = itertools.accumulate(self._lengths)
-        for end, length, shape, dtype in zip(ends, self._lengths, self._shapes, self._dtypes, strict=True):
-            part = gathered[:, end - length : end]
-            if self._is_of_bytes:
-                part = part[:, : math.prod(shape) * dtype.itemsize].view(dtype)
-            results.append(part.reshape(self._group.size, *shape))
-        return results
+        return self._layout.unpack(self._buffer.view(self._group.size, -1))
 
     def tie(self, tensor: Tensor) -> Tensor:
         """``tensor``, for the compiler a function of the gathered data: see :func:`tie`."""
@@ -133,6 +185,7 @@ class Gathering:
         if torch.compiler.is_compiling():
             traced: Tensor = operator(*arguments)
             return traced
+        _running.is_of_states = self._is_of_states
         try:
             result: Tensor = operator(*arguments)
         except RuntimeError as error:
@@ -143,4 +196,6 @@ class Gathering:
                 f"made another call, or has not come within the time-out of the group.{calls_of_others(self._group)} PyTorch's "
                 f"message: {error}"
             ) from error
+        finally:
+            _running.is_of_states = False
         return result

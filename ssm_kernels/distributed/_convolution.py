@@ -1,10 +1,11 @@
 """The causal convolution over a sequence whose spans are on several ranks, as autograd nodes.
 
-A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer
-steps than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
-sends are steps. While they travel, the rank convolves its span from zero; it then computes the first steps again from the halo.
-Backward is the mirror: each rank sends the gradient of its halo, and adds those of its own steps that the later ranks have
-read.
+A rank needs the ``width - 1`` steps before its span: its halo. While it travels, the rank convolves its span from zero; it then
+computes the first steps again from the halo. Backward is the mirror: each rank sends the gradient of its halo, and adds those
+of its own steps that the later ranks have read.
+
+A span may have fewer steps than the halo, so that a halo takes steps of several ranks. ``ChainHalo`` passes them from neighbour
+to neighbour. With ``Halo`` every rank sends its last steps to all, and says which of the ``width - 1`` places are steps.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._collectives import Gathering, Group, tie
+from ._collectives import Gathering, Group, Layout, tie
+from ._messages import Chain
 
-__all__ = ["CausalConv1d", "Halo", "MambaConv", "gate_gradient", "is_gate"]
+__all__ = [
+    "CausalConv1d",
+    "Halo",
+    "MambaConv",
+    "add_to_last_steps",
+    "gate_gradient",
+    "is_gate",
+    "last_steps",
+    "own_steps",
+]
 
 _ops = torch.ops.ssm_kernels
 
@@ -38,7 +49,7 @@ class Halo:
         taps, head = self._taps, min(x.shape[1], self._taps)
         tail = F.pad(x[:, x.shape[1] - head :].transpose(1, 2), (taps - head, 0))
         is_step = torch.arange(taps, device=x.device) >= taps - head
-        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo")
+        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo", is_of_states=True)
 
     def end(
         self, gathering: Gathering, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
@@ -59,25 +70,30 @@ class Halo:
         borders = torch.arange(1, size + 2, device=places.device) * taps - 1
         wanted = count[borders][:, None] - taps + 1 + torch.arange(taps, device=places.device)
         sources = torch.searchsorted(count, wanted)
-        own = None
-        if past is not None:
-            lags = torch.arange(taps, 0, -1, device=places.device)
-            own = (past[..., None] >= lags)[:, :, None]  # (ranks + 1, batch, 1, taps)
+        own = own_steps(past, slice(None), taps)
 
         def read(border: int) -> Tensor:
-            return _masked(places.index_select(2, sources[border]), own, border)
+            return _masked(places.index_select(2, sources[border]), _at(own, border))
 
         return gathering.tie(read(self._group.rank)), read(size) if needs_final else None, sources, own
 
-    def send_gradient(self, gradient: Tensor, grad_final: Tensor | None, own: Tensor | None) -> Gathering:
+    def tie(self, gathering: Gathering, tensor: Tensor) -> Tensor:
+        """``tensor``, for the compiler a function of the halos: see :func:`tie`."""
+        return gathering.tie(tensor)
+
+    def needs_gradient(self, needs_initial: bool) -> bool:
+        """Whether other ranks need the gradient of this rank's halo."""
+        return True
+
+    def send_gradient(self, gradient: Tensor, grad_final: Tensor | None, own: Tensor | None, seqlen: int) -> Gathering:
         """Sends the gradient of this rank's halo, and its part of that of the final state."""
-        gradients = [_masked(gradient, own, self._group.rank)]
+        gradients = [_masked(gradient, _at(own, self._group.rank))]
         if grad_final is not None:
-            gradients.append(_masked(grad_final, own, self._group.size))
+            gradients.append(_masked(grad_final, _at(own, self._group.size)))
         return Gathering(gradients, self._group, "causal_conv1d: gradients of the halo")
 
     def gradient(
-        self, gathering: Gathering, sources: Tensor, grad_x: Tensor | None, needs_initial: bool = False
+        self, gathering: Gathering, sources: Tensor, grad_x: Tensor | None, needs_initial: bool, seqlen: int
     ) -> Tensor | None:
         """Adds the gradients of this rank's last steps to ``grad_x``, in place; returns that of the initial state."""
         gathered, rank, taps = gathering.wait(), self._group.rank, self._taps
@@ -85,12 +101,99 @@ class Halo:
         if len(gathered) > 1:
             of_borders.append(gathered[1].sum(0))
         if grad_x is not None:
-            head = min(grad_x.shape[1], taps)
+            head = min(seqlen, taps)
             grad_tail = gathering.tie(_of_places(of_borders, sources, rank + 1, rank + 1))
-            grad_x[:, grad_x.shape[1] - head :].add_(grad_tail[..., taps - head :].transpose(1, 2))
+            grad_x[:, seqlen - head :].add_(grad_tail[..., taps - head :].transpose(1, 2))
         if not needs_initial:
             return None
         return torch.zeros_like(of_borders[0]) if rank > 0 else _of_places(of_borders, sources, 0, 0)
+
+
+class ChainHalo:
+    """As :class:`Halo`, from neighbour to neighbour: a span shorter than the halo passes a part of its own halo on.
+
+    The halo that travels also has steps of other sequences: the rank that reads it sets them to zero.
+    """
+
+    def __init__(self, group: Group, taps: int) -> None:
+        self._group, self._taps = group, taps
+        self._chain = Chain(group, "causal_conv1d: halo")
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Sends the last steps of a span, (batch, seqlen, channels), unless it is shorter than the halo."""
+        if x.shape[1] >= self._taps:
+            self._chain.send([last_steps(None, x, self._taps)])
+        return x
+
+    def end(
+        self, x: Tensor, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
+    ) -> tuple[Tensor, None, None, Tensor | None]:
+        """Receives the halo. Returns it, and which of its steps belong to the sequence after it; the others are for gathers."""
+        assert not needs_final
+        halo = x.new_empty(()).expand(x.shape[0], x.shape[2], self._taps)
+        if not self._chain.is_first:
+            (halo,) = self._chain.receive(Layout.of([halo]), x)
+        else:
+            halo = torch.zeros_like(halo) if initial_state is None else initial_state
+        if x.shape[1] < self._taps:
+            self._chain.send([last_steps(halo, x, self._taps)])
+        own = own_steps(past, self._group.rank, self._taps)
+        return _masked(halo, own), None, None, own
+
+    def tie(self, x: Tensor, tensor: Tensor) -> Tensor:
+        """A chain is not for compiled code."""
+        return tensor
+
+    def needs_gradient(self, needs_initial: bool) -> bool:
+        """Whether other ranks, or the initial state, need the gradient of this rank's halo."""
+        return needs_initial or not self._chain.is_first
+
+    def send_gradient(self, gradient: Tensor, grad_final: Tensor | None, own: Tensor | None, seqlen: int) -> Tensor:
+        """Sends the gradient of this rank's halo, unless that of later halos has to be added to it."""
+        gradient = _masked(gradient, own)
+        if seqlen >= self._taps:
+            self._chain.send_gradients([gradient])
+        return gradient
+
+    def gradient(
+        self, gradient: Tensor, sources: None, grad_x: Tensor | None, needs_initial: bool, seqlen: int
+    ) -> Tensor | None:
+        """Adds the gradients of this rank's last steps to ``grad_x``, in place; returns that of the initial state."""
+        if not self._chain.is_last:
+            (grad_tail,) = self._chain.receive_gradients(Layout.of([gradient]), gradient)
+            gradient = add_to_last_steps(gradient, grad_x, grad_tail, seqlen)
+        if seqlen < self._taps:
+            self._chain.send_gradients([gradient])
+        if not needs_initial:
+            return None
+        return gradient if self._chain.is_first else torch.zeros_like(gradient)
+
+
+def last_steps(halo: Tensor | None, x: Tensor, taps: int) -> Tensor:
+    """The last ``taps`` steps of a halo, (batch, channels, taps), and ``x``, (batch, seqlen, channels), after it.
+
+    Without a halo ``x`` has as many.
+    """
+    head = min(x.shape[1], taps)
+    tail = x[:, x.shape[1] - head :].transpose(1, 2)
+    return tail if halo is None or head == taps else torch.cat([halo[..., head:], tail], 2)
+
+
+def add_to_last_steps(grad_halo: Tensor, grad_x: Tensor | None, grad_tail: Tensor, seqlen: int) -> Tensor:
+    """The adjoint of :func:`last_steps`: adds to ``grad_x`` in place, and returns the sum for the halo."""
+    taps = grad_tail.shape[2]
+    head = min(seqlen, taps)
+    if grad_x is not None:
+        grad_x[:, seqlen - head :].add_(grad_tail[..., taps - head :].transpose(1, 2))
+    return grad_halo if head == taps else grad_halo + F.pad(grad_tail[..., : taps - head], (head, 0))
+
+
+def own_steps(past: Tensor | None, border: int | slice, taps: int) -> Tensor | None:
+    """Which steps of the halo at a border belong to the sequence there, (..., batch, 1, taps); None: all."""
+    if past is None:
+        return None
+    lags = torch.arange(taps, 0, -1, device=past.device)
+    return (past[border, :, None] >= lags)[..., None, :]
 
 
 class CausalConv1d(torch.autograd.Function):
@@ -110,14 +213,16 @@ class CausalConv1d(torch.autograd.Function):
         past: Tensor | None,
         activation: str | None,
         needs_final: bool,
+        uses_chain: bool,
         group: Group,
     ) -> Any:
-        out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, past, activation, needs_final, group)
+        halo = (ChainHalo if uses_chain else Halo)(group, weight.shape[1] - 1)
+        out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, past, activation, needs_final, halo, group)
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        return (*_adjoint(ctx, ctx.saved_tensors, grad_out, None, grad_final, None), *(None,) * 5)
+        return (*_adjoint(ctx, ctx.saved_tensors, grad_out, None, grad_final, None), *(None,) * 6)
 
 
 class MambaConv(torch.autograd.Function):
@@ -130,10 +235,17 @@ class MambaConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, group: Group
+        ctx: Any,
+        xz: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        initial_state: Tensor | None,
+        uses_chain: bool,
+        group: Group,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, z = xz.chunk(2, dim=-1)
-        out, _ = _convolve(ctx, x, weight, bias, initial_state, None, None, "silu", False, group)
+        halo = (ChainHalo if uses_chain else Halo)(group, weight.shape[1] - 1)
+        out, _ = _convolve(ctx, x, weight, bias, initial_state, None, None, "silu", False, halo, group)
         ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(z)
@@ -148,14 +260,14 @@ class MambaConv(torch.autograd.Function):
         if grad_x is None:  # the other ranks wait for the gradient of this one's halo
             grad_x = torch.zeros_like(x)
         if not ctx.needs_input_grad[0]:
-            return (*_adjoint(ctx, saved, grad_x, grad_scanned, None, None), None)
+            return (*_adjoint(ctx, saved, grad_x, grad_scanned, None, None), None, None)
         grad_xz = None if grad_z is None else _whole_of(grad_z)
         if grad_xz is None:
             grad_xz = _new_whole(x)
             right = grad_xz[..., x.shape[2] :]
             right.zero_() if grad_z is None else right.copy_(grad_z)
         _, *others = _adjoint(ctx, saved, grad_x, grad_scanned, None, grad_xz[..., : x.shape[2]])
-        return (grad_xz, *others, None)
+        return (grad_xz, *others, None, None)
 
 
 def is_gate(z: Tensor) -> bool:
@@ -196,17 +308,17 @@ def _convolve(
     past: Tensor | None,
     activation: str | None,
     needs_final: bool,
+    halo: Halo | ChainHalo,
     group: Group,
 ) -> tuple[Tensor, Tensor | None]:
     """The output and, with ``needs_final``, the final state; saves for :func:`_adjoint`."""
     taps = weight.shape[1] - 1
     head = min(x.shape[1], taps)
-    halo = Halo(group, taps)
-    gathering = halo.begin(x)
+    exchanged: Any = halo.begin(x)
     out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
-    steps, final, sources, own = halo.end(gathering, initial_state, past, needs_final)
+    steps, final, sources, own = halo.end(exchanged, initial_state, past, needs_final)
     if head == 0:
-        out = gathering.tie(out)
+        out = halo.tie(exchanged, out)
     elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():
         short_idx = None if seq_idx is None else seq_idx[:, :head]
         begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, steps, activation)
@@ -236,15 +348,15 @@ def _adjoint(
     x, weight, bias, seq_idx, steps, sources, own = saved
     needs = ctx.needs_input_grad[:4]
     head = min(x.shape[1], weight.shape[1] - 1)
-    gathering = None
+    exchanged = None
     if needs[0] or needs[3]:
         local = tie(torch.zeros_like(steps), grad_out)
-        if head > 0:
+        if head > 0 and ctx.halo.needs_gradient(needs[3]):
             short_idx = None if seq_idx is None else seq_idx[:, :head]
             of_head = (x[:, :head], weight, bias, short_idx, None, steps, ctx.activation)
             grad_head = grad_out[:, :head] if grad_out_2 is None else grad_out[:, :head] + grad_out_2[:, :head]
             local = _ops._causal_conv1d_bwd(grad_head, None, *of_head, [False] * 3 + [True])[3]
-        gathering = ctx.halo.send_gradient(local, grad_final, own)
+        exchanged = ctx.halo.send_gradient(local, grad_final, own, x.shape[1])
     wanted = [*needs[:3], False]
     arguments = (x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)
     if grad_x is None:
@@ -252,14 +364,18 @@ def _adjoint(
     else:
         results = (grad_x, *_ops._causal_conv1d_bwd_out(grad_out, None, *arguments, grad_x, grad_out_2))
     grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
-    if gathering is not None:
-        grads[3] = ctx.halo.gradient(gathering, sources, grads[0], needs[3])
+    if exchanged is not None:
+        grads[3] = ctx.halo.gradient(exchanged, sources, grads[0], needs[3], x.shape[1])
     return tuple(grads)
 
 
-def _masked(value: Tensor, own: Tensor | None, border: int) -> Tensor:
+def _at(own: Tensor | None, border: int) -> Tensor | None:
+    return None if own is None else own[border]
+
+
+def _masked(value: Tensor, own: Tensor | None) -> Tensor:
     """Zero where a step belongs to another sequence than the first step after the border."""
-    return value if own is None else torch.where(own[border], value, 0)
+    return value if own is None else torch.where(own, value, 0)
 
 
 def _of_places(gradients: list[Tensor], sources: Tensor, block: int, border: int) -> Tensor:

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
-from ._carry import Carry
-from ._collectives import Group, tie
-from ._convolution import Halo
+from ._carry import SummaryCarry, passed
+from ._collectives import Group, Layout, tie
+from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
+from ._messages import Chain
 from ._split_norm import SplitNorm
 
-__all__ = ["Mamba2Mixer", "before_gate"]
+__all__ = ["ChainedMamba2Mixer", "Mamba2Mixer", "before_gate"]
 
 _ops = torch.ops.ssm_kernels
 
@@ -71,18 +72,21 @@ class Mamba2Mixer(torch.autograd.Function):
         xB = _convolved(slice(0, d_ssm + of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
         x, B = xB.split([d_ssm, of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)
-        last_states, decay = ssd_chunk_scan_summary(
-            x.unflatten(-1, (heads, headdim)),
-            dt,
-            -torch.exp(A_log.to(wide)),
-            B.unflatten(-1, (ngroups, dstate)),
-            dt_bias=dt_bias.to(wide),
-            seq_idx=seq_idx,
-            **ctx.scan,
-        )
-        carry = Carry(group, "Mamba2", reverse=False)
-        gathering = carry.begin(last_states, decay, None, passes)
-        initial, _, decays, later = carry.end(gathering, passes, None, False)
+
+        def summarize() -> tuple[Tensor, Tensor]:
+            return ssd_chunk_scan_summary(
+                x.unflatten(-1, (heads, headdim)),
+                dt,
+                -torch.exp(A_log.to(wide)),
+                B.unflatten(-1, (ngroups, dstate)),
+                dt_bias=dt_bias.to(wide),
+                seq_idx=seq_idx,
+                **ctx.scan,
+            )
+
+        carry = SummaryCarry(group, "Mamba2", reverse=False)
+        state = x.new_empty((), dtype=wide).expand(x.shape[0], heads, headdim, dstate)
+        initial, _, decays, later = carry.enter(state, None, passes, summarize)
         ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
@@ -104,11 +108,11 @@ class Mamba2Mixer(torch.autograd.Function):
             mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
         if any(needs[i] for i in (0, 1, 2, 3, 5)):
             wide = torch.promote_types(projected.dtype, torch.float32)
-            if ctx.carry.is_first:
-                local = tie(
-                    torch.zeros(grad_out.shape[0], *ctx.sizes[:2], dstate, device=grad_out.device, dtype=wide), grad_out
-                )
-            else:
+            state = torch.zeros((), device=grad_out.device, dtype=wide).expand(grad_out.shape[0], heads, headdim, dstate)
+
+            def initial_gradient() -> Tensor:
+                if ctx.carry.is_first:
+                    return tie(torch.zeros_like(state), grad_out)
                 z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * of_groups, heads], dim=-1)
                 if norm_weight is None:
                     grad_y = before_gate(grad_out, z)
@@ -118,7 +122,7 @@ class Mamba2Mixer(torch.autograd.Function):
                     grad_y = _ops._norm_gated_bwd(grad_out, y, norm_weight, z, None, *norm, needs_y, mean_product)[0]
                 columns = slice(d_ssm + of_groups, d_ssm + 2 * of_groups)
                 C = _convolved(columns, xBC, conv_weight, conv_bias, steps, seq_idx)
-                local = _ssd_chunk_scan_initial_gradient(
+                return _ssd_chunk_scan_initial_gradient(
                     grad_y.unflatten(-1, (heads, headdim)),
                     dt,
                     -torch.exp(A_log.to(wide)),
@@ -127,15 +131,109 @@ class Mamba2Mixer(torch.autograd.Function):
                     seq_idx=seq_idx,
                     **ctx.scan,
                 )
-            grad_states = ctx.carry.gradient(local, None, decays, later)
+
+            grad_states = ctx.carry.enter_backward(state, None, decays, later, initial_gradient)
         wanted = [*needs, needs[0] and steps is not None, False]
         arguments = (*tensors, None, *ctx.options)
         results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments, mean_product)
         grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
         if wanted[7]:
             grad_xBC = results[0][..., d_ssm:-heads]
-            ctx.halo.gradient(ctx.halo.send_gradient(results[7], None, own), sources, grad_xBC)
+            seqlen = projected.shape[1]
+            ctx.halo.gradient(ctx.halo.send_gradient(results[7], None, own, seqlen), sources, grad_xBC, False, seqlen)
         return (*grads[:7], *(None,) * 14)
+
+
+class ChainedMamba2Mixer(torch.autograd.Function):
+    """As :class:`Mamba2Mixer`, with the halo and the states of the rank before, which come in one message.
+
+    Backward gets one from the next rank: the gradients of the steps and states that forward has sent.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor | None,
+        seq_idx: Tensor | None,
+        past: Tensor | None,
+        passes: Tensor | None,
+        headdim: int,
+        ngroups: int,
+        dstate: int,
+        chunk_size: int | None,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        norm_before_gate: bool,
+        discretization: str,
+        group: Group,
+        norm: SplitNorm | None,
+    ) -> Tensor:
+        ctx.chain, taps = Chain(group, "Mamba2: states and halo"), conv_weight.shape[-1] - 1
+        ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
+        xBC = projected[..., A_log.shape[0] * headdim : projected.shape[2] - A_log.shape[0]]
+        ctx.places = _places(projected, xBC, A_log, headdim, dstate, taps)
+        initial = steps = own = border = None
+        if ctx.chain.is_first:
+            halo = torch.zeros_like(ctx.places[1])
+        else:
+            initial, halo = ctx.chain.receive(Layout.of(ctx.places), projected)
+            own = own_steps(past, group.rank, taps)
+            border = None if passes is None else passes[0, group.rank]
+            initial = passed(initial, border)
+            if taps > 0:
+                steps = halo if own is None else torch.where(own, halo, 0)
+        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
+        mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
+        out, _, last_states, y, rstd, parameters = mixer(projected, *arguments)
+        ctx.chain.send([last_states, last_steps(halo, xBC, taps)])
+        tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
+        ctx.save_for_backward(*tensors, y, rstd, parameters, own, border)
+        ctx.norm = norm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        *tensors, y, rstd, parameters, own, border = ctx.saved_tensors
+        projected, steps, norm_weight = tensors[0], tensors[7], tensors[6]
+        needs = [*ctx.needs_input_grad[:7]]
+        heads = tensors[3].shape[0]
+        d_ssm, seqlen = heads * ctx.options[0], projected.shape[1]
+        grad_states = grad_tail = mean_product = None
+        if ctx.norm is not None:
+            mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
+        passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 5))
+        if passes_gradients and not ctx.chain.is_last:
+            grad_states, grad_tail = ctx.chain.receive_gradients(Layout.of(ctx.places), grad_out)
+        is_later = passes_gradients and not ctx.chain.is_first
+        wanted = [*needs, is_later and steps is not None, is_later]
+        arguments = (*tensors, None, *ctx.options)
+        results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments, mean_product)
+        grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
+        grad_halo = grads[7]
+        if grad_halo is None:
+            grad_halo = torch.zeros_like(ctx.places[1])
+        elif own is not None:
+            grad_halo = torch.where(own, grad_halo, 0)
+        if grad_tail is not None:
+            grad_xBC = results[0][..., d_ssm:-heads] if needs[0] else None
+            grad_halo = add_to_last_steps(grad_halo, grad_xBC, grad_tail, seqlen)
+        if is_later:
+            ctx.chain.send_gradients([passed(results[8], border), grad_halo])
+        return (*grads[:7], *(None,) * 14)
+
+
+def _places(projected: Tensor, xBC: Tensor, A_log: Tensor, headdim: int, dstate: int, taps: int) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of a state and of a halo."""
+    batch, wide = projected.shape[0], torch.promote_types(projected.dtype, torch.float32)
+    states = projected.new_empty((), dtype=wide).expand(batch, A_log.shape[0], headdim, dstate)
+    return states, projected.new_empty(()).expand(batch, xBC.shape[2], taps)
 
 
 def _convolved(

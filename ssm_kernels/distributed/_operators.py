@@ -37,6 +37,16 @@ _RECURRENCES = {
 }
 
 
+# The most ranks of a chain, unless it is asked for: each rank more waits for one more scan.
+_MOST_IN_CHAIN = 8
+
+
+def choose_exchange(operator: str, exchange: str | None, ranks: int) -> str:
+    if exchange not in (None, "chain", "summaries"):
+        raise ValueError(f"{operator}: expected exchange to be 'chain', 'summaries' or None, got {exchange!r}")
+    return exchange or ("chain" if ranks <= _MOST_IN_CHAIN else "summaries")
+
+
 def _expand(tensor: Tensor, like: Tensor) -> Tensor:
     """Expands an input as the local operator does: its gradient is summed over time first, and not in fp16 or bf16."""
     if tensor.shape == like.shape:
@@ -66,10 +76,16 @@ class GroupOperators:
     Args:
         group: the ranks.
         agreement: what the ranks have agreed on.
+        exchange: how states pass from rank to rank: "chain", "summaries", or None to choose by the number of ranks.
+        operator: for the message of an error.
+
+    Raises:
+        ValueError: ``exchange`` is something else.
     """
 
-    def __init__(self, group: Group, agreement: Agreement) -> None:
+    def __init__(self, group: Group, agreement: Agreement, exchange: str | None, operator: str) -> None:
         self.group, self._agreement = group, agreement
+        self.exchange = choose_exchange(operator, exchange, group.size)
 
     def selective_scan(
         self,
@@ -119,6 +135,7 @@ class GroupOperators:
             return_last_state,
             torch.is_grad_enabled(),
             z_is_gate,
+            self._uses_chain(return_last_state),
             self.group,
         )
 
@@ -171,6 +188,7 @@ class GroupOperators:
             discretization,
             reverse,
             return_final_states,
+            self._uses_chain(return_final_states),
             self.group,
         )
 
@@ -208,6 +226,7 @@ class GroupOperators:
             None if packing is None else packing.past,
             activation,
             return_final_state,
+            self._uses_chain(return_final_state),
             self.group,
         )
 
@@ -254,12 +273,18 @@ class GroupOperators:
             gate_is_logit,
             reverse,
             return_last_state,
+            # With reset the state before the sequence also counts on other ranks.
+            self._uses_chain(return_last_state or reset is not None),
             self.group,
             cu_seqlens,
             reset,
             tensors["h0"],
             *(_expand(value, first) if key in broadcast else value for key, value in named.items()),
         )
+
+    def _uses_chain(self, needs_others: bool = False) -> bool:
+        """Whether a call uses the chain: not if every rank needs something of later ranks, nor in compiled code."""
+        return self.exchange == "chain" and not needs_others and not torch.compiler.is_compiling()
 
     def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
         """The packed sequences of a call; new ones begin where either argument says so."""
@@ -327,7 +352,7 @@ class GroupOperators:
         h0 = tensors.get("h0")
         if cu_seqlens is not None and h0 is not None and h0.dim() > 0 and h0.shape[0] == cu_seqlens.shape[0] - 1:
             description["h0"] = describe(h0, 0, "sequences")
-        description |= {name: str(value) for name, value in options.items()}
+        description |= {name: str(value) for name, value in options.items()} | {"exchange": self.exchange}
         sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
         lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
         description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))

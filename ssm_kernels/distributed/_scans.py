@@ -1,9 +1,9 @@
 """The scans over a sequence whose spans are on several ranks, as autograd nodes.
 
-Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks
-before this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and
-runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``. With
-``reverse`` the last rank is the first; the summaries and the initial gradients then read flipped copies.
+Forward scans from the state that the ranks before this one leave, and backward runs the scan's adjoint with the gradient of its
+last state that the ranks after this one leave. A chain needs nothing else. With summaries, forward first runs over the span
+without outputs, and backward computes the gradient of the initial state from the outputs' gradient alone. See ``_carry.py``.
+With ``reverse`` the last rank is the first; the summaries and the initial gradients then read flipped copies.
 """
 
 from __future__ import annotations
@@ -45,6 +45,18 @@ def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor |
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
 
 
+def _state_like(tensor: Tensor, *shape: int) -> Tensor:
+    """Shape of a state, dtype and device of ``tensor``; no memory but for one number."""
+    return tensor.new_empty(()).expand(shape)
+
+
+def _of_first(gradient: Tensor | None, state: Tensor, needs: bool, carry: Carry) -> Tensor | None:
+    """The gradient of the state before the whole sequence: the first rank's, and zero on the others."""
+    if not needs:
+        return None
+    return gradient if carry.is_first else state.new_zeros(state.shape)
+
+
 class SelectiveScan(torch.autograd.Function):
     """``out`` and, with ``needs_final``, the state after the last rank's span.
 
@@ -71,26 +83,31 @@ class SelectiveScan(torch.autograd.Function):
         needs_final: bool,
         saves: bool,
         z_is_gate: bool,
+        uses_chain: bool,
         group: Group,
     ) -> Any:
-        carry = Carry(group, "selective_scan", reverse)
+        carry = Carry.of(group, "selective_scan", reverse, uses_chain)
         options = (discretization, delta_softplus)
-        last_state, decay = selective_scan_summary(
-            _in_order(u, 2, reverse),
-            _in_order(delta, 2, reverse),
-            A,
-            _matrix_in_order(B, reverse),
-            delta_bias=delta_bias,
-            discretization=discretization,
-            delta_softplus=delta_softplus,
-            seq_idx=_in_order(seq_idx, 1, reverse),
-        )
-        gathering = carry.begin(last_state, decay, initial_state, passes)
-        initial, final, decays, passes = carry.end(gathering, passes, initial_state, needs_final)
+
+        def summarize() -> tuple[Tensor, Tensor]:
+            return selective_scan_summary(
+                _in_order(u, 2, reverse),
+                _in_order(delta, 2, reverse),
+                A,
+                _matrix_in_order(B, reverse),
+                delta_bias=delta_bias,
+                discretization=discretization,
+                delta_softplus=delta_softplus,
+                seq_idx=_in_order(seq_idx, 1, reverse),
+            )
+
+        state = _state_like(A, u.shape[0], *A.shape)
+        initial, final, decays, passes = carry.enter(state, initial_state, passes, summarize, needs_final)
         needs_grad = saves and any(ctx.needs_input_grad)
-        out, _, chunk_states = _ops._selective_scan_fwd(
+        out, last_state, chunk_states = _ops._selective_scan_fwd(
             u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None, reverse
         )
+        carry.leave(last_state)
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
         ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes)
@@ -102,24 +119,28 @@ class SelectiveScan(torch.autograd.Function):
         u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes = ctx.saved_tensors
         (discretization, delta_softplus), reverse = ctx.options, ctx.reverse
         needs = [*ctx.needs_input_grad[:9]]
-        grad_last_state = None
-        if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
+        state = _state_like(A, u.shape[0], *A.shape)
+
+        def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                local = tie(A.new_zeros(u.shape[0], *A.shape), grad_out)
-            else:
-                local = _selective_scan_initial_gradient(
-                    _in_order(grad_out, 2, reverse),
-                    _in_order(delta, 2, reverse),
-                    A,
-                    _matrix_in_order(C, reverse),
-                    z=_in_order(z, 2, reverse),
-                    delta_bias=delta_bias,
-                    discretization=discretization,
-                    delta_softplus=delta_softplus,
-                    seq_idx=_in_order(seq_idx, 1, reverse),
-                )
-            grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
-        wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
+                return tie(torch.zeros_like(state), grad_out)
+            return _selective_scan_initial_gradient(
+                _in_order(grad_out, 2, reverse),
+                _in_order(delta, 2, reverse),
+                A,
+                _matrix_in_order(C, reverse),
+                z=_in_order(z, 2, reverse),
+                delta_bias=delta_bias,
+                discretization=discretization,
+                delta_softplus=delta_softplus,
+                seq_idx=_in_order(seq_idx, 1, reverse),
+            )
+
+        grad_last_state = None
+        passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
+        if passes_gradients:
+            grad_last_state = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+        wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, reverse)
         if ctx.z_is_gate and wanted[6]:
             grad_z = gate_gradient(z.transpose(1, 2)).transpose(1, 2)
@@ -128,9 +149,10 @@ class SelectiveScan(torch.autograd.Function):
         else:
             results = _ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted)
         gradients = _results(results, wanted)
-        if needs[8] and not ctx.carry.is_first:
-            gradients[8] = A.new_zeros(u.shape[0], *A.shape)
-        return (*gradients, *(None,) * 9)
+        if passes_gradients:
+            ctx.carry.leave_backward(gradients[8], passes)
+        gradients[8] = _of_first(gradients[8], state, needs[8], ctx.carry)
+        return (*gradients, *(None,) * 10)
 
 
 class SsdChunkScan(torch.autograd.Function):
@@ -157,26 +179,31 @@ class SsdChunkScan(torch.autograd.Function):
         discretization: str,
         reverse: bool,
         needs_final: bool,
+        uses_chain: bool,
         group: Group,
     ) -> Any:
-        carry = Carry(group, "ssd_chunk_scan", reverse)
-        last_states, decay = ssd_chunk_scan_summary(
-            _in_order(x, 1, reverse),
-            _in_order(dt, 1, reverse),
-            A,
-            _in_order(B, 1, reverse),
-            dt_bias=dt_bias,
-            dt_softplus=dt_softplus,
-            dt_limit=(dt_min, dt_max),
-            discretization=discretization,
-            seq_idx=_in_order(seq_idx, 1, reverse),
-        )
-        gathering = carry.begin(last_states, decay, initial_states, passes)
-        initial, final, decays, passes = carry.end(gathering, passes, initial_states, needs_final)
+        carry = Carry.of(group, "ssd_chunk_scan", reverse, uses_chain)
+
+        def summarize() -> tuple[Tensor, Tensor]:
+            return ssd_chunk_scan_summary(
+                _in_order(x, 1, reverse),
+                _in_order(dt, 1, reverse),
+                A,
+                _in_order(B, 1, reverse),
+                dt_bias=dt_bias,
+                dt_softplus=dt_softplus,
+                dt_limit=(dt_min, dt_max),
+                discretization=discretization,
+                seq_idx=_in_order(seq_idx, 1, reverse),
+            )
+
+        state = _state_like(A, x.shape[0], *x.shape[2:], B.shape[3])
+        initial, final, decays, passes = carry.enter(state, initial_states, passes, summarize, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
-        out, _ = _ops._ssd_chunk_scan_fwd(
+        out, last_states = _ops._ssd_chunk_scan_fwd(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, reverse
         )
+        carry.leave(last_states)
         ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes)
         ctx.carry, ctx.chunk_size = carry, chunk_size
         ctx.scalars, ctx.discretization, ctx.reverse = scalars, discretization, reverse
@@ -189,29 +216,40 @@ class SsdChunkScan(torch.autograd.Function):
         options = (ctx.discretization, reverse)
         arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, *options)
         needs = [*ctx.needs_input_grad[:9]]
-        grad_final_states = None
-        shape = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
-        if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
+        state = _state_like(A, x.shape[0], *x.shape[2:], B.shape[3])
+
+        def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                local = tie(A.new_zeros(shape), grad_out)
-            else:
-                local = _ssd_chunk_scan_initial_gradient(
-                    _in_order(before_gate(grad_out, z), 1, reverse),
-                    _in_order(dt, 1, reverse),
-                    A,
-                    _in_order(C, 1, reverse),
-                    dt_bias=dt_bias,
-                    dt_softplus=ctx.scalars[0],
-                    dt_limit=ctx.scalars[1:],
-                    discretization=ctx.discretization,
-                    seq_idx=_in_order(seq_idx, 1, reverse),
-                )
-            grad_final_states = ctx.carry.gradient(local, grad_final, decays, passes)
-        wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
+                return tie(torch.zeros_like(state), grad_out)
+            return _ssd_chunk_scan_initial_gradient(
+                _in_order(before_gate(grad_out, z), 1, reverse),
+                _in_order(dt, 1, reverse),
+                A,
+                _in_order(C, 1, reverse),
+                dt_bias=dt_bias,
+                dt_softplus=ctx.scalars[0],
+                dt_limit=ctx.scalars[1:],
+                discretization=ctx.discretization,
+                seq_idx=_in_order(seq_idx, 1, reverse),
+            )
+
+        grad_final_states = None
+        passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
+        if passes_gradients:
+            grad_final_states = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+        wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
-        if needs[8] and not ctx.carry.is_first:
-            gradients[8] = A.new_zeros(shape)
-        return (*gradients, *(None,) * 10)
+        if passes_gradients:
+            ctx.carry.leave_backward(gradients[8], passes)
+        gradients[8] = _of_first(gradients[8], state, needs[8], ctx.carry)
+        return (*gradients, *(None,) * 11)
+
+
+def _recurrence_state(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """As :func:`_state_like`, for a recurrence over ``values`` and, with ``cu_seqlens``, its packed sequences."""
+    rows = values.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return _state_like(values.new_empty((), dtype=dtype), rows, values.shape[2])
 
 
 class LinearRecurrence(torch.autograd.Function):
@@ -230,6 +268,7 @@ class LinearRecurrence(torch.autograd.Function):
         gate_is_logit: bool,
         reverse: bool,
         needs_final: bool,
+        uses_chain: bool,
         group: Group,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,
@@ -237,8 +276,7 @@ class LinearRecurrence(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         options = (recurrence, candidate_activation, gate_is_logit, reverse)
-        carry = Carry(group, recurrence, reverse)
-        last_state, decay = _ops._linear_recurrence_summary_fwd(inputs, cu_seqlens, None, *options)
+        carry = Carry.of(group, recurrence, reverse, uses_chain)
         is_reset = after_reset = keeps = None
         if reset is not None:
             h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)
@@ -246,10 +284,17 @@ class LinearRecurrence(torch.autograd.Function):
             after_reset = (count > 0)[..., None]
             is_reset = reset.any(1)[:, None]
             keeps = ~is_reset[:, 0]
-            last_state, decay = torch.where(is_reset, last_after, last_state), decay.masked_fill(is_reset, 0)
-        gathering = carry.begin(last_state, decay, h0, keeps=keeps)
-        initial, final, decays, passes = carry.end(gathering, None, h0, needs_final)
-        h, _ = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
+
+        def summarize() -> tuple[Tensor, Tensor]:
+            last_state, decay = _ops._linear_recurrence_summary_fwd(inputs, cu_seqlens, None, *options)
+            if is_reset is not None:
+                last_state, decay = torch.where(is_reset, last_after, last_state), decay.masked_fill(is_reset, 0)
+            return last_state, decay
+
+        state = _recurrence_state(inputs[0], cu_seqlens)
+        initial, final, decays, passes = carry.enter(state, h0, None, summarize, needs_final, keeps)
+        h, last_state = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
+        carry.leave(last_state)
         if after_reset is not None:
             h = torch.where(after_reset, h_after, h)
         ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs)
@@ -259,14 +304,15 @@ class LinearRecurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor, grad_final: Tensor | None = None) -> Any:
         h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs = ctx.saved_tensors
-        needs_h0, needs = ctx.needs_input_grad[8], [*ctx.needs_input_grad[9:]]
+        needs_h0, needs = ctx.needs_input_grad[9], [*ctx.needs_input_grad[10:]]
         wanted = [*needs, *[False] * (4 - len(needs))]
-        rows = grad_h.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if ctx.carry.is_first:
-            local = tie(decays.new_zeros(rows, grad_h.shape[2]), grad_h)
-        else:
+        state = _recurrence_state(inputs[0], cu_seqlens)
+
+        def initial_gradient() -> Tensor:
+            if ctx.carry.is_first:
+                return tie(torch.zeros_like(state), grad_h)
             recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
-            local = _linear_recurrence_initial_gradient(
+            return _linear_recurrence_initial_gradient(
                 grad_h,
                 recurrence,
                 inputs,
@@ -276,8 +322,9 @@ class LinearRecurrence(torch.autograd.Function):
                 cu_seqlens=cu_seqlens,
                 reset=reset,
             )
-        grad_last_state = ctx.carry.gradient(local, grad_final, decays, passes)
-        flags = [*wanted, needs_h0 and ctx.carry.is_first]
+
+        grad_last_state = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+        flags = [*wanted, ctx.carry.wants_gradient(needs_h0)]
         if after_reset is None:
             arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
             gradients = _results(_ops._linear_recurrence_bwd(grad_h, grad_last_state, *arguments, flags), flags)
@@ -298,6 +345,7 @@ class LinearRecurrence(torch.autograd.Function):
                 gradients[place] = None if own is None or other is None else torch.where(after_reset, other, own)
             own, other = gradients[4], others[4]
             gradients[4] = other if own is None or other is None else own + other
-        if needs_h0 and gradients[4] is None:
-            gradients[4] = torch.zeros_like(local)
-        return (*(None,) * 8, gradients[4], *gradients[: len(inputs)])
+        ctx.carry.leave_backward(gradients[4], passes)
+        if reset is None:
+            gradients[4] = _of_first(gradients[4], state, needs_h0, ctx.carry)
+        return (*(None,) * 9, gradients[4], *gradients[: len(inputs)])

@@ -22,8 +22,8 @@ from ._agreement import Agreement
 from ._casts import Casts
 from ._collectives import Gathering, Group, GroupLike
 from ._convolution import MambaConv, is_gate
-from ._mixers import Mamba2Mixer
-from ._operators import GroupOperators
+from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
+from ._operators import GroupOperators, choose_exchange
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["ContextParallel", "sum_gradients"]
@@ -35,12 +35,12 @@ _BUCKET_BYTES = 64 * 2**20
 class _Context(GroupOperators):
     """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group, Agreement(group, of_layer=True))
+    def __init__(self, group: Group, exchange: str | None) -> None:
+        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         # A copy has agreed on nothing.
-        return _Context(self.group)
+        return _Context(self.group, self.exchange)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -62,7 +62,7 @@ class _Context(GroupOperators):
         xz, weight, bias, initial_state = self._cast_convolution(xz, weight, bias, initial_state)
         options = {"activation": "silu", "return_final_state": False}
         self._agree_on_convolution(xz[..., : xz.shape[2] // 2], weight, bias, initial_state, options)
-        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self.group)
+        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self._uses_chain(), self.group)
         return x, scanned, z
 
     def mamba_mixer(
@@ -157,7 +157,8 @@ class _Context(GroupOperators):
         self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
         packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
         to = Casts(projected)
-        out: Tensor = Mamba2Mixer.apply(
+        node = ChainedMamba2Mixer if self._uses_chain() else Mamba2Mixer
+        out: Tensor = node.apply(
             to.lower(projected),
             *map(to.wide, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight)),
             *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.passes)),
@@ -211,11 +212,22 @@ class ContextParallel(ParallelStyle):
 
     ``inference_params`` and ``PackedSequence`` raise a ValueError.
 
+    Args:
+        exchange: how states pass from rank to rank: "chain", from neighbour to neighbour, so that rank r begins r scans after
+            the first; "summaries", by an all-gather in every layer, for which each rank runs half a scan more; or None, the
+            chain for up to 8 ranks. Layers that return final states, and compiled ones, use summaries.
+
     Raises:
-        ValueError: from ``parallelize_module``, if the module contains no such layer; on every rank, if the ranks call with
-            different shapes, dtypes or options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
+        ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer; on every
+            rank, if the ranks call with different shapes, dtypes or options, or if ``cu_seqlens`` does not end at the sum of
+            the spans' lengths.
         RuntimeError: a rank has died, or does not make the call within the time-out of the group.
     """
+
+    def __init__(self, *, exchange: str | None = None) -> None:
+        super().__init__()
+        choose_exchange("ContextParallel", exchange, 1)
+        self.exchange = exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = Group.of(device_mesh)
@@ -225,7 +237,7 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {type(module).__name__}"
             )
         for layer in layers:
-            layer.context = _Context(group)
+            layer.context = _Context(group, self.exchange)
         return module
 
 

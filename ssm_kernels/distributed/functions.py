@@ -4,6 +4,8 @@ Each rank of a group passes its own contiguous span, in the order of the ranks, 
 unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, and:
 
 - ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
+- ``exchange``: how states pass from rank to rank: "chain", from neighbour to neighbour; "summaries", by an all-gather; or None,
+  the chain for up to 8 ranks. A call that returns a final state, one with ``reset``, and a compiled one use summaries.
 - Parameters, such as ``A`` or ``weight``, are the same on every rank. Their gradients are of the rank's span alone: the sum
   over ranks is the gradient of the whole sequence.
 - An initial state is the state before the whole sequence. Every rank passes it; its gradient is also a part of a sum.
@@ -45,9 +47,9 @@ __all__ = [
 ]
 
 
-def _of(group: GroupLike | Group) -> GroupOperators:
+def _of(group: GroupLike | Group, exchange: str | None, operator: str) -> GroupOperators:
     ranks = Group.of(group)
-    return GroupOperators(ranks, Agreement(ranks))
+    return GroupOperators(ranks, Agreement(ranks), exchange, operator)
 
 
 @names_arguments
@@ -69,6 +71,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
 
@@ -79,7 +82,7 @@ def selective_scan(
     A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
     gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.
     """
-    return _of(group).selective_scan(
+    return _of(group, exchange, "selective_scan").selective_scan(
         u,
         delta,
         A,
@@ -119,6 +122,7 @@ def ssd_chunk_scan(
     return_final_states: bool = False,
     discretization: str = "zoh",
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
 
@@ -130,7 +134,7 @@ def ssd_chunk_scan(
     A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and
     batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
     """
-    return _of(group).ssd_chunk_scan(
+    return _of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
         x,
         dt,
         A,
@@ -163,13 +167,14 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
 
     Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends (batch * channels + 1) * (width - 1) numbers of the dtype
     of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
     """
-    return _of(group).causal_conv1d(
+    return _of(group, exchange, "causal_conv1d").causal_conv1d(
         x,
         weight,
         bias,
@@ -192,6 +197,7 @@ def linear_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.linear_scan` over the ranks of a group.
 
@@ -201,7 +207,7 @@ def linear_scan(
     ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers in forward; with ``cu_seqlens`` the
     sequences are the batch.
     """
-    return _of(group).recurrence(
+    return _of(group, exchange, "linear_scan").recurrence(
         "linear_scan",
         (a, b),
         h0,
@@ -225,9 +231,10 @@ def mingru_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "mingru_scan").recurrence(
         "mingru_scan",
         (gate, candidate),
         h0,
@@ -253,9 +260,10 @@ def minlstm_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "minlstm_scan").recurrence(
         "minlstm_scan",
         (forget, input, candidate),
         h0,
@@ -279,9 +287,10 @@ def liquid_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "liquid_scan").recurrence(
         "liquid_scan",
         (candidate, tau, step_size("liquid_scan", dt, candidate)),
         h0,
@@ -305,9 +314,10 @@ def rglru_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "rglru_scan").recurrence(
         "rglru_scan",
         (recurrence_gate, input_gate, x, recurrent_param),
         h0,
@@ -329,9 +339,10 @@ def hgrn_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "hgrn_scan").recurrence(
         "hgrn_scan",
         (log_gate, x),
         h0,
@@ -353,9 +364,10 @@ def elu_gru_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "elu_gru_scan").recurrence(
         "elu_gru_scan",
         (gate, candidate),
         h0,
@@ -377,9 +389,10 @@ def diag_linear_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
+    exchange: str | None = None,
 ) -> Any:
     """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`."""
-    return _of(group).recurrence(
+    return _of(group, exchange, "diag_linear_scan").recurrence(
         "diag_linear_scan",
         (gate, x),
         h0,
