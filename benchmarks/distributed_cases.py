@@ -28,6 +28,7 @@ VOCABULARY = 256  # bytes: the layers take nearly all of the time
 # Relative differences from one GPU in bfloat16 beyond which a result is wrong.
 WRONG = {"loss": 2e-3, "norm of the gradients": 3e-2}
 OPERATIONS = {"all_gather_into_tensor": "all-gather", "all_reduce": "all-reduce", "reduce_scatter_tensor": "reduce-scatter"}
+OPERATIONS |= {"send": "message"}
 CALLS = 10  # of a collective, in one trial
 
 
@@ -77,7 +78,7 @@ def measure_over_ranks(stages: Mapping[str, Stages], run: Run, parts: Sequence[s
 
 
 class Sent(TorchDispatchMode):
-    """Records the collectives of a call: their names, and the bytes of the buffers that a rank passes to them."""
+    """Records the collectives and messages of a call: their names, and the bytes of the buffers that a rank passes to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +180,10 @@ class ModelCase(Case):
         with Sent() as backward:
             out.sum().backward()
         model.zero_grad(set_to_none=True)
-        return {"forward": forward.calls, "backward": backward.calls}
+        # Along a chain the first rank sends in forward and the last in backward: each as much as those between.
+        calls = {"forward": forward.calls, "backward": backward.calls}
+        everyone = of_ranks(calls, mesh_of(run).get_group())
+        return {direction: max((found[direction] for found in everyone), key=len) for direction in calls}
 
     def row(self, run: Run) -> dict[str, Any]:
         models, stages = self.contenders(run)
@@ -216,10 +220,10 @@ def local(parameter: Tensor) -> Tensor:
     return found
 
 
-def checkpoint_blocks(model: MambaLM) -> None:
-    """Recomputes each block in backward: only its input and the residual stream are kept."""
+def checkpoint_blocks(model: MambaLM, **options: Any) -> None:
+    """Recomputes each block in backward: only its input and the residual stream are kept, and what ``context_fn`` keeps."""
     for block in model.backbone.layers:
-        forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
         block.forward = forward  # type: ignore[method-assign]
 
 
@@ -233,11 +237,11 @@ class ContextCase(ModelCase):
     def distributed(self, model: MambaLM, run: Run) -> tuple[MambaLM, Stages]:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from ssm_kernels.distributed import ContextParallel, sum_gradients
+        from ssm_kernels.distributed import ContextParallel, keep_exchanged_states, sum_gradients
 
         mesh = mesh_of(run)
         parallelize_module(model, mesh, ContextParallel())
-        checkpoint_blocks(model)
+        checkpoint_blocks(model, context_fn=keep_exchanged_states)
         own = (tokens.tensor_split(self.ranks, 1)[mesh.get_local_rank()] for tokens in self.tokens(run.device))
         return model, self.stages(model, *own, finish=lambda: sum_gradients(model, mesh))
 

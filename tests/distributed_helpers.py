@@ -79,7 +79,7 @@ class LargeResults(TorchDispatchMode):
 
 
 class Collectives(TorchDispatchMode):
-    """Records the name of each collective and the bytes that this rank sends in it."""
+    """Records the name of each collective, or "send" for a message, and the bytes that this rank sends in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,8 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")
-        if name[0] in ("_c10d_functional", "c10d") and not name[2].startswith("wait"):
+        is_collective = name[0] in ("_c10d_functional", "c10d") and not name[2].startswith("wait")
+        if is_collective or func.name() == "ssm_kernels_distributed::send":
             tensors = [value for value in args if isinstance(value, Tensor)]
             self.sent.append((name[2], sum(value.numel() * value.element_size() for value in tensors)))
         return func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import itertools
 import os
 import pickle
@@ -44,7 +45,7 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ssm_kernels.distributed import ContextParallel, selective_scan, sum_gradients
+from ssm_kernels.distributed import ContextParallel, keep_exchanged_states, selective_scan, sum_gradients
 from ssm_kernels.distributed._collectives import Group
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
 
@@ -185,19 +186,35 @@ def check_collectives(mesh: Mesh) -> None:
     halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
     states = batch * channels * dstate * number
 
-    layer = parallelize(layers.Mamba(d_model, dstate, width, device=device), mesh)
-    with Collectives() as forward:
-        out = layer(x)
-    with Collectives() as backward:
-        out.sum().backward()
-    assert forward.sent == [(gather, halo), (gather, 2 * states)]
-    assert backward.sent == [(gather, states), (gather, grad_halo)]
+    # Along a chain the first rank sends only in forward, and the last only in backward.
+    in_forward, in_backward = rank < mesh.size() - 1, rank > 0
+    layer = layers.Mamba(d_model, dstate, width, device=device)
+    for exchange, sent_forward, sent_backward in (
+        ("summaries", [(gather, halo), (gather, 2 * states)], [(gather, states), (gather, grad_halo)]),
+        (None, [("send", grad_halo), ("send", states)] * in_forward, [("send", states), ("send", grad_halo)] * in_backward),
+    ):
+        parallelize(layer, mesh, exchange)
+        with Collectives() as forward:
+            out = layer(x)
+        with Collectives() as backward:
+            out.sum().backward()
+        assert forward.sent == sent_forward, exchange
+        assert backward.sent == sent_backward, exchange
 
     heads, headdim, groups = 6, 2, 2
     channels += 2 * groups * dstate
     halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
     states = batch * heads * headdim * dstate * number
-    layer = parallelize(layers.Mamba2(d_model, dstate, width, headdim=headdim, ngroups=groups, device=device), mesh)
+    layer = layers.Mamba2(d_model, dstate, width, headdim=headdim, ngroups=groups, device=device)
+    parallelize(layer, mesh, "chain")
+    with Collectives() as forward:
+        out = layer(x)
+    with Collectives() as backward:
+        out.sum().backward()
+    # Steps and states travel together.
+    assert forward.sent == [("send", states + grad_halo)] * in_forward
+    assert backward.sent == [("send", states + grad_halo)] * in_backward
+    parallelize(layer, mesh, "summaries")
     borders = 4 * batch * 8
     for options, packing in (
         ({}, []),
@@ -220,7 +237,7 @@ def check_collectives(mesh: Mesh) -> None:
     assert backward.sent == [(gather, 2 * batch * 7 * number)]
 
     # All layers of a model share what they know of the borders.
-    model = parallelize(make_model("Mamba2", device), mesh)
+    model = parallelize(make_model("Mamba2", device), mesh, "summaries")
     lengths, borders, steps = 4 * 8, 4 * 8, sum(5 + other for other in range(mesh.size()))
     ends = torch.tensor([0, 7, steps], device=device)
     with Collectives() as forward:
@@ -235,7 +252,8 @@ def check_collectives(mesh: Mesh) -> None:
     u, A = torch.randn(1, channels, 5 + rank, device=device, requires_grad=True), -torch.ones(channels, dstate, device=device)
     B, seq_idx = torch.randn(1, dstate, 5 + rank, device=device), torch.zeros(1, 5 + rank, dtype=torch.int32, device=device)
     with Collectives() as forward:
-        results = [selective_scan(u, u, A, B, B, reverse=reverse, seq_idx=seq_idx, group=mesh) for reverse in (False, True)]
+        options = {"seq_idx": seq_idx, "group": mesh, "exchange": "summaries"}
+        results = [selective_scan(u, u, A, B, B, reverse=reverse, **options) for reverse in (False, True)]
     with Collectives() as backward:
         (results[0] * results[1]).sum().backward()
     states = channels * dstate * number
@@ -314,13 +332,35 @@ def check_gradient_buffer(mesh: Mesh) -> None:
 
 
 def check_checkpointing(mesh: Mesh) -> None:
+    """Recomputed layers: with ``keep_exchanged_states`` without communication and, by summaries, without their kernels."""
     x = generator(mesh, 0)(2, SEQLEN, 6)
-    layer = layers.Mamba(6, 4, dtype=torch.float64)
+    seq_idx = packings(mesh, 2)["ascending"]["seq_idx"]
+    blocks = [
+        layers.Mamba(6, 4, dtype=torch.float64),
+        nn.Sequential(*(layers.Mamba2(6, 3, headdim=2, dtype=torch.float64) for _ in range(2))),
+    ]
+    for block in blocks:
+        for options in ({}, {"context_fn": keep_exchanged_states}):
 
-    def call(layer: nn.Module, cut: Cut) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(layer, cut(x, 1), use_reentrant=False)
+            def call(block: nn.Module, cut: Cut, options: dict[str, Any] = options) -> Tensor:
+                own, numbers = cut(x, 1).clone().requires_grad_(), {"seq_idx": cut(seq_idx, 1)}
+                for layer in block if isinstance(block, nn.Sequential) else [block]:
+                    own = torch.utils.checkpoint.checkpoint(layer, own, **numbers, use_reentrant=False, **options)
+                return own
 
-    compare_layer(mesh, layer, call, "checkpointed Mamba")
+            compare_layer(mesh, block, call, f"checkpointed {type(block).__name__}, {[*options]}")
+    layer = layers.Mamba(6, 4, dtype=torch.float64).to(mesh.device_type)
+    own = x[:, own_span(mesh)].requires_grad_()
+    for exchange in ("chain", "summaries"):
+        parallelize(layer, mesh, exchange)
+        sent = []
+        for options in ({}, {"context_fn": keep_exchanged_states}):
+            out = torch.utils.checkpoint.checkpoint(layer, own, use_reentrant=False, **options)
+            with Collectives() as backward:
+                out.sum().backward()
+            sent.append(len(backward.sent))
+        of_forward = 2 * (exchange == "summaries" or mesh.get_local_rank() < mesh.size() - 1)
+        assert sent[0] == sent[1] + of_forward, (exchange, sent)
 
 
 def check_compiled(mesh: Mesh) -> None:
@@ -414,6 +454,9 @@ def check_fsdp_of_the_same_ranks(mesh: Mesh) -> None:
     expected = make_model("Mamba2", mesh.device_type)
     parallel = copy.deepcopy(expected)
     parallelize(parallel, mesh)
+    for block in parallel.backbone.layers:
+        options = {"use_reentrant": False, "context_fn": keep_exchanged_states}
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, **options)
     shard(parallel, mesh)
     loss_of(expected, inputs, targets).backward()
     (loss_of(parallel, inputs[:, steps], targets[:, steps]) * mesh.size()).backward()
@@ -464,6 +507,11 @@ def check_errors(mesh: Mesh) -> None:
     gru = parallelize(layers.MinGRU(4, 3), mesh)
     sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))
+    expected = "expected exchange to be 'chain', 'summaries' or None, got 'ring'"
+    raises(ValueError, expected, lambda: ContextParallel(exchange="ring"))
+    layer = parallelize(layers.Mamba(4, 3), mesh, ("chain", "summaries")[rank])
+    expected = "same exchange on every rank, got chain on rank 0 and summaries on rank 1"
+    raises(ValueError, expected, lambda: layer(torch.randn(1, 5, 4)))
     raises(ValueError, "contains layers of ssm_kernels, got Linear", lambda: parallelize(nn.Linear(3, 3), mesh))
 
 
@@ -475,7 +523,7 @@ def fail(rank: int, folder: str) -> None:
     """Two processes of groups with a short time-out. Exit codes: 0 for the expected errors, 3 for the rank that dies."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5)) for _ in range(3)]
     meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",)) for group in groups]
     x = torch.randn(2, 5, 6)
 
@@ -491,7 +539,7 @@ def fail(rank: int, folder: str) -> None:
         return is_expected
 
     # Rank 1 alone comes with another batch, after both have made a call.
-    layer = parallelize(layers.Mamba(6, 4), meshes[0])
+    layer = parallelize(layers.Mamba(6, 4), meshes[0], "summaries")
     dist.barrier()
     layer(x)
     changed = "causal_conv1d(x=float32 cpu [1, seqlen, 12]"
@@ -500,13 +548,16 @@ def fail(rank: int, folder: str) -> None:
         parts = (f"rank 1 makes a call with new arguments, {changed}", "waits for ranks [0]")
     are_expected = is_message(lambda: layer(x[:1] if rank == 1 else x), *parts)
 
-    # Rank 1 dies.
-    layer = parallelize(layers.Mamba(6, 4), meshes[1])
+    # Rank 1 dies: rank 0 waits for it in an all-gather, and along a chain in backward.
+    layer = parallelize(layers.Mamba(6, 4), meshes[1], "summaries")
+    chained = parallelize(layers.Mamba(6, 4), meshes[2], "chain")
     dist.barrier()
     layer(x)
+    chained(x).sum().backward()
     if rank == 1:
         os._exit(3 if are_expected else 1)
     are_expected &= is_message(lambda: layer(x), "the all-gather failed on rank 0 of 2: a rank has died")
+    are_expected &= is_message(lambda: chained(x).sum().backward(), "the message", "failed on rank 0 of 2: a rank has died")
     os._exit(0 if are_expected else 1)
 
 
