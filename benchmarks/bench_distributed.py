@@ -95,9 +95,15 @@ def constants(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def seconds_of_collectives(row: Row, ranks: int, found: dict[str, tuple[float, float]]) -> float:
-    """The collectives of a training step: those of the layers, where forward runs twice, and the sum of the gradients."""
+    """The collectives and messages of a training step: those of the layers, where forward counts twice, and the gradients' sum.
+
+    A message takes as long as an all-gather of two ranks.
+    """
 
     def seconds(operation: str, nbytes: float) -> float:
+        if operation == "message":
+            latency, per_byte = found["all-gather"]
+            return latency + per_byte * nbytes
         latency, per_byte = found[operation]
         return latency * math.log2(ranks) + per_byte * sent_by_a_rank(operation, nbytes, ranks)
 
@@ -112,6 +118,10 @@ def model_rows(result: Result) -> list[dict[str, Any]]:
     A rank's work is the measured time less the model's collectives of the measured ranks, and not less than that of its steps
     on one GPU. The time of ``n`` ranks is this work and the collectives of ``n`` ranks, one after the other. For one sequence
     of the measured length the work shrinks in proportion to the steps of a rank.
+
+    Where layers send messages along a chain, what the work exceeds that of the steps on one GPU by is the wait of the last
+    rank, and grows in proportion to the ranks before it. The rows of more than 8 ranks are of a chain too, although
+    ``ContextParallel`` uses summaries there unless it is told otherwise.
     """
     found = constants(result["rows"])
     rows = []
@@ -120,7 +130,11 @@ def model_rows(result: Result) -> list[dict[str, Any]]:
             continue
         ranks, one, part = row["ranks"], row["one"]["both"]["median"], row["part"]["both"]["median"]
         work = max(row["ours"]["both"]["median"] - seconds_of_collectives(row, ranks, found), part)
+        operations = {call["operation"] for calls in row["sent"].values() for call in calls}
+        lag = (work - part) / (ranks - 1) if "message" in operations else 0.0
+        measured_work = work
         for n in MODEL_RANKS:
+            work = measured_work + lag * (n - ranks)
             sent = seconds_of_collectives(row, n, found)
             steps = row["seqlen"] // ranks
             rows.append(

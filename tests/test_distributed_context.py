@@ -554,6 +554,7 @@ def fail(rank: int, folder: str) -> None:
     dist.barrier()
     layer(x)
     chained(x).sum().backward()
+    dist.barrier()  # rank 0 has received
     if rank == 1:
         os._exit(3 if are_expected else 1)
     are_expected &= is_message(lambda: layer(x), "the all-gather failed on rank 0 of 2: a rank has died")
