@@ -12,9 +12,12 @@ state, is the gradient of the last state of rank r - 1:
 .. math::
     G_r = m_r (g_r + d_r G_{r+1})
 
-Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence
-over ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time
-passes the ranks in the opposite order.
+``ChainCarry`` sends :math:`H_{r+1}` from rank r to rank r + 1, and :math:`G_r` to rank r - 1.
+
+``SummaryCarry`` gathers :math:`s_r` and :math:`d_r` in forward and :math:`g_r` in backward: one collective each. Each rank then computes the recurrence
+over ranks with the operator ``linear_scan``, whose additions have a fixed order.
+
+A recurrence that runs backwards in time passes the ranks in the opposite order.
 
 A span in which a sequence begins, or with a reset, drops the state before it, and with it Inf and NaN, as one process does.
 Any other decay of zero is a factor: NaN stays NaN, and Inf becomes NaN. One process gives NaN where a step's decay is zero, and
@@ -168,8 +171,7 @@ class Carry(ABC):
 class ChainCarry(Carry):
     """Receives the state from the rank before, and sends the one after the span to the next rank.
 
-    The first rank waits for none. The next one waits for its scan, but only in the first layer: all later states come as many
-    scans ahead as they are needed later.
+    Rank r waits for r scans once in each pass: the ranks before it run ahead by that time and do not wait for it.
     """
 
     def __init__(self, group: Group, what: str, reverse: bool) -> None:
