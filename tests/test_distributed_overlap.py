@@ -1,4 +1,4 @@
-"""The order of products and collectives in tensor parallelism, and all-reduces in pieces."""
+"""The order of products and collectives in tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from process_pool import TWO_GPUS, Mesh, Place, Processes, param
-from tensor_parallel_helpers import CHANNELS, D_MODEL, Recorded, check_layer, draw, mamba, mamba2, mlp, own, pair, run, whole
+from tensor_parallel_helpers import Recorded, draw, mamba, mamba2, mlp, own, pair
 from torch import Tensor, nn
 
 PLACES = [param(Place((2,))), param(TWO_GPUS)]
@@ -48,64 +48,6 @@ def check_no_gradient_of_the_input(mesh: Mesh) -> None:
     assert recorded.counts.total() == 0 and recorded.order.count("mm") == 2, recorded.order
 
 
-def check_row_parallel(mesh: Mesh) -> None:
-    """Each piece's all-reduce starts before the next product; the pieces sum as many numbers as the whole."""
-    from ssm_kernels.distributed import _linear
-
-    _, layer = pair(mamba, mesh)
-    x = draw(mesh)[..., :1].expand(-1, -1, CHANNELS // mesh.size())
-    orders, numbers = [], []
-    for piece_bytes in (_linear._PIECE_BYTES, 1):
-        with pytest.MonkeyPatch.context() as patch, Recorded(mesh.size()) as recorded, torch.no_grad():
-            patch.setattr(_linear, "_PIECE_BYTES", piece_bytes)
-            layer.out_proj(x)
-        orders.append(recorded.order)
-        numbers.append(recorded.numbers)
-    assert orders[0] == ["mm", "all_reduce", "wait_tensor"]
-    assert orders[1] == ["mm", "all_reduce"] * 4 + ["wait_tensor"] * 4
-    assert numbers == [x.shape[0] * x.shape[1] * D_MODEL] * 2
-
-
-def integers(tensor: Tensor) -> Tensor:
-    """Small integers, whose products are the same in any order of additions."""
-    return (4 * tensor).round().clamp(-8, 8)
-
-
-def check_pieces(mesh: Mesh, dtype: torch.dtype) -> None:
-    """Pieces of equal and of unequal numbers of rows give the bits of one product, in forward and backward."""
-    from ssm_kernels.distributed import _linear
-
-    for make, name in ((mamba, "out_proj"), (mamba, "x_proj"), (partial(mamba2, d_ssm=12, headdim=1, ngroups=2), "out_proj")):
-        _, layer = pair(make, mesh)
-        projection = layer.get_submodule(name).to(dtype)
-        with torch.no_grad():
-            for parameter in projection.parameters():
-                parameter.copy_((8 * parameter).round())
-        for steps in (5, 12):
-            x = integers(draw(mesh)).to(dtype)[:, :steps].repeat(1, 1, 2)[..., : CHANNELS // mesh.size()]
-            results = []
-            for piece_bytes in (_linear._PIECE_BYTES, 1):
-                projection.zero_grad()
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(_linear, "_PIECE_BYTES", piece_bytes)
-                    out, grad = run(projection, x, torch.ones(*x.shape[:2], projection.out_features).to(x))
-                gradients = [whole(parameter.grad) for parameter in projection.parameters()]
-                results.append((out, grad, *gradients))
-            assert results[0][0].abs().max() > 0
-            for one, pieces in zip(*results, strict=True):
-                assert torch.equal(pieces, one), (name, steps)
-
-
-def check_layer_in_pieces(mesh: Mesh) -> None:
-    """A layer whose products are all cut gives the outputs and gradients of one process."""
-    from ssm_kernels.distributed import _linear
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_linear, "_PIECE_BYTES", 1)
-        for make in (partial(mamba, bias=True), mamba2, mlp):
-            check_layer(make, mesh)
-
-
 def check_second_derivatives(mesh: Mesh) -> None:
     """A second derivative, which would need other collectives, raises an error."""
     _, layer = pair(mlp, mesh)
@@ -139,8 +81,6 @@ def check_autocast(mesh: Mesh) -> None:
 
 CHECKS = (
     check_no_gradient_of_the_input,
-    check_row_parallel,
-    check_layer_in_pieces,
     check_second_derivatives,
     check_autocast,
 )
@@ -153,13 +93,6 @@ def test_products_of_parameters_hide_the_collective_of_the_input(
     processes: Processes, place: Place, sequence_parallel: bool
 ) -> None:
     processes.check(place, check_column_parallel, sequence_parallel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", PLACES)
-def test_pieces_have_the_bits_of_one_product(processes: Processes, place: Place, dtype: torch.dtype) -> None:
-    processes.check(place, check_pieces, dtype)
 
 
 @pytest.mark.slow

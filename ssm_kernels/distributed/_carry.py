@@ -14,8 +14,8 @@ state, is the gradient of the last state of rank r - 1:
 
 ``ChainCarry`` sends :math:`H_{r+1}` from rank r to rank r + 1, and :math:`G_r` to rank r - 1.
 
-``SummaryCarry`` gathers :math:`s_r` and :math:`d_r` in forward and :math:`g_r` in backward: one collective each. Each rank then computes the recurrence
-over ranks with the operator ``linear_scan``, whose additions have a fixed order.
+``SummaryCarry`` gathers :math:`s_r` and :math:`d_r` in forward and :math:`g_r` in backward: one collective each. Each rank then
+computes the recurrence over ranks with the operator ``linear_scan``, whose additions have a fixed order.
 
 A recurrence that runs backwards in time passes the ranks in the opposite order.
 
