@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
     "collectives, Mamba2 with one group": Case(
         (2,),
         # A number a step of the norm; the gradients of the rows of B and C in in_proj, conv1d.weight and conv1d.bias.
-        lambda mesh: check_collectives(mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (3, BC * (D_MODEL + WIDTH + 1))),
+        lambda mesh: check_collectives(mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (1, BC * (D_MODEL + WIDTH + 1))),
     ),
     "collectives, GatedMLP": Case((2,), lambda mesh: check_collectives(mlp, (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))),
     "collectives, sequence parallel": Case((2,), check_sequence_parallel_collectives),

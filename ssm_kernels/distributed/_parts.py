@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -28,9 +29,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from .._arguments import is_autocast_enabled
 from ._collectives import Group
 from ._linear import column_parallel_linear, row_parallel_linear
-from ._reductions import sum_gradients
+from ._local_tensors import Run, from_local, local_tensors
 
-__all__ = ["ColumnParallel", "Distribution", "Local", "Part", "Parted", "RowParallel", "become", "join", "placed_like", "split"]
+__all__ = [
+    "ColumnParallel",
+    "Distribution",
+    "Local",
+    "LocalLayer",
+    "Part",
+    "Parted",
+    "RowParallel",
+    "become",
+    "join",
+    "placed_like",
+    "split",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +66,18 @@ class Part:
         return Shard(dim) if self.groups is None else Replicate()
 
     def read(self, whole: Tensor) -> Tensor:
-        """The rows that this rank reads of a part that every rank has."""
-        assert self.groups is not None
-        if self.reads == tuple(range(self.groups)):
+        """The rows that this rank reads, of its tensor of the part."""
+        if self.groups is None or self.is_read_whole:
             return whole
-        rows = whole.chunk(self.groups)
+        first, rows = self.reads[0], whole.shape[0] // self.groups
+        if self.reads == tuple(range(first, first + len(self.reads))):
+            return whole.narrow(0, first * rows, len(self.reads) * rows)
         # An index tensor would make the host wait for the device.
-        return rows[self.reads[0]] if len(self.reads) == 1 else torch.cat([rows[group] for group in self.reads])
+        return torch.cat([whole.narrow(0, group * rows, rows) for group in self.reads])
+
+    @property
+    def is_read_whole(self) -> bool:
+        return self.groups is None or self.reads == tuple(range(self.groups))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +86,10 @@ class Distribution:
 
     mesh: DeviceMesh
     src_data_rank: int | None
+
+    @cached_property
+    def group(self) -> Group:
+        return Group.of(self.mesh)
 
     def distribute(self, tensor: Tensor, placement: Placement) -> DTensor:
         return distribute_tensor(tensor.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
@@ -81,14 +103,9 @@ class Distribution:
         if dim == 0:
             locals_ = [*torch.cat(locals_).split([piece.shape[0] for piece in locals_])]
         return [
-            nn.Parameter(_from_local(local.contiguous(), self.mesh, [placement], piece.shape), parameter.requires_grad)
+            nn.Parameter(from_local(local.contiguous(), self.mesh, [placement], piece.shape), parameter.requires_grad)
             for local, placement, piece in zip(locals_, placements, whole, strict=True)
         ]
-
-
-def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _on_mesh(tensor: DTensor) -> DTensor:
@@ -96,7 +113,7 @@ def _on_mesh(tensor: DTensor) -> DTensor:
     local, mesh = tensor.to_local(), tensor.device_mesh
     if local.device.type != "cpu" or mesh.device_type == "cpu":
         return tensor
-    return _from_local(local.to(mesh.device_type), mesh, tensor.placements, tensor.shape)
+    return from_local(local.to(mesh.device_type), mesh, tensor.placements, tensor.shape)
 
 
 def _across(dim: int, whole: Tensor) -> list[Placement]:
@@ -116,7 +133,7 @@ def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
     shape = [*first.shape]
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
     # An offloaded state stays offloaded. DTensor.from_local moves its argument to the mesh's device.
-    return _from_local(local, first.device_mesh, placements, shape).to(first.to_local().device)
+    return from_local(local, first.device_mesh, placements, shape).to(first.to_local().device)
 
 
 def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
@@ -126,7 +143,7 @@ def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     placements = _across(dim, whole)
     locals_ = _on_mesh(whole).redistribute(placements=placements).to_local().split([*sizes], dim)
     shapes = [[*whole.shape[:dim], size, *whole.shape[dim + 1 :]] for size in sizes]
-    return [_from_local(local, whole.device_mesh, placements, shape) for local, shape in zip(locals_, shapes, strict=True)]
+    return [from_local(local, whole.device_mesh, placements, shape) for local, shape in zip(locals_, shapes, strict=True)]
 
 
 def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -145,17 +162,34 @@ def _is_shard(parameter: Tensor | None) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
 
 
-def local_of(parameter: Tensor | None) -> Tensor | None:
-    """This rank's shard. Between calls FSDP2 has cut the shard further, along another dimension of the mesh: then the
-    parameter itself, which FSDP2 looks for.
-    """
-    return cast(DTensor, parameter).to_local() if _is_shard(parameter) else parameter
-
-
 class Local(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
-    _gradient_group: Group | None  # over which gradients are summed that each rank has a part of
+    _group: Group
+    _summed: frozenset[str] = frozenset()  # the parameters whose gradients the ranks sum, each of its own channels
+    _held: dict[str, list[Tensor]] | None = None  # by LocalLayer, while it runs
+
+    def runs(self) -> dict[str, list[str]]:
+        """The parameters that are read together, by the name under which :meth:`local` has them."""
+        return {name: [name] for name, parameter in self._parameters.items() if parameter is not None}
+
+    def run(self, names: list[str]) -> Run | None:
+        """The parameters of these names. Between calls FSDP2 has cut them further, along another dimension of the mesh: then
+        there are no local tensors.
+        """
+        parameters = [cast(DTensor, self._parameters[name]) for name in names]
+        return Run(parameters, [name in self._summed for name in names]) if _is_shard(parameters[0]) else None
+
+    def local(self, name: str) -> list[Tensor]:
+        """This rank's tensors of the parameter: one, or one for each part where the parts are not adjacent in memory.
+
+        FSDP2 looks for the parameters themselves: between its calls these are the tensors.
+        """
+        if self._held is not None and name in self._held:
+            return self._held[name]
+        names = self.runs().get(name, [])
+        run = self.run(names) if names else None
+        return local_tensors([run], self._group)[0] if run else [cast(Tensor, self._parameters[each]) for each in names]
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
@@ -172,7 +206,31 @@ class Local(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] = (), sums: Group | None = None) -> None:
+class LocalLayer(Local):
+    """Mixin for a layer: its forward reads the parameters of the layer and of its modules at once, by one autograd node."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        modules = [module for module in (self, *self._modules.values()) if isinstance(module, Local)]
+        runs = [
+            (module, name, run)
+            for module in modules
+            for name, names in module.runs().items()
+            if (run := module.run(names)) is not None
+        ]
+        try:
+            for (module, name, _), tensors in zip(runs, local_tensors([run for *_, run in runs], self._group), strict=True):
+                module.__dict__.setdefault("_held", {})[name] = tensors
+            return super().forward(*args, **kwargs)
+        finally:
+            for module in modules:
+                module.__dict__.pop("_held", None)
+
+
+def become(
+    module: nn.Module, mixin: type[nn.Module], group: Group, attributes: Iterable[str] = (), summed: Iterable[str] = ()
+) -> None:
     """Derives a class for ``module`` from ``mixin`` and its own class.
 
     A derived class, as for parametrizations and FSDP2, keeps ``isinstance``, hooks and the names of parameters.
@@ -180,15 +238,16 @@ def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] 
     Args:
         module: changed in place.
         mixin: the first base class.
+        group: the ranks.
         attributes: the parameters whose attributes are this rank's shards.
-        sums: the ranks over which their gradients are summed.
+        summed: the parameters whose gradients are summed over the ranks.
     """
     key = (mixin, type(module), tuple(attributes))
     if key not in _derived:
         _derived[key] = _derive(*key)
     module.__class__ = _derived[key]
     if isinstance(module, Local):
-        module._gradient_group = sums
+        module._group, module._summed = group, frozenset(summed)
 
 
 # One class for all layers of a kind: the compiler compiles the code of each class anew.
@@ -197,11 +256,7 @@ _derived: dict[tuple[type[nn.Module], type[nn.Module], tuple[str, ...]], type[nn
 
 def _derive(mixin: type[nn.Module], own: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     def reader(name: str) -> property:
-        def read(self: Local) -> Tensor | None:
-            local, group = local_of(self._parameters[name]), self._gradient_group
-            return local if local is None or group is None else sum_gradients([local], group)[0]
-
-        return property(read)
+        return property(lambda self: next(iter(self.local(name)), None))
 
     return type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
 
@@ -212,16 +267,16 @@ class Parted(Local):
     A layer of one part has its parameters under their own names.
     """
 
-    _group: Group
     _sequence_parallel: bool
     _parts: Sequence[Part]
     _dims: dict[str, int]  # of the parameters that have parts
+    _runs: dict[str, list[str]]
 
     def distribute(
         self, how: Distribution, parts: Sequence[Part], dims: dict[str, int], *, sequence_parallel: bool = False
     ) -> None:
         """Replaces the parameters named in ``dims`` by DTensors of their parts, cut along the axis ``dims`` gives."""
-        self._group, self._sequence_parallel = Group.of(how.mesh), sequence_parallel
+        self._sequence_parallel = sequence_parallel
         self._parts = parts
         self._dims = {name: dim for name, dim in dims.items() if self._parameters[name] is not None}
         for name, dim in self._dims.items():
@@ -229,6 +284,13 @@ class Parted(Local):
             pieces = how.parts(whole, parts, dim)
             del self._parameters[name]
             self._parameters.update(zip(self.part_names(name), pieces, strict=True))
+            self._summed |= {full for full, part in zip(self.part_names(name), parts, strict=True) if part.groups is not None}
+        self._runs = {name: self.part_names(name) for name in self._dims} | {
+            name: [name] for name, parameter in self._parameters.items() if parameter is not None and name not in self._dims
+        }
+
+    def runs(self) -> dict[str, list[str]]:
+        return self._runs
 
     def parted(self) -> Iterable[tuple[str, list[str], int]]:
         """The parameters with several parts: name, names of the parts, axis."""
@@ -237,21 +299,15 @@ class Parted(Local):
     def part_names(self, name: str) -> list[str]:
         return [name] if len(self._parts) == 1 else [f"{name}_{part.name}" for part in self._parts]
 
-    def read(self, *names: str) -> dict[str, list[Tensor]]:
-        """Returns this rank's tensors of the parts of these parameters, or of all."""
-        found = {name: [self._parameters[full] for full in self.part_names(name)] for name in names or self._dims}
-        tensors = {name: [cast(Tensor, local_of(tensor)) for tensor in parts] for name, parts in found.items()}
-        replicated = [place for place, part in enumerate(self._parts) if part.groups is not None]
-        shared = [tensors[name][place] for name in tensors for place in replicated]
-        if any(tensor.requires_grad for tensor in shared) and torch.is_grad_enabled():
-            summed = iter(sum_gradients(shared, self._group))
-            for name in tensors:
-                for place in replicated:
-                    tensors[name][place] = next(summed)
-        for name in tensors:
-            for place in replicated:
-                tensors[name][place] = self._parts[place].read(tensors[name][place])
-        return tensors
+    def read(self, name: str) -> list[Tensor]:
+        """This rank's tensors of the parameter, one after another."""
+        tensors = self.local(name)
+        if name not in self._dims or all(part.is_read_whole for part in self._parts):
+            return tensors
+        if len(tensors) != len(self._parts):
+            sizes = [cast(DTensor, self._parameters[part])._local_tensor.shape[0] for part in self.part_names(name)]
+            tensors = [*tensors[0].split(sizes)]
+        return [part.read(tensor) for part, tensor in zip(self._parts, tensors, strict=True)]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -275,22 +331,22 @@ class Parted(Local):
             state_dict.update(zip((prefix + part for part in part_names), split(whole, sizes, dim), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _cast(self, x: Tensor, parts: dict[str, list[Tensor]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _cast(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """``x``, weights and biases for a product: under autocast in its dtype."""
-        weights, biases, device = parts["weight"], parts.get("bias", []), x.device.type
+        weights, biases, device = self.read("weight"), self.read("bias"), x.device.type
         if is_autocast_enabled(device) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, weights, biases = x.to(dtype), [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
         return x, weights, biases
 
     def _whole_attribute(self, name: str) -> Tensor | None:
-        if name in self._parameters or name not in self._dims:
-            return local_of(self._parameters.get(name))
-        first, dim = cast(DTensor, self._parameters[self.part_names(name)[0]]), self._dims[name]
-        if _is_shard(first):
-            return torch.cat(self.read(name)[name], dim)
-        # Between calls FSDP2 has cut the parts further. Callers look for the dtype and the device.
-        return first.to_local().new_empty(0)
+        tensors = self.read(name)
+        if len(tensors) < 2:
+            return next(iter(tensors), None)
+        if isinstance(tensors[0], DTensor):
+            # Between calls FSDP2 has cut the parts further. Callers look for the dtype and the device.
+            return tensors[0].to_local().new_empty(0)
+        return torch.cat(tensors, self._dims[name])
 
     @property
     def weight(self) -> Tensor | None:
@@ -312,7 +368,7 @@ class ColumnParallel(Parted):
                 f"{type(self).__name__}: expected (batch, seqlen, channels) with sequence_parallel, which cannot cut one step, "
                 f"got {[*x.shape]}"
             )
-        x, weights, biases = self._cast(x, self.read())
+        x, weights, biases = self._cast(x)
         bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
         return column_parallel_linear(x, weights, bias, self._group, self._sequence_parallel)
 
@@ -326,11 +382,9 @@ class RowParallel(Parted):
     _is_inner = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weights, _ = self._cast(x, self.read("weight"))
+        x, weights, _ = self._cast(x)
         out = row_parallel_linear(x, weights, self._group, self._sequence_parallel, self._is_inner)
         bias = self.bias
         if bias is None:
             return out
-        if self._sequence_parallel:
-            (bias,) = sum_gradients([bias], self._group)
         return out + bias.to(out.dtype)

@@ -17,6 +17,7 @@ and wrap each result in a tensor subclass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "sum_gradients",
+    "sum_of_each",
     "wait",
 ]
 
@@ -70,6 +72,21 @@ def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return started
 
 
+def sum_of_each(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """The sum of each tensor over the ranks, in one all-reduce for those of a dtype."""
+    if len(tensors) == 1:
+        return [all_reduce(tensors[0], group)]
+    sums: list[Tensor] = [*tensors]
+    # In the order of the tensors, which is that of the other ranks.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = wait(start_all_reduce(torch.cat([tensors[place].flatten() for place in places]), group))
+        pieces = flat.split([tensors[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            sums[place] = piece.view(tensors[place].shape)
+    return sums
+
+
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, scatters: bool) -> Tensor:
@@ -91,11 +108,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        if len(grads) == 1:
-            return None, all_reduce(grads[0], ctx.group)
-        flat = wait(start_all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group))
-        pieces = flat.split([grad.numel() for grad in grads])
-        return None, *(piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True))
+        return None, *sum_of_each(grads, ctx.group)
 
 
 class _Finished(torch.autograd.Function):
@@ -121,5 +134,5 @@ def leave(tensor: Tensor, group: Group, sequence_parallel: bool = False) -> Tens
 
 
 def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:
-    """Replicated tensors of one dtype, as each rank uses them for its own channels."""
+    """Replicated tensors, as each rank uses them for its own channels."""
     return list(cast(tuple[Tensor, ...], _SumGradients.apply(group, *tensors)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._casts import Casts
 from ._collectives import Group
-from ._reductions import all_reduce
+from ._reductions import start_all_reduce, wait
 
 __all__ = ["SplitNorm", "split_mamba2_mixer"]
 
@@ -62,16 +62,15 @@ class SplitNorm:
         return out, conv_state, ssm_state, y, rstd, parameters
 
     def _mean_over_groups(self, sums: Tensor) -> Tensor:
-        """The means over groups, of the sums over blocks. Both (rows, blocks)."""
-        if self.reads != tuple(range(self.groups)):
+        """The means over groups, of the sums over blocks. Both (rows, blocks). Overwrites ``sums``."""
+        is_each_once = self.reads == tuple(range(self.groups))
+        if not is_each_once:
             of_groups = [torch.zeros_like(sums[:, 0])] * self.groups
             for block, group in enumerate(self.reads):
                 of_groups[group] = of_groups[group] + sums[:, block]
             sums = torch.stack(of_groups, -1)
-        sums = all_reduce(sums, self.ranks)
-        if self.reads != tuple(range(self.groups)):
-            sums = torch.stack([sums[:, group] for group in self.reads], -1)
-        return sums / self.group_size
+        sums = wait(start_all_reduce(sums, self.ranks)).div_(self.group_size)
+        return sums if is_each_once else torch.stack([sums[:, group] for group in self.reads], -1)
 
 
 class _Mamba2Mixer(torch.autograd.Function):

@@ -43,7 +43,7 @@ from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
 from ._agreement import compare
 from ._collectives import Group
-from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become
+from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
 from ._reductions import finished, leave
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
@@ -135,19 +135,19 @@ class TensorParallel(ParallelStyle):
             for name in ("norm", "norm2", "norm_f"):
                 norm = getattr(layer, name, None)
                 if isinstance(norm, nn.Module):
-                    _replicate(norm, how, sums=Group.of(mesh) if self.sequence_parallel else None)
+                    _replicate(norm, how, sums_gradients=self.sequence_parallel)
         embedding = cast(Any, model.backbone.embedding)
         _distribute_parameters(embedding, how, weight=Shard(0))
-        become(embedding, _VocabularyParallel)
-        embedding._group, embedding._sequence_parallel = Group.of(mesh), self.sequence_parallel
+        become(embedding, _VocabularyParallel, how.group)
+        embedding._sequence_parallel = self.sequence_parallel
         logits = Replicate() if self.gather_logits else Shard(-1)
         head = ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=self.gather_logits)
         head.src_data_rank = how.src_data_rank
         head._apply(model.lm_head, mesh)
         model.lm_head.register_forward_hook(_wait_for_output)
-        become(model.lm_head, Local)
+        become(model.lm_head, Local, how.group)
         model.tie_weights()
-        become(model, _TensorParallelLM)
+        become(model, _TensorParallelLM, how.group)
         of_ranks = cast(Any, model)
         of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
 
@@ -202,17 +202,17 @@ def _distribute_parameters(module: nn.Module, how: Distribution, **placements: P
 
 def _localize(module: nn.Module, how: Distribution, mixin: type[nn.Module] = Local, **placements: Placement) -> None:
     _distribute_parameters(module, how, **placements)
-    become(module, mixin, placements)
+    become(module, mixin, how.group, placements)
 
 
-def _replicate(norm: nn.Module, how: Distribution, sums: Group | None) -> None:
+def _replicate(norm: nn.Module, how: Distribution, sums_gradients: bool) -> None:
     names = [name for name, parameter in norm._parameters.items() if parameter is not None]
     _distribute_parameters(norm, how, **dict.fromkeys(names, Replicate()))
-    become(norm, Local, names, sums)
+    become(norm, Local, how.group, names, names if sums_gradients else ())
 
 
 def _column_parallel(linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool) -> None:
-    become(linear, ColumnParallel)
+    become(linear, ColumnParallel, how.group)
     cast(Parted, linear).distribute(how, parts, {"weight": 0, "bias": 0}, sequence_parallel=sequence_parallel)
 
 
@@ -220,7 +220,7 @@ def _row_parallel(
     linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool, *, is_inner: bool = False
 ) -> None:
     _distribute_parameters(linear, how, bias=Replicate())
-    become(linear, RowParallel)
+    become(linear, RowParallel, how.group, summed=["bias"] if sequence_parallel else ())
     cast(Parted, linear).distribute(how, parts, {"weight": 1}, sequence_parallel=sequence_parallel)
     cast(RowParallel, linear)._is_inner = is_inner
 
@@ -234,7 +234,7 @@ def _distribute_mamba(layer: nn.Module, how: Distribution, sequence_parallel: bo
     _localize(layer.dt_proj, how, weight=Shard(0), bias=Shard(0))
     _row_parallel(layer.out_proj, how, [Part("y", channels)], sequence_parallel)
     layer.d_inner //= how.mesh.size()
-    _localize(layer, how, A_log=Shard(0), D=Shard(0))
+    _localize(layer, how, LocalLayer, A_log=Shard(0), D=Shard(0))
 
 
 def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
@@ -250,7 +250,7 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
     d_mlp = layer.d_inner - layer.d_ssm
     mlp = [Part("mlp_gate", d_mlp), Part("mlp_up", d_mlp)] if d_mlp else []
     _column_parallel(layer.in_proj, how, [*mlp, z, x, B, C, dt], sequence_parallel)
-    become(layer.conv1d, Parted)
+    become(layer.conv1d, Parted, how.group)
     cast(Any, layer.conv1d).distribute(how, [x, B, C], {"weight": 0, "bias": 0})
     inputs = [Part("mlp", d_mlp), Part("y", layer.d_ssm)] if d_mlp else [Part("y", layer.d_ssm)]
     _row_parallel(layer.out_proj, how, inputs, sequence_parallel)
@@ -260,7 +260,7 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
         else:
             _localize(layer.norm, how, _SplitRMSNorm, weight=Shard(0))
             norm = layer.norm
-            split = SplitNorm(Group.of(how.mesh), layer.ngroups, norm.group_size, groups, norm.norm_before_gate, norm.eps)
+            split = SplitNorm(how.group, layer.ngroups, norm.group_size, groups, norm.norm_before_gate, norm.eps)
             cast(_SplitRMSNorm, norm)._split = split
     layer.d_inner //= ranks
     layer.d_ssm //= ranks
@@ -273,12 +273,13 @@ def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool
     hidden = layer.fc2.in_features
     _column_parallel(layer.fc1, how, [Part("value", hidden), Part("gate", hidden)], sequence_parallel)
     _row_parallel(layer.fc2, how, [Part("hidden", hidden)], sequence_parallel)
+    become(layer, LocalLayer, how.group)
 
 
 _DISTRIBUTE = {Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp}
 
 
-class _TensorParallelMamba2(Local):
+class _TensorParallelMamba2(LocalLayer):
     """Mixin for Mamba2. ``norm`` is a ``_SplitRMSNorm`` where the heads of a group are on several ranks."""
 
     def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
@@ -315,7 +316,6 @@ class _VocabularyParallel(Local):
     PyTorch's ``RowwiseParallel`` gives the same result, but a gradient of all rows on every rank.
     """
 
-    _group: Group
     _sequence_parallel: bool
 
     def forward(self, tokens: Tensor) -> Tensor:
