@@ -159,7 +159,7 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 def _is_shard(parameter: Tensor | None) -> bool:
     """Whether a parameter is a DTensor on the mesh of tensor parallelism alone."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+    return isinstance(parameter, DTensor) and len(parameter.placements) == 1
 
 
 class Local(nn.Module):
@@ -285,9 +285,9 @@ class Parted(Local):
             del self._parameters[name]
             self._parameters.update(zip(self.part_names(name), pieces, strict=True))
             self._summed |= {full for full, part in zip(self.part_names(name), parts, strict=True) if part.groups is not None}
-        self._runs = {name: self.part_names(name) for name in self._dims} | {
-            name: [name] for name, parameter in self._parameters.items() if parameter is not None and name not in self._dims
-        }
+        self._runs = {name: self.part_names(name) for name in self._dims}
+        parts_of_any = {full for names in self._runs.values() for full in names}
+        self._runs |= {name: names for name, names in super().runs().items() if name not in parts_of_any}
 
     def runs(self) -> dict[str, list[str]]:
         return self._runs

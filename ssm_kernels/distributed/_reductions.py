@@ -42,34 +42,39 @@ __all__ = [
 _functional = torch.ops._c10d_functional
 
 
+def _run(operator: torch._ops.OpOverload, *arguments: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        return cast(Tensor, operator(*arguments))
+    # PyTorch registers the autograd of its collectives in Python. The nodes here need none of it.
+    with torch._C._AutoDispatchBelowAutograd():
+        return cast(Tensor, operator(*arguments))
+
+
 def wait(started: Tensor) -> Tensor:
-    result: Tensor = _functional.wait_tensor(started)
-    return result
+    return _run(_functional.wait_tensor.default, started)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    return wait(_functional.all_reduce(tensor.contiguous(), "sum", group.name))
+    return wait(_run(_functional.all_reduce.default, tensor.contiguous(), "sum", group.name))
 
 
 def start_all_reduce(tensor: Tensor, group: Group) -> Tensor:
     """An all-reduce in place, of a contiguous tensor that nothing else reads."""
     # The compiler has no functional form of the operator that writes into its argument.
     start = _functional.all_reduce if torch.compiler.is_compiling() else _functional.all_reduce_
-    started: Tensor = start(tensor, "sum", group.name)
-    return started
+    return _run(start.default, tensor, "sum", group.name)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """Spans of the steps, (batch, seqlen / ranks, channels), of all ranks one after another."""
-    gathered = wait(_functional.all_gather_into_tensor(tensor.contiguous(), group.size, group.name))
+    gathered = wait(_run(_functional.all_gather_into_tensor.default, tensor.contiguous(), group.size, group.name))
     return gathered.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' tensors, (batch, seqlen, channels), at this rank's span of the steps."""
     spans = tensor.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
-    started: Tensor = _functional.reduce_scatter_tensor(spans.contiguous(), "sum", group.size, group.name)
-    return started
+    return _run(_functional.reduce_scatter_tensor.default, spans.contiguous(), "sum", group.size, group.name)
 
 
 def sum_of_each(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
