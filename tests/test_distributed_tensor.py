@@ -153,6 +153,36 @@ def check_compilation(mesh: Mesh) -> None:
     assert_same_gradients(actual, expected)
 
 
+def check_frozen_parts(mesh: Mesh) -> None:
+    """Frozen parameters get no gradient and change no other one. Gradients of two calls accumulate."""
+    _, expected = pair(mamba2, mesh)
+    _, actual = pair(mamba2, mesh)
+    frozen = {"in_proj.weight_B", "conv1d.bias_x", "conv1d.bias_B", "conv1d.bias_C", "D"}
+    for name in frozen:
+        dict(actual.named_parameters())[name].requires_grad_(False)
+    for layer, calls in ((expected, 1), (actual, 2)):
+        for _ in range(calls):
+            run(layer, draw(mesh), draw(mesh, 2))
+    for (name, wanted), parameter in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        if name in frozen:
+            assert parameter.grad is None, name
+        else:
+            assert_close(parameter.grad.to_local(), 2 * wanted.grad.to_local(), name)
+
+
+def check_parts_that_are_apart(mesh: Mesh) -> None:
+    """Parts that are not adjacent in memory give the same results as those that are."""
+    _, expected = pair(mamba2, mesh)
+    _, actual = pair(mamba2, mesh)
+    for parameter in actual.parameters():
+        parameter.data = parameter.data.clone()
+    outputs = [run(layer, draw(mesh), draw(mesh, 2)) for layer in (expected, actual)]
+    for wanted, got in zip(*outputs, strict=True):
+        assert_close(got, wanted, "out, grad_x")
+    for wanted, got in zip(expected.parameters(), actual.parameters(), strict=True):
+        assert_close(got.grad.to_local(), wanted.grad.to_local(), "gradient")
+
+
 # Collectives of a layer.
 
 
@@ -323,6 +353,8 @@ CASES: dict[str, Case] = {
     "same bits": Case((3,), check_same_bits),
     "activation checkpointing": Case((2,), check_checkpointing),
     "compilation": Case((2,), check_compilation),
+    "frozen parts": Case((2,), check_frozen_parts),
+    "parts apart": Case((2,), check_parts_that_are_apart),
     "collectives, Mamba": Case(
         (2,),
         lambda mesh: check_collectives(mamba, (2, D_MODEL + INNER), (2, D_MODEL + INNER), mesh, (0, 0)),

@@ -27,12 +27,14 @@ class Run(NamedTuple):
     """Parameters that are read as one tensor, one after another, where they are adjacent in memory.
 
     Attributes:
-        parameters: the DTensors, with their rows along the first axis.
+        parameters: the DTensors.
         summed: whether the gradient of each is summed over the ranks.
+        joins_rows: whether the parameters are rows of one tensor. Otherwise they are read one by one.
     """
 
     parameters: Sequence[DTensor]
     summed: Sequence[bool]
+    joins_rows: bool = True
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -103,7 +105,8 @@ def local_tensors(runs: Sequence[Run], group: Group) -> list[list[Tensor]]:
     for run in runs:
         parameters = run.parameters
         is_one = len(parameters) == 1 or (
-            len({parameter.requires_grad for parameter in parameters}) == 1
+            run.joins_rows
+            and len({parameter.requires_grad for parameter in parameters}) == 1
             and _are_adjacent([cast(Any, parameter)._local_tensor for parameter in parameters])
         )
         pieces.append([run] if is_one else [Run([p], [sums]) for p, sums in zip(parameters, run.summed, strict=True)])

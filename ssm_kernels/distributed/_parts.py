@@ -168,6 +168,7 @@ class Local(nn.Module):
     _group: Group
     _summed: frozenset[str] = frozenset()  # the parameters whose gradients the ranks sum, each of its own channels
     _held: dict[str, list[Tensor]] | None = None  # by LocalLayer, while it runs
+    _joins_rows = True  # parts of a parameter are rows of it, not columns
 
     def runs(self) -> dict[str, list[str]]:
         """The parameters that are read together, by the name under which :meth:`local` has them."""
@@ -178,7 +179,9 @@ class Local(nn.Module):
         there are no local tensors.
         """
         parameters = [cast(DTensor, self._parameters[name]) for name in names]
-        return Run(parameters, [name in self._summed for name in names]) if _is_shard(parameters[0]) else None
+        if not _is_shard(parameters[0]):
+            return None
+        return Run(parameters, [name in self._summed for name in names], self._joins_rows)
 
     def local(self, name: str) -> list[Tensor]:
         """This rank's tensors of the parameter: one, or one for each part where the parts are not adjacent in memory.
@@ -340,13 +343,12 @@ class Parted(Local):
         return x, weights, biases
 
     def _whole_attribute(self, name: str) -> Tensor | None:
-        tensors = self.read(name)
-        if len(tensors) < 2:
-            return next(iter(tensors), None)
-        if isinstance(tensors[0], DTensor):
+        tensors = self.local(name)
+        if len(tensors) > 1 and isinstance(tensors[0], DTensor):
             # Between calls FSDP2 has cut the parts further. Callers look for the dtype and the device.
             return tensors[0].to_local().new_empty(0)
-        return torch.cat(tensors, self._dims[name])
+        tensors = self.read(name)
+        return torch.cat(tensors, self._dims[name]) if len(tensors) > 1 else next(iter(tensors), None)
 
     @property
     def weight(self) -> Tensor | None:
@@ -380,6 +382,7 @@ class RowParallel(Parted):
     """
 
     _is_inner = False
+    _joins_rows = False
 
     def forward(self, x: Tensor) -> Tensor:
         x, weights, _ = self._cast(x)
