@@ -17,6 +17,7 @@ import datetime
 import gc
 import io
 import math
+import operator
 import os
 import sys
 import tempfile
@@ -68,10 +69,18 @@ def figures(row: Row, result: Result) -> dict[str, float]:
 
 def straight_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The intercept and the slope of the least relative squared differences; the intercept is not below 0."""
-    x, y = (torch.tensor(values, dtype=torch.float64) for values in zip(*points, strict=True))
-    matrix = torch.stack([1 / y, x / y], 1)
-    intercept, slope = torch.linalg.lstsq(matrix, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
-    return (intercept, slope) if intercept >= 0 else (0.0, (x * y).sum().item() / x.square().sum().item())
+    # Not by torch.linalg.lstsq, whose last bits change from call to call.
+    weights = [y**-2 for _, y in points]
+    mean_x, mean_y = (
+        math.fsum(map(operator.mul, weights, values)) / math.fsum(weights) for values in zip(*points, strict=True)
+    )
+    moments = ((w * (x - mean_x) * (y - mean_y), w * (x - mean_x) ** 2) for w, (x, y) in zip(weights, points, strict=True))
+    covariance, variance = map(math.fsum, zip(*moments, strict=True))
+    slope = covariance / variance
+    intercept = mean_y - slope * mean_x
+    if intercept >= 0:
+        return intercept, slope
+    return 0.0, math.fsum(x * y for x, y in points) / math.fsum(x * x for x, _ in points)
 
 
 def sent_by_a_rank(operation: str, nbytes: float, ranks: int) -> float:
