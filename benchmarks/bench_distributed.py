@@ -104,9 +104,10 @@ def constants(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def seconds_of_collectives(row: Row, ranks: int, found: dict[str, tuple[float, float]]) -> float:
-    """The collectives and messages of a training step: those of the layers, where forward counts twice, and the gradients' sum.
+    """The collectives and messages of a training step: those of the layers and the sum of the gradients.
 
-    A message takes as long as an all-gather of two ranks.
+    Forward's collectives count twice where blocks are computed again; its messages are kept. A message takes as long as an
+    all-gather of two ranks.
     """
 
     def seconds(operation: str, nbytes: float) -> float:
@@ -116,7 +117,9 @@ def seconds_of_collectives(row: Row, ranks: int, found: dict[str, tuple[float, f
         latency, per_byte = found[operation]
         return latency * math.log2(ranks) + per_byte * sent_by_a_rank(operation, nbytes, ranks)
 
-    calls = [*row["sent"]["forward"], *row["sent"]["forward"], *row["sent"]["backward"]]
+    forward = row["sent"]["forward"]
+    again = [call for call in forward if call["operation"] != "message"]
+    calls = [*forward, *again, *row["sent"]["backward"]]
     of_layer = sum(seconds(call["operation"], call["bytes"]) for call in calls)
     return row["n_layer"] * of_layer + seconds("all-reduce", row["ours"]["parameters"])
 

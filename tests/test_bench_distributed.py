@@ -101,7 +101,7 @@ def test_constants_are_those_of_the_times():
     # Along a chain each rank begins later than the one before.
     calls["forward"] = calls["backward"] = [{"operation": "message", "bytes": 10**6}]
     by_ranks = {row["ranks"]: row for row in model_rows({"rows": [*rows, model]})}
-    messages, reduced = 30 * (latency + 10**6 * per_byte), sent(4, 2) - 30 * (2 * latency + 3 * 10**6 * per_byte)
+    messages, reduced = 20 * (latency + 10**6 * per_byte), sent(4, 2) - 30 * (2 * latency + 3 * 10**6 * per_byte)
     lag = (0.6 - 0.5 - messages - reduced) / 3
     reduced = sent(8, 3) - 30 * (3 * latency + 7 * 10**6 * per_byte)
     assert by_ranks[8]["weak"]["both"] == pytest.approx(0.5 + 7 * lag + messages + reduced)

@@ -161,6 +161,18 @@ def test_backward_twice(device):
     assert torch.equal(first, kept) and torch.equal(second, kept)
 
 
+def test_backward_twice_with_the_sequential_scan(device):
+    """Only the last backward may write to the saved states."""
+    torch.manual_seed(0)
+    layer = snn.Mamba(128, d_state=16, device=device, dtype=torch.bfloat16)
+    x = torch.randn(2, 96, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    loss = layer(x).float().square().sum()
+    leaves = [x, *layer.parameters()]
+    first, second, last = (torch.autograd.grad(loss, leaves, retain_graph=retain) for retain in (True, True, False))
+    for values in zip(first, second, last, strict=True):
+        assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+
+
 def test_second_derivatives_raise(device):
     layer, xz = make_mixer(device)
     (grad,) = torch.autograd.grad(mixer_loss(layer, xz), xz, create_graph=True)

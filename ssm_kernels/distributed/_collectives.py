@@ -1,4 +1,4 @@
-"""The all-gather of context parallelism: several small tensors of each rank in one buffer, by a functional collective.
+"""Several small tensors of a rank in one buffer, for messages, and the all-gather of such buffers of context parallelism.
 
 Functional collectives are traced by ``torch.compile`` and counted by ``CommDebugMode``. Backward needs no other collective:
 each rank gathers the gradients of all ranks and keeps the part that concerns it, in a fixed order of additions.

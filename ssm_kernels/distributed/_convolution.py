@@ -122,7 +122,8 @@ class ChainHalo:
     def begin(self, x: Tensor) -> Tensor:
         """Sends the last steps of a span, (batch, seqlen, channels), unless it is shorter than the halo."""
         if x.shape[1] >= self._taps:
-            self._chain.send([last_steps(None, x, self._taps)])
+            # A copy: the caller may write to x before the message has left.
+            self._chain.send([last_steps(None, x, self._taps).clone(memory_format=torch.contiguous_format)])
         return x
 
     def end(

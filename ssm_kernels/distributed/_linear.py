@@ -1,4 +1,4 @@
-"""Linear layers over ranks: one autograd node has the product and its collectives, so that the two overlap.
+"""Linear layers over ranks: one autograd node has the products and their collectives.
 
 =============================  ==============================  =============================================
 function                       forward                         backward

@@ -32,7 +32,7 @@ _under_way: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.deque[tuple
 
 @atexit.register
 def _wait_for_receivers() -> None:
-    """A process that ended before its neighbour has received would take the message with it."""
+    """With gloo, a process that ended before its neighbour has received would take the message with it."""
     for messages in [*_under_way.values()]:
         for work, _ in messages:
             with contextlib.suppress(RuntimeError):

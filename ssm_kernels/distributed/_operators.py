@@ -283,8 +283,10 @@ class GroupOperators:
         )
 
     def _uses_chain(self, needs_others: bool = False) -> bool:
-        """Whether a call uses the chain: not if every rank needs something of later ranks, nor in compiled code."""
-        return self.exchange == "chain" and not needs_others and not torch.compiler.is_compiling()
+        """Whether a call uses the chain: not if ranks need something of later ranks, in compiled code or a CUDA graph."""
+        if self.exchange != "chain" or needs_others or torch.compiler.is_compiling():
+            return False
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
     def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
         """The packed sequences of a call; new ones begin where either argument says so."""

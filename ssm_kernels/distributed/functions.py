@@ -75,12 +75,11 @@ def selective_scan(
 ) -> Any:
     """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
 
-    Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx`` in
-    forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as the
-    summary, or the initial state's gradient, is computed.
-
-    A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
-    gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.
+    Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx``
+    in forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as
+    the summary, or the initial state's gradient, is computed. With summaries a rank sends its span's last state and decay
+    in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the gradient of its initial state in backward,
+    half as many; with ``return_last_state`` backward also sends that gradient.
     """
     return _of(group, exchange, "selective_scan").selective_scan(
         u,
@@ -131,8 +130,8 @@ def ssd_chunk_scan(
     gradient, dt, C and ``seq_idx`` in backward. The copies are freed as soon as the summary, or the gradient of the initial
     states, is computed.
 
-    A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and
-    batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
+    With summaries a rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and batch *
+    heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
     """
     return _of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
         x,
@@ -171,7 +170,7 @@ def causal_conv1d(
 ) -> Any:
     """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
 
-    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends (batch * channels + 1) * (width - 1) numbers of the dtype
+    Packed sequences are as for :func:`ssd_chunk_scan`. With summaries a rank sends (batch * channels + 1) * (width - 1) numbers of the dtype
     of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
     """
     return _of(group, exchange, "causal_conv1d").causal_conv1d(

@@ -188,7 +188,8 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     PartialSums partial_sums;
     reserve_carries(workspace, plan.warp_scan, params);
     const int64_t span = span_steps(params, plan);
-    const bool reuses = bwd.reuses_chunk_states && can_reuse_chunk_states(params, plan);
+    // The graph of a captured backward may be replayed after one forward.
+    const bool reuses = bwd.reuses_chunk_states && !cuda::is_capturing() && can_reuse_chunk_states(params, plan);
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params, span, /*for_matrices=*/!reuses);
     void* carry = nullptr;
     if (span < params.seqlen) workspace.reserve(&carry, params.rows * params.dim * params.dstate);
