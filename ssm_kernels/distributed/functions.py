@@ -170,8 +170,9 @@ def causal_conv1d(
 ) -> Any:
     """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
 
-    Packed sequences are as for :func:`ssd_chunk_scan`. With summaries a rank sends (batch * channels + 1) * (width - 1) numbers of the dtype
-    of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
+    Packed sequences are as for :func:`ssd_chunk_scan`. With summaries a rank sends (batch * channels + 1) * (width - 1)
+    numbers of the dtype of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state``
+    twice as many in backward.
     """
     return _of(group, exchange, "causal_conv1d").causal_conv1d(
         x,
