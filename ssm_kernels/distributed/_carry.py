@@ -266,7 +266,7 @@ class SummaryCarry(Carry):
             own = keeps if passes is None else passes[1, self._group.rank]
             last_state = after if own is None else torch.where(_like(own, after), after, last_state)
         tensors = [last_state, decay] if keeps is None else [last_state, decay, keeps.to(decay.dtype)]
-        return Gathering(tensors, self._group, f"{self._what}: states", is_of_states=True)
+        return Gathering(tensors, self._group, f"{self._what}: states")
 
     def _end(
         self, gathering: Gathering, passes: Tensor | None, initial_state: Tensor | None, needs_final: bool

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "Layout", "is_of_states", "tie"]
+__all__ = ["Gathering", "Group", "GroupLike", "Layout", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
@@ -84,14 +83,6 @@ def tie(tensor: Tensor, to: Tensor) -> Tensor:
         to = to.narrow(axis, 0, min(to.shape[axis], 1))
     number = to.sum().to(tensor.dtype)
     return torch.where(torch.zeros_like(number, dtype=torch.bool), number, tensor)
-
-
-_running = threading.local()
-
-
-def is_of_states() -> bool:
-    """Whether the collective that runs is a :class:`Gathering` of states, and not one that a later call may leave out."""
-    return getattr(_running, "is_of_states", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +150,10 @@ class Gathering:
         tensors: of this rank.
         group: the ranks.
         what: names the data in the message of an error.
-        is_of_states: whether checkpointing may keep the gathered data: see ``keep_exchanged_states``.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: Group, what: str, is_of_states: bool = False) -> None:
-        self._group, self._what, self._is_of_states = group, what, is_of_states
+    def __init__(self, tensors: Sequence[Tensor], group: Group, what: str) -> None:
+        self._group, self._what = group, what
         self._layout = Layout.of(tensors)
         packed = self._layout.pack(tensors)
         self._buffer = self._run(torch.ops._c10d_functional.all_gather_into_tensor, packed, group.size, group.name)
@@ -185,7 +175,6 @@ class Gathering:
         if torch.compiler.is_compiling():
             traced: Tensor = operator(*arguments)
             return traced
-        _running.is_of_states = self._is_of_states
         try:
             result: Tensor = operator(*arguments)
         except RuntimeError as error:
@@ -196,6 +185,4 @@ class Gathering:
                 f"made another call, or has not come within the time-out of the group.{calls_of_others(self._group)} PyTorch's "
                 f"message: {error}"
             ) from error
-        finally:
-            _running.is_of_states = False
         return result

@@ -49,7 +49,7 @@ class Halo:
         taps, head = self._taps, min(x.shape[1], self._taps)
         tail = F.pad(x[:, x.shape[1] - head :].transpose(1, 2), (taps - head, 0))
         is_step = torch.arange(taps, device=x.device) >= taps - head
-        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo", is_of_states=True)
+        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo")
 
     def end(
         self, gathering: Gathering, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False

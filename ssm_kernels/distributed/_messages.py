@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ._collectives import Group, Layout, is_of_states
+from ._collectives import Group, Layout
 
 __all__ = ["Chain", "keep_exchanged_states"]
 
@@ -131,26 +131,22 @@ class Chain:
         return layout.unpack(message)
 
 
+# Not the all-gathers: a call may leave out those that describe packed sequences, and results are matched by the call's number.
 _SAVED = {_ops.send.default, _ops.receive.default} | {
     getattr(torch.ops.ssm_kernels, name).default
     for name in ("_selective_scan_summary_fwd", "_ssd_chunk_scan_summary_fwd", "_linear_recurrence_summary_fwd")
 }
-_COLLECTIVES = {
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.wait_tensor.default,
-}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operator in _SAVED or (operator in _COLLECTIVES and is_of_states())
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_exchanged_states() -> tuple[Any, Any]:
     """For activation checkpointing: layers with context parallelism keep what they have received from other ranks.
 
-    A checkpointed layer is then computed again in backward without communication and without the summaries' kernels. What it
-    keeps does not depend on the length of the sequences::
+    A checkpointed layer with a chain is then computed again in backward without communication. With summaries it repeats the
+    all-gathers, but not the summaries' kernels. What it keeps does not depend on the length of the sequences::
 
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanged_states)
     """
