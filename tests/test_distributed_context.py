@@ -45,7 +45,14 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ssm_kernels.distributed import ContextParallel, keep_exchanged_states, selective_scan, sum_gradients
+from ssm_kernels.distributed import (
+    ContextParallel,
+    causal_conv1d,
+    keep_exchanged_states,
+    linear_scan,
+    selective_scan,
+    sum_gradients,
+)
 from ssm_kernels.distributed._collectives import Group
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
 
@@ -186,12 +193,17 @@ def check_collectives(mesh: Mesh) -> None:
     halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
     states = batch * channels * dstate * number
 
-    # Along a chain the first rank sends only in forward, and the last only in backward.
+    # Along a chain the first rank sends only in forward, and the last only in backward. A message ends with its tag.
+    tag = 8
     in_forward, in_backward = rank < mesh.size() - 1, rank > 0
     layer = layers.Mamba(d_model, dstate, width, device=device)
     for exchange, sent_forward, sent_backward in (
         ("summaries", [(gather, halo), (gather, 2 * states)], [(gather, states), (gather, grad_halo)]),
-        (None, [("send", grad_halo), ("send", states)] * in_forward, [("send", states), ("send", grad_halo)] * in_backward),
+        (
+            None,
+            [("send", grad_halo + tag), ("send", states + tag)] * in_forward,
+            [("send", states + tag), ("send", grad_halo + tag)] * in_backward,
+        ),
     ):
         parallelize(layer, mesh, exchange)
         with Collectives() as forward:
@@ -212,8 +224,15 @@ def check_collectives(mesh: Mesh) -> None:
     with Collectives() as backward:
         out.sum().backward()
     # Steps and states travel together.
-    assert forward.sent == [("send", states + grad_halo)] * in_forward
-    assert backward.sent == [("send", states + grad_halo)] * in_backward
+    assert forward.sent == [("send", states + grad_halo + tag)] * in_forward
+    assert backward.sent == [("send", states + grad_halo + tag)] * in_backward
+    # Messages of two steps of three channels in bf16, 12 bytes, and of one state, 4 bytes, are padded.
+    x_3, weight = torch.randn(1, 5, 3, dtype=torch.bfloat16, device=device), torch.randn(3, 3, device=device)
+    decay = torch.rand(1, 5, 1, device=device)
+    with Collectives() as forward:
+        causal_conv1d(x_3, weight, group=mesh)
+        linear_scan(decay, decay, group=mesh)
+    assert forward.sent == [("send", 16 + tag), ("send", 8 + tag)] * in_forward
     parallelize(layer, mesh, "summaries")
     borders = 4 * batch * 8
     for options, packing in (
@@ -313,12 +332,12 @@ def check_mamba_conv(mesh: Mesh) -> None:
                 return torch.autograd.grad(loss, [xz, weight, other], allow_unused=True, materialize_grads=True)
 
             x, z = source.chunk(2, 2)
-            x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, False, group)
+            x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, None, group)
             expected = gradients((x, x, z))
-            for uses_chain in (False, True):
-                actual = gradients(MambaConv.apply(source, weight, None, None, uses_chain, group))
+            for chain in (None, 0):
+                actual = gradients(MambaConv.apply(source, weight, None, None, chain, group))
                 for name, *values in zip(("xz", "weight", "other"), actual, expected, strict=True):
-                    close(*values, f"results in use {used}, chain {uses_chain}, gradient of {name}")
+                    close(*values, f"results in use {used}, chain {chain}, gradient of {name}")
 
 
 def check_gradient_buffer(mesh: Mesh) -> None:

@@ -100,8 +100,9 @@ class Carry(ABC):
         self._group, self._what, self._reverse = group, what, reverse
 
     @staticmethod
-    def of(group: Group, what: str, reverse: bool, uses_chain: bool) -> Carry:
-        return (ChainCarry if uses_chain else SummaryCarry)(group, what, reverse)
+    def of(group: Group, what: str, reverse: bool, chain: int | None) -> Carry:
+        """``chain``: for a chain, the number of the layer that calls, or 0 for a function; None for summaries."""
+        return SummaryCarry(group, what, reverse) if chain is None else ChainCarry(group, what, reverse, chain)
 
     @property
     def is_first(self) -> bool:
@@ -174,9 +175,9 @@ class ChainCarry(Carry):
     Rank r waits for r scans once in each pass: the ranks before it run ahead by that time and do not wait for it.
     """
 
-    def __init__(self, group: Group, what: str, reverse: bool) -> None:
+    def __init__(self, group: Group, what: str, reverse: bool, layer: int) -> None:
         super().__init__(group, what, reverse)
-        self._chain = Chain(group, f"{what}: states", reverse)
+        self._chain = Chain(group, f"{what}: states", layer, reverse)
 
     def enter(
         self,

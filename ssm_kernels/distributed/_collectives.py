@@ -101,6 +101,9 @@ class Layout:
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
 
+    def __add__(self, other: Layout) -> Layout:
+        return Layout(self.shapes + other.shapes, self.dtypes + other.dtypes)
+
     @property
     def dtype(self) -> torch.dtype:
         return torch.uint8 if self._is_of_bytes else self.dtypes[0]
@@ -115,7 +118,10 @@ class Layout:
         flat = [tensor.contiguous().view(-1) for tensor in tensors]
         if self._is_of_bytes:
             flat = [tensor.view(torch.uint8) for tensor in flat]
-            flat = [torch.nn.functional.pad(tensor, (0, -tensor.shape[0] % 8)) for tensor in flat]
+            flat = [
+                torch.nn.functional.pad(tensor, (0, -tensor.shape[0] % 8)) if tensor.shape[0] % 8 > 0 else tensor
+                for tensor in flat
+            ]
         return torch.cat(flat) if len(flat) > 1 else flat[0]
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:

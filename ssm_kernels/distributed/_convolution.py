@@ -115,15 +115,14 @@ class ChainHalo:
     The halo that travels also has steps of other sequences: the rank that reads it sets them to zero.
     """
 
-    def __init__(self, group: Group, taps: int) -> None:
+    def __init__(self, group: Group, taps: int, layer: int) -> None:
         self._group, self._taps = group, taps
-        self._chain = Chain(group, "causal_conv1d: halo")
+        self._chain = Chain(group, "causal_conv1d: halo", layer)
 
     def begin(self, x: Tensor) -> Tensor:
         """Sends the last steps of a span, (batch, seqlen, channels), unless it is shorter than the halo."""
         if x.shape[1] >= self._taps:
-            # A copy: the caller may write to x before the message has left.
-            self._chain.send([last_steps(None, x, self._taps).clone(memory_format=torch.contiguous_format)])
+            self._chain.send([last_steps(None, x, self._taps)])
         return x
 
     def end(
@@ -170,6 +169,11 @@ class ChainHalo:
         return gradient if self._chain.is_first else torch.zeros_like(gradient)
 
 
+def _halo(group: Group, taps: int, chain: int | None) -> Halo | ChainHalo:
+    """``chain``: as for :meth:`.Carry.of`."""
+    return Halo(group, taps) if chain is None else ChainHalo(group, taps, chain)
+
+
 def last_steps(halo: Tensor | None, x: Tensor, taps: int) -> Tensor:
     """The last ``taps`` steps of a halo, (batch, channels, taps), and ``x``, (batch, seqlen, channels), after it.
 
@@ -214,10 +218,10 @@ class CausalConv1d(torch.autograd.Function):
         past: Tensor | None,
         activation: str | None,
         needs_final: bool,
-        uses_chain: bool,
+        chain: int | None,
         group: Group,
     ) -> Any:
-        halo = (ChainHalo if uses_chain else Halo)(group, weight.shape[1] - 1)
+        halo = _halo(group, weight.shape[1] - 1, chain)
         out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, past, activation, needs_final, halo, group)
         return (out, final) if needs_final else out
 
@@ -241,11 +245,11 @@ class MambaConv(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         initial_state: Tensor | None,
-        uses_chain: bool,
+        chain: int | None,
         group: Group,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, z = xz.chunk(2, dim=-1)
-        halo = (ChainHalo if uses_chain else Halo)(group, weight.shape[1] - 1)
+        halo = _halo(group, weight.shape[1] - 1, chain)
         out, _ = _convolve(ctx, x, weight, bias, initial_state, None, None, "silu", False, halo, group)
         ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:

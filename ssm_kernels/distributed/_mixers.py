@@ -174,8 +174,9 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         discretization: str,
         group: Group,
         norm: SplitNorm | None,
+        layer: int,
     ) -> Tensor:
-        ctx.chain, taps = Chain(group, "Mamba2: states and halo"), conv_weight.shape[-1] - 1
+        ctx.chain, taps = Chain(group, "Mamba2: states and halo", layer), conv_weight.shape[-1] - 1
         ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
         xBC = projected[..., A_log.shape[0] * headdim : projected.shape[2] - A_log.shape[0]]
         ctx.places = _places(projected, xBC, A_log, headdim, dstate, taps)
@@ -226,7 +227,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             grad_halo = add_to_last_steps(grad_halo, grad_xBC, grad_tail, seqlen)
         if is_later:
             ctx.chain.send_gradients([passed(results[8], border), grad_halo])
-        return (*grads[:7], *(None,) * 14)
+        return (*grads[:7], *(None,) * 15)
 
 
 def _places(projected: Tensor, xBC: Tensor, A_log: Tensor, headdim: int, dstate: int, taps: int) -> tuple[Tensor, Tensor]:

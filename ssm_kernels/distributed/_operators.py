@@ -78,13 +78,14 @@ class GroupOperators:
         agreement: what the ranks have agreed on.
         exchange: how states pass from rank to rank: "chain", "summaries", or None to choose by the number of ranks.
         operator: for the message of an error.
+        layer: the number of the layer among those of a model, from 1, or 0 for a function.
 
     Raises:
         ValueError: ``exchange`` is something else.
     """
 
-    def __init__(self, group: Group, agreement: Agreement, exchange: str | None, operator: str) -> None:
-        self.group, self._agreement = group, agreement
+    def __init__(self, group: Group, agreement: Agreement, exchange: str | None, operator: str, layer: int = 0) -> None:
+        self.group, self._agreement, self._layer = group, agreement, layer
         self.exchange = choose_exchange(operator, exchange, group.size)
 
     def selective_scan(
@@ -135,7 +136,7 @@ class GroupOperators:
             return_last_state,
             torch.is_grad_enabled(),
             z_is_gate,
-            self._uses_chain(return_last_state),
+            self._chain(return_last_state),
             self.group,
         )
 
@@ -188,7 +189,7 @@ class GroupOperators:
             discretization,
             reverse,
             return_final_states,
-            self._uses_chain(return_final_states),
+            self._chain(return_final_states),
             self.group,
         )
 
@@ -226,7 +227,7 @@ class GroupOperators:
             None if packing is None else packing.past,
             activation,
             return_final_state,
-            self._uses_chain(return_final_state),
+            self._chain(return_final_state),
             self.group,
         )
 
@@ -274,7 +275,7 @@ class GroupOperators:
             reverse,
             return_last_state,
             # With reset the state before the sequence also counts on other ranks.
-            self._uses_chain(return_last_state or reset is not None),
+            self._chain(return_last_state or reset is not None),
             self.group,
             cu_seqlens,
             reset,
@@ -282,11 +283,14 @@ class GroupOperators:
             *(_expand(value, first) if key in broadcast else value for key, value in named.items()),
         )
 
-    def _uses_chain(self, needs_others: bool = False) -> bool:
-        """Whether a call uses the chain: not if ranks need something of later ranks, in compiled code or a CUDA graph."""
+    def _chain(self, needs_others: bool = False) -> int | None:
+        """The layer's number for a call along the chain, and None for one with summaries.
+
+        Summaries: if ranks need something of later ranks, in compiled code and in a CUDA graph.
+        """
         if self.exchange != "chain" or needs_others or torch.compiler.is_compiling():
-            return False
-        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+            return None
+        return None if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else self._layer
 
     def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
         """The packed sequences of a call; new ones begin where either argument says so."""
@@ -354,7 +358,8 @@ class GroupOperators:
         h0 = tensors.get("h0")
         if cu_seqlens is not None and h0 is not None and h0.dim() > 0 and h0.shape[0] == cu_seqlens.shape[0] - 1:
             description["h0"] = describe(h0, 0, "sequences")
-        description |= {name: str(value) for name, value in options.items()} | {"exchange": self.exchange}
+        description |= {name: str(value) for name, value in options.items()}
+        description |= {"exchange": self.exchange, "layer": self._layer or None}
         sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
         lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
         description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))

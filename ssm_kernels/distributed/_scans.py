@@ -83,10 +83,10 @@ class SelectiveScan(torch.autograd.Function):
         needs_final: bool,
         saves: bool,
         z_is_gate: bool,
-        uses_chain: bool,
+        chain: int | None,
         group: Group,
     ) -> Any:
-        carry = Carry.of(group, "selective_scan", reverse, uses_chain)
+        carry = Carry.of(group, "selective_scan", reverse, chain)
         options = (discretization, delta_softplus)
 
         def summarize() -> tuple[Tensor, Tensor]:
@@ -179,10 +179,10 @@ class SsdChunkScan(torch.autograd.Function):
         discretization: str,
         reverse: bool,
         needs_final: bool,
-        uses_chain: bool,
+        chain: int | None,
         group: Group,
     ) -> Any:
-        carry = Carry.of(group, "ssd_chunk_scan", reverse, uses_chain)
+        carry = Carry.of(group, "ssd_chunk_scan", reverse, chain)
 
         def summarize() -> tuple[Tensor, Tensor]:
             return ssd_chunk_scan_summary(
@@ -268,7 +268,7 @@ class LinearRecurrence(torch.autograd.Function):
         gate_is_logit: bool,
         reverse: bool,
         needs_final: bool,
-        uses_chain: bool,
+        chain: int | None,
         group: Group,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,
@@ -276,7 +276,7 @@ class LinearRecurrence(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         options = (recurrence, candidate_activation, gate_is_logit, reverse)
-        carry = Carry.of(group, recurrence, reverse, uses_chain)
+        carry = Carry.of(group, recurrence, reverse, chain)
         is_reset = after_reset = keeps = None
         if reset is not None:
             h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)

@@ -35,12 +35,12 @@ _BUCKET_BYTES = 64 * 2**20
 class _Context(GroupOperators):
     """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
 
-    def __init__(self, group: Group, exchange: str | None) -> None:
-        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel")
+    def __init__(self, group: Group, exchange: str | None, layer: int) -> None:
+        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         # A copy has agreed on nothing.
-        return _Context(self.group, self.exchange)
+        return _Context(self.group, self.exchange, self._layer)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -62,7 +62,7 @@ class _Context(GroupOperators):
         xz, weight, bias, initial_state = self._cast_convolution(xz, weight, bias, initial_state)
         options = {"activation": "silu", "return_final_state": False}
         self._agree_on_convolution(xz[..., : xz.shape[2] // 2], weight, bias, initial_state, options)
-        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self._uses_chain(), self.group)
+        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self._chain(), self.group)
         return x, scanned, z
 
     def mamba_mixer(
@@ -157,7 +157,8 @@ class _Context(GroupOperators):
         self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
         packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
         to = Casts(projected)
-        node = ChainedMamba2Mixer if self._uses_chain() else Mamba2Mixer
+        chain = self._chain()
+        node = Mamba2Mixer if chain is None else ChainedMamba2Mixer
         out: Tensor = node.apply(
             to.lower(projected),
             *map(to.wide, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight)),
@@ -165,6 +166,7 @@ class _Context(GroupOperators):
             *options.values(),
             self.group,
             norm,
+            *(() if chain is None else (chain,)),
         )
         return out, None, None
 
@@ -221,7 +223,9 @@ class ContextParallel(ParallelStyle):
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer; on every
             rank, if the ranks call with different shapes, dtypes or options, or if ``cu_seqlens`` does not end at the sum of
             the spans' lengths.
-        RuntimeError: a rank has died, or does not make the call within the time-out of the group.
+        RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
+            backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
+            CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.
     """
 
     def __init__(self, *, exchange: str | None = None) -> None:
@@ -236,8 +240,8 @@ class ContextParallel(ParallelStyle):
             raise ValueError(
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {type(module).__name__}"
             )
-        for layer in layers:
-            layer.context = _Context(group, self.exchange)
+        for number, layer in enumerate(layers, 1):
+            layer.context = _Context(group, self.exchange, number)
         return module
 
 

@@ -15,7 +15,9 @@ unequal lengths, and none. Arguments and results are those of the function of th
 - ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
 
 Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or
-options change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison.
+options change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison. Along a chain
+a rank that receives the message of another call raises a RuntimeError. On CUDA its results are NaN then, and one of its later
+calls or backwards raises.
 """
 
 from __future__ import annotations
