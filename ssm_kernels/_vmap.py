@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
 from .reference import RECURRENCES
 
 
@@ -459,98 +460,14 @@ def _add_norm(
     return (normed, new_residual), (dim, dim)
 
 
-def _mamba_mixer(
-    x: Tensor,
-    delta: Tensor,
-    A_log: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    discretization: str,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Calls the scan that the mixer consists of, which has a rule."""
-    sequences = [None if v is None else v.transpose(1, 2) for v in (x, delta, B, C, z)]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out, last_state = torch.ops.ssm_kernels.selective_scan(
-        *sequences[:2],
-        -torch.exp(A_log.to(wide)),
-        *sequences[2:4],
-        None if D is None else D.to(wide),
-        sequences[4],
-        None if delta_bias is None else delta_bias.to(wide),
-        initial_state,
-        seq_idx,
-        cu_seqlens,
-        discretization=discretization,
-        delta_softplus=True,
-    )
-    return out.transpose(1, 2), last_state
+def _mamba_mixer(*arguments: Any) -> tuple[Any, ...]:
+    return mamba_mixer(torch.ops.ssm_kernels.selective_scan, *arguments)
 
 
-def _mamba2_mixer(
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor | None,
-    ssm_state: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    headdim: int,
-    ngroups: int,
-    dstate: int,
-    chunk_size: int | None,
-    dt_min: float,
-    dt_max: float,
-    eps: float,
-    norm_before_gate: bool,
-    discretization: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls the operators that the mixer consists of, each with its own rule."""
-    operators, heads = torch.ops.ssm_kernels, dt_bias.shape[-1]
-    wide = torch.float64 if projected.dtype == torch.float64 else torch.float32
-    d_ssm, matrix = heads * headdim, ngroups * dstate
-    z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * matrix, heads], dim=-1)
-    xBC, final_conv_state = operators.causal_conv1d(
-        xBC,
-        conv_weight.squeeze(1) if conv_weight.dim() == 3 else conv_weight,
-        conv_bias,
-        activation="silu",
-        seq_idx=seq_idx,
-        cu_seqlens=cu_seqlens,
-        initial_state=conv_state,
-    )
-    x, B, C = xBC.split([d_ssm, matrix, matrix], dim=-1)
-    y, final_ssm_state = operators.ssd_chunk_scan(
-        x.unflatten(-1, (heads, headdim)),
-        dt,
-        -torch.exp(A_log.to(wide)),
-        B.unflatten(-1, (ngroups, dstate)),
-        C.unflatten(-1, (ngroups, dstate)),
-        chunk_size=chunk_size,
-        D=None if D is None else D.to(wide),
-        z=z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
-        dt_bias=dt_bias.to(wide),
-        dt_softplus=True,
-        dt_limit=(dt_min, dt_max),
-        initial_states=ssm_state,
-        seq_idx=seq_idx,
-        cu_seqlens=cu_seqlens,
-        discretization=discretization,
-    )
-    y = y.flatten(-2)
-    if norm_weight is not None:
-        options: dict[str, Any] = {"eps": eps, "group_size": d_ssm // ngroups, "norm_before_gate": norm_before_gate}
-        y = operators.rms_norm_gated(y, norm_weight, z, **options)
-    return y, final_conv_state, final_ssm_state
+def _mamba2_mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operators = torch.ops.ssm_kernels
+    parts = operators.causal_conv1d, operators.ssd_chunk_scan, operators.rms_norm_gated
+    return mamba2_mixer(*parts, *mamba2_arguments(arguments))
 
 
 _library = torch.library.Library("ssm_kernels", "IMPL")

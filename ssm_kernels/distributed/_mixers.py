@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._mixers import Mamba2Options
 from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, passed
 from ._collectives import Group, Layout, tie
@@ -49,87 +50,77 @@ class Mamba2Mixer(torch.autograd.Function):
         seq_idx: Tensor | None,
         past: Tensor | None,
         passes: Tensor | None,
-        headdim: int,
-        ngroups: int,
-        dstate: int,
-        chunk_size: int | None,
-        dt_min: float,
-        dt_max: float,
-        eps: float,
-        norm_before_gate: bool,
-        discretization: str,
+        options: Mamba2Options,
         group: Group,
         norm: SplitNorm | None,
     ) -> Tensor:
-        heads, of_groups = A_log.shape[0], ngroups * dstate
-        d_ssm, taps = heads * headdim, conv_weight.shape[-1] - 1
-        _, xBC, dt = projected.split([d_ssm, d_ssm + 2 * of_groups, heads], dim=-1)
+        heads, taps = A_log.shape[0], conv_weight.shape[-1] - 1
+        z, xBC, dt = options.split(projected, heads)
+        d_ssm = z.shape[-1]
         halo, steps, sources, own = Halo(group, taps), None, None, None
         if taps > 0:
             steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
-        ctx.sizes = (heads, headdim, ngroups, dstate)
-        ctx.scan = {"dt_softplus": True, "dt_limit": (dt_min, dt_max), "discretization": discretization}
-        xB = _convolved(slice(0, d_ssm + of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
-        x, B = xB.split([d_ssm, of_groups], dim=-1)
+        xB = _convolved(slice(0, d_ssm + options.of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
+        x, B = xB.split([d_ssm, options.of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)
 
         def summarize() -> tuple[Tensor, Tensor]:
             return ssd_chunk_scan_summary(
-                x.unflatten(-1, (heads, headdim)),
+                options.heads(x),
                 dt,
                 -torch.exp(A_log.to(wide)),
-                B.unflatten(-1, (ngroups, dstate)),
+                options.groups(B),
                 dt_bias=dt_bias.to(wide),
                 seq_idx=seq_idx,
-                **ctx.scan,
+                **options.of_scan,
             )
 
         carry = SummaryCarry(group, "Mamba2", reverse=False)
-        state = x.new_empty((), dtype=wide).expand(x.shape[0], heads, headdim, dstate)
+        state = x.new_empty((), dtype=wide).expand(x.shape[0], heads, options.headdim, options.dstate)
         initial, _, decays, later = carry.enter(state, None, passes, summarize)
-        ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
-        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
+        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
         out, _, _, y, rstd, parameters = mixer(projected, *arguments)
         tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
         ctx.save_for_backward(*tensors, y, rstd, parameters, sources, own, decays, later)
-        ctx.carry, ctx.halo, ctx.norm_before_gate, ctx.norm = carry, halo, norm_before_gate, norm
+        ctx.carry, ctx.halo, ctx.options, ctx.norm = carry, halo, options, norm
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         *tensors, y, rstd, parameters, sources, own, decays, later = ctx.saved_tensors
         projected, conv_weight, conv_bias, A_log, _, dt_bias, norm_weight, steps, _, seq_idx = tensors
-        heads, headdim, ngroups, dstate = ctx.sizes
-        d_ssm, of_groups = heads * headdim, ngroups * dstate
+        heads, options = A_log.shape[0], ctx.options
+        z, xBC, dt = options.split(projected, heads)
+        d_ssm = z.shape[-1]
         needs = [*ctx.needs_input_grad[:7]]
         grad_states = mean_product = None
         if ctx.norm is not None:
-            mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
+            mean_product = ctx.norm.mean_product(grad_out, y, z, norm_weight, rstd)
         if any(needs[i] for i in (0, 1, 2, 3, 5)):
             wide = torch.promote_types(projected.dtype, torch.float32)
-            state = torch.zeros((), device=grad_out.device, dtype=wide).expand(grad_out.shape[0], heads, headdim, dstate)
+            zero = torch.zeros((), device=grad_out.device, dtype=wide)
+            state = zero.expand(grad_out.shape[0], heads, options.headdim, options.dstate)
 
             def initial_gradient() -> Tensor:
                 if ctx.carry.is_first:
                     return tie(torch.zeros_like(state), grad_out)
-                z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * of_groups, heads], dim=-1)
                 if norm_weight is None:
                     grad_y = before_gate(grad_out, z)
                 else:
-                    norm = (rstd.new_empty(0), rstd, d_ssm // ngroups, ctx.norm_before_gate, "silu", False)
+                    norm = (rstd.new_empty(0), rstd, d_ssm // options.ngroups, options.norm_before_gate, "silu", False)
                     needs_y = [True, False, False, False]
                     grad_y = _ops._norm_gated_bwd(grad_out, y, norm_weight, z, None, *norm, needs_y, mean_product)[0]
-                columns = slice(d_ssm + of_groups, d_ssm + 2 * of_groups)
+                columns = slice(d_ssm + options.of_groups, d_ssm + 2 * options.of_groups)
                 C = _convolved(columns, xBC, conv_weight, conv_bias, steps, seq_idx)
                 return _ssd_chunk_scan_initial_gradient(
-                    grad_y.unflatten(-1, (heads, headdim)),
+                    options.heads(grad_y),
                     dt,
                     -torch.exp(A_log.to(wide)),
-                    C.unflatten(-1, (ngroups, dstate)),
+                    options.groups(C),
                     dt_bias=dt_bias.to(wide),
                     seq_idx=seq_idx,
-                    **ctx.scan,
+                    **options.of_scan,
                 )
 
             grad_states = ctx.carry.enter_backward(state, None, decays, later, initial_gradient)
@@ -141,7 +132,7 @@ class Mamba2Mixer(torch.autograd.Function):
             grad_xBC = results[0][..., d_ssm:-heads]
             seqlen = projected.shape[1]
             ctx.halo.gradient(ctx.halo.send_gradient(results[7], None, own, seqlen), sources, grad_xBC, False, seqlen)
-        return (*grads[:7], *(None,) * 14)
+        return (*grads[:7], *(None,) * 6)
 
 
 class ChainedMamba2Mixer(torch.autograd.Function):
@@ -163,23 +154,14 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         seq_idx: Tensor | None,
         past: Tensor | None,
         passes: Tensor | None,
-        headdim: int,
-        ngroups: int,
-        dstate: int,
-        chunk_size: int | None,
-        dt_min: float,
-        dt_max: float,
-        eps: float,
-        norm_before_gate: bool,
-        discretization: str,
+        options: Mamba2Options,
         group: Group,
         norm: SplitNorm | None,
         layer: int,
     ) -> Tensor:
         ctx.chain, taps = Chain(group, "Mamba2: states and halo", layer), conv_weight.shape[-1] - 1
-        ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
-        xBC = projected[..., A_log.shape[0] * headdim : projected.shape[2] - A_log.shape[0]]
-        ctx.places = _places(projected, xBC, A_log, headdim, dstate, taps)
+        _, xBC, _ = options.split(projected, A_log.shape[0])
+        ctx.places = _places(projected, xBC, A_log, options, taps)
         initial = steps = own = border = None
         if ctx.chain.is_first:
             halo = torch.zeros_like(ctx.places[1])
@@ -190,13 +172,13 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             initial = passed(initial, border)
             if taps > 0:
                 steps = halo if own is None else torch.where(own, halo, 0)
-        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
+        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
         out, _, last_states, y, rstd, parameters = mixer(projected, *arguments)
         ctx.chain.send([last_states, last_steps(halo, xBC, taps)])
         tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
         ctx.save_for_backward(*tensors, y, rstd, parameters, own, border)
-        ctx.norm = norm
+        ctx.options, ctx.norm = options, norm
         return out
 
     @staticmethod
@@ -205,7 +187,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         projected, steps, norm_weight = tensors[0], tensors[7], tensors[6]
         needs = [*ctx.needs_input_grad[:7]]
         heads = tensors[3].shape[0]
-        d_ssm, seqlen = heads * ctx.options[0], projected.shape[1]
+        d_ssm, seqlen = heads * ctx.options.headdim, projected.shape[1]
         grad_states = grad_tail = mean_product = None
         if ctx.norm is not None:
             mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
@@ -227,13 +209,13 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             grad_halo = add_to_last_steps(grad_halo, grad_xBC, grad_tail, seqlen)
         if is_later:
             ctx.chain.send_gradients([passed(results[8], border), grad_halo])
-        return (*grads[:7], *(None,) * 15)
+        return (*grads[:7], *(None,) * 7)
 
 
-def _places(projected: Tensor, xBC: Tensor, A_log: Tensor, headdim: int, dstate: int, taps: int) -> tuple[Tensor, Tensor]:
+def _places(projected: Tensor, xBC: Tensor, A_log: Tensor, options: Mamba2Options, taps: int) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of a state and of a halo."""
     batch, wide = projected.shape[0], torch.promote_types(projected.dtype, torch.float32)
-    states = projected.new_empty((), dtype=wide).expand(batch, A_log.shape[0], headdim, dstate)
+    states = projected.new_empty((), dtype=wide).expand(batch, A_log.shape[0], options.headdim, options.dstate)
     return states, projected.new_empty(()).expand(batch, xBC.shape[2], taps)
 
 

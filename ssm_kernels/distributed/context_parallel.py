@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..nn.common import ConvMixer, wide_dtype
+from .._mixers import mamba2_arguments, mamba_mixer
+from ..nn.common import ConvMixer
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
@@ -65,105 +66,45 @@ class _Context(GroupOperators):
         x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self._chain(), self.group)
         return x, scanned, z
 
-    def mamba_mixer(
-        self,
-        x: Tensor,
-        delta: Tensor,
-        A_log: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor | None,
-        delta_bias: Tensor | None,
-        initial_state: Tensor | None,
-        discretization: str,
-        seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None,
-        needs_last_state: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``."""
+    def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor | None]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``; no last state unless it is needed."""
         if self.group.size == 1:
-            local: tuple[Tensor, Tensor] = _ops._mamba_mixer(
-                x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, seq_idx, cu_seqlens
-            )
+            local: tuple[Tensor, Tensor] = _ops._mamba_mixer(*arguments)
             return local
-        wide = wide_dtype(x.dtype)
-        results = self.selective_scan(
-            x.transpose(1, 2),
-            delta.transpose(1, 2),
-            -torch.exp(A_log.to(wide)),
-            B.transpose(1, 2),
-            C.transpose(1, 2),
-            D.to(wide),
-            None if z is None else z.transpose(1, 2),
-            None if delta_bias is None else delta_bias.to(wide),
-            discretization=discretization,
-            delta_softplus=True,
-            initial_state=initial_state,
-            seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens,
-            return_last_state=needs_last_state,
-            z_is_gate=z is not None and not torch.compiler.is_compiling() and is_gate(z),
-        )
-        out, last_state = results if needs_last_state else (results, None)
-        return out.transpose(1, 2), last_state
 
-    def mamba2_mixer(
-        self,
-        projected: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        A_log: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        norm_weight: Tensor | None,
-        conv_state: Tensor | None,
-        ssm_state: Tensor | None,
-        seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None,
-        headdim: int,
-        ngroups: int,
-        dstate: int,
-        chunk_size: int | None,
-        dt_min: float,
-        dt_max: float,
-        eps: float,
-        norm_before_gate: bool,
-        discretization: str,
-        *,
-        norm: SplitNorm | None = None,
-    ) -> tuple[Tensor, None, None]:
+        z: Tensor | None = arguments[6]
+        z_is_gate = z is not None and not torch.compiler.is_compiling() and is_gate(z)
+
+        def scan(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+            results = self.selective_scan(*tensors, **options, return_last_state=needs_last_state, z_is_gate=z_is_gate)
+            return results if needs_last_state else (results, None)
+
+        out, last_state = mamba_mixer(scan, *arguments)
+        return out, last_state
+
+    def mamba2_mixer(self, *arguments: Any, norm: SplitNorm | None = None) -> tuple[Tensor, None, None]:
         """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without final states.
 
         ``norm`` describes one whose groups are on several ranks of tensor parallelism.
         """
-        tensors = {"projected": projected, "conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log, "D": D}
-        tensors |= {"dt_bias": dt_bias, "norm_weight": norm_weight, "conv_state": conv_state, "ssm_state": ssm_state}
-        tensors |= {"seq_idx": seq_idx}
-        options: dict[str, Any] = {
-            "headdim": headdim,
-            "ngroups": ngroups,
-            "dstate": dstate,
-            "chunk_size": chunk_size,
-            "dt_min": dt_min,
-        }
-        options |= {"dt_max": dt_max, "eps": eps, "norm_before_gate": norm_before_gate, "discretization": discretization}
         mixer = _ops._mamba2_mixer.default
         if self.group.size == 1:
             local = mixer if norm is None else functools.partial(split_mamba2_mixer, norm=norm)
-            arguments: tuple[Any, ...] = (*tensors.values(), cu_seqlens, *options.values())
             return local(*arguments)[0], None, None
+        given, options = mamba2_arguments(arguments)
+        tensors = dict(zip(given._fields, given, strict=True))
+        cu_seqlens = tensors.pop("cu_seqlens")
+        named_options = dict(zip(options._fields, options, strict=True))
         check = functools.partial(mixer, cu_seqlens=None)
-        self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
-        packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
-        to = Casts(projected)
-        chain = self._chain()
+        self._agree("Mamba2", check, tensors, named_options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
+        packing = self._packing("Mamba2", given.projected.shape[1], given.seq_idx, cu_seqlens)
+        to, chain = Casts(given.projected), self._chain()
         node = Mamba2Mixer if chain is None else ChainedMamba2Mixer
         out: Tensor = node.apply(
-            to.lower(projected),
-            *map(to.wide, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight)),
+            to.lower(given.projected),
+            *map(to.wide, given[1:7]),
             *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.passes)),
-            *options.values(),
+            options,
             self.group,
             norm,
             *(() if chain is None else (chain,)),

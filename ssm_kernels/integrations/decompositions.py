@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
 from .. import reference
+from .._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
 
 __all__ = ["decomposition_table"]
 
@@ -244,10 +245,10 @@ for _name in ("add_rms_norm", "add_layer_norm"):
 
 
 def _bound(operator: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, by name."""
+    """All arguments of a call, by name and in the operator's order."""
     arguments = operator._schema.arguments
-    values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return values | dict(zip((argument.name for argument in arguments), positional, strict=False)) | dict(named)
+    given = dict(zip((argument.name for argument in arguments), positional, strict=False)) | dict(named)
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 
 def _linear_step(h: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
@@ -295,74 +296,20 @@ def _mamba_conv(xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: 
 
 
 @_decomposes("_mamba_mixer_fwd")
-def _mamba_mixer(
-    x: Tensor,
-    delta: Tensor,
-    A_log: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    discretization: str,
-    save_chunk_states: bool,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    A = -torch.exp(A_log.to(_wide(x)))
-    u, delta, B, C = (sequence.transpose(1, 2) for sequence in (x, delta, B, C))
-    z = None if z is None else z.transpose(1, 2)
-    states = delta_bias, initial_state, discretization, True, save_chunk_states, seq_idx, cu_seqlens
-    scan = _selective_scan(u, delta, A, B, C, D, z, *states)
-    out, last_state, saved = scan
-    return out.transpose(1, 2), last_state, saved, saved.clone()
+def _mamba_mixer(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = _bound(torch.ops.ssm_kernels._mamba_mixer_fwd.default, arguments, options)
+    scan = partial(_selective_scan, save_chunk_states=given.pop("save_chunk_states"))
+    out, last_state, saved = mamba_mixer(scan, **given)
+    return out, last_state, saved, saved.clone()
+
+
+def _without_norm(x: Tensor, weight: Tensor, z: Tensor, **options: Any) -> Tensor:
+    return x
 
 
 @_decomposes("_mamba2_mixer_fwd")
-def _mamba2_mixer(
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor | None,
-    ssm_state: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    headdim: int,
-    ngroups: int,
-    dstate: int,
-    chunk_size: int | None,
-    dt_min: float,
-    dt_max: float,
-    eps: float,
-    norm_before_gate: bool,
-    discretization: str,
-    applies_norm: bool = True,
-) -> tuple[Tensor, ...]:
-    heads = dt_bias.shape[0]
-    d_ssm, d_group = heads * headdim, ngroups * dstate
-    z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * d_group, heads], dim=-1)
-    xBC, conv_state = _causal_conv1d(xBC, conv_weight.flatten(1), conv_bias, "silu", seq_idx, cu_seqlens, conv_state)
-    x, B, C = xBC.split([d_ssm, d_group, d_group], dim=-1)
-    x, z_heads = (sequence.unflatten(-1, (heads, headdim)) for sequence in (x, z))
-    B, C = (X.unflatten(-1, (ngroups, dstate)) for X in (B, C))
-    y, ssm_state = _ssd_chunk_scan(
-        *(x, dt, -torch.exp(A_log.to(_wide(projected))), B, C),
-        D=D,
-        z=z_heads if norm_weight is None else None,
-        dt_bias=dt_bias,
-        dt_softplus=True,
-        dt_limit=(dt_min, dt_max),
-        initial_states=ssm_state,
-        seq_idx=seq_idx,
-        discretization=discretization,
-    )
-    out = y.flatten(-2)
-    if norm_weight is not None and applies_norm:
-        group_size = d_ssm // ngroups
-        out = _norm("rms_norm_gated", out, norm_weight, z, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
-    return out, conv_state, ssm_state, *(projected.new_zeros(0) for _ in range(3))
+def _mamba2_mixer(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = _bound(torch.ops.ssm_kernels._mamba2_mixer_fwd.default, arguments, options)
+    norm = partial(_norm, "rms_norm_gated") if given.pop("applies_norm") else _without_norm
+    results = mamba2_mixer(_causal_conv1d, _ssd_chunk_scan, norm, *mamba2_arguments(tuple(given.values())))
+    return *results, *(given["projected"].new_zeros(0) for _ in range(3))

@@ -144,7 +144,7 @@ class SelectiveBase(DiscretizedModule):
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         if self.context is not None:
-            return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state)
+            return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state=needs_last_state)
         return _mamba_mixer(*arguments, seq_idx, cu_seqlens)
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""The mixers of Mamba and Mamba-2 between their projections, in terms of the operators that they consist of.
+
+vmap, decompositions and ranks that share a sequence have rules for these operators and none for the fused mixers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer"]
+
+
+class Mamba2Tensors(NamedTuple):
+    """The tensors of ``torch.ops.ssm_kernels._mamba2_mixer``, in the order of its first arguments."""
+
+    projected: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    D: Tensor | None
+    dt_bias: Tensor
+    norm_weight: Tensor | None
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    seq_idx: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class Mamba2Options(NamedTuple):
+    """The options of ``torch.ops.ssm_kernels._mamba2_mixer``, in the order of its last arguments."""
+
+    headdim: int
+    ngroups: int
+    dstate: int
+    chunk_size: int | None
+    dt_min: float
+    dt_max: float
+    eps: float
+    norm_before_gate: bool
+    discretization: str
+
+    @property
+    def of_groups(self) -> int:
+        """The columns of B, and of C."""
+        return self.ngroups * self.dstate
+
+    @property
+    def of_scan(self) -> dict[str, Any]:
+        """Options of ``ssd_chunk_scan``, its summary and its initial gradient."""
+        return {"dt_softplus": True, "dt_limit": (self.dt_min, self.dt_max), "discretization": self.discretization}
+
+    def split(self, projected: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """z, the convolution's input, and dt."""
+        d_ssm = heads * self.headdim
+        z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * self.of_groups, heads], dim=-1)
+        return z, xBC, dt
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(..., heads * headdim) as (..., heads, headdim)."""
+        return x.unflatten(-1, (-1, self.headdim))
+
+    def groups(self, matrix: Tensor) -> Tensor:
+        """B or C, (..., ngroups * dstate), as (..., ngroups, dstate)."""
+        return matrix.unflatten(-1, (self.ngroups, self.dstate))
+
+
+def mamba2_arguments(arguments: tuple[Any, ...]) -> tuple[Mamba2Tensors, Mamba2Options]:
+    """The arguments of ``torch.ops.ssm_kernels._mamba2_mixer`` by name."""
+    tensors = len(Mamba2Tensors._fields)
+    return Mamba2Tensors(*arguments[:tensors]), Mamba2Options(*arguments[tensors:])
+
+
+def mamba_mixer(
+    scan: Callable[..., tuple[Any, ...]],
+    x: Tensor,
+    delta: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    discretization: str,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``, by a function with the arguments of ``selective_scan``.
+
+    Results of ``scan`` after the first are returned as they are.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out, *others = scan(
+        x.transpose(1, 2),
+        delta.transpose(1, 2),
+        -torch.exp(A_log.to(wide)),
+        B.transpose(1, 2),
+        C.transpose(1, 2),
+        None if D is None else D.to(wide),
+        None if z is None else z.transpose(1, 2),
+        None if delta_bias is None else delta_bias.to(wide),
+        initial_state=initial_state,
+        discretization=discretization,
+        delta_softplus=True,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+    )
+    return out.transpose(1, 2), *others
+
+
+def mamba2_mixer(
+    convolve: Callable[..., tuple[Tensor, Tensor]],
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    norm: Callable[..., Tensor],
+    tensors: Mamba2Tensors,
+    options: Mamba2Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Results as of ``torch.ops.ssm_kernels._mamba2_mixer``.
+
+    Args:
+        convolve: a function with the arguments of ``causal_conv1d``, which returns the final state too.
+        scan: a function with the arguments of ``ssd_chunk_scan``, which returns the final states too.
+        norm: a function with the arguments of ``rms_norm_gated``.
+        tensors, options: the arguments of the operator.
+    """
+    projected, norm_weight, seq_idx = tensors.projected, tensors.norm_weight, tensors.seq_idx
+    wide = torch.promote_types(projected.dtype, torch.float32)
+    z, xBC, dt = options.split(projected, tensors.dt_bias.shape[-1])
+    xBC, conv_state = convolve(
+        xBC,
+        tensors.conv_weight.flatten(1),
+        tensors.conv_bias,
+        activation="silu",
+        seq_idx=seq_idx,
+        cu_seqlens=tensors.cu_seqlens,
+        initial_state=tensors.conv_state,
+    )
+    x, B, C = xBC.split([z.shape[-1], options.of_groups, options.of_groups], dim=-1)
+    y, ssm_state = scan(
+        options.heads(x),
+        dt,
+        -torch.exp(tensors.A_log.to(wide)),
+        options.groups(B),
+        options.groups(C),
+        chunk_size=options.chunk_size,
+        D=None if tensors.D is None else tensors.D.to(wide),
+        z=options.heads(z) if norm_weight is None else None,
+        dt_bias=tensors.dt_bias.to(wide),
+        initial_states=tensors.ssm_state,
+        seq_idx=seq_idx,
+        cu_seqlens=tensors.cu_seqlens,
+        **options.of_scan,
+    )
+    y = y.flatten(-2)
+    if norm_weight is not None:
+        group_size = z.shape[-1] // options.ngroups
+        y = norm(y, norm_weight, z, eps=options.eps, group_size=group_size, norm_before_gate=options.norm_before_gate)
+    return y, conv_state, ssm_state
