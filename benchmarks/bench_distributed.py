@@ -52,6 +52,7 @@ def cases(options: argparse.Namespace) -> list[Any]:
     sizes = [2**power for power in ((12, 16) if options.device == "cpu" else (12, 16, 18, 20, 22, 24, 26))]
     return [
         *(ContextCase(layer, **long) for layer in ("Mamba", "Mamba2")),
+        *(ContextCase(layer, **long, exchange="summaries") for layer in ("Mamba", "Mamba2")),
         *(TensorCase(layer, **wide) for layer in ("Mamba", "Mamba2")),
         TensorCase("Mamba2", **wide, groups=8),
         *(CollectiveCase(operation, size, options.ranks) for operation in ("all-gather", "all-reduce") for size in sizes),
@@ -124,6 +125,12 @@ def seconds_of_collectives(row: Row, ranks: int, found: dict[str, tuple[float, f
     return row["n_layer"] * of_layer + seconds("all-reduce", row["ours"]["parameters"])
 
 
+def exchange_of(row: Row) -> str:
+    """How the layers of a row of context parallelism pass states from rank to rank."""
+    operations = {call["operation"] for calls in row["sent"].values() for call in calls}
+    return "chain" if "message" in operations else "summaries"
+
+
 def model_rows(result: Result) -> list[dict[str, Any]]:
     """The model's times of context parallelism on more ranks that are linked as the measured ones are.
 
@@ -132,35 +139,43 @@ def model_rows(result: Result) -> list[dict[str, Any]]:
     of the measured length the work shrinks in proportion to the steps of a rank.
 
     Where layers send messages along a chain, what the work exceeds that of the steps on one GPU by is the wait of the last
-    rank, and grows in proportion to the ranks before it. The rows of more than 8 ranks are of a chain too, although
-    ``ContextParallel`` uses summaries there unless it is told otherwise.
+    rank, and grows in proportion to the ranks before it.
+
+    A layer's times are those of the exchange that ``ContextParallel`` chooses for the number of ranks, if it was measured, and
+    else those of the other one.
     """
+    from ssm_kernels.distributed._operators import choose_exchange
+
     found = constants(result["rows"])
-    rows = []
+    by_layer: dict[str, dict[str, Row]] = {}
     for row in result["rows"]:
-        if row.get("kind") != "context parallel" or len(found) < 2:
-            continue
-        ranks, one, part = row["ranks"], row["one"]["both"]["median"], row["part"]["both"]["median"]
-        work = max(row["ours"]["both"]["median"] - seconds_of_collectives(row, ranks, found), part)
-        operations = {call["operation"] for calls in row["sent"].values() for call in calls}
-        lag = (work - part) / (ranks - 1) if "message" in operations else 0.0
-        measured_work = work
+        if row.get("kind") == "context parallel" and len(found) == 2:
+            by_layer.setdefault(row["layer"], {})[exchange_of(row)] = row
+    rows = []
+    for layer, measured_rows in by_layer.items():
         for n in MODEL_RANKS:
-            work = measured_work + lag * (n - ranks)
-            sent = seconds_of_collectives(row, n, found)
-            steps = row["seqlen"] // ranks
-            rows.append(
-                {
-                    "name": row["layer"],
-                    "ranks": n,
-                    "steps": n * steps,
-                    "weak": {"both": work + sent},
-                    "collectives": {"both": sent},
-                    "efficiency": part / (work + sent),
-                    "speedup": one / (work * ranks / n + sent),
-                }
-            )
+            exchange = choose_exchange("ContextParallel", None, n)
+            if exchange not in measured_rows:
+                (exchange,) = measured_rows
+            rows.append({"name": layer, "exchange": exchange} | modelled(measured_rows[exchange], n, found))
     return rows
+
+
+def modelled(row: Row, n: int, found: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """The model's times of ``n`` ranks, from the times of a measured row and the constants."""
+    ranks, one, part = row["ranks"], row["one"]["both"]["median"], row["part"]["both"]["median"]
+    work = max(row["ours"]["both"]["median"] - seconds_of_collectives(row, ranks, found), part)
+    if exchange_of(row) == "chain":
+        work += (work - part) / (ranks - 1) * (n - ranks)
+    sent = seconds_of_collectives(row, n, found)
+    return {
+        "ranks": n,
+        "steps": n * (row["seqlen"] // ranks),
+        "weak": {"both": work + sent},
+        "collectives": {"both": sent},
+        "efficiency": part / (work + sent),
+        "speedup": one / (work * ranks / n + sent),
+    }
 
 
 # Tables.
@@ -222,6 +237,7 @@ def tables(result: Result) -> list[Table]:
             [
                 text("model", "name"),
                 text("ranks"),
+                text("exchange"),
                 Column("steps", lambda row: f"{row['steps']:,}"),
                 Column("ms", lambda row: cell(row["weak"], "both", decimals=1)),
                 Column("of these collectives", lambda row: cell(row["collectives"], "both", decimals=1)),

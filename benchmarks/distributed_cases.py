@@ -109,9 +109,13 @@ class ModelCase(Case):
 
     @property
     def name(self) -> str:
-        groups = f", {self.groups} groups" if self.groups > 1 else ""
-        sizes = f"B{self.batch} L{self.seqlen}, {self.n_layer} layers, d_model {self.d_model}{groups}"
+        sizes = f"B{self.batch} L{self.seqlen}, {self.n_layer} layers, d_model {self.d_model}{self.variant}"
         return f"{self.kind}, {self.layer} {sizes}, {self.ranks} {'GPUs' if self.device == 'cuda' else 'processes'}"
+
+    @property
+    def variant(self) -> str:
+        """Follows the sizes in the name."""
+        return f", {self.groups} groups" if self.groups > 1 else ""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -231,8 +235,13 @@ def checkpoint_blocks(model: MambaLM, **options: Any) -> None:
 class ContextCase(ModelCase):
     """The sequence is split over the ranks. Every model recomputes its blocks in backward: one GPU cannot keep them."""
 
+    exchange: str = "chain"
     kind = "context parallel"
     splits_loss = True
+
+    @property
+    def variant(self) -> str:
+        return "" if self.exchange == "chain" else f", {self.exchange}"
 
     def distributed(self, model: MambaLM, run: Run) -> tuple[MambaLM, Stages]:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -240,7 +249,7 @@ class ContextCase(ModelCase):
         from ssm_kernels.distributed import ContextParallel, keep_exchanged_states, sum_gradients
 
         mesh = mesh_of(run)
-        parallelize_module(model, mesh, ContextParallel())
+        parallelize_module(model, mesh, ContextParallel(exchange=self.exchange))
         checkpoint_blocks(model, context_fn=keep_exchanged_states)
         own = (tokens.tensor_split(self.ranks, 1)[mesh.get_local_rank()] for tokens in self.tokens(run.device))
         return model, self.stages(model, *own, finish=lambda: sum_gradients(model, mesh))

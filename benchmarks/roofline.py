@@ -189,17 +189,20 @@ def draw_scaling(result: Mapping[str, Any], path: Path) -> None:
         axes.set_yscale("log", base=2)
         axes.plot(1, 1, "o", color="black", zorder=4)
         lines, highest = [], 1.0
+        not_drawn = {row["name"] for row in modelled}
         for row, color in zip(rows, COLORS[1:], strict=False):
             measured = [1, row["one"]["both"]["median"] / row["ours"]["both"]["median"]]
             (line,) = axes.plot([1, row["ranks"]], measured, color=color, marker=markers[row["kind"]], ms=3.5, zorder=3)
             line.set_label(row["name"].rpartition(", ")[0])
             lines.append(line)
-            of_model = [
-                (other["ranks"], other["speedup"])
-                for other in modelled
-                if row["kind"] == "context parallel" and other["name"] == row["layer"] and other["ranks"] >= row["ranks"]
-            ]
-            if of_model:
+            of_model = []
+            if row["kind"] == "context parallel" and row["layer"] in not_drawn:
+                not_drawn.remove(row["layer"])  # one line for both exchanges
+                of_model = [
+                    (other["ranks"], other["speedup"])
+                    for other in modelled
+                    if other["name"] == row["layer"] and other["ranks"] >= row["ranks"]
+                ]
                 axes.plot(*zip(*of_model, strict=True), color=color, ls="--", zorder=2)
             highest = max(highest, *measured, *(speedup for _, speedup in of_model))
         (ideal,) = axes.plot(ranks, ranks, color=_GREY, lw=0.6, zorder=1, label="ideal")

@@ -27,11 +27,11 @@ OPTIONS = argparse.Namespace(ranks=2, device="cpu", json=None, cases=None)
 
 def small_cases() -> list[Any]:
     """Returns one case of each kind; its model has one layer."""
-    context, _, tensor, *_, reduce = bench_distributed.cases(OPTIONS)
-    context, tensor = (replace(case, layer="Mamba2", n_layer=1) for case in (context, tensor))
+    chain, _, summaries, _, tensor, *_, reduce = bench_distributed.cases(OPTIONS)
+    chain, summaries, tensor = (replace(case, layer="Mamba2", n_layer=1) for case in (chain, summaries, tensor))
     gather = replace(reduce, operation="all-gather")
     collectives = [replace(case, nbytes=size) for case in (gather, reduce) for size in (64, 2**16)]
-    return [replace(context, seqlen=65), tensor, *collectives]
+    return [replace(chain, seqlen=65), replace(summaries, seqlen=65), tensor, *collectives]
 
 
 def measure(mesh: Mesh, path: str) -> None:
@@ -47,18 +47,24 @@ def test_smallest_cases(processes: Processes, place: Place, tmp_path):
     path = tmp_path / "distributed.json"
     processes.check(place, measure, str(path))
     result = json.loads(path.read_text())
-    context, tensor, *collectives = result["rows"]
+    chain, summaries, tensor, *collectives = result["rows"]
     assert not any(row["wrong"] for row in result["rows"]) and len(collectives) == 4
     heads, headdim, dstate, channels, taps = 2, 64, 128, 2 * 64 + 2 * 128, 3
     states = 4 * heads * headdim * dstate
-    for calls in context["sent"].values():
+    for calls in chain["sent"].values():
         assert calls == [{"operation": "message", "bytes": states + 2 * channels * taps + 8}]
+    halo, grad_halo = 2 * (channels + 1) * taps, 2 * channels * taps
+    gathered = {"forward": [halo, states + 4 * heads], "backward": [states, grad_halo]}
+    for direction, calls in summaries["sent"].items():
+        assert calls == [{"operation": "all-gather", "bytes": size} for size in gathered[direction]]
     # The output, and the squares of the one group of the norm, in float32.
     assert {call["bytes"] for call in tensor["sent"]["forward"]} == {2 * 64 * 2 * 256, 2 * 64 * 4}
-    assert BENCHMARK.figures(context, result).keys() >= {"forward, speed-up over one", "both, speed-up over one"}
+    for context in (chain, summaries):
+        assert BENCHMARK.figures(context, result).keys() >= {"forward, speed-up over one", "both, speed-up over one"}
     section = report.section({"figure": "figure.png", **result})
     assert "](figure.png)" in section and all(row["name"] in section for row in result["rows"])
-    assert "1 message, " in section and "Mamba2 | 1024 | 32,768 |" in section
+    assert "1 message, " in section and "2 all-gathers, " in section
+    assert "Mamba2 | 8 | chain | 256 |" in section and "Mamba2 | 1024 | summaries | 32,768 |" in section
 
 
 def row_of(operation: str, nbytes: int, seconds: float) -> dict[str, Any]:
@@ -105,6 +111,17 @@ def test_constants_are_those_of_the_times():
     lag = (0.6 - 0.5 - messages - reduced) / 3
     reduced = sent(8, 3) - 30 * (3 * latency + 7 * 10**6 * per_byte)
     assert by_ranks[8]["weak"]["both"] == pytest.approx(0.5 + 7 * lag + messages + reduced)
+    # More than 8 ranks exchange summaries, if these were measured.
+    gathers = {way: [{"operation": "all-gather", "bytes": 10**6}] for way in ("forward", "backward")}
+    with_summaries = model | {"sent": gathers, "ours": {"both": {"median": 0.8}, "parameters": 10**8}}
+    by_ranks_of_both = {row["ranks"]: row for row in model_rows({"rows": [*rows, model, with_summaries]})}
+    for ranks, row in by_ranks_of_both.items():
+        if ranks <= 8:
+            assert row == by_ranks[ranks] and row["exchange"] == "chain"
+        else:
+            expected = 0.8 - sent(4, 2) + sent(ranks, ranks.bit_length() - 1)
+            assert row["exchange"] == "summaries" and row["weak"]["both"] == pytest.approx(expected)
+    assert {row["exchange"] for row in by_ranks.values()} == {"chain"}
     # model_rows() models nothing before the collectives are measured.
     assert model_rows({"rows": [model]}) == []
 
