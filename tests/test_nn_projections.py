@@ -173,6 +173,7 @@ def test_dt_proj_is_called_where_something_sees_the_call(name, watch):
     assert handle is None or adds_bias(layer, x)
 
 
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # by default no compiled module sees hooks added later
 @STEP_SIZES
 def test_a_compiled_layer_sees_hooks_of_dt_proj(name):
     layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
