@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
 import torch
+import torch._inductor.cpu_vec_isa
 import torch._inductor.utils
 from helpers import DEVICES
 from operator_spec import OperatorSpec
@@ -35,6 +37,15 @@ def _order_gpus() -> None:
 
 
 _order_gpus()
+
+
+def _limit_instruction_sets() -> None:
+    """Keeps Inductor to AVX2 of x86's: its check of each set compiles C++ and imports torch, in every worker."""
+    sets = torch._inductor.cpu_vec_isa.supported_vec_isa_list
+    sets[:] = [isa for isa in sets if not type(isa).__name__.startswith(("VecAMX", "VecAVX512"))]
+
+
+_limit_instruction_sets()
 
 
 def _cores() -> int:
@@ -125,6 +136,21 @@ def _runs(item: pytest.Item) -> bool:
     return not isinstance(operator, OperatorSpec) or params.get("device", "cpu") in operator.devices
 
 
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
+    """Leaves one test, skipped, of each function's: twenty thousand reports of skipped tests take most of a minute."""
+    skipped: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            skipped.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    reason = _why_no_cuda() if skipped else None
+    if reason is None:
+        return
+    for first, *_ in skipped.values():
+        first.add_marker(pytest.mark.skip(reason=reason))
+    others = {item for _, *rest in skipped.values() for item in rest}
+    items[:] = [item for item in items if item not in others]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = filter(_runs, items)
     if config.pluginmanager.hasplugin("xdist"):
@@ -132,11 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "needs_gpu_memory" in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group("gpu_memory"))
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    reason = _why_no_cuda() if marked else None
-    if reason:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    _skip_without_cuda(items)
 
 
 @pytest.fixture(scope="session")

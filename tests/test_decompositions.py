@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,67 +11,79 @@ import torch
 import torch.nn as nn
 from helpers import assert_all_close
 from norm_helpers import NORMS
-from operator_spec import Inputs, OperatorSpec
-from operators import ALL_SCANS, over_options
+from operator_spec import Inputs
+from operators import ALL_SCANS
 from torch import Tensor
-from torch.export import ExportedProgram
 
 import ssm_kernels
 from ssm_kernels.integrations.decompositions import decomposition_table
 
+Calls = dict[str, tuple[Callable[..., Any], Inputs]]
 
-class Call(nn.Module):
-    """A function of tensors by name, the other arguments given."""
 
-    def __init__(self, function: Callable[..., Any], constants: Inputs) -> None:
+def tensors_of(inputs: Inputs) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+class Several(nn.Module):
+    """Calls of functions with tensors by name, the other arguments given."""
+
+    def __init__(self, calls: Calls) -> None:
         super().__init__()
-        self.function, self.constants = function, constants
+        self.calls = calls
 
-    def forward(self, tensors: dict[str, Tensor]) -> Any:
-        return self.function(**tensors, **self.constants)
+    def forward(self, tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+        return {name: function(**inputs | tensors[name]) for name, (function, inputs) in self.calls.items()}
 
 
-def decomposed(function: Callable[..., Any], inputs: Inputs) -> ExportedProgram:
-    """The program after decomposition, checked to have no operator of this package."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    constants = {name: value for name, value in inputs.items() if name not in tensors}
-    program = torch.export.export(Call(function, constants), (tensors,)).run_decompositions(decomposition_table())
+def results_of(calls: Calls) -> dict[str, Any]:
+    """What one program of these calls returns after decomposition, checked to have no operator of this package.
+
+    A program of one call takes as long: PyTorch looks at every operator that it knows.
+    """
+    tensors = {name: tensors_of(inputs) for name, (_, inputs) in calls.items()}
+    constants = {
+        name: (function, {key: value for key, value in inputs.items() if key not in tensors[name]})
+        for name, (function, inputs) in calls.items()
+    }
+    program = torch.export.export(Several(constants), (tensors,)).run_decompositions(decomposition_table())
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     left = [node.target for graph in graphs for node in graph.nodes if str(node.target).startswith("ssm_kernels.")]
     assert not left
-    return program
+    return program.module()(tensors)
 
 
-def run(program: ExportedProgram, inputs: Inputs) -> Any:
-    return program.module()({name: value for name, value in inputs.items() if isinstance(value, Tensor)})
+SPECS = ALL_SCANS | NORMS
 
 
-def unpacked(spec: OperatorSpec) -> dict[str, Inputs]:
-    return {name: options for name, options in spec.options.items() if spec.make_inputs(**options).get("cu_seqlens") is None}
+@functools.cache
+def inputs_of(key: str) -> dict[str, Inputs]:
+    """Inputs of an operator for each of its options without packed sequences."""
+    every = {name: SPECS[key].make_inputs(**options) for name, options in SPECS[key].options.items()}
+    return {name: inputs for name, inputs in every.items() if inputs.get("cu_seqlens") is None}
 
 
-@over_options(ALL_SCANS | NORMS, unpacked)
-def test_operators(operator: OperatorSpec, options: Inputs):
-    inputs = operator.make_inputs(**options)
-    program = decomposed(operator, inputs)
+@functools.cache
+def results_of_operator(key: str) -> dict[str, Any]:
+    return results_of({name: (SPECS[key], inputs) for name, inputs in inputs_of(key).items()})
 
-    def function(**tensors: Any) -> Any:
-        return run(program, tensors)
 
+@pytest.mark.parametrize(("key", "options"), [(key, name) for key in SPECS for name in inputs_of(key)])
+def test_operators(key: str, options: str):
+    operator, inputs, results = SPECS[key], inputs_of(key)[options], results_of_operator(key)[options]
     if operator.first(inputs).dtype == torch.float64:
-        operator.assert_matches_reference(inputs, gradients=False, function=function)
+        operator.assert_matches_reference(inputs, gradients=False, function=lambda **_: results)
     else:  # the program holds its dtypes
-        results = dict(zip(operator.results, function(**inputs), strict=True))
         exact = operator.evaluate_in_float64(inputs)
-        operator.assert_as_accurate(results, operator.evaluate_natively(inputs, None, exact), exact, inputs)
+        named = dict(zip(operator.results, results, strict=True))
+        operator.assert_as_accurate(named, operator.evaluate_natively(inputs, None, exact), exact, inputs)
 
 
-@pytest.mark.parametrize("discretization", ssm_kernels.discretizations)
-def test_every_discretization(discretization: str):
+def test_every_discretization():
     spec = ALL_SCANS["selective_scan"]
-    inputs = spec.make_inputs() | {"discretization": discretization}
-    program = decomposed(spec, inputs)
-    spec.assert_matches_reference(inputs, gradients=False, function=lambda **tensors: run(program, tensors))
+    inputs = {name: spec.make_inputs() | {"discretization": name} for name in ssm_kernels.discretizations}
+    for name, results in results_of({name: (spec, inputs[name]) for name in inputs}).items():
+        spec.assert_matches_reference(inputs[name], gradients=False, function=lambda results=results, **_: results)
 
 
 STEPS = {
@@ -85,16 +98,19 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("with_state", [False, True], ids=["from zero", "from a state"])
-@pytest.mark.parametrize("step", STEPS)
-def test_steps_of_recurrences(step: str, with_state: bool):
+def test_steps_of_recurrences():
+    """From zero and from a state."""
     torch.manual_seed(0)
-    function = getattr(ssm_kernels, step)
-    inputs: Inputs = {name: torch.rand(2, 5, dtype=torch.float64) + 0.1 for name in STEPS[step]}
-    inputs["state"] = torch.randn(2, 5, dtype=torch.float64) if with_state else None
-    outputs, expected = run(decomposed(function, inputs), inputs), function(**inputs)
-    named = [{"h": h, "new_state": state} for h, state in (outputs, expected)]
-    assert_all_close(*named, 1e-12)
+    calls: Calls = {}
+    for step, names in STEPS.items():
+        inputs = {name: torch.rand(2, 5, dtype=torch.float64) + 0.1 for name in names}
+        for state in (None, torch.randn(2, 5, dtype=torch.float64)):
+            start = "zero" if state is None else "a state"
+            calls[f"{step} from {start}"] = getattr(ssm_kernels, step), inputs | {"state": state}
+    results = results_of(calls)
+    for name, (function, inputs) in calls.items():
+        expected = {f"{name}, {result}": value for result, value in zip(("h", "new_state"), function(**inputs), strict=True)}
+        assert_all_close(dict(zip(expected, results[name], strict=True)), expected, 1e-12)
 
 
 def test_table_is_new():
@@ -107,4 +123,4 @@ def test_packed_sequences_are_refused():
     a, b = torch.rand(2, 1, 6, 4).unbind()
     inputs = {"a": a, "b": b, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(Exception, match="decomposition of linear_scan: expected cu_seqlens to be None, got a tensor"):
-        decomposed(spec, inputs)
+        results_of({"packed": (spec, inputs)})

@@ -33,28 +33,39 @@ low_precision = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], 
 # ----- opcheck and Meta
 
 
-@pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
+# opcheck without its trace with symbolic sizes, which takes forty times as long as the rest.
+UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*UNTRACED, "test_aot_dispatch_dynamic")
+
+
 @every_case
-def test_opcheck(operator, options, needs_grad, device):
+def test_opcheck(operator, options, device):
     inputs = operator.make_inputs(**options, device=device)
-    args, kwargs = operator.operator_arguments(with_gradients(inputs) if needs_grad else inputs)
-    torch.library.opcheck(operator.operator, args, kwargs)
+    for values, checks in ((inputs, UNTRACED), (with_gradients(inputs), TRACED)):
+        args, kwargs = operator.operator_arguments(values)
+        torch.library.opcheck(operator.operator, args, kwargs, test_utils=checks)
 
 
 @every_case_of_scans
 def test_opcheck_of_the_internal_operators(operator, options, device):
-    """Tests backward also without each incoming gradient, and for some of the gradients."""
+    """Tests backward also without each incoming gradient, and for some of the gradients: traced for one case an operator.
+
+    The operator with autograd is not traced here: test_opcheck traces it within the public one.
+    """
     inputs = operator.make_inputs(**options, device=device)
     if operator.autograd:
-        torch.library.opcheck(getattr(ops, operator.autograd).default, operator.forward_arguments(with_gradients(inputs)))
+        arguments = operator.forward_arguments(with_gradients(inputs))
+        torch.library.opcheck(getattr(ops, operator.autograd).default, arguments, test_utils=UNTRACED)
     torch.library.opcheck(operator.forward_operator, operator.forward_arguments(inputs))
     arguments = operator.backward_arguments(inputs)
+    torch.library.opcheck(operator.backward_operator, arguments)
     count = len(arguments[-1])
     width = 1 if count <= 5 else 2
     masks = [[first <= i < first + width for i in range(count)] for first in range(0, count, 1 if count <= 5 else 3)]
     variants = [(None, *arguments[1:]), (arguments[0], None, *arguments[2:]), *((*arguments[:-1], mask) for mask in masks)]
-    for variant in (arguments, *variants):
-        torch.library.opcheck(operator.backward_operator, variant)
+    checks = TRACED if options == next(iter(operator.cases.values())) else UNTRACED
+    for variant in variants:
+        torch.library.opcheck(operator.backward_operator, variant, test_utils=checks)
 
 
 def flat(results: Any) -> list[Tensor]:

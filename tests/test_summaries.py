@@ -405,10 +405,9 @@ def test_initial_gradient_completes_that_of_the_scan(seqlen, z, device):
 # ----- as PyTorch operators
 
 
-@pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
 @over_options(DISTINCT_SUMMARIES, lambda spec: spec.cases)
-def test_opcheck(operator, options, needs_grad, device):
-    generic.test_opcheck(operator, options, needs_grad, device)
+def test_opcheck(operator, options, device):
+    generic.test_opcheck(operator, options, device)
 
 
 @every_distinct

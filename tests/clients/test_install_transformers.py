@@ -15,14 +15,13 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 CLIENT = "transformers"
 ROOT = Path(__file__).resolve().parents[2]
 
-# Prints the logits, the gradients' sums of squares, the tokens of greedy generation with and without a cache, and the calls.
+# Prints for each model the logits, the gradients, the tokens of greedy generation with and without a cache, and the calls.
 PROGRAM = """
 import collections, json, sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-name, installs = sys.argv[1], sys.argv[2] == "installed"
-if installs:
+if sys.argv[1] == "installed":
     import ssm_kernels.compat
 
     ssm_kernels.compat.install()
@@ -45,28 +44,30 @@ class Count(TorchDispatchMode):
             self.calls[function._schema.name.split("::")[1]] += 1
         return function(*args, **(kwargs or {}))
 
-torch.manual_seed(0)
-config = getattr(transformers, name + "Config")(**SMALL, **CONFIGS[name])
-model = getattr(transformers, name + "ForCausalLM")(config).double()
-tokens = torch.randint(2, 49, (2, 21), generator=torch.Generator().manual_seed(1))
-report = {}
-with Count() as count:
-    logits = model(tokens).logits
-    logits.square().mean().backward()
-report["training"] = count.calls
-report["logits"] = logits.detach().tolist()
-report["gradients"] = {key: parameter.grad.tolist() for key, parameter in model.named_parameters()}
-model.eval()
-with Count() as count:
-    cached = model.generate(tokens, max_new_tokens=6, do_sample=False)
-report["generation"] = count.calls
-uncached = tokens
-with torch.no_grad():
-    for _ in range(cached.shape[1] - tokens.shape[1]):
-        new = model(uncached, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-        uncached = torch.cat([uncached, new], dim=1)
-report["cached"], report["uncached"] = cached.tolist(), uncached.tolist()
-print(json.dumps(report))
+reports = {}
+for name, options in CONFIGS.items():
+    torch.manual_seed(0)
+    config = getattr(transformers, name + "Config")(**SMALL, **options)
+    model = getattr(transformers, name + "ForCausalLM")(config).double()
+    tokens = torch.randint(2, 49, (2, 21), generator=torch.Generator().manual_seed(1))
+    report = reports[name] = {}
+    with Count() as count:
+        logits = model(tokens).logits
+        logits.square().mean().backward()
+    report["training"] = count.calls
+    report["logits"] = logits.detach().tolist()
+    report["gradients"] = {key: parameter.grad.tolist() for key, parameter in model.named_parameters()}
+    model.eval()
+    with Count() as count:
+        cached = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    report["generation"] = count.calls
+    uncached = tokens
+    with torch.no_grad():
+        for _ in range(cached.shape[1] - tokens.shape[1]):
+            new = model(uncached, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            uncached = torch.cat([uncached, new], dim=1)
+    report["cached"], report["uncached"] = cached.tolist(), uncached.tolist()
+print(json.dumps(reports))
 """
 # Calls of a training step of two layers. The steps of the cache are those after the prompt: 5 of 6 tokens.
 TRAINING = {
@@ -75,23 +76,26 @@ TRAINING = {
 }
 
 
-def run(name: str, installed: str) -> dict:
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, installed], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+def run(installed: str) -> dict:
+    result = subprocess.run([sys.executable, "-c", PROGRAM, installed], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["Mamba", "Mamba2"])
+@pytest.fixture(scope="module")
+def reports_of_models() -> tuple[dict, dict]:
+    """With our operators, and with transformers' own path."""
+    return run("installed"), run("not installed")
+
+
+@pytest.fixture(params=TRAINING)
 def model(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def reports(model) -> tuple[dict, dict]:
-    """With our operators, and with transformers' own path."""
-    return run(model, "installed"), run(model, "not installed")
+@pytest.fixture
+def reports(model, reports_of_models) -> list[dict]:
+    return [of_models[model] for of_models in reports_of_models]
 
 
 @pytest.mark.serves("logits and gradients")
