@@ -45,7 +45,7 @@ struct Math<float> {
   static SSM_HOST_DEVICE float reciprocal(float x) { return 1.0f / x; }
   static SSM_HOST_DEVICE float min(float a, float b) { return a <= b || a != a ? a : b; }
 #endif
-  // If one argument is NaN, max is NaN or the other argument; min is NaN.
+  // min is NaN if its first argument is. Otherwise, if one argument is NaN, min and max are NaN or the other argument.
   static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
   static SSM_HOST_DEVICE float negate(float x) { return -x; }

@@ -25,8 +25,9 @@ struct Common {
     return at::vec::fmadd(a, b, c);
   }
   static inline __attribute__((always_inline)) Vec reciprocal(const Vec& x) { return Vec(Scalar(1)) / x; }
-  static inline __attribute__((always_inline)) Vec min(const Vec& a, const Vec& b) { return at::vec::minimum(a, b); }
-  static inline __attribute__((always_inline)) Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
+  // One instruction each: NaN if `a` is, `a` if `b` is. at::vec::minimum and maximum are NaN in both cases and take four.
+  static inline __attribute__((always_inline)) Vec min(const Vec& a, const Vec& b) { return at::vec::clamp_max(a, b); }
+  static inline __attribute__((always_inline)) Vec max(const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); }
   static inline __attribute__((always_inline)) Vec less(const Vec& a, const Vec& b) { return a < b; }
   static inline __attribute__((always_inline)) Vec select(const Vec& mask, const Vec& a, const Vec& b) {
     return Vec::blendv(b, a, mask);
