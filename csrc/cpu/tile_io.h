@@ -143,8 +143,12 @@ void load_tile(Acc* tile, int64_t row, const Scalar* source, int64_t stride_lane
     }
   } else {
     for (int64_t t = 0; t < steps; ++t) {
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        tile[t * row + lane] = static_cast<Acc>(source[lane * stride_lane + t * stride_step]);
+      if (stride_lane == 0) {  // broadcast
+        std::fill(tile + t * row, tile + t * row + lanes, static_cast<Acc>(source[t * stride_step]));
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          tile[t * row + lane] = static_cast<Acc>(source[lane * stride_lane + t * stride_step]);
+        }
       }
       std::fill(tile + t * row + lanes, tile + t * row + round_up(lanes, kSize), Acc(0));
     }
