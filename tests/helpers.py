@@ -17,6 +17,8 @@ import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
@@ -105,9 +107,6 @@ class KeptGraphs:
     """A backend of torch.compile that runs the graphs of forward and of backward as they are, and keeps them."""
 
     def __init__(self) -> None:
-        # Here, because the processes of process_pool.py import this file, and Dynamo takes seconds.
-        from torch._dynamo.backends.common import aot_autograd
-
         self.forward: list[torch.fx.GraphModule] = []
         self.backward: list[torch.fx.GraphModule] = []
         compilers = {"fw_compiler": self.forward, "bw_compiler": self.backward, "inference_compiler": self.forward}
@@ -115,8 +114,6 @@ class KeptGraphs:
 
     @staticmethod
     def _keep(graphs: list[torch.fx.GraphModule], graph: torch.fx.GraphModule, _: Any) -> Callable:
-        from torch._functorch.aot_autograd import make_boxed_func
-
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 

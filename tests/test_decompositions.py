@@ -37,9 +37,9 @@ class Several(nn.Module):
 
 
 def results_of(calls: Calls) -> dict[str, Any]:
-    """What one program of these calls returns after decomposition, checked to have no operator of this package.
+    """Exports one program of these calls, decomposes it, checks that no operator of this package is left, and runs it.
 
-    A program of one call takes as long: PyTorch looks at every operator that it knows.
+    To decompose a program of a single call takes as long, because PyTorch visits every operator that it knows.
     """
     tensors = {name: tensors_of(inputs) for name, (_, inputs) in calls.items()}
     constants = {

@@ -41,7 +41,7 @@ _TAG = Layout(((1,),), (torch.int64,))
 
 
 class _Tag(NamedTuple):
-    """What a message is. As one number it has 24 bits of ``what``'s checksum, 1, 14 and 24 bits."""
+    """Identifies a message. ``pack`` makes one number of it: 24 bits of the checksum of ``what``, then 1, 14 and 24 bits."""
 
     what: str
     is_gradient: bool
