@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from .._arguments import is_autocast_enabled
 from ._collectives import Group
 from ._linear import column_parallel_linear, row_parallel_linear
-from ._local_tensors import Run, from_local, local_tensors
+from ._local_tensors import LocalTensors, Run, from_local, traced_tensors
 
 __all__ = [
     "ColumnParallel",
@@ -162,25 +162,58 @@ def _is_shard(parameter: Tensor | None) -> bool:
     return isinstance(parameter, DTensor) and len(parameter.placements) == 1
 
 
+class _Reader:
+    """Reads parameters of modules by one autograd node: those that are DTensors on the mesh of tensor parallelism alone. FSDP2
+    cuts them further between its calls, along another dimension of the mesh.
+    """
+
+    def __init__(self, modules: Sequence[Local], only: str | None = None) -> None:
+        runs = [
+            (place, name, names)
+            for place, module in enumerate(modules)
+            for name, names in module.runs().items()
+            if only in (None, name)
+        ]
+        found = [(place, name, names) for place, name, names in runs if _is_shard(modules[place]._parameters[names[0]])]
+        self.names = [(place, name) for place, name, _ in found]  # of each run: the module's place, and its name there
+        # No reference to modules[0], which has this reader.
+        self._children = [*modules[1:]]
+        self._holders = [(modules[place]._parameters, each) for place, _, names in found for each in names]
+        self._tensors = LocalTensors([modules[place].run(names) for place, _, names in found], modules[0]._group)
+        self._has_all = len(found) == len(runs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a module makes its own.
+        return type(None), ()
+
+    def is_current(self, children: Sequence[Local]) -> bool:
+        """Whether modules, parameters and their memory are the same as before."""
+        return self._has_all and self._children == children and self._tensors.are_of(self._parameters())
+
+    def read(self) -> list[list[Tensor]]:
+        """The tensors of each run: one, or one for each part where the parts are not adjacent in memory."""
+        return self._tensors.read(self._parameters())
+
+    def _parameters(self) -> list[Any]:
+        return [parameters.get(name) for parameters, name in self._holders]
+
+
 class Local(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
     _group: Group
     _summed: frozenset[str] = frozenset()  # the parameters whose gradients the ranks sum, each of its own channels
     _held: dict[str, list[Tensor]] | None = None  # by LocalLayer, while it runs
+    _readers: dict[str, _Reader]  # of parameters that are read alone
     _joins_rows = True  # parts of a parameter are rows of it, not columns
 
     def runs(self) -> dict[str, list[str]]:
         """The parameters that are read together, by the name under which :meth:`local` has them."""
         return {name: [name] for name, parameter in self._parameters.items() if parameter is not None}
 
-    def run(self, names: list[str]) -> Run | None:
-        """The parameters of these names. Between calls FSDP2 has cut them further, along another dimension of the mesh: then
-        there are no local tensors.
-        """
+    def run(self, names: list[str]) -> Run:
+        """The parameters of these names."""
         parameters = [cast(DTensor, self._parameters[name]) for name in names]
-        if not _is_shard(parameters[0]):
-            return None
         return Run(parameters, [name in self._summed for name in names], self._joins_rows)
 
     def local(self, name: str) -> list[Tensor]:
@@ -191,8 +224,14 @@ class Local(nn.Module):
         if self._held is not None and name in self._held:
             return self._held[name]
         names = self.runs().get(name, [])
-        run = self.run(names) if names else None
-        return local_tensors([run], self._group)[0] if run else [cast(Tensor, self._parameters[each]) for each in names]
+        if not (names and _is_shard(self._parameters[names[0]])):
+            return [cast(Tensor, self._parameters[each]) for each in names]
+        if torch.compiler.is_compiling():
+            return traced_tensors(self.run(names), self._group)
+        reader = self._readers.get(name)
+        if reader is None or not reader.is_current([]):
+            reader = self._readers[name] = _Reader([self], name)
+        return reader.read()[0]
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
@@ -212,22 +251,24 @@ class Local(nn.Module):
 class LocalLayer(Local):
     """Mixin for a layer: its forward reads the parameters of the layer and of its modules at once, by one autograd node."""
 
+    _reader: _Reader | None = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        modules = [module for module in (self, *self._modules.values()) if isinstance(module, Local)]
-        runs = [
-            (module, name, run)
-            for module in modules
-            for name, names in module.runs().items()
-            if (run := module.run(names)) is not None
-        ]
+        children = [module for module in self._modules.values() if isinstance(module, Local)]
+        reader = self._reader
+        if reader is None or not reader.is_current(children):
+            reader = self.__dict__["_reader"] = _Reader([self, *children])
+        held: list[dict[str, list[Tensor]]] = [{} for _ in (self, *children)]
+        for (place, name), tensors in zip(reader.names, reader.read(), strict=True):
+            held[place][name] = tensors
         try:
-            for (module, name, _), tensors in zip(runs, local_tensors([run for *_, run in runs], self._group), strict=True):
-                module.__dict__.setdefault("_held", {})[name] = tensors
+            for module, of_module in zip((self, *children), held, strict=True):
+                module.__dict__["_held"] = of_module
             return super().forward(*args, **kwargs)
         finally:
-            for module in modules:
+            for module in (self, *children):
                 module.__dict__.pop("_held", None)
 
 
@@ -250,7 +291,7 @@ def become(
         _derived[key] = _derive(*key)
     module.__class__ = _derived[key]
     if isinstance(module, Local):
-        module._group, module._summed = group, frozenset(summed)
+        module._group, module._summed, module._readers = group, frozenset(summed), {}
 
 
 # One class for all layers of a kind: the compiler compiles the code of each class anew.
@@ -272,6 +313,7 @@ class Parted(Local):
 
     _sequence_parallel: bool
     _parts: Sequence[Part]
+    _reads_whole: bool
     _dims: dict[str, int]  # of the parameters that have parts
     _runs: dict[str, list[str]]
 
@@ -281,6 +323,7 @@ class Parted(Local):
         """Replaces the parameters named in ``dims`` by DTensors of their parts, cut along the axis ``dims`` gives."""
         self._sequence_parallel = sequence_parallel
         self._parts = parts
+        self._reads_whole = all(part.is_read_whole for part in parts)
         self._dims = {name: dim for name, dim in dims.items() if self._parameters[name] is not None}
         for name, dim in self._dims.items():
             whole = cast(nn.Parameter, self._parameters[name])
@@ -305,7 +348,7 @@ class Parted(Local):
     def read(self, name: str) -> list[Tensor]:
         """This rank's tensors of the parameter, one after another."""
         tensors = self.local(name)
-        if name not in self._dims or all(part.is_read_whole for part in self._parts):
+        if self._reads_whole or name not in self._dims:
             return tensors
         if len(tensors) != len(self._parts):
             sizes = [cast(DTensor, self._parameters[part])._local_tensor.shape[0] for part in self.part_names(name)]
