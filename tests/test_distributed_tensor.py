@@ -170,17 +170,63 @@ def check_frozen_parts(mesh: Mesh) -> None:
             assert_close(parameter.grad.to_local(), 2 * wanted.grad.to_local(), name)
 
 
+def replace_parameters(layer: nn.Module, factor: float) -> None:
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(factor * parameter.detach())
+
+
 def check_parts_that_are_apart(mesh: Mesh) -> None:
     """Parts that are not adjacent in memory give the same results as those that are."""
     _, expected = pair(mamba2, mesh)
     _, actual = pair(mamba2, mesh)
-    for parameter in actual.parameters():
-        parameter.data = parameter.data.clone()
+    replace_parameters(actual, 1.0)
+    assert len(expected.in_proj.local("weight")) == 1 and len(actual.in_proj.local("weight")) == 5
     outputs = [run(layer, draw(mesh), draw(mesh, 2)) for layer in (expected, actual)]
     for wanted, got in zip(*outputs, strict=True):
         assert_close(got, wanted, "out, grad_x")
     for wanted, got in zip(expected.parameters(), actual.parameters(), strict=True):
         assert_close(got.grad.to_local(), wanted.grad.to_local(), "gradient")
+
+
+def check_changed_parameters(mesh: Mesh) -> None:
+    """A layer that has run before follows its parameters into other memory, to other values, and to other parameters."""
+    _, layer = pair(mamba2, mesh)
+    run(layer, draw(mesh), draw(mesh, 2))
+
+    def replace() -> None:
+        replace_parameters(layer, 0.8)
+
+    def move() -> None:
+        for parameter in layer.parameters():
+            parameter._local_tensor.data = 1.5 * parameter._local_tensor
+
+    @torch.no_grad()
+    def write() -> None:
+        for parameter in layer.parameters():
+            parameter *= 0.9
+
+    def freeze() -> None:
+        for name in ("in_proj.weight_x", "A_log"):
+            dict(layer.named_parameters())[name].requires_grad_(False)
+
+    def load() -> None:
+        layer.load_state_dict({name: 0.7 * value for name, value in layer.state_dict().items()})
+
+    before = run(layer, draw(mesh), draw(mesh, 2))[0]
+    for change in (replace, move, write, freeze, load):
+        change()
+        layer.zero_grad()
+        new = copy.deepcopy(layer)
+        results = [run(each, draw(mesh), draw(mesh, 2)) for each in (layer, new)]
+        assert change is freeze or not torch.allclose(results[0][0], before), change.__name__
+        for got, wanted in zip(*results, strict=True):
+            assert torch.equal(got, wanted), change.__name__
+        for (name, got), wanted in zip(layer.named_parameters(), new.parameters(), strict=True):
+            assert (got.grad is None) == (wanted.grad is None) == (not got.requires_grad), (change.__name__, name)
+            assert got.grad is None or torch.equal(got.grad.to_local(), wanted.grad.to_local()), (change.__name__, name)
+        before = results[0][0]
 
 
 # Collectives of a layer.
@@ -355,6 +401,7 @@ CASES: dict[str, Case] = {
     "compilation": Case((2,), check_compilation),
     "frozen parts": Case((2,), check_frozen_parts),
     "parts apart": Case((2,), check_parts_that_are_apart),
+    "changed parameters": Case((2,), check_changed_parameters),
     "collectives, Mamba": Case(
         (2,),
         lambda mesh: check_collectives(mamba, (2, D_MODEL + INNER), (2, D_MODEL + INNER), mesh, (0, 0)),
@@ -387,6 +434,7 @@ ON_GPUS = (
     *("Mamba2, an MLP beside, 2", "GatedMLP, 2", "generation, Mamba, bilinear, 2", "generation, Mamba2, 1 groups, 2"),
     *("sequence parallel, Mamba, biases, 2", "sequence parallel, Mamba2, 1 groups, 2", "autocast, Mamba", "autocast, Mamba2"),
     *("bfloat16, Mamba", "bfloat16, Mamba2", "activation checkpointing", "compilation", "collectives, Mamba"),
+    "changed parameters",
     *("collectives, Mamba2 with one group", "collectives, sequence parallel"),
 )
 

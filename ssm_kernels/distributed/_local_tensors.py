@@ -166,7 +166,8 @@ class LocalTensors:
         for parameter, (spec, local, address, requires_grad) in zip(parameters, self._found, strict=True):
             if getattr(parameter, "_spec", None) is not spec or parameter.requires_grad != requires_grad:
                 return False
-            if parameter._local_tensor is not local() or parameter._local_tensor.data_ptr() != address:
+            found = local()
+            if found is None or parameter._local_tensor is not found or found.data_ptr() != address:
                 return False
         return True
 
