@@ -117,8 +117,8 @@ def ssd_chunk_scan_summary(
         every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not
         supported and raise.
 
-    The CPU computes the states by one matmul for each run of many steps, and so does backward on both devices. On CUDA the
-    operator runs the scan and drops its output. Autograd saves the inputs only.
+    The CPU computes the states by one matmul for each run of many steps, and so does backward on both devices. CUDA has kernels
+    of the states alone. Autograd saves the inputs only.
 
     Raises:
         ValueError: a shape, ``dt_limit`` or the discretization is not as above.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -298,9 +299,17 @@ def check_context_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
 def check_errors(mesh: Mesh) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from ssm_kernels.distributed import TensorParallel
+    from ssm_kernels.distributed import ContextParallel, TensorParallel
 
     apply = partial(parallelize, mesh=mesh)
+    others = [rank for rank in range(3) if rank != mesh.get_local_rank()]
+    for style, other in ((TensorParallel, ContextParallel), (ContextParallel, TensorParallel)):
+        layer = parallelize_module(mamba(), mesh, other())
+        says = (
+            f"{style.__name__}: expected another dimension of the mesh than that of {other.__name__}, which .* got the ranks "
+        )
+        with pytest.raises(ValueError, match=says + re.escape(str(others)) + " in both"):
+            parallelize_module(layer, mesh, style())
     with pytest.raises(ValueError, match="TensorParallel: Mamba: expected a number of ranks that divides d_inner = 26, got 3"):
         apply(Mamba(13))
     with pytest.raises(ValueError, match="Mamba2: expected a number of ranks that divides nheads = 4, got 3"):

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "Layout", "tie"]
+__all__ = ["Gathering", "Group", "GroupLike", "Layout", "check_dimensions", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
@@ -68,6 +68,21 @@ class Group:
         resolve: Any = c10d.__dict__["_resolve_process_group"]
         process_group: dist.ProcessGroup = resolve(self.name)
         return process_group
+
+    def others_in(self, group: Group) -> list[int]:
+        """The global ranks other than this process's that are in both groups."""
+        ranks, others = (set(dist.get_process_group_ranks(each.process_group)) for each in (self, group))
+        return sorted((ranks & others) - {dist.get_rank()})
+
+
+def check_dimensions(style: str, group: Group, other_style: str, other_group: Group | None) -> None:
+    """Checks that two styles of parallelism share a layer over different dimensions of the mesh."""
+    common = [] if other_group is None else group.others_in(other_group)
+    if common:
+        raise ValueError(
+            f"{style}: expected another dimension of the mesh than that of {other_style}, which the layer has already, got the "
+            f"ranks {common} in both"
+        )
 
 
 def tie(tensor: Tensor, to: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
 from ._agreement import Agreement
 from ._casts import Casts
-from ._collectives import Gathering, Group, GroupLike
+from ._collectives import Gathering, Group, GroupLike, check_dimensions
 from ._convolution import MambaConv, is_gate
 from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
 from ._operators import GroupOperators, choose_exchange
+from ._parts import Local
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["ContextParallel", "sum_gradients"]
@@ -161,9 +162,9 @@ class ContextParallel(ParallelStyle):
             chain for up to 8 ranks. Layers that return final states, and compiled ones, use summaries.
 
     Raises:
-        ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer; on every
-            rank, if the ranks call with different shapes, dtypes or options, or if ``cu_seqlens`` does not end at the sum of
-            the spans' lengths.
+        ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one
+            with :class:`TensorParallel` over the same ranks; on every rank, if the ranks call with different shapes, dtypes or
+            options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
         RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
             backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
             CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.
@@ -181,6 +182,8 @@ class ContextParallel(ParallelStyle):
             raise ValueError(
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {type(module).__name__}"
             )
+        for layer in layers:
+            check_dimensions("ContextParallel", group, "TensorParallel", layer._group if isinstance(layer, Local) else None)
         for number, layer in enumerate(layers, 1):
             layer.context = _Context(group, self.exchange, number)
         return module

@@ -42,7 +42,7 @@ from ..nn.block import GatedMLP
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
 from ._agreement import compare
-from ._collectives import Group
+from ._collectives import Group, check_dimensions
 from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
 from ._reductions import finished, leave
 from ._split_norm import SplitNorm, split_mamba2_mixer
@@ -81,7 +81,8 @@ class TensorParallel(ParallelStyle):
     Raises:
         ValueError: when it is applied: the mesh has several dimensions; the number of ranks does not divide the channels, the
             heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already; the
-            ranks have different layers, options or dtypes. Every rank raises it, before anything is changed.
+            ranks have different layers, options or dtypes; a layer has :class:`ContextParallel` over the same ranks. Every rank
+            raises it, before anything is changed.
         TypeError: a projection is not an ``nn.Linear``, as after an adapter was added, or an argument is not a bool.
     """
 
@@ -100,14 +101,16 @@ class TensorParallel(ParallelStyle):
             raise ValueError(
                 f"{_NAME}: expected a mesh of one dimension, got {device_mesh.ndim}: slice it by name, as in mesh['tensor']"
             )
-        layers = _layers_of(module)
+        layers, group = _layers_of(module), Group.of(device_mesh)
 
         def check() -> None:
             for name, layer in layers:
                 _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+                context = getattr(layer, "context", None)
+                check_dimensions(_NAME, group, "ContextParallel", None if context is None else context.group)
 
         # Ranks that go on alone would wait for each other.
-        compare(Group.of(device_mesh), _NAME, self._describe(module, layers), check)
+        compare(group, _NAME, self._describe(module, layers), check)
         if device_mesh.size() == 1:
             return module
         how = Distribution(device_mesh, self.src_data_rank)
