@@ -232,6 +232,40 @@ def check_parts_of_one_group(mesh: Mesh) -> None:
         get_state_dict(models, optimizer)
 
 
+def check_names_of_wrappers(mesh: Mesh) -> None:
+    """Names leave out the modules of PyTorch that wrap others, but no attribute that is called like one in such a module."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import TensorParallel, get_state_dict, set_state_dict
+    from ssm_kernels.nn import Mamba
+
+    def make_module(seed: int, is_distributed: bool) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: Any = nn.ModuleDict({"module": Mamba(4, d_state=2)})
+        if is_distributed:
+            parallelize_module(model["module"], mesh, TensorParallel(), src_data_rank=None)
+            model["module"] = checkpoint_wrapper(model["module"])
+            model = torch.compile(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * (1 + seed)
+        optimizer.step()
+        return model, optimizer
+
+    options = options_of(full_state_dict=True)
+    saved = get_state_dict(*make_module(0, True), options=options)
+    model, optimizer = make_module(1, False)
+    assert saved[0].keys() == saved[1]["state"].keys() == model.state_dict().keys()
+    set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for parameter in model.parameters():
+        torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], torch.full_like(parameter, 0.1))
+    model, optimizer = make_module(1, True)
+    set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+    loaded = get_state_dict(model, optimizer, options=options)
+    torch.testing.assert_close((loaded[0], loaded[1]["state"]), (saved[0], saved[1]["state"]), rtol=0, atol=0)
+
+
 # The distributions that write, by name, and that read each of them.
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "one 1": ("one", (1,)),
@@ -259,6 +293,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Mesh], None]]] = {
     "PyTorch's functions, tensor 3": ((3,), partial(check_functions_of_pytorch, "tensor")),
     "PyTorch's functions, fsdp, tensor 4": ((2, 2), partial(check_functions_of_pytorch, "fsdp, tensor")),
     "parts of one group": ((2,), check_parts_of_one_group),
+    "names of wrappers": ((2,), check_names_of_wrappers),
 }
 CASES_ON_GPUS = {
     # PyTorch broadcasts to all processes.

@@ -23,8 +23,6 @@ from ._parts import Parted, join, placed_like, split
 __all__ = ["get_state_dict", "set_state_dict"]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-# Wrappers of modules that PyTorch leaves out of the names in a checkpoint.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +66,22 @@ class _Whole:
             )
 
 
-def _without_wrappers(name: str) -> str:
-    return ".".join(token for token in name.split(".") if token not in _WRAPPERS)
+def _names(model: nn.Module, name: str) -> list[str]:
+    """The names that PyTorch gives a parameter in a checkpoint: without those of the modules that only wrap another, such as
+    DistributedDataParallel. Several if the parameter holds others, as with FSDP1.
+    """
+    return sorted(torch_state_dict._get_fqns(model, name))
 
 
 def _wholes(model: nn.Module) -> list[_Whole]:
     found = []
     for module_name, module in model.named_modules():
         if isinstance(module, Parted):
-            prefix = _without_wrappers(f"{module_name}." if module_name else "")
+            prefix = f"{module_name}." if module_name else ""
             for name, parts, dim in module.parted():
                 parameters = [cast(Tensor, module._parameters[part]) for part in parts]
-                found.append(_Whole(prefix + name, [prefix + part for part in parts], parameters, dim))
+                names = [saved for part in parts for saved in _names(model, prefix + part)]
+                found.append(_Whole(names[0].removesuffix(parts[0]) + name, names, parameters, dim))
     return found
 
 
@@ -174,7 +176,8 @@ def get_state_dict(
 
     ``torch.distributed.checkpoint.state_dict.get_state_dict`` for models with and without :class:`TensorParallel`, FSDP2 and
     DistributedDataParallel. Every rank calls it. Values are DTensors, or with ``StateDictOptions(full_state_dict=True)`` whole
-    tensors.
+    tensors. As in PyTorch's function, names leave out modules that only wrap another: those of DistributedDataParallel,
+    ``torch.compile`` and ``checkpoint_wrapper``.
 
     Args:
         model: the model.
@@ -222,7 +225,8 @@ def set_state_dict(
             _split_key(model_state, whole)
     optimizer_state = _split_optimizer(optim_state_dict, wholes)
     if options is None or not options.broadcast_from_rank0:
-        parameters = {_without_wrappers(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        named = model.named_parameters(remove_duplicate=False)
+        parameters = {saved: parameter for name, parameter in named for saved in _names(model, name)}
         _place(model_state, parameters)
         if _is_flat(optimizer_state):
             _place(optimizer_state, parameters, of_optimizer=True)
