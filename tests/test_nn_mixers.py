@@ -47,6 +47,7 @@ SIGNATURES = {
 }
 # Relative and absolute tolerances in float64: of values, and of gradients.
 TOLERANCES = {"Mamba": ((1e-10, 1e-12), (1e-9, 1e-12)), "Mamba2": ((1e-9, 1e-11), (1e-8, 1e-10))}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def new_cache() -> Any:
@@ -283,6 +284,24 @@ def test_inference_cache(name, device):
         assert [state.dtype for state in narrow] == [torch.float16] * 2
 
 
+@pytest.mark.parametrize("of_cache", FLOATS, ids=str)
+@pytest.mark.parametrize("of_layer", FLOATS, ids=str)
+@every_mixer
+def test_cache_of_any_dtype(name, of_layer, of_cache, device):
+    """Prefill and steps take it, and round the states to it."""
+    layer, x = make_layer(name, device, of_layer), make_sequence(2, 6, WIDTH, device=device, dtype=of_layer)
+    cache = new_cache()
+    states = cache.key_value_memory_dict[0] = layer.allocate_inference_cache(2, 0, dtype=of_cache)
+    with torch.no_grad():
+        whole, parts = layer(x), []
+        for piece in x.split([3, 1, 1, 1], dim=1):
+            parts.append(layer(piece, inference_params=cache))
+            cache.seqlen_offset += piece.shape[1]
+    assert all(state.dtype == of_cache and state.any() for state in states)
+    tolerance = 4 * max(torch.finfo(dtype).eps for dtype in (of_layer, of_cache))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=tolerance, atol=tolerance)
+
+
 @every_mixer
 def test_decoding_errors(name):
     layer, x, cache = make_layer(name), make_sequence(2, 3, WIDTH), new_cache()
@@ -292,6 +311,10 @@ def test_decoding_errors(name):
     expected = f"{'u' if name == 'Mamba2' else 'hidden_states'} of shape (batch, seqlen, d_model) with d_model = 6, got [3, 6]"
     with pytest.raises(ValueError, match=says(f"{name}: expected {expected}")):
         layer(x[0])
+    with pytest.raises(
+        ValueError, match=says(f"{name}.allocate_inference_cache: expected a floating-point dtype, got torch.int64")
+    ):
+        layer.allocate_inference_cache(2, 3, dtype=torch.int64)
     layer(x, inference_params=cache)
     with pytest.raises(ValueError, match=f"{name}: expected a batch of 2 as in the cache, got 1"):
         layer(x[:1], inference_params=cache)
@@ -309,6 +332,9 @@ def test_refused_step_changes_no_state(name):
         expected = [f"{name}.step: expected {('conv_state', 'ssm_state')[bad]} of shape (batch, "]
         expected += [f"= {[*(conv_state, ssm_state)[bad].shape]}, got {[*wrong[bad].shape]}"]
         with pytest.raises(ValueError, match=says(*expected)):
+            layer.step(x, *wrong)
+    for wrong, bad in (((conv_state, ssm_state.long()), "ssm_state"), ((conv_state.int(), ssm_state), "conv_state")):
+        with pytest.raises(RuntimeError, match=says(f"{name}.step: expected {bad} of a floating-point dtype, got torch.int")):
             layer.step(x, *wrong)
     assert (conv_state == 1).all() and (ssm_state == 1).all()
 

@@ -133,6 +133,7 @@ class RecurrentMixer(ConvMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .._arguments import is_autocast_enabled
 from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d_update
-from .checks import check_int, check_number, check_shape, check_tensor
+from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,9 +25,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def readable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter`` in a dtype that decoding steps accept with activations of ``dtype``: that dtype or its wide dtype."""
-    return parameter if parameter.dtype in (dtype, wide_dtype(dtype)) else parameter.to(wide_dtype(dtype))
+def readable(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter or state in a dtype that decoding steps accept with activations of ``dtype``: that or its wide dtype."""
+    return value if value.dtype in (dtype, wide_dtype(dtype)) else value.to(wide_dtype(dtype))
+
+
+def update_state(state: Tensor, dtype: torch.dtype, update: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns ``update(state)``, which modifies a state of any dtype in place and takes a ``readable`` one."""
+    converted = readable(state, dtype)
+    out = update(converted)
+    if converted is not state:
+        state.copy_(converted)
+    return out
 
 
 def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
@@ -197,6 +207,7 @@ class ConvMixer(nn.Module):
         self._check_is_local()
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             check_tensor(layer, name, state)
+        self._check_dtypes(layer, conv_state, ssm_state)
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))
         self._check_conv_state(layer, conv_state, hidden_states.shape[0])
         expected = [hidden_states.shape[0], *self._state_shape()]
@@ -204,6 +215,11 @@ class ConvMixer(nn.Module):
             raise ValueError(
                 f"{layer}: expected ssm_state of shape {self._state_axes} = {expected}, got {list(ssm_state.shape)}"
             )
+
+    def _check_dtypes(self, layer: str, conv_state: Tensor, ssm_state: Tensor) -> None:
+        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            if not state.is_floating_point():
+                raise RuntimeError(f"{layer}: expected {name} of a floating-point dtype, got {state.dtype}")
 
     def _check_conv_state(self, layer: str, conv_state: Tensor, batch_size: int) -> None:
         expected = [batch_size, self._conv_channels(), self.d_conv]
@@ -221,15 +237,19 @@ class ConvMixer(nn.Module):
         Args:
             batch_size: sequences decoded together.
             max_seqlen: ignored, because the states do not grow; for callers written for ``mamba_ssm``.
-            dtype: dtype of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64
-                in a float64 layer), so that steps lose no precision.
+            dtype: dtype of both states, any floating-point one, whatever the layer's. By default ``conv_state`` has the
+                layer's dtype and ``ssm_state`` is float32 (float64 in a float64 layer), so that steps lose no precision: a
+                narrower state is rounded after every step. Steps update the default and, in a layer of 16 bits, states of
+                the layer's dtype in place; other dtypes take a copy each way.
             kwargs: ignored.
 
         Raises:
-            ValueError: ``batch_size`` is negative.
-            TypeError: ``batch_size`` is not an int.
+            ValueError: ``batch_size`` is negative, or ``dtype`` is not a floating-point dtype.
+            TypeError: ``batch_size`` is not an int, or ``dtype`` not a dtype.
         """
-        check_int(f"{type(self).__name__}.allocate_inference_cache", "batch_size", batch_size, low=0)
+        name = f"{type(self).__name__}.allocate_inference_cache"
+        check_int(name, "batch_size", batch_size, low=0)
+        check_dtype(name, dtype)
         weight = self.conv1d.weight
         conv_dtype = weight.dtype if dtype is None else dtype
         conv_state = torch.zeros(batch_size, self._conv_channels(), self.d_conv, device=weight.device, dtype=conv_dtype)
@@ -249,12 +269,7 @@ class ConvMixer(nn.Module):
         weight, bias = self._conv_parameters()
         if is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if conv_state.dtype in (x.dtype, wide_dtype(x.dtype)):
-            return causal_conv1d_update(x, conv_state, weight, bias, activation="silu")
-        state = conv_state.to(x.dtype)
-        out = causal_conv1d_update(x, state, weight, bias, activation="silu")
-        conv_state.copy_(state)
-        return out
+        return update_state(conv_state, x.dtype, lambda state: causal_conv1d_update(x, state, weight, bias, activation="silu"))
 
     def _get_states_from_cache(
         self, inference_params: Any, batch_size: int, initialize_states: bool = False
@@ -270,6 +285,7 @@ class ConvMixer(nn.Module):
         if self.layer_idx not in cache:
             cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
         conv_state, ssm_state = cache[self.layer_idx]
+        self._check_dtypes(layer, conv_state, ssm_state)
         if conv_state.shape[0] != batch_size:
             raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
         if initialize_states:

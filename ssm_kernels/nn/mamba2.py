@@ -48,6 +48,7 @@ from .common import (
     mark_parameters,
     readable,
     short_convolution,
+    update_state,
     wide_dtype,
 )
 from .discretized import DiscretizedModule
@@ -319,6 +320,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
@@ -326,20 +328,24 @@ class Mamba2(DiscretizedModule, PackedMixer):
         z, xBC, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
         D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
-        y = selective_state_update(
+        y = update_state(
             ssm_state,
-            x,
-            dt[..., None].expand(x.shape),
-            readable(self.A_log, x.dtype)[:, None, None].expand(-1, self.headdim, self.d_state),
-            B,
-            C,
-            readable(D, x.dtype).expand(-1, self.headdim),
-            None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
-            readable(self.dt_bias, x.dtype)[:, None].expand(-1, self.headdim),
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            discretization=self.discretization,
-            A_is_log=True,
+            x.dtype,
+            lambda state: selective_state_update(
+                state,
+                x,
+                dt[..., None].expand(x.shape),
+                readable(self.A_log, x.dtype)[:, None, None].expand(-1, self.headdim, self.d_state),
+                B,
+                C,
+                readable(D, x.dtype).expand(-1, self.headdim),
+                None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
+                readable(self.dt_bias, x.dtype)[:, None].expand(-1, self.headdim),
+                dt_softplus=True,
+                dt_limit=self.dt_limit,
+                discretization=self.discretization,
+                A_is_log=True,
+            ),
         )
         y = y.flatten(-2)
         if self.rmsnorm:

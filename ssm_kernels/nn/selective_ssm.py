@@ -33,7 +33,7 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import init_dt_bias, is_only_a_product, mark_parameters, readable, wide_dtype
+from .common import init_dt_bias, is_only_a_product, mark_parameters, readable, update_state, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
@@ -152,19 +152,23 @@ class SelectiveBase(DiscretizedModule):
         dt, B, C, dt_bias = self._project(x)
         # Autocast casts the projections, but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
-        return selective_state_update(
+        return update_state(
             state,
-            x,
-            dt,
-            readable(self.A_log, dt.dtype),
-            B,
-            C,
-            readable(self.D, dt.dtype),
-            z,
-            None if dt_bias is None else readable(dt_bias, dt.dtype),
-            dt_softplus=True,
-            discretization=self.discretization,
-            A_is_log=True,
+            x.dtype,
+            lambda state: selective_state_update(
+                state,
+                x,
+                dt,
+                readable(self.A_log, dt.dtype),
+                B,
+                C,
+                readable(self.D, dt.dtype),
+                z,
+                None if dt_bias is None else readable(dt_bias, dt.dtype),
+                dt_softplus=True,
+                discretization=self.discretization,
+                A_is_log=True,
+            ),
         )
 
     _state_axes = "(batch, d_inner, d_state)"
@@ -313,7 +317,8 @@ class SelectiveSSM(SelectiveBase):
 
         Args:
             x: (batch, d_inner).
-            state: (batch, d_inner, d_state), modified in place; from :meth:`allocate_state`, or a ``last_state``.
+            state: (batch, d_inner, d_state), any floating-point dtype, modified in place; from :meth:`allocate_state`, or a
+                ``last_state``.
             z: gate, shape and dtype of ``x``.
 
         Returns:
