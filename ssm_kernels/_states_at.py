@@ -81,7 +81,7 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         out = torch.cat([piece.transpose(1, 2) for piece in outputs], 1).transpose(1, 2)
     else:
         out = _join(outputs, 2)
-    return out, last_state, _of_positions(positions, states, last_state, cu_seqlens)
+    return out, last_state, _of_positions(positions, seqlen, states, last_state, cu_seqlens)
 
 
 def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) -> _Results:
@@ -120,7 +120,7 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
     except ValueError:
         call(**arguments)  # the message has the sizes of the whole tensors
         raise
-    return _join(outputs, 1), final_states, _of_positions(positions, states, final_states, cu_seqlens)
+    return _join(outputs, 1), final_states, _of_positions(positions, seqlen, states, final_states, cu_seqlens)
 
 
 def _packed_piece(
@@ -144,8 +144,12 @@ def _packed_piece(
     return cu_seqlens, states
 
 
-def _of_positions(positions: list[int], states: dict[int, Tensor], last: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _of_positions(
+    positions: list[int], seqlen: int, states: dict[int, Tensor], last: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
     """(batch, positions, ...): with ``cu_seqlens``, of each position the state of the sequence of the step before it.
+
+    Position 0 is that of the sequence of step 0. Without steps it has no sequence, and its state is zero.
 
     Args:
         states, last: of all sequences, as ``_scan_pieces`` returns them.
@@ -154,7 +158,7 @@ def _of_positions(positions: list[int], states: dict[int, Tensor], last: Tensor,
         return _stack(positions, states, last)
     chosen = {}
     for p in {0, *positions}:
-        if (p == 0 and 0 not in states) or last.shape[0] == 0:
+        if (p == 0 and 0 not in states) or seqlen == 0 or last.shape[0] == 0:
             chosen[p] = last.new_zeros(1, *last.shape[1:])
         else:
             number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=last.shape[0] - 1)

@@ -195,7 +195,8 @@ def selective_scan(
         states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps. A scan of the later steps that begins
             with it continues the sequence. Positions may repeat and need no order. With ``cu_seqlens`` the state at ``p`` is
-            that of the sequence of step ``p - 1``, and at 0 the first one of the sequence of step 0. Not with ``reverse``.
+            that of the sequence of step ``p - 1``, and at 0 the first one of the sequence of step 0, or zero if seqlen is 0.
+            Not with ``reverse``.
 
     Returns:
         ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate) or

@@ -220,8 +220,8 @@ def ssd_chunk_scan(
         states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
             a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
-            With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0. Positions may repeat and need no
-            order. Not with ``reverse``.
+            With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0, or zero if seqlen is 0. Positions
+            may repeat and need no order. Not with ``reverse``.
 
     Returns:
         ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,

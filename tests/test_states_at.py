@@ -137,10 +137,19 @@ def test_kinds_of_positions(name, device):
     assert torch.equal(function(**empty, states_at=[0, 0])[1], torch.stack([initial, initial], 1))
 
 
-def test_no_packed_sequences(device):
-    inputs = make_inputs(SSD, cu_seqlens=(0,), device=device)
-    out, final_states, states = ssm_kernels.ssd_chunk_scan(**inputs, states_at=[0], return_final_states=True)
-    assert out.shape[1] == 0 and final_states.shape[0] == 0 and states.shape[:2] == (1, 1) and not states.any()
+@pytest.mark.parametrize("cu_seqlens", [(0,), (0, 0), (0, 0, 0, 0)])
+@every_scan
+def test_packed_sequences_without_steps(name, cu_seqlens, device):
+    """No sequence has a step 0: the state there is zero, and those of the sequences are their initial ones."""
+    inputs = make_inputs(name, cu_seqlens=cu_seqlens, device=device)
+    asked = {ALL_RESULTS[name]: True, "states_at": [0, 0]}
+    function, of_reference = getattr(ssm_kernels, name), getattr(reference, name)
+    weights = draw_like(evaluate(of_reference, as_float64(inputs), None, **asked))
+    actual, expected = (evaluate(f, inputs, weights, **asked) for f in (function, of_reference))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    _, last, states = actual[:3]
+    assert torch.equal(last, inputs["initial_state" if name == SELECTIVE else "initial_states"])
+    assert states.shape == (1, 2, *last.shape[1:]) and not states.any()
 
 
 class Calls(TorchDispatchMode):
