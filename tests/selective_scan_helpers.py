@@ -14,14 +14,7 @@ from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
 from ssm_kernels import reference, selective_state_update
-
-
-def chunk_length(dstate: int) -> int:
-    """Steps between two states that the scan saves; it saves (batch, chunks + 1, dim, dstate) in all."""
-    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, dstate, device="meta")
-    *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
-    return 4096 // (chunk_states.shape[1] - 1)
-
+from ssm_kernels._states_at import chunk_length
 
 CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 

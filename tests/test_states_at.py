@@ -186,7 +186,11 @@ def test_number_of_calls(name, needs_grad, positions, calls, device):
 
 def test_the_chunk_is_that_of_the_kernels():
     for dstate in range(1, 257):
-        assert chunk_length(dstate) == selective_scan_helpers.chunk_length(dstate)
+        chunk, minimal = chunk_length(dstate), selective_scan_helpers.MINIMAL
+        for seqlen, boundaries in ((chunk, 2), (chunk + 1, 3)):
+            inputs = make_inputs(SELECTIVE, **minimal, batch=1, dim=1, seqlen=seqlen, dstate=dstate, device="meta")
+            saved = selective_scan_helpers.SELECTIVE_SCAN.saved_values(inputs)
+            assert saved["chunk_states"].shape == (1, boundaries, 1, dstate)
 
 
 @pytest.mark.parametrize("resets", [None, ((64, 100, 128), (63, 65, 250), ())], ids=["", "resets"])
