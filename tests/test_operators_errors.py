@@ -1,4 +1,4 @@
-"""Messages of every operator about bad arguments. A value or shape is a ValueError, a dtype or device a RuntimeError.
+"""Messages of every operator about bad arguments. A value or shape is a ValueError; test_operators_dtypes.py has the others.
 
 Messages are compared as a whole, on the device and on meta. The operators' own files have messages that need more than a
 changed argument.
@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
 
-import conv_helpers
 import pytest
-import selective_scan_helpers
 import ssd_helpers
 import torch
+from error_helpers import (
+    CONV,
+    CONV_UPDATE,
+    FUNCTIONS,
+    HEADS,
+    NORMS,
+    RECURRENCES,
+    SELECTIVE,
+    SSD,
+    UPDATE,
+    Function,
+    assert_refuses,
+    every_function,
+    every_packing,
+    over,
+)
 from helpers import BAD_OFFSETS
-from operator_spec import Inputs, tensor_names
-from operators import OPERATORS
+from operator_spec import Inputs
 from recurrence_helpers import PACKED as RECURRENCE_PACKED
 from recurrence_helpers import PLAIN, Variant
 from torch import Tensor
@@ -28,75 +39,6 @@ import ssm_kernels
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 OPERATOR = "every operator"
-
-
-class Function(NamedTuple):
-    """A public function and its good inputs.
-
-    Attributes:
-        first: the tensor whose dtype and device the others must have.
-        sizes: options of ``make``, by which the table of shapes is written.
-        indices: options of ``make`` that add tensors of integers, a set for each call.
-    """
-
-    name: str
-    make: Callable[..., Inputs]
-    first: str
-    sizes: Inputs
-    indices: tuple[Inputs, ...] = ({},)
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def __call__(self, **inputs: Any) -> Any:
-        return getattr(ssm_kernels, self.name)(**inputs)
-
-    def inputs(self, **options: Any) -> Inputs:
-        return self.make(**({"dtype": torch.float32} | self.sizes | options))
-
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(getattr(ssm_kernels, self.name)).parameters
-
-
-SELECTIVE_SIZES = {"batch": 2, "dim": 6, "seqlen": 5, "dstate": 3, "groups": 2}
-SSD_SIZES = {"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"}
-CONV_SIZES = {"batch": 2, "seqlen": 9, "channels": 5, "width": 4}
-RECURRENCE_SIZES = {"batch": 2, "seqlen": 5, "channels": 4}
-UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
-HEADS = {"heads": 3, "groups": 3}
-PACKED = {"cu_seqlens": (0, 4, 9)}
-
-
-def function(name: str, sizes: Inputs, *indices: Inputs) -> Function:
-    spec = OPERATORS[name]
-    return Function(name, spec.make_inputs, next(iter(spec.make_inputs())), sizes, indices or ({},))
-
-
-UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
-CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
-SELECTIVE = function("selective_scan", SELECTIVE_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
-SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
-CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
-RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}, {"reset": True}) for name in PLAIN}
-NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
-FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
-PACKING = [SELECTIVE, SSD, CONV, *RECURRENCES.values()]
-
-
-def over(functions: list[Function]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("function", functions, ids=repr)
-
-
-every_function, every_packing = over(FUNCTIONS), over(PACKING)
-
-
-def assert_refuses(function: Function, inputs: Inputs, error: type[Exception], message: str, *, on_meta: bool = True) -> None:
-    """With this message, and nothing after it on its line."""
-    for place in (None, "meta") if on_meta else (None,):
-        moved = {name: value.to(place) if place and isinstance(value, Tensor) else value for name, value in inputs.items()}
-        with pytest.raises(error, match=rf"^{re.escape(f'{function.name}: {message}')}(\n|$)"):
-            function(**moved)
 
 
 # ----- shapes
@@ -470,126 +412,6 @@ def test_discretizations_that_are_not_exponential(name, device):
     with pytest.raises(ValueError, match=f"^ssd_chunk_scan: {message}") as error:
         SSD(**SSD.inputs(discretization=name, device=device))
     assert str(error.value).splitlines()[0].partition("expected one of: ")[2] == EXPONENTIAL
-
-
-# ----- dtypes
-
-SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-INTEGERS = {torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool"}
-FLOATS = "Float, Half, BFloat16 or Double"
-# Arguments in the accumulation dtype; those that may have the dtype of the first or the accumulation dtype; the others have
-# the first one's.
-WIDE = {
-    "selective_scan": ("A", "D", "delta_bias", "initial_state"),
-    "ssd_chunk_scan": ("A", "D", "dt_bias", "initial_states"),
-} | dict.fromkeys(PLAIN, ("h0",))
-EITHER = {
-    "selective_state_update": ("state", "A", "D", "dt_bias"),
-    "causal_conv1d": ("weight", "bias"),
-    "causal_conv1d_update": ("weight", "bias", "conv_state"),
-    **{name: tuple(variant.recurrence.broadcast) for name, variant in PLAIN.items()},
-    **dict.fromkeys(NORMS, ("weight", "bias", "residual")),
-}
-
-
-def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
-    own, accumulation = SCALARS[dtype], "Double" if dtype == torch.float64 else "Float"
-    if name in WIDE.get(function.name, ()):
-        return [accumulation]
-    return [*dict.fromkeys((own, accumulation))] if name in EITHER.get(function.name, ()) else [own]
-
-
-@pytest.mark.parametrize("dtype", SCALARS, ids=str)
-@every_function
-def test_mixed_dtypes(function, dtype, device):
-    inputs = function.inputs(dtype=dtype, device=device)
-    for name in tensor_names(inputs):
-        if name == function.first:
-            continue
-        expected = expected_scalars(function, name, dtype)
-        for got, scalar in (SCALARS | INTEGERS).items():
-            changed = inputs | {name: inputs[name].to(got)}
-            if scalar in expected:
-                function(**changed)
-                continue
-            like = f"(with {function.first} of dtype {SCALARS[dtype]})"
-            named = expected[-1:] if function is UPDATE else expected  # its message leaves out the dtype of x
-            message = f"expected {name} of dtype {' or '.join(named)} {like}, got {scalar}"
-            assert_refuses(function, changed, RuntimeError, message)
-
-
-@pytest.mark.parametrize("dtype", SCALARS, ids=str)
-@pytest.mark.parametrize("name", ["B", "C"])
-def test_constant_matrix_has_the_dtype_of_A(name, dtype, device):
-    inputs = SELECTIVE.inputs(dtype=dtype, device=device, **{name: "constant"})
-    accumulation = "Double" if dtype == torch.float64 else "Float"
-    for got, scalar in SCALARS.items():
-        if scalar != accumulation:
-            message = f"expected {name} of dtype {accumulation} (with u of dtype {SCALARS[dtype]}), got {scalar}"
-            assert_refuses(SELECTIVE, inputs | {name: inputs[name].to(got)}, RuntimeError, message)
-
-
-@every_function
-def test_dtype_of_the_first_tensor(function, device):
-    inputs = function.inputs(device=device)
-    ones = torch.ones(inputs[function.first].shape, device=device)
-    for dtype, got in (INTEGERS | {torch.float8_e4m3fn: "Float8_e4m3fn"}).items():
-        message = f"expected {function.first} of dtype {FLOATS}, got {got}"
-        assert_refuses(function, inputs | {function.first: ones.to(dtype)}, RuntimeError, message)
-
-
-@every_function
-def test_complex_is_not_supported(function, device):
-    inputs = function.inputs(device=device)
-    for name in tensor_names(inputs):
-        message = f"expected a real {name}, got ComplexFloat: complex tensors are not supported"
-        assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
-
-
-@over([SSD, CONV, UPDATE, CONV_UPDATE, *RECURRENCES.values()])
-def test_dtypes_of_indices(function, device):
-    for options in function.indices:
-        inputs = function.inputs(device=device, **options)
-        for name in inputs.keys() & {"seq_idx", "cu_seqlens", "state_batch_indices"}:
-            for dtype, got in {torch.int16: "Short", torch.float32: "Float", torch.bool: "Bool"}.items():
-                if inputs[name] is not None:
-                    message = f"expected {name} of dtype Int or Long, got {got}"
-                    assert_refuses(function, inputs | {name: inputs[name].to(dtype)}, RuntimeError, message)
-
-
-@over([*RECURRENCES.values()])
-def test_dtypes_of_resets(function, device):
-    inputs = function.inputs(reset=True, device=device)
-    for dtype, got in {torch.uint8: "Byte", torch.int64: "Long", torch.float32: "Float"}.items():
-        message = f"expected reset of dtype Bool, got {got}"
-        assert_refuses(function, inputs | {"reset": inputs["reset"].to(dtype)}, RuntimeError, message)
-
-
-# ----- devices
-
-
-@every_function
-def test_mixed_devices(function, device):
-    for options in function.indices:
-        inputs = function.inputs(device=device, **options)
-        on = inputs[function.first].device
-        for name, value in inputs.items():
-            if isinstance(value, Tensor) and name != function.first:
-                message = f"expected {name} on {on} (the device of {function.first}), got meta"
-                assert_refuses(function, inputs | {name: value.to("meta")}, RuntimeError, message, on_meta=False)
-
-
-@pytest.mark.cuda
-@every_function
-def test_cpu_and_cuda_mixed(function):
-    for options in function.indices:
-        inputs = function.inputs(**options)
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                expected, got = ("cuda:0", "cpu") if name == function.first else ("cpu", "cuda:0")
-                message = rf"^{function.name}: expected \w+ on {expected} \(the device of {function.first}\), got {got}"
-                with pytest.raises(RuntimeError, match=message):
-                    function(**inputs | {name: value.to("cuda")})
 
 
 # ----- the functions

@@ -1,0 +1,89 @@
+"""The public functions with good inputs, and how a test asks for the whole message of a bad argument."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import conv_helpers
+import pytest
+import selective_scan_helpers
+import ssd_helpers
+import torch
+from operator_spec import Inputs
+from operators import OPERATORS
+from recurrence_helpers import PLAIN
+from torch import Tensor
+
+import ssm_kernels
+
+
+class Function(NamedTuple):
+    """A public function and its good inputs.
+
+    Attributes:
+        first: the tensor whose dtype and device the others must have.
+        sizes: options of ``make``, by which the table of shapes is written.
+        indices: options of ``make`` that add tensors of integers, a set for each call.
+    """
+
+    name: str
+    make: Callable[..., Inputs]
+    first: str
+    sizes: Inputs
+    indices: tuple[Inputs, ...] = ({},)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, **inputs: Any) -> Any:
+        return getattr(ssm_kernels, self.name)(**inputs)
+
+    def inputs(self, **options: Any) -> Inputs:
+        return self.make(**({"dtype": torch.float32} | self.sizes | options))
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(getattr(ssm_kernels, self.name)).parameters
+
+
+SELECTIVE_SIZES = {"batch": 2, "dim": 6, "seqlen": 5, "dstate": 3, "groups": 2}
+SSD_SIZES = {"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"}
+CONV_SIZES = {"batch": 2, "seqlen": 9, "channels": 5, "width": 4}
+RECURRENCE_SIZES = {"batch": 2, "seqlen": 5, "channels": 4}
+UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
+HEADS = {"heads": 3, "groups": 3}
+PACKED = {"cu_seqlens": (0, 4, 9)}
+
+
+def function(name: str, sizes: Inputs, *indices: Inputs) -> Function:
+    spec = OPERATORS[name]
+    return Function(name, spec.make_inputs, next(iter(spec.make_inputs())), sizes, indices or ({},))
+
+
+UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
+CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
+SELECTIVE = function("selective_scan", SELECTIVE_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
+SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
+CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
+RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}, {"reset": True}) for name in PLAIN}
+NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
+FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
+PACKING = [SELECTIVE, SSD, CONV, *RECURRENCES.values()]
+
+
+def over(functions: list[Function]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("function", functions, ids=repr)
+
+
+every_function, every_packing = over(FUNCTIONS), over(PACKING)
+
+
+def assert_refuses(function: Function, inputs: Inputs, error: type[Exception], message: str, *, on_meta: bool = True) -> None:
+    """With this message, and nothing after it on its line."""
+    for place in (None, "meta") if on_meta else (None,):
+        moved = {name: value.to(place) if place and isinstance(value, Tensor) else value for name, value in inputs.items()}
+        with pytest.raises(error, match=rf"^{re.escape(f'{function.name}: {message}')}(\n|$)"):
+            function(**moved)

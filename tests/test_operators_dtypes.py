@@ -1,0 +1,143 @@
+"""Messages of every operator about dtypes and devices, which are RuntimeErrors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_helpers import (
+    CONV,
+    CONV_UPDATE,
+    NORMS,
+    RECURRENCES,
+    SELECTIVE,
+    SSD,
+    UPDATE,
+    Function,
+    assert_refuses,
+    every_function,
+    over,
+)
+from operator_spec import tensor_names
+from recurrence_helpers import PLAIN
+from torch import Tensor
+
+OPERATOR = "every operator"
+
+# ----- dtypes
+
+SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+INTEGERS = {torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool"}
+FLOATS = "Float, Half, BFloat16 or Double"
+# Arguments in the accumulation dtype; those that may have the dtype of the first or the accumulation dtype; the others have
+# the first one's.
+WIDE = {
+    "selective_scan": ("A", "D", "delta_bias", "initial_state"),
+    "ssd_chunk_scan": ("A", "D", "dt_bias", "initial_states"),
+} | dict.fromkeys(PLAIN, ("h0",))
+EITHER = {
+    "selective_state_update": ("state", "A", "D", "dt_bias"),
+    "causal_conv1d": ("weight", "bias"),
+    "causal_conv1d_update": ("weight", "bias", "conv_state"),
+    **{name: tuple(variant.recurrence.broadcast) for name, variant in PLAIN.items()},
+    **dict.fromkeys(NORMS, ("weight", "bias", "residual")),
+}
+
+
+def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
+    own, accumulation = SCALARS[dtype], "Double" if dtype == torch.float64 else "Float"
+    if name in WIDE.get(function.name, ()):
+        return [accumulation]
+    return [*dict.fromkeys((own, accumulation))] if name in EITHER.get(function.name, ()) else [own]
+
+
+@pytest.mark.parametrize("dtype", SCALARS, ids=str)
+@every_function
+def test_mixed_dtypes(function, dtype, device):
+    inputs = function.inputs(dtype=dtype, device=device)
+    for name in tensor_names(inputs):
+        if name == function.first:
+            continue
+        expected = expected_scalars(function, name, dtype)
+        for got, scalar in (SCALARS | INTEGERS).items():
+            changed = inputs | {name: inputs[name].to(got)}
+            if scalar in expected:
+                function(**changed)
+                continue
+            like = f"(with {function.first} of dtype {SCALARS[dtype]})"
+            named = expected[-1:] if function is UPDATE else expected  # its message leaves out the dtype of x
+            message = f"expected {name} of dtype {' or '.join(named)} {like}, got {scalar}"
+            assert_refuses(function, changed, RuntimeError, message)
+
+
+@pytest.mark.parametrize("dtype", SCALARS, ids=str)
+@pytest.mark.parametrize("name", ["B", "C"])
+def test_constant_matrix_has_the_dtype_of_A(name, dtype, device):
+    inputs = SELECTIVE.inputs(dtype=dtype, device=device, **{name: "constant"})
+    accumulation = "Double" if dtype == torch.float64 else "Float"
+    for got, scalar in SCALARS.items():
+        if scalar != accumulation:
+            message = f"expected {name} of dtype {accumulation} (with u of dtype {SCALARS[dtype]}), got {scalar}"
+            assert_refuses(SELECTIVE, inputs | {name: inputs[name].to(got)}, RuntimeError, message)
+
+
+@every_function
+def test_dtype_of_the_first_tensor(function, device):
+    inputs = function.inputs(device=device)
+    ones = torch.ones(inputs[function.first].shape, device=device)
+    for dtype, got in (INTEGERS | {torch.float8_e4m3fn: "Float8_e4m3fn"}).items():
+        message = f"expected {function.first} of dtype {FLOATS}, got {got}"
+        assert_refuses(function, inputs | {function.first: ones.to(dtype)}, RuntimeError, message)
+
+
+@every_function
+def test_complex_is_not_supported(function, device):
+    inputs = function.inputs(device=device)
+    for name in tensor_names(inputs):
+        message = f"expected a real {name}, got ComplexFloat: complex tensors are not supported"
+        assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
+
+
+@over([SSD, CONV, UPDATE, CONV_UPDATE, *RECURRENCES.values()])
+def test_dtypes_of_indices(function, device):
+    for options in function.indices:
+        inputs = function.inputs(device=device, **options)
+        for name in inputs.keys() & {"seq_idx", "cu_seqlens", "state_batch_indices"}:
+            for dtype, got in {torch.int16: "Short", torch.float32: "Float", torch.bool: "Bool"}.items():
+                if inputs[name] is not None:
+                    message = f"expected {name} of dtype Int or Long, got {got}"
+                    assert_refuses(function, inputs | {name: inputs[name].to(dtype)}, RuntimeError, message)
+
+
+@over([*RECURRENCES.values()])
+def test_dtypes_of_resets(function, device):
+    inputs = function.inputs(reset=True, device=device)
+    for dtype, got in {torch.uint8: "Byte", torch.int64: "Long", torch.float32: "Float"}.items():
+        message = f"expected reset of dtype Bool, got {got}"
+        assert_refuses(function, inputs | {"reset": inputs["reset"].to(dtype)}, RuntimeError, message)
+
+
+# ----- devices
+
+
+@every_function
+def test_mixed_devices(function, device):
+    for options in function.indices:
+        inputs = function.inputs(device=device, **options)
+        on = inputs[function.first].device
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and name != function.first:
+                message = f"expected {name} on {on} (the device of {function.first}), got meta"
+                assert_refuses(function, inputs | {name: value.to("meta")}, RuntimeError, message, on_meta=False)
+
+
+@pytest.mark.cuda
+@every_function
+def test_cpu_and_cuda_mixed(function):
+    for options in function.indices:
+        inputs = function.inputs(**options)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                expected, got = ("cuda:0", "cpu") if name == function.first else ("cpu", "cuda:0")
+                message = rf"^{function.name}: expected \w+ on {expected} \(the device of {function.first}\), got {got}"
+                with pytest.raises(RuntimeError, match=message):
+                    function(**inputs | {name: value.to("cuda")})
