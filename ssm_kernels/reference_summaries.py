@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import RECURRENCES, coefficients, step_sizes
+from .reference import RECURRENCES, coefficients
+from .reference_sequences import step_sizes
 
 __all__ = [
     "initial_gradient",

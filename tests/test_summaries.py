@@ -30,7 +30,8 @@ from torch import Tensor
 
 import ssm_kernels
 from ssm_kernels import reference_summaries, summaries
-from ssm_kernels.reference import RECURRENCES, coefficients, step_sizes
+from ssm_kernels.reference import RECURRENCES, coefficients
+from ssm_kernels.reference_sequences import step_sizes
 
 OPERATOR = "every operator"
 

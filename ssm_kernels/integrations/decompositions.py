@@ -22,6 +22,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from .. import reference
 from .._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
+from ..reference_sequences import step_sizes
 
 __all__ = ["decomposition_table"]
 
@@ -147,7 +148,7 @@ def _selective_scan(
     B, C = (X.expand(u.shape[2], batch, *X.shape) if X.dim() == 2 else _with_groups(X).permute(3, 0, 1, 2) for X in (B, C))
     groups = max(B.shape[2], C.shape[2])
     B, C = (X.expand(-1, -1, groups, -1) for X in (B, C))
-    dt = reference.step_sizes(delta.permute(2, 0, 1), bias, delta_softplus)
+    dt = step_sizes(delta.permute(2, 0, 1), bias, delta_softplus)
     state = x.new_zeros(batch, dim, A.shape[1]) if state is None else state
     y, last_state = _scan_states(
         discretization, x.permute(2, 0, 1)[..., None], dt, A, B, C, state[:, :, None], _keep(seq_idx, dtype)
@@ -190,7 +191,7 @@ def _ssd_chunk_scan(
         x, dt, B, C = (sequence.flip(1) for sequence in (x, dt, B, C))
         z, seq_idx = (None if sequence is None else sequence.flip(1) for sequence in (z, seq_idx))
     wide, dt, A, B, C, D, z, bias, states = _to(_wide(x), x, dt, A, B, C, D, z, dt_bias, initial_states)
-    dt = reference.step_sizes(dt, bias, dt_softplus, dt_limit)
+    dt = step_sizes(dt, bias, dt_softplus, dt_limit)
     states = wide.new_zeros(batch, heads, headdim, B.shape[3]) if states is None else states
     x_t, dt_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, dt, B, C))
     y, states = _scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, _keep(seq_idx, wide.dtype))

@@ -1,0 +1,224 @@
+"""Reference of the scan of the state-space dual form: see :mod:`ssm_kernels.reference`, which has it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._states_at import Positions
+from .reference_discretizations import coefficients
+from .reference_sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
+
+__all__ = ["ssd_chunk_scan"]
+
+
+def _ssd_sequence(
+    x: Tensor, a: Tensor, c: Tensor, B: Tensor, C: Tensor, resets: Tensor, state: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """``y`` without the skip connection, and the states before the first step and after each; one group of B and C per head.
+
+    Args:
+        resets: (batch, seqlen), where the state before a step is dropped.
+    """
+    outputs, states = [], [state]
+    for x_t, a_t, c_t, B_t, C_t, reset_t in zip(*(v.unbind(1) for v in (x, a, c, B, C, resets)), strict=True):
+        state = state.masked_fill(reset_t[:, None, None, None], 0)
+        state = a_t[..., None, None] * state + (c_t[..., None] * x_t)[..., None] * B_t[..., None, :]
+        states.append(state)
+        outputs.append((state * C_t[..., None, :]).sum(-1))
+    return torch.stack(outputs, dim=1) if outputs else x, states
+
+
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: str = "zoh",
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
+
+    ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
+    ``final_states`` have that dtype. With ``reverse``, the scan of flipped arguments.
+    """
+    batch, seqlen, heads, headdim = x.shape
+    dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    if reverse:
+        if states_at is not None:
+            raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
+        x, dt, B, C = (v.flip(1) for v in (x, dt, B, C))
+        z, seq_idx = (None if v is None else v.flip(1) for v in (z, seq_idx))
+        if cu_seqlens is not None:
+            cu_seqlens = seqlen - cu_seqlens.flip(0)
+            initial_states = None if initial_states is None else initial_states.flip(0)
+    x, A = x.to(dtype), A.to(dtype)
+    dt = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
+    a, c = coefficients(discretization, dt, A)
+    Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)
+
+    def scan(begin: int, end: int, resets: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x_i, a_i, c_i, B_i, C_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct))
+        return _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets[:, begin:end], state)
+
+    resets = resets_of(seq_idx, batch, seqlen, x.device)
+    out, states, of_steps = of_sequences(scan, cu_seqlens, resets, states, time=1)
+    if D is not None:
+        out = out + (D if D.dim() == 2 else D[:, None]).to(dtype) * x
+    if z is not None:
+        out = out * F.silu(z.to(dtype))
+    if reverse:
+        out, states = out.flip(1), states if cu_seqlens is None else states.flip(0)
+    results = (out, *((states,) if return_final_states else ()), *at_positions(of_steps, states_at))
+    return results if len(results) > 1 else out
