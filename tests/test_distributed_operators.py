@@ -227,6 +227,24 @@ def test_ranks_are_one_process(processes: Processes, check: Callable[..., None],
     processes.check(place, check)
 
 
+def check_wide_numbers(mesh: Mesh) -> None:
+    """Numbers of int64 that agree in 32 bits, beside ``cu_seqlens``: other sequences, and the negative ones are padding."""
+    random, source = generator(mesh, 0), torch.Generator().manual_seed(3)
+    numbers = torch.tensor([-1, 0, 2**32 - 1, 2**32])[torch.randint(0, 4, (1, SEQLEN), generator=source)]
+    numbers[:, 8:11] = torch.tensor([0, 2**32, 0])  # the border of two ranks is before step 9
+    options = {"seq_idx": numbers, "cu_seqlens": cu_seqlens_of(mesh)}
+    steps = random(1, 3, SEQLEN)
+    inputs = {"u": steps, "delta": steps, "A": -torch.ones(3, 2, dtype=steps.dtype), "B": steps[:, :2], "C": steps[:, :2]}
+    compare(mesh, "selective_scan", inputs, dict.fromkeys(("u", "delta", "B", "C"), 2) | {"seq_idx": 1}, 2, options, None)
+    inputs = {"x": random(1, SEQLEN, 3), "weight": random(3, 4)}
+    compare(mesh, "causal_conv1d", inputs, {"x": 1, "seq_idx": 1}, 1, options, None)
+
+
+@pytest.mark.parametrize("place", [param(Place((2,))), param(Place((3,)))])
+def test_wide_numbers_of_sequences(processes: Processes, place: Place):
+    processes.check(place, check_wide_numbers)
+
+
 def raises(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=pattern):
         call()

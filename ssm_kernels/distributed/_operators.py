@@ -19,7 +19,7 @@ from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
 from ._convolution import CausalConv1d
-from ._packing import Packing, Spans, combine, of_latest
+from ._packing import Packing, Spans, of_latest
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
 __all__ = ["GroupOperators"]
@@ -297,11 +297,10 @@ class GroupOperators:
         given = [tensor for tensor in (cu_seqlens, seq_idx) if tensor is not None]
 
         def make() -> Packing:
-            if cu_seqlens is None:
-                assert seq_idx is not None
-                return Packing(seq_idx, self.group)
-            numbers = self._spans(operator, cu_seqlens, seqlen).seq_idx()
-            return Packing(numbers if seq_idx is None else combine(numbers, seq_idx), self.group)
+            numbers = [] if seq_idx is None else [seq_idx]
+            if cu_seqlens is not None:
+                numbers.append(self._spans(operator, cu_seqlens, seqlen).seq_idx())
+            return Packing(numbers, self.group)
 
         return of_latest(Packing, given, seqlen, self.group, make) if given else None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._collectives import Gathering, Group
 
-__all__ = ["Packing", "Spans", "combine", "of_latest"]
+__all__ = ["Packing", "Spans", "of_latest"]
 
 _Made = TypeVar("_Made")
 
@@ -63,41 +63,45 @@ class Packing:
     """The sequences of a rank's steps, and those that go on across borders.
 
     Args:
-        seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps. A sequence goes on across a border where the
-            numbers on both sides are equal.
+        numbers: each (batch, seqlen), int32 or int64: numbers of this rank's steps. A sequence begins where any of them
+            changes, and goes on across a border where all of them are equal on both sides.
         group: the ranks.
 
     Attributes:
-        seq_idx: as given.
+        seq_idx: a number for each of this rank's steps that changes where a sequence begins: ``numbers``, if there is one.
+            Negative where one of them is.
         past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
-            its number is negative, which is padding for convolutions. The last row is of the border after the last rank: the
-            steps of the last sequence. A span without steps has the number of the border after it.
+            one of its numbers is negative, which is padding for convolutions. The last row is of the border after the last
+            rank: the steps of the last sequence. A span without steps has the numbers of the border after it.
         passes: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on at
             the end of the rank's span. For scans, to which a negative number is one like others. ``passes_in_reverse`` has the
             same for scans that run backwards in time.
     """
 
-    def __init__(self, seq_idx: Tensor, group: Group) -> None:
-        self.seq_idx = seq_idx
-        batch, seqlen = seq_idx.shape
+    def __init__(self, numbers: Sequence[Tensor], group: Group) -> None:
+        batch, seqlen = numbers[0].shape
+        begins = _changes(numbers)
+        self.seq_idx = numbers[0] if len(numbers) == 1 else _numbered(numbers, begins)
         if seqlen > 0:
-            changes = (seq_idx[:, 1:] != seq_idx[:, :-1]).long()
             # The steps after the last change.
-            trailing = (changes.flip(1).cumsum(1) == 0).sum(1) + 1
-            first, last = seq_idx[:, 0].long(), seq_idx[:, -1].long()
+            trailing = (begins.long().flip(1).cumsum(1) == 0).sum(1) + 1
+            first, last = (torch.stack([number[:, place].long() for number in numbers]) for place in (0, -1))
         else:
-            first = last = trailing = torch.zeros(batch, dtype=torch.int64, device=seq_idx.device)
-        lengths = torch.full_like(first, seqlen)
-        table = Gathering([torch.stack([first, last, trailing, lengths])], group, "seq_idx at the borders").wait()[0]
+            trailing = torch.zeros(batch, dtype=torch.int64, device=numbers[0].device)
+            first = last = trailing.expand(len(numbers), batch)
+        lengths = torch.full_like(trailing, seqlen)
+        own = torch.cat([first, last, torch.stack([trailing, lengths])])
+        table = Gathering([own], group, "seq_idx at the borders").wait()[0]
         number = torch.zeros_like(first)
-        run = torch.full_like(first, _ALL)
-        is_begun = torch.zeros_like(first, dtype=torch.bool)
-        rows, numbers, keeps, empties = [], [], [], []
-        for first, last, trailing, lengths in (of_rank.unbind(0) for of_rank in table.unbind(0)):
+        run = torch.full_like(trailing, _ALL)
+        is_begun = torch.zeros_like(trailing, dtype=torch.bool)
+        rows, paddings, keeps, empties = [], [], [], []
+        for of_rank in table.unbind(0):
+            first, last, (trailing, lengths) = of_rank.split([len(numbers), len(numbers), 2])
             is_empty = lengths == 0
-            past = torch.where(is_empty | ~is_begun | (first == number), run, 0)
+            past = torch.where(is_empty | ~is_begun | (first == number).all(0), run, 0)
             rows.append(past)
-            numbers.append(torch.where(is_empty, number, first))
+            paddings.append((torch.where(is_empty, number, first) < 0).any(0))
             keeps.append(trailing == lengths)
             empties.append(is_empty)
             run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
@@ -107,7 +111,7 @@ class Packing:
         goes_on = past[:-1] > 0
         self._is_one_sequence = torch.stack(keeps)
         self.passes = torch.stack([goes_on, goes_on & self._is_one_sequence])
-        self.past = torch.where(torch.stack([*numbers, number]) < 0, 0, past)
+        self.past = torch.where(torch.stack([*paddings, (number < 0).any(0)]), 0, past)
         self._is_empty = torch.stack(empties)
         self._passes_in_reverse: Tensor | None = None
 
@@ -176,6 +180,18 @@ class Spans:
         return (self._cu_seqlens - self._begin.to(self._cu_seqlens.dtype)).clamp(0, self._seqlen)
 
 
-def combine(numbers: Tensor, others: Tensor) -> Tensor:
-    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are, and negative where ``others`` are."""
-    return (numbers.long() << 32) | (others.long() & (0xFFFFFFFF | -(1 << 63)))
+def _changes(numbers: Sequence[Tensor]) -> Tensor:
+    """Whether any of the numbers of a step differs from the step before, (batch, seqlen - 1)."""
+    changes = numbers[0][:, 1:] != numbers[0][:, :-1]
+    for number in numbers[1:]:
+        changes = changes | (number[:, 1:] != number[:, :-1])
+    return changes
+
+
+def _numbered(numbers: Sequence[Tensor], begins: Tensor) -> Tensor:
+    """Numbers that change where a sequence begins, from ``_changes``, and are negative where one of ``numbers`` is."""
+    count = torch.nn.functional.pad(begins.cumsum(1), (1, 0))[:, : numbers[0].shape[1]]
+    is_padding = numbers[0] < 0
+    for number in numbers[1:]:
+        is_padding = is_padding | (number < 0)
+    return torch.where(is_padding, ~count, count)
