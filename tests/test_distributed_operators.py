@@ -293,11 +293,33 @@ def check_errors(mesh: Mesh) -> None:
     raises(RuntimeError, expected, lambda: convolve(x, weight.to("meta"), group=mesh))
     packed(11)()
     raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
-    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
-    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(*[4, 5][: 1 + rank], 6, 7, 11))
+    expected = r"same cu_seqlens on every rank, got 2 sequences that end at 11 \(.*\) on rank 0 and 2 sequences that end at 12"
+    raises(ValueError, expected, packed(11 + rank))
+    expected = "got 5 sequences that end at 11 .* on rank 0 and 6 sequences that end at 11 .* on rank 1"
+    raises(ValueError, expected, packed(*[4, 5][: 1 + rank], 6, 7, 11))
     raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
     states = {"initial_state": torch.zeros(1, 4, 2, device=device), "cu_seqlens": torch.tensor([0, 3, 11], device=device)}
     raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=mesh, **states))
+
+    heads, matrix = torch.randn(1, 5 + rank, 2, 4, device=device), torch.randn(1, 5 + rank, 1, 3, device=device)
+    functions: dict[str, Callable[..., Any]] = {
+        "selective_scan": lambda batch, **options: scan(4, batch, **options),
+        "ssd_chunk_scan": lambda batch, **options: distributed.ssd_chunk_scan(
+            heads.expand(batch, -1, -1, -1), heads[..., 0], -torch.ones(2, device=device), matrix, matrix, group=mesh, **options
+        ),
+        "causal_conv1d": lambda batch, **options: convolve(x.expand(batch, -1, -1), weight, group=mesh, **options),
+    }
+    ends = torch.tensor([0, 3, 11], device=device)
+    for name, call in functions.items():
+        shape = rf"{name}: expected cu_seqlens of shape \(sequences \+ 1,\), got"
+        raises(ValueError, rf"{shape} \[1, 3\]", lambda call=call: call(1, cu_seqlens=ends[None]))
+        raises(ValueError, rf"{shape} \[\]", lambda call=call: call(1, cu_seqlens=ends[0]))
+        raises(ValueError, rf"{shape} \[0\]", lambda call=call: call(1, cu_seqlens=ends[:0]))
+        expected = f"{name}: expected cu_seqlens of dtype Int or Long, got Float"
+        raises(RuntimeError, expected, lambda call=call: call(1, cu_seqlens=ends.float()))
+        if name != "ssd_chunk_scan":
+            expected = f"{name}: expected batch 1 with cu_seqlens, got 2"
+            raises(ValueError, expected, lambda call=call: call(2, cu_seqlens=ends))
 
     expected = "expected a ProcessGroup or a DeviceMesh, got str"
     raises(TypeError, expected, lambda: distributed.linear_scan(x, x, group="cp"))

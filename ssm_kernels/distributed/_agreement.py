@@ -18,7 +18,7 @@ import dataclasses
 import datetime
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ._collectives import Group
 
-__all__ = ["Agreement", "calls_of_others", "compare", "describe"]
+__all__ = ["Agreement", "by_rank", "calls_of_others", "compare", "describe"]
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
 _Call = tuple[Any, ...]
@@ -211,15 +211,16 @@ def _difference(calls: list[dict[str, Any]]) -> tuple[str, str] | None:
             return kind, f"rank {rank} of the group raised: {message}"
     operators = [call["operator"] for call in calls]
     if len(set(operators)) > 1:
-        return "ValueError", f"expected the same call on every rank, got {_by_rank(operators)}"
+        return "ValueError", f"expected the same call on every rank, got {by_rank(operators)}"
     for name in {name: None for call in calls for name in call["arguments"]}:
         values = [str(call["arguments"].get(name)) for call in calls]
         if len(set(values)) > 1:
-            return "ValueError", f"expected the same {name} on every rank, got {_by_rank(values)}"
+            return "ValueError", f"expected the same {name} on every rank, got {by_rank(values)}"
     return None
 
 
-def _by_rank(values: list[str]) -> str:
+def by_rank(values: Sequence[str]) -> str:
+    """The values, each with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

@@ -123,7 +123,6 @@ class GroupOperators:
         of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
         tensors = Casts(u).all(tensors, lower=("u", "delta", "z", *matrices))
         self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
-        _refuse_states("selective_scan", cu_seqlens, initial_state, return_last_state)
         packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
         return SelectiveScan.apply(
@@ -176,7 +175,6 @@ class GroupOperators:
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
         tensors = Casts(x).all(tensors, lower=("x", "dt", "B", "C", "z"))
         self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
-        _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
         packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
@@ -211,7 +209,6 @@ class GroupOperators:
             return local(x, weight, bias, initial_state=initial_state, seq_idx=seq_idx, cu_seqlens=cu_seqlens, **options)
         x, weight, bias, initial_state = self._cast_convolution(x, weight, bias, initial_state)
         self._agree_on_convolution(x, weight, bias, initial_state, options, seq_idx, cu_seqlens)
-        _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
         if weight.shape[1] == 1:  # a step reads no other
             results = local(
@@ -264,7 +261,7 @@ class GroupOperators:
         named = {key: to.wide(value) if key in broadcast else to.lower(value) for key, value in named.items()}
         tensors = named | {"h0": to.wide(h0), "reset": reset}
         of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
-        self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
+        self._agree(name, local, tensors, options, of_steps, cu_seqlens, broadcast)
         if cu_seqlens is not None:
             cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens()
         first = named[names[0]]
@@ -334,28 +331,30 @@ class GroupOperators:
         options: Mapping[str, Any],
         of_steps: Mapping[str, int],
         cu_seqlens: Tensor | None = None,
-        takes_cu_seqlens: bool = False,
         broadcast: Sequence[str] = (),
     ) -> None:
         """Compares a call with those of the other ranks, unless it is being compiled.
 
         Args:
             operator: for messages.
-            local: the operator for one rank, which checks the arguments.
+            local: the operator for one rank, which checks the arguments, ``cu_seqlens`` included.
             tensors: arguments by name.
             options: the others.
             of_steps: the axis of time of the tensors that have one.
             cu_seqlens: of the whole sequence.
-            takes_cu_seqlens: whether states are those of its sequences.
             broadcast: tensors whose axis of time may have the size 1.
         """
+        refuses_states = cu_seqlens is not None and operator not in _RECURRENCES
         if torch.compiler.is_compiling():
+            if refuses_states:
+                _refuse_states(operator, tensors, options)
             return
         description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
         # The number of packed sequences changes from call to call: Spans compares it.
-        description |= {"cu_seqlens": describe(cu_seqlens, 0, "sequences + 1")}
+        ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
+        description |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
         h0 = tensors.get("h0")
-        if cu_seqlens is not None and h0 is not None and h0.dim() > 0 and h0.shape[0] == cu_seqlens.shape[0] - 1:
+        if ends > 0 and h0 is not None and h0.dim() > 0 and h0.shape[0] == ends - 1:
             description["h0"] = describe(h0, 0, "sequences")
         description |= {name: str(value) for name, value in options.items()}
         description |= {"exchange": self.exchange, "layer": self._layer or None}
@@ -371,10 +370,9 @@ class GroupOperators:
                     raise RuntimeError(
                         f"{operator}: expected {name} on {given[like].device} (the device of {like}), got {given[name].device}"
                     )
-            arguments = _on_meta(tensors)
-            if takes_cu_seqlens and cu_seqlens is not None:
-                arguments |= _on_meta({"cu_seqlens": cu_seqlens})
-            local(**arguments, **options)
+            if refuses_states:
+                _refuse_states(operator, tensors, options)
+            local(**_on_meta({**tensors, **given}), **options)
 
         self._agreement.check(operator, description, check)
 
@@ -385,8 +383,10 @@ def _passes(packing: Packing | None, reverse: bool) -> Tensor | None:
     return packing.passes_in_reverse() if reverse else packing.passes
 
 
-def _refuse_states(operator: str, cu_seqlens: Tensor | None, initial: Tensor | None, needs_final: bool) -> None:
-    if cu_seqlens is not None and (initial is not None or needs_final):
+def _refuse_states(operator: str, tensors: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> None:
+    initial = [tensors.get(name) for name in ("initial_state", "initial_states")]
+    needs_final = any(options.get(name) for name in ("return_last_state", "return_final_state", "return_final_states"))
+    if needs_final or any(state is not None for state in initial):
         raise ValueError(
             f"{operator}: expected neither initial nor final states with cu_seqlens over several ranks: every sequence would "
             "have its own"

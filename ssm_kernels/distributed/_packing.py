@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._agreement import by_rank
 from ._collectives import Gathering, Group
 
 __all__ = ["Packing", "Spans", "of_latest"]
@@ -147,8 +148,10 @@ class Spans:
         values = cu_seqlens.long()
         weights = torch.arange(1, values.shape[0] + 1, device=values.device)
         checksum, is_ascending = (values * weights).sum(), (values[1:] >= values[:-1]).all() & (values[0] == 0)
-        entries = is_ascending.long() * values.shape[0]
-        own = torch.stack([torch.full_like(checksum, seqlen), values[-1], checksum, entries])
+        sequences = torch.full_like(checksum, values.shape[0] - 1)
+        own = torch.stack(
+            [torch.full_like(checksum, seqlen), values[-1], checksum, torch.where(is_ascending, sequences, ~sequences)]
+        )
         table = Gathering([own], group, "lengths of the spans").wait()[0]
         lengths = table[:, 0]
         if not torch.compiler.is_compiling() and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -158,10 +161,9 @@ class Spans:
     @staticmethod
     def _check(operator: str, table: list[list[int]]) -> None:
         if any(row[1:] != table[0][1:] for row in table):
-            raise ValueError(
-                f"{operator}: expected the same cu_seqlens on every rank, got others, that end at {[row[1] for row in table]}"
-            )
-        if table[0][3] == 0:
+            others = [f"{max(row[3], ~row[3])} sequences that end at {row[1]} (checksum {row[2]})" for row in table]
+            raise ValueError(f"{operator}: expected the same cu_seqlens on every rank, got {by_rank(others)}")
+        if table[0][3] < 0:
             raise ValueError(f"{operator}: expected cu_seqlens that begin at 0 and do not decrease")
         lengths = [row[0] for row in table]
         if sum(lengths) != table[0][1]:
