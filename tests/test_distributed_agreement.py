@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from torch import Tensor
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
+from torch.distributed.tensor.parallel import parallelize_module
+
 from ssm_kernels import distributed
-from ssm_kernels.distributed import _agreement, _packing, sum_gradients
+from ssm_kernels import nn as layers
+from ssm_kernels.distributed import ContextParallel, _agreement, _packing, sum_gradients
 
 
 def check_drops(mesh: Mesh) -> None:
@@ -114,13 +118,52 @@ def check_comparisons(mesh: Mesh) -> None:
         total = torch.tensor(reads)
         dist.all_reduce(total, group=fresh)
         assert total.item() == 2 * (2 * dist.get_world_size(group) - 1)
-        assert fresh in _agreement._histories and fresh in _packing._latest
+        assert fresh in _agreement._histories
         dist.destroy_process_group(fresh)
-        known = len(_agreement._histories), len(_packing._latest)
+        known = len(_agreement._histories)
         del fresh
         gc.collect()
-        assert states() is None and known == (len(_agreement._histories) + 1, len(_packing._latest) + 1)
+        assert states() is None and known == len(_agreement._histories) + 1
 
 
 def test_comparisons_of_ranks(processes: Processes):
     processes.check(Place((4,)), check_comparisons)
+
+
+def check_copied_tensor(mesh: Mesh) -> None:
+    """Where a rank alone passes a copy of the other layers' ``seq_idx``, every rank gets an error; functions take it."""
+    rank, x = mesh.get_local_rank(), torch.randn(1, 6, 4)
+    seq_idx = torch.zeros(1, 6, dtype=torch.int64)
+    own = seq_idx if rank == 0 else seq_idx.clone()
+    u, A = x.transpose(1, 2), -torch.ones(4, 3)
+    results = [distributed.selective_scan(u, u, A, u[:, :3], u[:, :3], seq_idx=each, group=mesh) for each in (seq_idx, own)]
+    assert torch.equal(*results)
+
+    model = nn.Sequential(*(layers.Mamba2(4, 3, headdim=2) for _ in range(2)))
+    parallelize_module(model, mesh, ContextParallel())
+    model[0](x, seq_idx=seq_idx)
+    expected = "expected the same tensor on every rank, got that of an earlier call on rank 0 and a new one on rank 1"
+    with pytest.raises(ValueError, match=expected):
+        model[1](x, seq_idx=own)
+    model[1](x, seq_idx=seq_idx)
+
+
+def check_tensors_are_released(mesh: Mesh) -> None:
+    """What layers know of packed sequences ends with the tensors."""
+    layer, known = layers.Mamba2(4, 3, headdim=2), _packing._known
+    parallelize_module(layer, mesh, ContextParallel())
+    seq_idx, cu_seqlens = torch.zeros(1, 6, dtype=torch.int64), torch.tensor([0, 12])
+    before = len(known.get(mesh.get_group(), ()))
+    with torch.no_grad():
+        for options in ({"seq_idx": seq_idx}, {"cu_seqlens": cu_seqlens}, {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}):
+            layer(torch.randn(1, 6, 4), **options)
+    assert len(known[mesh.get_group()]) == before + 2
+    tensors = [weakref.ref(tensor) for tensor in (seq_idx, cu_seqlens)]
+    del seq_idx, cu_seqlens, options
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None, None] and len(known[mesh.get_group()]) <= before
+
+
+@pytest.mark.parametrize("check", [check_copied_tensor, check_tensors_are_released])
+def test_tensors_of_earlier_calls(processes: Processes, check: Callable[[Mesh], None]):
+    processes.check(Place((2,)), check)

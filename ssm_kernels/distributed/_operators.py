@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
 from ._convolution import CausalConv1d
-from ._packing import Packing, Spans, of_latest
+from ._packing import Known, Packing, Spans
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
 __all__ = ["GroupOperators"]
+
+_Made = TypeVar("_Made", Packing, Spans)
 
 # By recurrence: the names of its inputs, and how many of them broadcast.
 _RECURRENCES = {
@@ -123,11 +125,11 @@ class GroupOperators:
         of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
         tensors = Casts(u).all(tensors, lower=("u", "delta", "z", *matrices))
         self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
-        packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
+        numbers, packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
         return SelectiveScan.apply(
             *(tensors[name] for name in names),
-            None if packing is None else packing.seq_idx,
+            numbers,
             _passes(packing, reverse),
             discretization,
             delta_softplus,
@@ -175,11 +177,11 @@ class GroupOperators:
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
         tensors = Casts(x).all(tensors, lower=("x", "dt", "B", "C", "z"))
         self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
-        packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
+        numbers, packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
-            None if packing is None else packing.seq_idx,
+            numbers,
             _passes(packing, reverse),
             chunk_size,
             dt_softplus,
@@ -209,7 +211,7 @@ class GroupOperators:
             return local(x, weight, bias, initial_state=initial_state, seq_idx=seq_idx, cu_seqlens=cu_seqlens, **options)
         x, weight, bias, initial_state = self._cast_convolution(x, weight, bias, initial_state)
         self._agree_on_convolution(x, weight, bias, initial_state, options, seq_idx, cu_seqlens)
-        packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
+        numbers, packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
         if weight.shape[1] == 1:  # a step reads no other
             results = local(
                 x, weight, bias, seq_idx=seq_idx, initial_state=initial_state, activation=activation, return_final_state=True
@@ -220,7 +222,7 @@ class GroupOperators:
             weight,
             bias,
             initial_state,
-            None if packing is None else packing.seq_idx,
+            numbers,
             None if packing is None else packing.past,
             activation,
             return_final_state,
@@ -263,7 +265,7 @@ class GroupOperators:
         of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
         self._agree(name, local, tensors, options, of_steps, cu_seqlens, broadcast)
         if cu_seqlens is not None:
-            cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens()
+            cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens(cu_seqlens)
         first = named[names[0]]
         return LinearRecurrence.apply(
             name,
@@ -289,20 +291,48 @@ class GroupOperators:
             return None
         return None if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else self._layer
 
-    def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
-        """The packed sequences of a call; new ones begin where either argument says so."""
+    def _packing(
+        self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Packing | None]:
+        """The numbers of this rank's steps and the packed sequences of a call; new ones begin where either argument says so."""
         given = [tensor for tensor in (cu_seqlens, seq_idx) if tensor is not None]
+        if not given:
+            return None, None
 
         def make() -> Packing:
-            numbers = [] if seq_idx is None else [seq_idx]
-            if cu_seqlens is not None:
-                numbers.append(self._spans(operator, cu_seqlens, seqlen).seq_idx())
-            return Packing(numbers, self.group)
+            of_spans = None if cu_seqlens is None else self._spans(operator, cu_seqlens, seqlen).seq_idx(cu_seqlens)
+            return Packing(seq_idx, of_spans, self.group)
 
-        return of_latest(Packing, given, seqlen, self.group, make) if given else None
+        packing = self._known(Packing, operator, given, seqlen, make)
+        return (seq_idx if packing.numbers is None else packing.numbers), packing
 
     def _spans(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> Spans:
-        return of_latest(Spans, [cu_seqlens], seqlen, self.group, lambda: Spans(operator, cu_seqlens, seqlen, self.group))
+        return self._known(Spans, operator, [cu_seqlens], seqlen, lambda: Spans(operator, cu_seqlens, seqlen, self.group))
+
+    def _known(
+        self, kind: type[_Made], operator: str, tensors: Sequence[Tensor], seqlen: int, make: Callable[[], _Made]
+    ) -> _Made:
+        """Makes a ``Packing`` or ``Spans``, which gathers, or returns that of an earlier call with the same tensors.
+
+        The layers of a module compare whether the tensors are those of an earlier call, because a rank that gathered alone
+        would wait for the others. Functions gather in every call: they compare a call only once, and the answer changes.
+        Compiled code and CUDA graphs, which run again with other values, gather as well.
+        """
+        is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._layer == 0 or torch.compiler.is_compiling() or is_captured:
+            return make()
+        known = Known(kind, tensors, seqlen, self.group)
+        # Ranks may differ in what they recompute in backward: what forward has kept needs no other rank.
+        if known.made is None or torch._C._current_graph_task_id() == -1:
+            description = {"tensor": "a new one" if known.made is None else "that of an earlier call", "layer": self._layer}
+            what = "seq_idx or cu_seqlens" if kind is Packing else "cu_seqlens"
+            self._agreement.check(f"{operator}, {what}", description, lambda: None)
+        if known.made is not None:
+            assert isinstance(known.made, kind)
+            return known.made
+        made = make()
+        known.keep(made)
+        return made
 
     @staticmethod
     def _cast_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None) -> tuple[Any, ...]:

@@ -7,70 +7,89 @@ it.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._agreement import by_rank
 from ._collectives import Gathering, Group
 
-__all__ = ["Packing", "Spans", "of_latest"]
-
-_Made = TypeVar("_Made")
+__all__ = ["Known", "Packing", "Spans"]
 
 # More steps than a sequence has: the initial state stands for any number of steps before the first.
 _ALL = 1 << 40
 
 
-class _Latest(NamedTuple):
-    tensors: list[weakref.ref[Tensor]]
+class _Entry(NamedTuple):
+    others: list[weakref.ref[Tensor]]
     versions: list[int]
     seqlen: int
-    made: object
+    made: Packing | Spans
 
 
 # By the process group itself: a later one may have the same name.
-_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[type, _Latest]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
 
 
-def of_latest(kind: type[_Made], tensors: Sequence[Tensor], seqlen: int, group: Group, make: Callable[[], _Made]) -> _Made:
-    """Makes a ``Packing`` or ``Spans``, or returns that of the group's latest call if it had the same tensors, unchanged.
+class Known:
+    """What the ranks have exchanged about the tensors of an earlier call, for as long as the first of them lives.
 
-    All layers of a model get the same tensors, so that one collective and one check serve them all. Every rank decides this
-    alike, because every rank makes the same calls. Compiled code and CUDA graphs, which run again with other values, and
-    inference tensors, which have no version, make a new one.
+    All layers of a model get the same tensors, so that one collective and one check serve them all. Ranks may disagree whether
+    a tensor is that of an earlier call: the caller lets them compare it.
+
+    Args:
+        kind: ``Packing`` or ``Spans``.
+        tensors: of this call, at least one. Inference tensors, which have no version, are always new.
+        seqlen: this rank's steps.
+        group: the ranks.
+
+    Attributes:
+        made: that of an earlier call with the same tensors, unchanged, or None.
     """
-    is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or is_captured or any(tensor.is_inference() for tensor in tensors):
-        return make()
-    versions = [tensor._version for tensor in tensors]
-    of_group = _latest.setdefault(group.process_group, {})
-    latest = of_group.get(kind)
-    if latest is not None and (latest.versions, latest.seqlen) == (versions, seqlen):
-        same = len(latest.tensors) == len(tensors)
-        if same and all(reference() is tensor for reference, tensor in zip(latest.tensors, tensors, strict=True)):
-            assert isinstance(latest.made, kind)
-            return latest.made
-    made = make()
-    of_group[kind] = _Latest([weakref.ref(tensor) for tensor in tensors], versions, seqlen, made)
-    return made
+
+    def __init__(self, kind: type[Packing | Spans], tensors: Sequence[Tensor], seqlen: int, group: Group) -> None:
+        self._kind, self._tensors, self._seqlen = kind, tensors, seqlen
+        self.made: Packing | Spans | None = None
+        self._of_tensor: dict[type, _Entry] | None = None
+        if any(tensor.is_inference() for tensor in tensors):
+            return
+        self._of_tensor = _known.setdefault(group.process_group, WeakTensorKeyDictionary()).setdefault(tensors[0], {})
+        entry = self._of_tensor.get(kind)
+        if entry is not None and (entry.versions, entry.seqlen) == (self._versions(), seqlen):
+            others = [reference() for reference in entry.others]
+            if len(others) == len(tensors) - 1 and all(map(operator.is_, others, tensors[1:])):
+                self.made = entry.made
+
+    def keep(self, made: Packing | Spans) -> None:
+        """Keeps what this call has made. It must not refer to the call's tensors, which it would keep alive."""
+        if self._of_tensor is not None:
+            others = [weakref.ref(tensor) for tensor in self._tensors[1:]]
+            self._of_tensor[self._kind] = _Entry(others, self._versions(), self._seqlen, made)
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
 
 
 class Packing:
     """The sequences of a rank's steps, and those that go on across borders.
 
+    A sequence begins where ``seq_idx`` or ``cu_seqlens`` says so, and goes on across a border where its numbers on both sides
+    are equal.
+
     Args:
-        numbers: each (batch, seqlen), int32 or int64: numbers of this rank's steps. A sequence begins where any of them
-            changes, and goes on across a border where all of them are equal on both sides.
+        seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps, or None.
+        of_spans: the same from ``cu_seqlens``, or None.
         group: the ranks.
 
     Attributes:
-        seq_idx: a number for each of this rank's steps that changes where a sequence begins: ``numbers``, if there is one.
-            Negative where one of them is.
+        numbers: with ``of_spans``, a number for each of this rank's steps that changes where a sequence begins, and is negative
+            where ``seq_idx`` is. Else None: ``seq_idx`` itself, which this object does not keep alive.
         past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
             one of its numbers is negative, which is padding for convolutions. The last row is of the border after the last
             rank: the steps of the last sequence. A span without steps has the numbers of the border after it.
@@ -79,10 +98,11 @@ class Packing:
             same for scans that run backwards in time.
     """
 
-    def __init__(self, numbers: Sequence[Tensor], group: Group) -> None:
+    def __init__(self, seq_idx: Tensor | None, of_spans: Tensor | None, group: Group) -> None:
+        numbers = [number for number in (seq_idx, of_spans) if number is not None]
         batch, seqlen = numbers[0].shape
         begins = _changes(numbers)
-        self.seq_idx = numbers[0] if len(numbers) == 1 else _numbered(numbers, begins)
+        self.numbers = of_spans if seq_idx is None or of_spans is None else _numbered(seq_idx, begins)
         if seqlen > 0:
             # The steps after the last change.
             trailing = (begins.long().flip(1).cumsum(1) == 0).sum(1) + 1
@@ -134,7 +154,7 @@ class Spans:
     """The places of the ranks' spans in packed sequences that ``cu_seqlens`` describes.
 
     Args:
-        operator: for messages.
+        name: of the operator, for messages.
         cu_seqlens: (sequences + 1,), int32 or int64, of the whole sequence: the same on every rank.
         seqlen: this rank's steps.
         group: the ranks.
@@ -144,7 +164,7 @@ class Spans:
             the sum of the spans' lengths. Neither compiled code nor a CUDA graph under capture checks it.
     """
 
-    def __init__(self, operator: str, cu_seqlens: Tensor, seqlen: int, group: Group) -> None:
+    def __init__(self, name: str, cu_seqlens: Tensor, seqlen: int, group: Group) -> None:
         values = cu_seqlens.long()
         weights = torch.arange(1, values.shape[0] + 1, device=values.device)
         checksum, is_ascending = (values * weights).sum(), (values[1:] >= values[:-1]).all() & (values[0] == 0)
@@ -155,31 +175,31 @@ class Spans:
         table = Gathering([own], group, "lengths of the spans").wait()[0]
         lengths = table[:, 0]
         if not torch.compiler.is_compiling() and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._check(operator, table.tolist())
-        self._begin, self._seqlen, self._cu_seqlens = lengths[: group.rank].sum(), seqlen, cu_seqlens
+            self._check(name, table.tolist())
+        self._begin, self._seqlen = lengths[: group.rank].sum(), seqlen
 
     @staticmethod
-    def _check(operator: str, table: list[list[int]]) -> None:
+    def _check(name: str, table: list[list[int]]) -> None:
         if any(row[1:] != table[0][1:] for row in table):
             others = [f"{max(row[3], ~row[3])} sequences that end at {row[1]} (checksum {row[2]})" for row in table]
-            raise ValueError(f"{operator}: expected the same cu_seqlens on every rank, got {by_rank(others)}")
+            raise ValueError(f"{name}: expected the same cu_seqlens on every rank, got {by_rank(others)}")
         if table[0][3] < 0:
-            raise ValueError(f"{operator}: expected cu_seqlens that begin at 0 and do not decrease")
+            raise ValueError(f"{name}: expected cu_seqlens that begin at 0 and do not decrease")
         lengths = [row[0] for row in table]
         if sum(lengths) != table[0][1]:
             raise ValueError(
-                f"{operator}: expected cu_seqlens that end at the sum of the spans' lengths, {' + '.join(map(str, lengths))} = "
+                f"{name}: expected cu_seqlens that end at the sum of the spans' lengths, {' + '.join(map(str, lengths))} = "
                 f"{sum(lengths)}, got {table[0][1]}"
             )
 
-    def seq_idx(self) -> Tensor:
-        """The numbers of this rank's steps, (1, seqlen), int64."""
-        steps = self._begin + torch.arange(self._seqlen, device=self._cu_seqlens.device)
-        return torch.searchsorted(self._cu_seqlens.long(), steps, right=True)[None]
+    def seq_idx(self, cu_seqlens: Tensor) -> Tensor:
+        """The numbers of this rank's steps, (1, seqlen), int64, for the ``cu_seqlens`` that this object was made of."""
+        steps = self._begin + torch.arange(self._seqlen, device=cu_seqlens.device)
+        return torch.searchsorted(cu_seqlens.long(), steps, right=True)[None]
 
-    def cu_seqlens(self) -> Tensor:
+    def cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The part of ``cu_seqlens`` in this rank's span: sequences of other ranks have no steps."""
-        return (self._cu_seqlens - self._begin.to(self._cu_seqlens.dtype)).clamp(0, self._seqlen)
+        return (cu_seqlens - self._begin.to(cu_seqlens.dtype)).clamp(0, self._seqlen)
 
 
 def _changes(numbers: Sequence[Tensor]) -> Tensor:
@@ -190,10 +210,7 @@ def _changes(numbers: Sequence[Tensor]) -> Tensor:
     return changes
 
 
-def _numbered(numbers: Sequence[Tensor], begins: Tensor) -> Tensor:
-    """Numbers that change where a sequence begins, from ``_changes``, and are negative where one of ``numbers`` is."""
-    count = torch.nn.functional.pad(begins.cumsum(1), (1, 0))[:, : numbers[0].shape[1]]
-    is_padding = numbers[0] < 0
-    for number in numbers[1:]:
-        is_padding = is_padding | (number < 0)
-    return torch.where(is_padding, ~count, count)
+def _numbered(seq_idx: Tensor, begins: Tensor) -> Tensor:
+    """Numbers that change where a sequence begins, from ``_changes``, and are negative where ``seq_idx`` is."""
+    count = torch.nn.functional.pad(begins.cumsum(1), (1, 0))[:, : seq_idx.shape[1]]
+    return torch.where(seq_idx < 0, ~count, count)

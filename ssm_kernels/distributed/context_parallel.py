@@ -98,13 +98,13 @@ class _Context(GroupOperators):
         named_options = dict(zip(options._fields, options, strict=True))
         check = functools.partial(mixer, cu_seqlens=None)
         self._agree("Mamba2", check, tensors, named_options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
-        packing = self._packing("Mamba2", given.projected.shape[1], given.seq_idx, cu_seqlens)
+        numbers, packing = self._packing("Mamba2", given.projected.shape[1], given.seq_idx, cu_seqlens)
         to, chain = Casts(given.projected), self._chain()
         node = Mamba2Mixer if chain is None else ChainedMamba2Mixer
         out: Tensor = node.apply(
             to.lower(given.projected),
             *map(to.wide, given[1:7]),
-            *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.passes)),
+            *((None,) * 3 if packing is None else (numbers, packing.past, packing.passes)),
             options,
             self.group,
             norm,
