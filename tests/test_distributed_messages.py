@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, keep_exchanged_states, linear_scan
+from ssm_kernels.distributed import ContextParallel, _messages, keep_exchanged_states, linear_scan
 from ssm_kernels.distributed._messages import _Tag
 
 SECONDS = 10  # before a rank no longer waits for another
@@ -218,6 +219,27 @@ def check_deferred_error(mesh: Mesh) -> None:
 @pytest.mark.parametrize("place", [param(TWO_GPUS)])
 def test_a_device_does_not_wait_for_the_comparison(processes: Processes, place: Place):
     processes.check(place, on_new_group, check_deferred_error, 2)
+
+
+def check_exit(mesh: Mesh) -> None:
+    """A rank that ends through an exception waits for the receivers of its messages for a short time, not for the group's."""
+    a = steps(mesh).detach()
+    scan(mesh, a)
+    if mesh.get_local_rank() > 0:
+        return
+    scan(mesh, a)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "last_value", ValueError(), raising=False)
+        patch.setattr(_messages, "_SECONDS_AFTER_ERROR", 0.2)
+        began = time.perf_counter()
+        _messages._wait_for_receivers()
+    assert 0.1 < time.perf_counter() - began < SECONDS / 2
+    # The pool's process must not wait for it when it ends.
+    _messages._traffic[mesh.get_group()].under_way.clear()
+
+
+def test_failed_processes_end(processes: Processes):
+    processes.check(Place((4,)), on_new_group, check_exit, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import datetime
+import sys
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -36,6 +39,9 @@ __all__ = ["Chain", "keep_exchanged_states"]
 
 # A sender waits for its oldest message where more are under way. gloo does not tell before a wait whether one has arrived.
 _MOST_UNDER_WAY = 64
+
+# A process that ends through an exception waits so long for the receivers of its messages.
+_SECONDS_AFTER_ERROR = 3.0
 
 _TAG = Layout(((1,),), (torch.int64,))
 
@@ -134,11 +140,19 @@ _traffic: weakref.WeakKeyDictionary[dist.ProcessGroup, _Traffic] = weakref.WeakK
 
 @atexit.register
 def _wait_for_receivers() -> None:
-    """With gloo, a process that ended before its neighbour has received would take the message with it."""
+    """With gloo, a process that ended before its neighbour has received would take the message with it.
+
+    A process that ends through an exception waits for a few seconds only: a launcher sees its failure when it has ended.
+    """
+    limit = time.monotonic() + _SECONDS_AFTER_ERROR if getattr(sys, "last_value", None) is not None else None
     for traffic in [*_traffic.values()]:
         for work, _ in traffic.under_way:
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                if limit is None:
+                    work.wait()
+                else:
+                    # A time-out of zero would be none.
+                    work.wait(datetime.timedelta(seconds=max(limit - time.monotonic(), 0.001)))
 
 
 def _send(message: Tensor, rank: int, size: int, group_name: str, peer: int, tag: int) -> Tensor:
