@@ -165,7 +165,11 @@ def _send(message: Tensor, rank: int, size: int, group_name: str, peer: int, tag
         while messages and messages[0][0].is_completed():
             messages.popleft()
         while len(messages) >= _MOST_UNDER_WAY:
-            messages[0][0].wait()
+            work, oldest = messages[0]
+            work.wait()
+            if oldest.is_cuda:
+                # Only the current stream has waited, and the memory may be that of another one.
+                oldest.record_stream(torch.cuda.current_stream(oldest.device))
             messages.popleft()
         work = dist.isend(message, group=process_group, group_dst=peer)
     messages.append((work, message))
