@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import itertools
 import math
@@ -23,7 +24,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, _agreement, _packing, sum_gradients
+from ssm_kernels.distributed import ContextParallel, _agreement, _packing, _reductions, sum_gradients
+from ssm_kernels.distributed._collectives import Group
 
 
 def check_drops(mesh: Mesh) -> None:
@@ -167,3 +169,22 @@ def check_tensors_are_released(mesh: Mesh) -> None:
 @pytest.mark.parametrize("check", [check_copied_tensor, check_tensors_are_released])
 def test_tensors_of_earlier_calls(processes: Processes, check: Callable[[Mesh], None]):
     processes.check(Place((2,)), check)
+
+
+def check_failed_sums(mesh: Mesh) -> None:
+    """A rank that waits in vain for a sum gets an error that names it."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+    if mesh.get_local_rank() > 0:
+        return
+    layer = nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"sum_gradients: the all-reduce failed on rank 0 of 2: a rank has died"):
+        sum_gradients(layer, group)
+    # The failure has closed the connections of the group.
+    for call, name in ((_reductions.all_reduce, "all_reduce"), (_reductions.all_gather, "all_gather_into_tensor")):
+        with pytest.raises(RuntimeError, match=f"tensor parallelism: {name} failed on rank 0 of 2: a rank has died"):
+            call(torch.ones(1, 1, 1), Group.of(group))
+
+
+def test_failed_sums_have_names(processes: Processes):
+    processes.check(Place((4,)), check_failed_sums)

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "Layout", "check_dimensions", "tie"]
+__all__ = ["Gathering", "Group", "GroupLike", "Layout", "check_dimensions", "failure", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
@@ -61,6 +61,11 @@ class Group:
         if rank < 0:
             raise ValueError(f"context parallelism: expected a group of this process, rank {dist.get_rank()}")
         return cls(group.group_name, dist.get_world_size(group), rank)
+
+    @classmethod
+    def named(cls, name: str) -> Group:
+        """The group that has PyTorch's name ``name`` now."""
+        return cls.of(cls(name, 0, 0).process_group)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -164,6 +169,17 @@ class Layout:
         return [size + -size % 8 for size in sizes]
 
 
+def failure(what: str, group: Group | None, error: RuntimeError) -> RuntimeError:
+    """The error of a collective that has failed: ``what`` names it, and ``group`` None is the default group."""
+    from ._agreement import calls_of_others
+
+    group = group or Group.of(None)
+    return RuntimeError(
+        f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come within "
+        f"the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"
+    )
+
+
 class Gathering:
     """An all-gather under way, of tensors whose shapes and dtypes are the same on every rank.
 
@@ -199,11 +215,5 @@ class Gathering:
         try:
             result: Tensor = operator(*arguments)
         except RuntimeError as error:
-            from ._agreement import calls_of_others
-
-            raise RuntimeError(
-                f"{self._what}: the all-gather failed on rank {self._group.rank} of {self._group.size}: a rank has died, has "
-                f"made another call, or has not come within the time-out of the group.{calls_of_others(self._group)} PyTorch's "
-                f"message: {error}"
-            ) from error
+            raise failure(f"{self._what}: the all-gather", self._group, error) from error
         return result

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ._collectives import Group
+from ._collectives import Group, failure
 
 __all__ = [
     "all_gather",
@@ -43,19 +43,31 @@ _functional = torch.ops._c10d_functional
 
 
 def _run(operator: torch._ops.OpOverload, *arguments: Any) -> Tensor:
+    """Starts a collective. The name of the group is the last argument."""
     if torch.compiler.is_compiling():
         return cast(Tensor, operator(*arguments))
     # PyTorch registers the autograd of its collectives in Python. The nodes here need none of it.
-    with torch._C._AutoDispatchBelowAutograd():
-        return cast(Tensor, operator(*arguments))
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return cast(Tensor, operator(*arguments))
+    except RuntimeError as error:
+        what = f"tensor parallelism: {operator.name().partition('::')[2]}"
+        raise failure(what, Group.named(arguments[-1]), error) from error
 
 
-def wait(started: Tensor) -> Tensor:
-    return _run(_functional.wait_tensor.default, started)
+def wait(started: Tensor, what: str = "a collective", group: Group | None = None) -> Tensor:
+    """``what`` and ``group`` are for the message of an error; None stands for the default group."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _functional.wait_tensor.default(started))
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return cast(Tensor, _functional.wait_tensor.default(started))
+    except RuntimeError as error:
+        raise failure(f"tensor parallelism: {what}", group, error) from error
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    return wait(_run(_functional.all_reduce.default, tensor.contiguous(), "sum", group.name))
+    return wait(_run(_functional.all_reduce.default, tensor.contiguous(), "sum", group.name), "all_reduce", group)
 
 
 def start_all_reduce(tensor: Tensor, group: Group) -> Tensor:
@@ -67,7 +79,8 @@ def start_all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """Spans of the steps, (batch, seqlen / ranks, channels), of all ranks one after another."""
-    gathered = wait(_run(_functional.all_gather_into_tensor.default, tensor.contiguous(), group.size, group.name))
+    started = _run(_functional.all_gather_into_tensor.default, tensor.contiguous(), group.size, group.name)
+    gathered = wait(started, "all_gather_into_tensor", group)
     return gathered.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -85,7 +98,8 @@ def sum_of_each(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     # In the order of the tensors, which is that of the other ranks.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = wait(start_all_reduce(torch.cat([tensors[place].flatten() for place in places]), group))
+        flat = torch.cat([tensors[place].flatten() for place in places])
+        flat = wait(start_all_reduce(flat, group), "all_reduce", group)
         pieces = flat.split([tensors[place].numel() for place in places])
         for place, piece in zip(places, pieces, strict=True):
             sums[place] = piece.view(tensors[place].shape)
@@ -96,7 +110,9 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, scatters: bool) -> Tensor:
         ctx.group, ctx.scatters = group, scatters
-        return wait(start_reduce_scatter(tensor, group)) if scatters else all_reduce(tensor, group)
+        if scatters:
+            return wait(start_reduce_scatter(tensor, group), "reduce_scatter_tensor", group)
+        return all_reduce(tensor, group)
 
     @staticmethod
     @once_differentiable

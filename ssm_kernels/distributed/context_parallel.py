@@ -21,7 +21,7 @@ from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
 from ._agreement import Agreement
 from ._casts import Casts
-from ._collectives import Gathering, Group, GroupLike, check_dimensions
+from ._collectives import Gathering, Group, GroupLike, check_dimensions, failure
 from ._convolution import MambaConv, is_gate
 from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
 from ._operators import GroupOperators, choose_exchange
@@ -215,9 +215,13 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
             if parameter.grad is None:
                 are_present[i].zero_()
         total = torch.cat([*(gradient.flatten() for gradient in gradients), are_present])
-        total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
+        try:
+            total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
+            total = torch.ops._c10d_functional.wait_tensor(total)
+        except RuntimeError as error:
+            raise failure("sum_gradients: the all-reduce", ranks, error) from error
         sizes = [*(gradient.numel() for gradient in gradients), len(gradients)]
-        *parts, counts = torch.ops._c10d_functional.wait_tensor(total).split(sizes)
+        *parts, counts = total.split(sizes)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
         if any(parameter.grad is None for parameter, _ in bucket):
