@@ -188,3 +188,19 @@ def check_failed_sums(mesh: Mesh) -> None:
 
 def test_failed_sums_have_names(processes: Processes):
     processes.check(Place((4,)), check_failed_sums)
+
+
+def check_lost_store(mesh: Mesh) -> None:
+    """Without the store, the ranks' calls cannot be compared: the error says this, and not that a rank is late."""
+    server, limit = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), datetime.timedelta(seconds=5)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    expected = r"linear_scan: rank \d makes a call with new arguments, .* the store of the process group cannot be reached"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_agreement, "_store", lambda group: (store, limit))
+        with pytest.raises(RuntimeError, match=expected):
+            distributed.linear_scan(*torch.rand(2, 1, 5, 17), group=mesh)
+
+
+def test_lost_store(processes: Processes):
+    processes.check(Place((2,)), check_lost_store)

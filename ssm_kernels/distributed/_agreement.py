@@ -139,6 +139,17 @@ def _store(group: Group) -> tuple[Any, datetime.timedelta]:
 
 def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns rank 0's finding about the calls of all ranks: type and message of an error, or None if the calls are equal."""
+    try:
+        return _exchange_through_store(group, operator, call)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and cannot compare it with those "
+            "of other ranks: the store of the process group cannot be reached. The process that holds it, in most cases that "
+            f"of rank 0, has ended. PyTorch's message: {error}"
+        ) from error
+
+
+def _exchange_through_store(group: Group, operator: str, call: Mapping[str, Any]) -> tuple[str, str] | None:
     history = _histories.setdefault(group.process_group, _History())
     number = history.comparisons
     history.comparisons += 1
@@ -172,7 +183,9 @@ def _wait(group: Group, operator: str, call: Mapping[str, Any], keys: list[str],
         try:
             store.wait(awaited, timeout)
             return
-        except RuntimeError:  # the store's time-out, or the store has died with its rank
+        except dist.DistNetworkError:  # the store has ended with its rank
+            raise
+        except RuntimeError:  # the store's time-out
             with contextlib.suppress(RuntimeError):
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if absent:
