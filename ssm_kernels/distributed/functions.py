@@ -1,7 +1,14 @@
 """The operators of ``ssm_kernels`` over a sequence whose spans are on several ranks: context parallelism.
 
 Each rank of a group passes its own contiguous span, in the order of the ranks, and gets the outputs of its span. Spans may have
-unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, and:
+unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, with these
+exceptions:
+
+- There is no ``states_at``.
+- ``selective_scan``, ``ssd_chunk_scan`` and ``causal_conv1d`` take and return no states beside ``cu_seqlens``.
+- The recurrences are differentiable once: a second derivative raises a RuntimeError.
+
+And:
 
 - ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
 - ``exchange``: how states pass from rank to rank: "chain", from neighbour to neighbour; "summaries", by an all-gather; or None,
