@@ -6,6 +6,7 @@ import copy
 import datetime
 import functools
 import itertools
+import math
 import os
 import pickle
 import sys
@@ -38,6 +39,7 @@ from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from torch import Tensor
 
 from ssm_kernels import nn as layers
+from ssm_kernels._mixers import Mamba2Options, Mamba2Tensors
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
@@ -518,6 +520,10 @@ def check_errors(mesh: Mesh) -> None:
     states = layer.allocate_inference_cache(1, 5)
     raises(ValueError, "no inference_params and no step", lambda: layer.step(torch.randn(1, 1, 4), *states))
     raises(TypeError, "expected a state_dict", lambda: pickle.dumps(layer))
+    tensors = dict.fromkeys(Mamba2Tensors._fields) | {"ssm_state": torch.zeros(1, 2, 2, 3)}
+    options = Mamba2Options(2, 1, 3, None, 0.0, math.inf, 1e-5, False, "zoh")
+    expected = "expected neither conv_state nor ssm_state over several ranks"
+    raises(ValueError, expected, lambda: layer.context.mamba2_mixer(*tensors.values(), *options))
     rank = mesh.get_local_rank()
     gru = parallelize(layers.MinGRU(4, 3, bidirectional=True, batch_first=True), mesh)
     x, reset = torch.randn(1 + rank, 5, 4), torch.zeros(1 + rank, 5, dtype=torch.bool)

@@ -84,7 +84,7 @@ class _Context(GroupOperators):
         return out, last_state
 
     def mamba2_mixer(self, *arguments: Any, norm: SplitNorm | None = None) -> tuple[Tensor, None, None]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without final states.
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without initial and final states.
 
         ``norm`` describes one whose groups are on several ranks of tensor parallelism.
         """
@@ -93,6 +93,8 @@ class _Context(GroupOperators):
             local = mixer if norm is None else functools.partial(split_mamba2_mixer, norm=norm)
             return local(*arguments)[0], None, None
         given, options = mamba2_arguments(arguments)
+        if given.conv_state is not None or given.ssm_state is not None:
+            raise ValueError("Mamba2: expected neither conv_state nor ssm_state over several ranks, got states of a cache")
         tensors = dict(zip(given._fields, given, strict=True))
         cu_seqlens = tensors.pop("cu_seqlens")
         named_options = dict(zip(options._fields, options, strict=True))
