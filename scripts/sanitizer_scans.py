@@ -86,7 +86,7 @@ def scan_cases() -> Iterator[ScanCase]:
     yield case("sequences of seq_idx", batch=2, seqlen=130, resets=((1, 32, 97), (64,)))
     yield case("packed, many tiles of channels", dim=250, dstate=3, **packed)
     for dtype in DTYPES:
-        for layout, seqlen in (("contiguous", 128), ("offset", 131), ("transposed", 131), ("sliced", 70)):
+        for layout, seqlen in (("contiguous", 128), ("contiguous", 200), ("offset", 131), ("transposed", 131), ("sliced", 70)):
             yield case("reverse", reverse=True, dim=64, seqlen=seqlen, dtype=dtype, layout=layout)
         yield case("reverse, short", reverse=True, dtype=dtype, dim=40, seqlen=27)
         yield case("reverse, packed", reverse=True, dtype=dtype, dim=64, layout="transposed", **packed)

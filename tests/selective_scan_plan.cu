@@ -20,11 +20,12 @@ alignas(kVectorBytes) unsigned char present[kVectorBytes];
 
 struct Options {
   int64_t batch, dim, seqlen, dstate;
-  bool z, saves, constant_B, constant_C, packed;
+  bool z, saves, constant_B, constant_C, packed, reverse;
 };
 constexpr int64_t kPackedSequences = 100;
 
-void set_inputs(SelectiveScanParams& p, const Options& o) {
+// `bytes` of a number. Reversed rows end at a multiple of kVectorBytes.
+void set_inputs(SelectiveScanParams& p, const Options& o, int64_t bytes) {
   p.batch = p.rows = o.batch;
   if (o.packed) {
     p.rows = kPackedSequences;
@@ -34,11 +35,13 @@ void set_inputs(SelectiveScanParams& p, const Options& o) {
   p.seqlen = o.seqlen;
   p.dstate = o.dstate;
   p.chunk_length = chunk_length(o.dstate);
-  p.u = p.delta = {present, o.dim * o.seqlen, o.seqlen, 1};
+  void* const first = o.reverse ? present + kVectorBytes - bytes : present;
+  const int64_t step = o.reverse ? -1 : 1;
+  p.u = p.delta = {first, o.dim * o.seqlen, o.seqlen, step};
   if (o.z) p.z = p.u;
   const auto matrix = [&](bool constant) -> MatrixView {
     if (constant) return {present, false, 1, 0, o.dstate, 1, 0};
-    return {present, true, 1, o.dstate * o.seqlen, o.dstate * o.seqlen, o.seqlen, 1};
+    return {first, true, 1, o.dstate * o.seqlen, o.dstate * o.seqlen, o.seqlen, step};
   };
   p.B = matrix(o.constant_B);
   p.C = matrix(o.constant_C);
@@ -47,27 +50,28 @@ void set_inputs(SelectiveScanParams& p, const Options& o) {
 template <typename Scalar>
 void print(const char* dtype, const Options& o, const DeviceLimits& device) {
   const auto line = [&](const char* direction, const Plan& plan, int64_t span) {
-    const bool is_shifted = plan.is_sequential && plan.sequential.sequences == VectorAccess::kShifted;
-    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s%s: %ld %ld\n", dtype, direction, static_cast<long>(o.dstate),
-                static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.packed ? " packed" : "",
-                o.z ? " z" : "", o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
-                is_shifted ? " shifted" : "", plan.is_sequential ? " sequential" : "", static_cast<long>(plan.shared_bytes),
-                static_cast<long>(span));
+    const auto moves = [&](VectorAccess access) { return plan.is_sequential && plan.sequential.sequences == access; };
+    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s%s%s%s: %ld %ld\n", dtype, direction, static_cast<long>(o.dstate),
+                static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.reverse ? " reverse" : "",
+                o.packed ? " packed" : "", o.z ? " z" : "", o.saves ? " saves" : "", o.constant_B ? " constant B" : "",
+                o.constant_C ? " constant C" : "", moves(VectorAccess::kShifted) ? " shifted" : "",
+                moves(VectorAccess::kDescending) ? " descending" : "", plan.is_sequential ? " sequential" : "",
+                static_cast<long>(plan.shared_bytes), static_cast<long>(span));
   };
   SelectiveScanFwdParams fwd;
-  set_inputs(fwd, o);
+  set_inputs(fwd, o, sizeof(Scalar));
   fwd.out = fwd.u;
   if (o.saves) fwd.chunk_states = present;
   line("forward", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster), o.seqlen);
-  if (!o.packed) line("summary", plan_carry_pass<Scalar>(fwd, device), o.seqlen);
+  if (!o.packed && !o.reverse) line("summary", plan_carry_pass<Scalar>(fwd, device), o.seqlen);
   if (!o.saves) return;
   SelectiveScanBwdParams bwd;
-  set_inputs(bwd, o);
+  set_inputs(bwd, o, sizeof(Scalar));
   bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
   bwd.grad_z = bwd.z;
   const Plan plan = plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster);
   line("backward", plan, span_steps(bwd, plan));
-  if (!o.packed) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device), o.seqlen);
+  if (!o.packed && !o.reverse) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device), o.seqlen);
 }
 
 }  // namespace
@@ -79,10 +83,10 @@ int main(int, char** arguments) {
     for (const int64_t dim : {1, 5, 64, 2048}) {
       for (const int64_t seqlen : {30, 60, 196, 197, 200, 4096}) {
         for (const int64_t dstate : {1, 8, 16, 17, 32, 64, 100, 120, 128, 200, 255, 256}) {
-          for (int bits = 0; bits < (batch == 1 ? 32 : 16); ++bits) {
-            const Options options{
-                batch,           dim, seqlen, dstate, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0,
-                (bits & 16) != 0};
+          for (int bits = 0; bits < 64; ++bits) {
+            const auto has = [&](int bit) { return (bits & bit) != 0; };
+            const Options options{batch, dim, seqlen, dstate, has(1), has(2), has(4), has(8), has(16), has(32)};
+            if (options.packed ? batch != 1 || options.reverse : options.reverse && dstate != 16) continue;
             print<double>("float64", options, device);
             print<float>("float32", options, device);
             print<__nv_bfloat16>("bfloat16", options, device);

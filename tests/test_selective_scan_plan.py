@@ -59,11 +59,24 @@ def test_every_call_fits_into_shared_memory(limit, sequential, program):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_rows_between_vector_boundaries_take_the_sequential_scan(way, program):
     """16 bytes are 8 elements of bfloat16, 4 of float32."""
-    names = {" ".join(name.split()[:6]): name for name in plans(program, DEVICES["9.0"][0]) if "constant" not in name}
+    found = plans(program, DEVICES["9.0"][0])
+    names = {" ".join(name.split()[:6]): name for name in found if "constant" not in name and "reverse" not in name}
     for dtype, shifted in (("bfloat16", {30, 60, 196, 197}), ("float32", {30, 197})):
         for seqlen in (30, 60, 196, 197, 200, 4096):
             name = names[f"{dtype} {way} N16 B100 D2048 L{seqlen}"]
             assert name.endswith(" sequential") and name.endswith(" shifted sequential") == (seqlen in shifted), name
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_reversed_rows_take_the_sequential_scan(way, program):
+    """Where they begin and end at multiples of 16 bytes, as those of 60, 196, 200 and 4096 numbers do in float32."""
+    reverse = [name for name in plans(program, DEVICES["9.0"][0]) if " N16 B100 D2048 " in name and " reverse" in name]
+    taken = [name for name in reverse if f" {way} " in name and "float64" not in name and "constant" not in name]
+    assert {name.split()[5] for name in taken} == {"L30", "L60", "L196", "L197", "L200", "L4096"}
+    for name in taken:
+        whole = int(name.split()[5][1:]) % (4 if "float32" in name else 8) == 0
+        assert name.endswith(" descending sequential") == whole, name
+        assert whole or not name.endswith(" sequential"), name
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])

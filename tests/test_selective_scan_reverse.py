@@ -93,11 +93,13 @@ def test_matches_the_reference(dtype, layout, device):
         assert results["out"].dtype == dtype and results["last_state"].dtype == parameter_dtype(dtype)
 
 
+@pytest.mark.parametrize("sizes", [{"dim": 64, "dstate": 16}, {"dim": 100, "dstate": 13}], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_has_the_bits_of_the_flipped_scan(dtype, device):
-    """Of channels-last tensors: the order of the sums over time does not depend on the direction."""
-    options = {"dim": 64, "dstate": 16, "seqlen": 200, "layout": "transposed", "dtype": dtype, "device": device}
-    assert_is_flipped_scan(make_inputs(reverse=True, **options), bits=True)
+def test_has_the_bits_of_the_flipped_scan(dtype, layout, sizes, device):
+    """The order of the sums over time does not depend on the direction. The last tile is not whole."""
+    inputs = make_inputs(reverse=True, **sizes, seqlen=200, layout=layout, dtype=dtype, device=device)
+    assert_is_flipped_scan(inputs, bits=True)
 
 
 def test_states(device):

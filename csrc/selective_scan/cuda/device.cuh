@@ -87,6 +87,15 @@ __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const
          at.first_step * view.stride_step;
 }
 
+// The elements in the opposite order.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> reversed(const Vector<Scalar, size>& source) {
+  Vector<Scalar, size> result;
+#pragma unroll
+  for (int j = 0; j < size; ++j) result.set(j, source[size - 1 - j]);
+  return result;
+}
+
 // Whether the steps of a row, which may descend in memory, are closer to each other than neighboring rows.
 __device__ __forceinline__ bool are_steps_closer(int64_t stride_step, int64_t stride_row) {
   return (stride_step < 0 ? -stride_step : stride_step) <= stride_row;

@@ -179,7 +179,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     Plan plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     check_plan(params, plan, device, in.u.scalar_type());
     at::Tensor arranged_grad_out;
-    if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, plan.sequential)) {
+    if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, params, plan.sequential)) {
       arranged_grad_out = empty_tensor_like(in.u).copy_(*bwd.grad_out);
       params.grad_out = sequence_view(arranged_grad_out, Access::kRead, in.reverse);
       plan = plan_bwd<Scalar>(params, device, preferred_kernel());

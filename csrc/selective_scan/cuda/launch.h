@@ -35,8 +35,8 @@ using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
 // How a tile's elements are loaded and stored: kVectorBytes at a time along the steps, or along the channels (for B and C: the
 // states), with rows that start at multiples of kVectorBytes; along the steps of rows that start at any element (kShifted, in
-// the sequential scan only); along the steps of rows that descend in memory, as those of a reverse scan do (kDescending, in the
-// warp scan only); or one by one.
+// the sequential scan only); along the steps of rows that descend in memory, as those of a reverse scan do (kDescending, not in
+// the short scan); or one by one.
 enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kSingly, kDescending };
 
 // How blocks share channels and time.

@@ -36,6 +36,12 @@ bool is_descending(const View& view, const SelectiveScanParams& p, int64_t bytes
   return view.stride_step == -1 && p.seqlen * bytes % kVectorBytes == 0 &&
          is_aligned(static_cast<const char*>(view.data) + bytes, bytes, strides);
 }
+bool is_descending(const SequenceView& view, const SelectiveScanParams& p, int64_t bytes) {
+  return view.data == nullptr || (!p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_dim}));
+}
+bool is_descending(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
+  return !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_channel, view.stride_state});
+}
 // Rows may start at any element.
 bool is_shifted(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_step == 1; }
 // Whether every tile's first channel is a multiple of the vector's size.
@@ -108,17 +114,15 @@ void set_tiles_that_fit(warp_scan::ScanPlan& plan, const Params& p, int block_ch
   set_tiles(plan, p, plan.block_channels);
 }
 
-// The same for the warp scan, which alone moves descending vectors.
+// The same for the warp scan, which moves descending vectors, too.
 VectorAccess warp_scan_access_of(const SequenceView& view, const SelectiveScanParams& p, const ChannelPartition& partition,
                                  int64_t bytes) {
-  const bool descends = !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_dim});
+  const bool descends = view.data != nullptr && is_descending(view, p, bytes);
   return descends ? VectorAccess::kDescending : access_of(view, p, partition, bytes);
 }
 
 VectorAccess warp_scan_access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
-  const bool descends =
-      !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_channel, view.stride_state});
-  return descends ? VectorAccess::kDescending : access_of(view, p, bytes);
+  return is_descending(view, p, bytes) ? VectorAccess::kDescending : access_of(view, p, bytes);
 }
 
 // Sets the accesses of the warp scan and of the short scan. The short scan moves the elements of descending vectors singly.
@@ -218,10 +222,14 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
     plan.sequences = VectorAccess::kAlongSteps;
   } else if (all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes)) {
     plan.sequences = VectorAccess::kAlongChannels;
+  } else if (std::all_of(sequences.begin(), sequences.end(),
+                         [&](const SequenceView* view) { return is_descending(*view, p, bytes); })) {
+    plan.sequences = VectorAccess::kDescending;
   } else {
     plan.sequences = all(is_shifted) ? VectorAccess::kShifted : VectorAccess::kSingly;
   }
   const auto access_of_matrix = [&](const MatrixView& view) {
+    if (view.per_step && is_descending(view, p, bytes)) return VectorAccess::kDescending;
     const VectorAccess access = access_of(view, p, bytes);
     return access == VectorAccess::kSingly && view.stride_step == 1 ? VectorAccess::kShifted : access;
   };
@@ -395,18 +403,25 @@ void for_each_tile(SelectiveScanBwdParams& p, warp_scan::ScanPlan& plan, const V
 
 template <typename Scalar, typename Params>
 void point_at_vectors(Params& p, Plan& plan) {
-  for_each_tile(p, plan.warp_scan, [&](auto& view, VectorAccess& access) {
-    if (access != VectorAccess::kDescending) return;
-    if (plan.is_sequential) {
-      access = VectorAccess::kSingly;
+  const auto sequential_access_of = [&](const auto& view) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(view)>, MatrixView>) {
+      return &view == &p.B ? plan.sequential.B : plan.sequential.C;
     } else {
+      return plan.sequential.sequences;
+    }
+  };
+  for_each_tile(p, plan.warp_scan, [&](auto& view, VectorAccess& access) {
+    const VectorAccess main_access = plan.is_sequential ? sequential_access_of(view) : access;
+    if (main_access == VectorAccess::kDescending && view.data != nullptr) {
       view.data = static_cast<Scalar*>(view.data) - (kVectorBytes / static_cast<int64_t>(sizeof(Scalar)) - 1);
+    } else if (access == VectorAccess::kDescending) {
+      access = VectorAccess::kSingly;
     }
   });
 }
 
 template <typename Scalar>
-bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
+bool has_layout(const SequenceView& view, const SelectiveScanParams& p, const sequential::ScanPlan& plan) {
   switch (plan.sequences) {
     case VectorAccess::kAlongSteps:
       return is_along_steps(view, sizeof(Scalar));
@@ -414,8 +429,9 @@ bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
       return is_along_channels(view, sizeof(Scalar));
     case VectorAccess::kShifted:
       return is_shifted(view, sizeof(Scalar));
-    case VectorAccess::kSingly:
     case VectorAccess::kDescending:
+      return is_descending(view, p, sizeof(Scalar));
+    case VectorAccess::kSingly:
       break;
   }
   return true;
@@ -429,7 +445,7 @@ bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
   template Plan plan_carry_pass<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&);                   \
   template void point_at_vectors<Scalar>(SelectiveScanFwdParams&, Plan&);                                      \
   template void point_at_vectors<Scalar>(SelectiveScanBwdParams&, Plan&);                                      \
-  template bool has_layout<Scalar>(const SequenceView&, const sequential::ScanPlan&);
+  template bool has_layout<Scalar>(const SequenceView&, const SelectiveScanParams&, const sequential::ScanPlan&);
 SSM_PLANS(float)
 SSM_PLANS(double)
 SSM_PLANS(__half)

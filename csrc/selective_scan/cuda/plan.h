@@ -65,8 +65,8 @@ SelectiveScanBwdParams span_params(const SelectiveScanBwdParams& params, int64_t
 template <typename Scalar, typename Params>
 Plan plan_carry_pass(const Params& params, const DeviceLimits& device);
 
-// To be called before a launch: moves the data of each tensor that the warp scan accesses as kDescending from its first step to
-// the vector that ends there. The carry pass of a sequential scan, whose kernels share the parameters, moves elements instead.
+// To be called before a launch: moves the data of each tensor that the plan's scan accesses as kDescending from its first step
+// to the vector that ends there. Where a sequential scan does not, its carry pass, which shares the parameters, moves elements.
 template <typename Scalar, typename Params>
 void point_at_vectors(Params& params, Plan& plan);
 
@@ -84,6 +84,6 @@ cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& 
 
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
-bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan);
+bool has_layout(const SequenceView& view, const SelectiveScanParams& params, const sequential::ScanPlan& plan);
 
 }  // namespace ssm_kernels::selective_scan

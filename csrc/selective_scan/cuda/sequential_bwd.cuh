@@ -58,9 +58,11 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
   } else {
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
     if (plan.sequences == VectorAccess::kAlongChannels || plan.sequences == VectorAccess::kSingly) {
-      BwdProducer<C, Method, true>(params, plan, partial_sums, shared).run();
+      BwdProducer<C, Method, VectorAccess::kAlongChannels>(params, plan, partial_sums, shared).run();
+    } else if (plan.sequences == VectorAccess::kDescending) {
+      BwdProducer<C, Method, VectorAccess::kDescending>(params, plan, partial_sums, shared).run();
     } else {
-      BwdProducer<C, Method, false>(params, plan, partial_sums, shared).run();
+      BwdProducer<C, Method, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared).run();
     }
   }
 }

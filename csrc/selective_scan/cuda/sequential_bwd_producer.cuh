@@ -12,15 +12,17 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Global memory -> delta, the input, dy, B and C; sums over states -> gradients. Along the channels, partial tiles are moved
-// element by element, and so is every tile of tensors without contiguous steps or channels.
-template <typename TileConfig, typename Method, bool along_channels>
+// Global memory -> delta, the input, dy, B and C; sums over states -> gradients. `access` is along the channels, where partial
+// tiles are moved element by element, and so is every tile of tensors without contiguous steps or channels; along the steps,
+// shifted or not; or along descending steps.
+template <typename TileConfig, typename Method, VectorAccess access>
 struct BwdProducer {
+  static constexpr bool along_channels = access == VectorAccess::kAlongChannels;
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
   using Step = sequential::Step<Method, Scalar>;
-  using Whole = ThreadVectors<TileConfig, along_channels ? VectorAccess::kAlongChannels : VectorAccess::kAlongSteps>;
+  using Whole = ThreadVectors<TileConfig, access>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
   using Raw = typename Whole::Raw;
   static constexpr int kVector = kVectorSize<Scalar>, kCount = Whole::kCount, kPart = Whole::kPart;
@@ -70,6 +72,8 @@ struct BwdProducer {
       } else {
         visit_elements();
       }
+    } else if constexpr (Whole::kMayBePartial) {
+      visit(Whole{thread()});
     } else if (is_whole && plan.sequences == VectorAccess::kAlongSteps) {
       visit(Whole{thread()});
     } else {
@@ -80,7 +84,7 @@ struct BwdProducer {
   template <typename P>
   __device__ __forceinline__ void put_vectors(P thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-#pragma unroll(along_channels || P::kIsShifted ? 1 : 2)
+#pragma unroll(along_channels || P::kMayBePartial ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
       const int left = thread_vectors.left(i, at.channels, steps_left(t0));
       const auto load = [&](const SequenceView& view, Scalar* row) {
@@ -195,7 +199,8 @@ struct BwdProducer {
         using Part = Vector<Scalar, kPart>;
         const int left = thread_vectors.left(i, at.channels, steps_left(t0)) - first;
         const auto address = [&](const SequenceView& view, Scalar* row) {
-          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) + first;
+          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) +
+                 P::template part_offset<kPart>(first);
         };
         const auto load = [&](const SequenceView& view, Scalar* row) {
           return P::template load<kPart>(address(view, row), left);
@@ -238,7 +243,7 @@ struct BwdProducer {
           if constexpr (along_channels) {
             add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
           } else {
-            const bool exists = !P::kIsShifted || j < left;
+            const bool exists = !P::kMayBePartial || j < left;
             sum_D += exists ? grad_out[j] : Acc(0);
             sum_bias += exists ? of_delta[j] : Acc(0);
           }

@@ -21,6 +21,7 @@ struct FwdProducer {
   using AlongSteps = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
   using AlongChannels = ThreadVectors<TileConfig, VectorAccess::kAlongChannels>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
+  using Descending = ThreadVectors<TileConfig, VectorAccess::kDescending>;
   static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kPart, kCount = AlongSteps::kCount;
   static constexpr int kMatrixVectors = Matrices<TileConfig>::kCount;
 
@@ -55,7 +56,7 @@ struct FwdProducer {
     if (plan.sequences == VectorAccess::kAlongChannels) {
       set_addresses(AlongChannels{thread});
     } else {
-      set_addresses(AlongSteps{thread});  // and of shifted vectors
+      set_addresses(AlongSteps{thread});  // and of shifted and descending vectors
     }
 #pragma unroll
     for (int i = 0; i < kMatrixVectors; ++i) {
@@ -79,6 +80,8 @@ struct FwdProducer {
       visit(AlongSteps{thread});
     } else if (plan.sequences == VectorAccess::kAlongSteps || plan.sequences == VectorAccess::kShifted) {
       visit(Shifted{thread});
+    } else if (plan.sequences == VectorAccess::kDescending) {
+      visit(Descending{thread});
     } else {
       visit_elements();
     }

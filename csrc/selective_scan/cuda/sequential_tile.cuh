@@ -6,7 +6,10 @@
 // memory in the accumulation type, with the steps of a channel contiguous.
 //
 // In a tile with shifted vectors, rows (of steps) may start at any element and end before the tile does, and channels may be
-// missing. Every tile along the steps that is not whole or not aligned is one.
+// missing. Every tile along ascending steps that is not whole or not aligned is one.
+//
+// The vectors of steps that descend in memory (kDescending) are aligned and whole, or absent. Threads reverse them in
+// registers. The data of such a tensor points at the vector that ends at its first step.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -159,6 +162,9 @@ struct ThreadVectors {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   static constexpr bool kAlongChannels = access == VectorAccess::kAlongChannels, kIsShifted = access == VectorAccess::kShifted;
+  static constexpr bool kDescends = access == VectorAccess::kDescending;
+  // Whether rows may end before the tile does, and channels may be missing.
+  static constexpr bool kMayBePartial = kIsShifted || kDescends;
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
   static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
@@ -183,7 +189,7 @@ struct ThreadVectors {
   __device__ __forceinline__ int step(int i) const {
     return kAlongChannels ? thread / kPerStep + i * kSteps : thread % kPerRow * kVector;
   }
-  // The number of elements of a shifted vector and after it in its row; none are left if not positive.
+  // The number of elements of a vector and after it in its row; none are left if not positive.
   __device__ __forceinline__ int left(int i, int channels, int steps) const {
     return channel(i) < channels ? steps - step(i) : -kVector;
   }
@@ -196,14 +202,21 @@ struct ThreadVectors {
   __device__ __forceinline__ int64_t stride(const SequenceView& view) const {
     return kAlongChannels ? kSteps * view.stride_step : kRows * view.stride_dim;
   }
-  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left. vector_of() takes what it
-  // returns.
+  // The place in memory of `size` elements of a vector, from element `first` on.
+  template <int size>
+  __device__ __forceinline__ static constexpr int part_offset(int first) {
+    return kDescends ? kVector - size - first : first;
+  }
+  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none.
+  // vector_of() takes what it returns.
   template <int size>
   using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
   template <int size>
   __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
     if constexpr (kIsShifted) {
       return {source, left};
+    } else if constexpr (kDescends) {
+      return left > 0 ? Load<size>::load_once(source) : Load<size>::zero();
     } else {
       return Load<size>::load_once(source);
     }
@@ -212,6 +225,8 @@ struct ThreadVectors {
   __device__ __forceinline__ static Vector<Scalar, size> vector_of(const Load<size>& load) {
     if constexpr (kIsShifted) {
       return load.vector();
+    } else if constexpr (kDescends) {
+      return reversed(load);
     } else {
       return load;
     }
@@ -220,6 +235,8 @@ struct ThreadVectors {
   __device__ __forceinline__ static void store(const Vector<Scalar, size>& vector, Scalar* target, int left) {
     if constexpr (kIsShifted) {
       cuda::store_shifted(target, vector, left);
+    } else if constexpr (kDescends) {
+      if (left > 0) reversed(vector).store_once(target);
     } else {
       vector.store_once(target);
     }
@@ -244,6 +261,8 @@ struct ThreadVectors {
         const int bytes = left(i, channels, steps) * static_cast<int>(sizeof(Scalar));
         cuda::cp_async_block<false>(target, source, bytes);
         if (thread % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, bytes);
+      } else if constexpr (kDescends) {
+        cuda::cp_async(target, source, left(i, channels, steps) > 0 ? kVectorBytes : 0);
       } else {
         cuda::cp_async(target, source, kVectorBytes);
       }
@@ -255,6 +274,8 @@ struct ThreadVectors {
       static_assert(TileConfig::kTileSteps * sizeof(Scalar) % kVectorBytes == 0, "all tiles have the same shift");
       const int past = cuda::bytes_past_multiple<kVectorBytes>(first + i * stride(view));
       return cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(stage + place(i)), past);
+    } else if constexpr (kDescends) {
+      return reversed(stage[place(i)]);
     } else {
       return stage[place(i)];
     }
@@ -357,7 +378,7 @@ __device__ __forceinline__ AccumulateType<Scalar> put_step_size(TileArray<TileCo
 }
 
 // B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
-// the steps, shifted or not, or along the states.
+// the steps, shifted or not, descending or not, or along the states.
 template <typename TileConfig>
 struct Matrices {
   using Scalar = typename TileConfig::Scalar;
@@ -461,11 +482,14 @@ struct Matrices {
     return load_vector<Scalar, kVector>(source, stride(p, vector), vector.access != VectorAccess::kSingly, min(left, kVector));
   }
 
-  // Widens a vector. `target` is its first element's place.
+  // Widens a vector, which is in the order of memory. `target` is its first element's place.
   __device__ __forceinline__ static void put(Acc* target, VectorAccess access, const Raw& raw) {
-    if (access == VectorAccess::kAlongChannels) {
+    const bool descends = access == VectorAccess::kDescending;
+    if (access == VectorAccess::kAlongChannels || descends) {
+      const int step = descends ? -1 : kPitch;
+      if (descends) target += kVector - 1;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) target[j * kPitch] = raw.accumulate(j);
+      for (int j = 0; j < kVector; ++j) target[j * step] = raw.accumulate(j);
     } else {
       Vector<Acc, kVector> wide;
 #pragma unroll

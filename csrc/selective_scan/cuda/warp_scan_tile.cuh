@@ -24,15 +24,6 @@ __device__ __forceinline__ bool is_access(VectorAccess access, VectorAccess test
   return opaque(static_cast<int>(access)) == static_cast<int>(tested);
 }
 
-// The elements in the opposite order.
-template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> reversed(const Vector<Scalar, size>& source) {
-  Vector<Scalar, size> result;
-#pragma unroll
-  for (int j = 0; j < size; ++j) result.set(j, source[size - 1 - j]);
-  return result;
-}
-
 // Sizes of a block and its tile at compile time.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
 struct TileConfig {
