@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import gc
 import itertools
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +152,21 @@ def check_copied_tensor(mesh: Mesh) -> None:
     model[1](x, seq_idx=seq_idx)
 
 
+def check_tensors_that_change(mesh: Mesh) -> None:
+    """Other values that no version counts, and other spans with the same ``cu_seqlens``, which the last rank cannot see."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layers.Mamba(4, 3) for _ in range(2))).double()
+    cut = parallelize_module(copy.deepcopy(model), mesh, ContextParallel())
+    rank, x, numbers = mesh.get_local_rank(), torch.randn(1, 12, 4, dtype=torch.float64), np.array([0, 5, 12])
+    cu_seqlens = torch.from_numpy(numbers)
+    for border, spans in ((5, (4, 4, 4)), (7, (4, 4, 4)), (7, (2, 6, 4)), (7, (6, 2, 4))):
+        numbers[1] = border
+        expected, actual = x, x.split(spans, 1)[rank]
+        for whole, part in zip(model, cut, strict=True):
+            expected, actual = whole(expected, cu_seqlens=cu_seqlens), part(actual, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(actual, expected.split(spans, 1)[rank], rtol=0, atol=1e-10)
+
+
 def check_tensors_are_released(mesh: Mesh) -> None:
     """What layers know of packed sequences ends with the tensors."""
     layer, known = layers.Mamba2(4, 3, headdim=2), _packing._known
@@ -169,6 +186,10 @@ def check_tensors_are_released(mesh: Mesh) -> None:
 @pytest.mark.parametrize("check", [check_copied_tensor, check_tensors_are_released])
 def test_tensors_of_earlier_calls(processes: Processes, check: Callable[[Mesh], None]):
     processes.check(Place((2,)), check)
+
+
+def test_tensors_that_change(processes: Processes):
+    processes.check(Place((3,)), check_tensors_that_change)
 
 
 def check_failed_sums(mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
 from ._convolution import CausalConv1d
-from ._packing import Known, Packing, Spans
+from ._packing import ForwardCount, Known, Packing, Spans
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
 __all__ = ["GroupOperators"]
@@ -81,13 +81,22 @@ class GroupOperators:
         exchange: how states pass from rank to rank: "chain", "summaries", or None to choose by the number of ranks.
         operator: for the message of an error.
         layer: the number of the layer among those of a model, from 1, or 0 for a function.
+        forward_count: counts the forward passes of the model; None for a function.
 
     Raises:
         ValueError: ``exchange`` is something else.
     """
 
-    def __init__(self, group: Group, agreement: Agreement, exchange: str | None, operator: str, layer: int = 0) -> None:
-        self.group, self._agreement, self._layer = group, agreement, layer
+    def __init__(
+        self,
+        group: Group,
+        agreement: Agreement,
+        exchange: str | None,
+        operator: str,
+        layer: int = 0,
+        forward_count: ForwardCount | None = None,
+    ) -> None:
+        self.group, self._agreement, self._layer, self._forward_count = group, agreement, layer, forward_count
         self.exchange = choose_exchange(operator, exchange, group.size)
 
     def selective_scan(
@@ -312,18 +321,19 @@ class GroupOperators:
     def _known(
         self, kind: type[_Made], operator: str, tensors: Sequence[Tensor], seqlen: int, make: Callable[[], _Made]
     ) -> _Made:
-        """Makes a ``Packing`` or ``Spans``, which gathers, or returns that of an earlier call with the same tensors.
+        """Makes a ``Packing`` or ``Spans``, which gathers, or returns that of an earlier call of the same forward pass.
 
         The layers of a module compare whether the tensors are those of an earlier call, because a rank that gathered alone
         would wait for the others. Functions gather in every call: they compare a call only once, and the answer changes.
         Compiled code and CUDA graphs, which run again with other values, gather as well.
         """
         is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._layer == 0 or torch.compiler.is_compiling() or is_captured:
+        if self._forward_count is None or torch.compiler.is_compiling() or is_captured:
             return make()
-        known = Known(kind, tensors, seqlen, self.group)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        known = Known(kind, tensors, seqlen, self.group, self._forward_count, is_recomputed)
         # Ranks may differ in what they recompute in backward: what forward has kept needs no other rank.
-        if known.made is None or torch._C._current_graph_task_id() == -1:
+        if known.made is None or not is_recomputed:
             description = {"tensor": "a new one" if known.made is None else "that of an earlier call", "layer": self._layer}
             what = "seq_idx or cu_seqlens" if kind is Packing else "cu_seqlens"
             self._agreement.check(f"{operator}, {what}", description, lambda: None)

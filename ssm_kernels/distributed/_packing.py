@@ -20,16 +20,32 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._agreement import by_rank
 from ._collectives import Gathering, Group
 
-__all__ = ["Known", "Packing", "Spans"]
+__all__ = ["ForwardCount", "Known", "Packing", "Spans"]
 
 # More steps than a sequence has: the initial state stands for any number of steps before the first.
 _ALL = 1 << 40
+
+
+class ForwardCount:
+    """Tells the forward passes of a module apart. A layer that begins again belongs to the next one, on every rank alike."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._begun: set[int] = set()
+
+    def begin(self, layer: int) -> None:
+        if layer in self._begun:
+            self.number += 1
+            self._begun.clear()
+        self._begun.add(layer)
 
 
 class _Entry(NamedTuple):
     others: list[weakref.ref[Tensor]]
     versions: list[int]
     seqlen: int
+    forward_count: ForwardCount
+    number: int
     made: Packing | Spans
 
 
@@ -40,28 +56,41 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = 
 class Known:
     """What the ranks have exchanged about the tensors of an earlier call, for as long as the first of them lives.
 
-    All layers of a model get the same tensors, so that one collective and one check serve them all. Ranks may disagree whether
-    a tensor is that of an earlier call: the caller lets them compare it.
+    All layers of a model get the same tensors, so that one collective and one check serve them all. They serve one forward
+    pass: in the next one the same tensors may hold other values, or the other ranks other spans, and this rank cannot know. In
+    one pass ranks may still disagree whether a tensor is that of an earlier call: the caller lets them compare it.
 
     Args:
         kind: ``Packing`` or ``Spans``.
         tensors: of this call, at least one. Inference tensors, which have no version, are always new.
         seqlen: this rank's steps.
         group: the ranks.
+        count: counts the forward passes.
+        is_recomputed: whether backward repeats a call, which needs what forward has made in any pass.
 
     Attributes:
         made: that of an earlier call with the same tensors, unchanged, or None.
     """
 
-    def __init__(self, kind: type[Packing | Spans], tensors: Sequence[Tensor], seqlen: int, group: Group) -> None:
-        self._kind, self._tensors, self._seqlen = kind, tensors, seqlen
+    def __init__(
+        self,
+        kind: type[Packing | Spans],
+        tensors: Sequence[Tensor],
+        seqlen: int,
+        group: Group,
+        count: ForwardCount,
+        is_recomputed: bool,
+    ) -> None:
+        self._kind, self._tensors, self._seqlen, self._count = kind, tensors, seqlen, count
         self.made: Packing | Spans | None = None
         self._of_tensor: dict[type, _Entry] | None = None
         if any(tensor.is_inference() for tensor in tensors):
             return
         self._of_tensor = _known.setdefault(group.process_group, WeakTensorKeyDictionary()).setdefault(tensors[0], {})
         entry = self._of_tensor.get(kind)
-        if entry is not None and (entry.versions, entry.seqlen) == (self._versions(), seqlen):
+        if entry is None or not (is_recomputed or (entry.forward_count, entry.number) == (count, count.number)):
+            return
+        if (entry.versions, entry.seqlen) == (self._versions(), seqlen):
             others = [reference() for reference in entry.others]
             if len(others) == len(tensors) - 1 and all(map(operator.is_, others, tensors[1:])):
                 self.made = entry.made
@@ -70,7 +99,8 @@ class Known:
         """Keeps what this call has made. It must not refer to the call's tensors, which it would keep alive."""
         if self._of_tensor is not None:
             others = [weakref.ref(tensor) for tensor in self._tensors[1:]]
-            self._of_tensor[self._kind] = _Entry(others, self._versions(), self._seqlen, made)
+            count = self._count
+            self._of_tensor[self._kind] = _Entry(others, self._versions(), self._seqlen, count, count.number, made)
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]

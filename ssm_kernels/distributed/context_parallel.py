@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -25,6 +26,7 @@ from ._collectives import Gathering, Group, GroupLike, check_dimensions, failure
 from ._convolution import MambaConv, is_gate
 from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
 from ._operators import GroupOperators, choose_exchange
+from ._packing import ForwardCount
 from ._parts import Local
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
@@ -37,12 +39,17 @@ _BUCKET_BYTES = 64 * 2**20
 class _Context(GroupOperators):
     """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
 
-    def __init__(self, group: Group, exchange: str | None, layer: int) -> None:
-        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer)
+    def __init__(self, group: Group, exchange: str | None, layer: int, forward_count: ForwardCount | None) -> None:
+        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer, forward_count)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         # A copy has agreed on nothing.
-        return _Context(self.group, self.exchange, self._layer)
+        return _Context(self.group, self.exchange, self._layer, copy.deepcopy(self._forward_count, memo))
+
+    def begin(self) -> None:
+        """The layer's forward begins. Compiled code and backward, which may recompute it, count no forward passes."""
+        if self._forward_count is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self._forward_count.begin(self._layer)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -186,9 +193,17 @@ class ContextParallel(ParallelStyle):
             )
         for layer in layers:
             check_dimensions("ContextParallel", group, "TensorParallel", layer._group if isinstance(layer, Local) else None)
+        forward_count = ForwardCount()
         for number, layer in enumerate(layers, 1):
-            layer.context = _Context(group, self.exchange, number)
+            if layer.context is None:
+                layer.register_forward_pre_hook(_begin_layer)
+            layer.context = _Context(group, self.exchange, number, forward_count)
         return module
+
+
+def _begin_layer(layer: nn.Module, args: Any) -> None:
+    """A forward pre-hook."""
+    cast(_Context, layer.context).begin()
 
 
 @torch.no_grad()
