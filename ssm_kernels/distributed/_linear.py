@@ -63,9 +63,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
         grad_x = None
         if needs_x:
             grad_x = (start_reduce_scatter if ctx.gathers else start_all_reduce)(grad @ _joined(weights, 0), ctx.group)
+        what = "reduce_scatter_tensor" if ctx.gathers else "all_reduce"
         grad_weights = _weight_gradients(x, grad, weights, 0, needs_weights)
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return None if grad_x is None else wait(grad_x), grad_bias, None, None, *grad_weights
+        return None if grad_x is None else wait(grad_x, what, ctx.group), grad_bias, None, None, *grad_weights
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -74,7 +75,8 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.scatters, ctx.is_inner = group, scatters, is_inner
         start = start_reduce_scatter if scatters else start_all_reduce
-        return wait(start(F.linear(x, _joined(weights, 1)), group))
+        what = "reduce_scatter_tensor" if scatters else "all_reduce"
+        return wait(start(F.linear(x, _joined(weights, 1)), group), what, group)
 
     @staticmethod
     @once_differentiable

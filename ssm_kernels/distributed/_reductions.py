@@ -55,8 +55,8 @@ def _run(operator: torch._ops.OpOverload, *arguments: Any) -> Tensor:
         raise failure(what, Group.named(arguments[-1]), error) from error
 
 
-def wait(started: Tensor, what: str = "a collective", group: Group | None = None) -> Tensor:
-    """``what`` and ``group`` are for the message of an error; None stands for the default group."""
+def wait(started: Tensor, what: str, group: Group) -> Tensor:
+    """``what`` and ``group`` are for the message of an error."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _functional.wait_tensor.default(started))
     try:

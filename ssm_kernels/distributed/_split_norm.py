@@ -69,7 +69,7 @@ class SplitNorm:
             for block, group in enumerate(self.reads):
                 of_groups[group] = of_groups[group] + sums[:, block]
             sums = torch.stack(of_groups, -1)
-        sums = wait(start_all_reduce(sums, self.ranks)).div_(self.group_size)
+        sums = wait(start_all_reduce(sums, self.ranks), "all_reduce", self.ranks).div_(self.group_size)
         return sums if is_each_once else torch.stack([sums[:, group] for group in self.reads], -1)
 
 
