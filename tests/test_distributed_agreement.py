@@ -111,8 +111,8 @@ def check_comparisons(mesh: Mesh) -> None:
     whole = _agreement._store
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_agreement, "_store", lambda group: (Counting(whole(group)[0]), whole(group)[1]))
-        # A later group of the same name has agreed on nothing.
-        fresh = dist.new_group([*range(dist.get_world_size(group))], use_local_synchronization=True)
+        # A new group has agreed on nothing.
+        fresh = dist.new_group([*range(dist.get_world_size(group))])
         states = weakref.ref(fresh)
         x, seqlen = torch.randn(1, 3 + rank, 2), sum(range(3, 3 + dist.get_world_size(group)))
         for ends in ((5, seqlen), (2, 4, 6, seqlen), (seqlen,)):
