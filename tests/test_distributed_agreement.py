@@ -168,7 +168,7 @@ def check_tensors_that_change(mesh: Mesh) -> None:
 
 
 def check_tensors_are_released(mesh: Mesh) -> None:
-    """What layers know of packed sequences ends with the tensors."""
+    """Layers drop a ``Packing`` when its tensors die."""
     layer, known = layers.Mamba2(4, 3, headdim=2), _packing._known
     parallelize_module(layer, mesh, ContextParallel())
     seq_idx, cu_seqlens = torch.zeros(1, 6, dtype=torch.int64), torch.tensor([0, 12])

@@ -169,11 +169,10 @@ class Layout:
         return [size + -size % 8 for size in sizes]
 
 
-def failure(what: str, group: Group | None, error: RuntimeError) -> RuntimeError:
-    """The error of a collective that has failed: ``what`` names it, and ``group`` None is the default group."""
+def failure(what: str, group: Group, error: RuntimeError) -> RuntimeError:
+    """The error of a collective that has failed. ``what`` names it."""
     from ._agreement import calls_of_others
 
-    group = group or Group.of(None)
     return RuntimeError(
         f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come within "
         f"the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"

@@ -10,8 +10,8 @@ the same, ``is_inner``         all-reduce                      all-reduce
 
 Backward of a column-parallel layer starts the collective of its input's gradient before it computes the gradients of the
 parameters, which hide part of it: on CUDA the collectives run on a stream of their own, and begin when the product's first
-blocks end. Forward of a row-parallel layer does not cut
-its product into pieces, each summed while the next is computed: on two H200s forward took 8 % longer with four pieces.
+blocks end. Forward of a row-parallel layer does not cut its product into pieces, each summed while the next is computed: on two
+H200s forward took 8 % longer with four pieces.
 
 A layer may have several weights, which are joined. Backward joins them again instead of saving the copy.
 """

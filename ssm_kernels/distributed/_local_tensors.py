@@ -76,7 +76,7 @@ class _View(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What backward knows of the parameters that are recorded.
+    """Describes the recorded parameters to backward.
 
     Attributes:
         group: the ranks.
@@ -187,7 +187,7 @@ class LocalTensors:
 
 
 def traced_tensors(run: Run, group: Group) -> list[Tensor]:
-    """What ``LocalTensors`` reads of a run, for the compiler, which knows ``to_local`` but no nodes of DTensors."""
+    """Reads a run as ``LocalTensors`` does, for the compiler, which knows ``to_local`` but no nodes of DTensors."""
     tensors = [parameter.to_local() for parameter in run.parameters]
     places = [place for place, sums in enumerate(run.summed) if sums and tensors[place].requires_grad]
     if places and torch.is_grad_enabled():

@@ -54,7 +54,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = 
 
 
 class Known:
-    """What the ranks have exchanged about the tensors of an earlier call, for as long as the first of them lives.
+    """Holds the ``Packing`` or ``Spans`` that ranks have exchanged about a call's tensors, while the first of them lives.
 
     All layers of a model get the same tensors, so that one collective and one check serve them all. They serve one forward
     pass: in the next one the same tensors may hold other values, or the other ranks other spans, and this rank cannot know. In
