@@ -34,6 +34,7 @@ from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from sanitizer_comparison import Check, Inputs, difference_between
 from sanitizer_scans import scan_checks
 from sanitizer_ssd_cases import ssd_cases, ssd_gradient_cases, ssd_limited_cases, ssd_span_cases
+from summary_helpers import RecurrenceSummary
 from torch import Tensor
 
 from ssm_kernels import ssd_chunk_scan_summary
@@ -98,6 +99,19 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
     set_debug_option("linear_scan_kernel", "sequential" if name.startswith("sequential") else "faster")
     expected, actual = on_both_devices(variant, inputs, gradients)
     return difference_between(name, actual, expected)
+
+
+def check_recurrence_summary(name: str, variant: Variant, inputs: Inputs) -> str | None:
+    without_h0 = {key: value for key, value in inputs.items() if key != "h0"}
+    expected, actual = on_both_devices(RecurrenceSummary(variant), without_h0, gradients=False)
+    return difference_between(f"summary, {name}", actual, expected)
+
+
+def recurrence_checks() -> Iterator[Check]:
+    for name, variant, inputs, gradients in recurrence_cases():
+        yield partial(check_recurrence, name, variant, inputs, gradients)
+        if gradients:  # inputs without gradients differ in nothing that a summary reads
+            yield partial(check_recurrence_summary, name, variant, inputs)
 
 
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
@@ -222,7 +236,7 @@ def check_conv(name: str, inputs: Inputs, wanted: tuple[str, ...]) -> str | None
 
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": scan_checks,
-    "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
+    "linear_scan": recurrence_checks,
     "ssd_chunk_scan": ssd_checks,
     "norms": lambda: (partial(check_norm, *case) for case in norm_cases()),
     "causal_conv1d": lambda: (partial(check_conv, *case) for case in conv_cases()),

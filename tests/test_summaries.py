@@ -184,6 +184,55 @@ def test_sum_of_step_sizes(dtype, layout, device):
         torch.testing.assert_close(SELECTIVE_SUMMARY(**inputs)[1].double(), expected, rtol=tolerance, atol=0)
 
 
+# Around a tile of the CUDA kernel: 64 channels, and 64 steps in float64, 128 in float32, 256 in 16 bits.
+RECURRENCE_SPANS: dict[str, dict[str, Any]] = {
+    **{f"{seqlen} steps": {"seqlen": seqlen, "channels": 8} for seqlen in (15, 17, 64, 65, 129, 256, 257)},
+    **{f"{channels} channels": {"channels": channels, "seqlen": 130} for channels in (1, 63, 64, 72)},
+    "many tiles": {"batch": 1, "channels": 64, "seqlen": 2500},
+    "reset": {"batch": 3, "channels": 64, "seqlen": 300, "reset": True},
+    "packed": {"channels": 72, "cu_seqlens": (0, 1, 100, 100, 356, 357, 1000)},
+    "packed, reverse": {"channels": 9, "cu_seqlens": (0, 0, 256, 640, 700), "reverse": True},
+}
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@over({name: SUMMARIES[f"{name}_summary"] for name in ("linear_scan", "rglru_scan")})
+def test_every_span_of_recurrences(operator, dtype, device):
+    """Transitions near 1, so that the decay is far from zero."""
+    for sizes in RECURRENCE_SPANS.values():
+        inputs = operator.make_inputs(**sizes, dtype=dtype, device=device)
+        if "a" in inputs:
+            inputs["a"] = 1 - inputs["a"].abs() / 128
+        else:
+            inputs["recurrence_gate"] = inputs["recurrence_gate"] - 6
+        operator.assert_matches_reference(inputs, gradients=False)
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_bits_depend_on_the_sequence_alone(reverse, dtype, device):
+    """Alone, in a batch, and packed at any place."""
+    offsets = torch.tensor([0, 300, 301, 301, 430, 1130], dtype=torch.int32, device=device)
+    b = Draws(1).normal(1, 1130, 72).to(device, dtype)
+    a = (1 - 1e-2 * Draws(2).normal(1, 1130, 72).abs()).to(device, dtype)
+    packed = ssm_kernels.linear_scan_summary(a, b, cu_seqlens=offsets, reverse=reverse)
+    for row, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        own = [x[:, begin:end] for x in (a, b)]
+        alone = ssm_kernels.linear_scan_summary(*own, reverse=reverse)
+        batch = ssm_kernels.linear_scan_summary(*(x.repeat(3, 1, 1) for x in own), reverse=reverse)
+        for result, of_row, of_rows in zip(packed, alone, batch, strict=True):
+            assert torch.equal(result[row], of_row[0]) and torch.equal(of_rows, of_row.expand_as(of_rows))
+
+
+@dtypes(torch.float32, torch.float64)
+def test_a_decay_of_zero_stays_zero(dtype, device):
+    """Where the product of later steps overflows."""
+    a, b = (torch.zeros(1, 300, 8, dtype=dtype, device=device) for _ in range(2))
+    a[:, :100], a[:, 5], a[:, 100:] = 1, 0, 1e30
+    for result in ssm_kernels.linear_scan_summary(a, b):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
 @every_summary
 def test_no_steps_and_no_rows(operator, device):
     for size in ({"seqlen": 0}, {"batch": 0}):

@@ -33,6 +33,11 @@ struct SequenceView {
 struct StateView {
   void* data = nullptr;
   int64_t stride_sequence = 0, stride_channel = 0;
+
+  template <typename Acc>
+  SSM_HOST_DEVICE Acc& element(int64_t sequence, int64_t channel) const {
+    return static_cast<Acc*>(data)[sequence * stride_sequence + channel * stride_channel];
+  }
 };
 
 // A (batch, seqlen) mask, data null if absent.

@@ -129,7 +129,6 @@ LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Membe
                                             const SummaryOutputs& outputs);
 
 // In linear_scan_summary.cpp: the summary as two scans, and its adjoint as two scans and their adjoints, on any device.
-SummaryOutputs summary_of_scans(const SummaryInputs& in);
 SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd);
 
 template <SummaryOutputs (*fwd)(const SummaryInputs&), SummaryGrads (*bwd)(const SummaryBwdInputs&)>

@@ -63,15 +63,6 @@ GradTensors adjoint_of(const Inputs& scan, const at::Tensor& grad_last_state, co
 
 }  // namespace
 
-SummaryOutputs summary_of_scans(const SummaryInputs& in) {
-  const RecurrenceRow& row = *check_inputs(in).row;
-  std::vector<at::Tensor> inputs;
-  SummaryOutputs outputs;
-  outputs.last_state = fwd_of_scan()(scan_from_zero(in, row)).last_state;
-  outputs.decay = zero_where_reset(fwd_of_scan()(scan_of_decays(in, row, inputs)).last_state, in.reset);
-  return outputs;
-}
-
 SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   const RecurrenceRow& row = *check_inputs(bwd.in).row;
   SummaryGrads grads = allocate_summary_bwd(bwd);

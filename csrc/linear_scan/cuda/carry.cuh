@@ -39,6 +39,7 @@ struct Tile {
   static constexpr int kThreadSteps = thread_steps;
   static constexpr int kTensors = tensors;  // that pass through shared memory
   static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(Scalar));
+  using Row = cuda::Vector<Scalar, kVector>;  // a thread's part of a row
   static constexpr int kLanes = kTileChannels / kVector;
   static constexpr int kSegments = kThreads / kLanes;
   static constexpr int kHalfSegments = kSegments / 2;

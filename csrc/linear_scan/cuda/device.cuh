@@ -37,6 +37,16 @@ struct ThreadTile {
     steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
 
+  // Of a block that does not take tiles by number: `steps` are left from `first` on.
+  __device__ __forceinline__ ThreadTile(const LinearScanParams& p, int64_t batch, int64_t first, int64_t steps, int64_t channel)
+      : index(0),
+        tile(0),
+        batch(batch),
+        first(first),
+        channel(channel),
+        channels(T::kPlain ? T::kVector : count(p.channels - channel, T::kVector)),
+        steps(T::kPlain && channel >= p.channels ? 0 : count(steps, T::kThreadSteps)) {}
+
   __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
 
   // `left`, clamped to 0 ... `most`.
@@ -123,7 +133,7 @@ struct Rows {
 // A block's shared memory: two buffers for tiles, and the carry's arrays. A thread reads only the rows that it copied.
 template <typename T>
 struct Shared {
-  using Row = cuda::Vector<typename T::Scalar, T::kVector>;
+  using Row = typename T::Row;
   Row rows[2][T::kTensors][T::kThreadSteps][kThreads];
   CarryShared<T> carry;
 };
@@ -162,7 +172,7 @@ struct StepInputs {
   static constexpr int kWide = kInputs - kNarrow;
   static constexpr int kStaged = kStagedInputs<Variant, T::kIsForward>;
 
-  typename Shared<T>::Row staged[kStaged];
+  typename T::Row staged[kStaged];
   cuda::Vector<Acc, T::kVector> wide[kWide > 0 ? kWide : 1];
 
   __device__ __forceinline__ void get(int j, Acc (&x)[kInputs]) const {

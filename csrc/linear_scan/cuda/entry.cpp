@@ -80,14 +80,9 @@ class Plan {
   Partition tiles(int thread_steps, at::Tensor& words) const {
     Partition partition;
     partition.tiles = ceil_div(params_.seqlen, tile_steps(static_cast<int>(scalar_bytes_), thread_steps));
-    TORCH_CHECK_VALUE(chains() <= kMost && chains() * partition.tiles <= kMost, op_, ": expected at most ", kMost, " tiles of ",
-                      kTileChannels, " channels, got ", chains(), " times ", partition.tiles);
-    partition.tiles_in_all = static_cast<uint32_t>(chains() * partition.tiles);
+    fill(partition, partition.tiles, chains());
     partition.chains = cuda::Divisor(chains());
-    partition.channel_blocks = cuda::Divisor(channel_blocks());
     partition.multiprocessors = cuda::multiprocessor_count(like_.get_device());
-    partition.vector_views = vector_views_;
-    partition.is_plain = is_plain_;
     if (partition.tiles > 1) {
       // A block reaches the next tile of a chain after one tile of every other chain. With many chains the state before the
       // tile is published by then, and no maps are needed.
@@ -108,8 +103,45 @@ class Plan {
     return partition;
   }
 
+  // Tiles of the summary. `bounds` are those of SummaryPartition, undefined if sequences are not packed. `maps` and `resets`
+  // become its workspaces.
+  SummaryPartition summary(const at::Tensor& bounds, at::Tensor& maps, at::Tensor& resets) const {
+    SummaryPartition partition;
+    const int64_t steps = tile_steps(static_cast<int>(scalar_bytes_), kSummaryThreadSteps);
+    partition.tiles = ceil_div(params_.seqlen, steps);
+    partition.sequence_tiles = cuda::Divisor(partition.tiles);
+    partition.sequences = params_.batch;
+    int64_t tiles = params_.batch * partition.tiles;
+    if (bounds.defined()) {
+      partition.sequences = bounds.numel() - 1;
+      partition.bounds = bounds.const_data_ptr<int64_t>();
+      tiles = params_.seqlen / steps + partition.sequences;
+    }
+    fill(partition, tiles, channel_blocks());
+    if (partition.tiles > 1) {
+      maps = empty_tensor({partition.tiles_in_all, kTileChannels, 2},
+                          like_.options().dtype(accumulate_bytes_ == 8 ? at::kDouble : at::kFloat));
+      partition.maps = maps.data_ptr();
+      if (params_.reset.data != nullptr) {
+        resets = empty_tensor({partition.tiles_in_all}, like_.options().dtype(at::kBool));
+        partition.resets = resets.data_ptr<bool>();
+      }
+    }
+    return partition;
+  }
+
  private:
   static constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+  // What tile kernels share: `tiles` times `others` tiles.
+  void fill(Partition& partition, int64_t tiles, int64_t others) const {
+    TORCH_CHECK_VALUE(others <= kMost && tiles <= kMost && others * tiles <= kMost, op_, ": expected at most ", kMost,
+                      " tiles of ", kTileChannels, " channels, got ", others, " times ", tiles);
+    partition.tiles_in_all = static_cast<uint32_t>(others * tiles);
+    partition.channel_blocks = cuda::Divisor(channel_blocks());
+    partition.vector_views = vector_views_;
+    partition.is_plain = is_plain_;
+  }
 
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
   int64_t chains() const { return params_.batch * channel_blocks(); }
@@ -182,11 +214,53 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   return grads;
 }
 
+// Where packed sequences begin and end in the order of the scan, int64, (sequences + 1,). Undefined if sequences are not
+// packed.
+at::Tensor bounds_of_sequences(const Inputs& in) {
+  if (!is_present(in.cu_seqlens)) return {};
+  const int64_t seqlen = in.tensors[0].size(1);
+  // A captured graph may run with any values: none leads out of bounds.
+  const at::Tensor bounds = in.cu_seqlens->to(at::kLong).clamp(0, seqlen);
+  return in.reverse ? bounds.flip(0).neg_().add_(seqlen) : bounds;
+}
+
+SummaryOutputs summary_cuda(const SummaryInputs& in) {
+  const Member member = check_inputs(in);
+  const at::Tensor& first = in.tensors[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values(in.recurrence, in.cu_seqlens->cpu(), first.size(1));
+  }
+  SummaryOutputs outputs = allocate_summary(in);
+  LinearScanSummaryParams params = make_summary_params(in, member, at::Tensor(), outputs);
+  const Plan plan(params, member.name, first);
+  if (plan.is_empty()) {
+    outputs.last_state.zero_();
+    outputs.decay.fill_(1);
+    return outputs;
+  }
+  const at::Tensor bounds = bounds_of_sequences(in);
+  at::Tensor maps, resets;
+  const SummaryPartition partition = plan.summary(bounds, maps, resets);
+  if (bounds.defined() && in.reverse) {
+    for (StateView* view : {&params.last_state, &params.decay}) {
+      const int64_t offset = (partition.sequences - 1) * view->stride_sequence;
+      view->data = static_cast<char*>(view->data) + offset * outputs.decay.element_size();
+      view->stride_sequence = -view->stride_sequence;
+    }
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
+    return launch_linear_scan_summary<decltype(scalar)>(params, partition, stream);
+  }));
+  return outputs;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   register_kernels<&fwd_cuda, &bwd_cuda>(m);
-  register_summary_kernels<&summary_of_scans, &summary_adjoint>(m);
+  register_summary_kernels<&summary_cuda, &summary_adjoint>(m);
 }
 
 }  // namespace ssm_kernels::linear_scan

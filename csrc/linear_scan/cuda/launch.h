@@ -36,6 +36,7 @@ constexpr int kThreads = 128;  // of a block; a multiprocessor holds two or thre
 // Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and in the registers of gates.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
+constexpr int kSummaryThreadSteps = 16;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
@@ -80,6 +81,19 @@ struct Partition {
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;
 };
+
+// How the kernels of the summary share the work (summary.cuh). Tiles are those of whole sequences, of packed ones at least.
+struct SummaryPartition : Partition {
+  int64_t sequences = 0;
+  // Where each packed sequence begins, in the order of the scan, and where the last ends. Null if sequences are not packed.
+  const int64_t* bounds = nullptr;
+  cuda::Divisor sequence_tiles;  // along time, if sequences are not packed
+  // The decay and offset of each tile, (tiles_in_all, kTileChannels, 2), and, with a reset mask, whether it has a reset. Null
+  // if every sequence is one tile.
+  void* maps = nullptr;
+  bool* resets = nullptr;
+};
+constexpr int kSummaryShares = 8, kSummaryFoldThreads = kSummaryShares * kTileChannels;
 
 // How the sequential kernels share the work: a block for each chain. All views have vectors, and sequences are not packed.
 struct SequentialPartition {
@@ -135,5 +149,8 @@ cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params,
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, const SummaryPartition& partition,
+                                       cudaStream_t stream);
 
 }  // namespace ssm_kernels::linear_scan
