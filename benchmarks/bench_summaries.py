@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -166,19 +166,18 @@ RECURRENCES: dict[str, dict[str, tuple[str, ...]]] = {
 SHAPES = ((8, 2048, 2048), (1, 65536, 1024), (1, 65536, 256))
 
 
-def cases(_: Any) -> Sequence[SummaryCase]:
-    return [
-        SelectiveScanSummary("selective_scan", {"B": 8, "D": 2048, "L": 2048, "N": 16}),
-        SelectiveScanSummary("selective_scan", {"B": 1, "D": 2048, "L": 65536, "N": 16}),
-        SsdSummary("ssd_chunk_scan", {"B": 8, "L": 2048, "H": 64, "P": 64, "N": 128}),
-        SsdSummary("ssd_chunk_scan", {"B": 1, "L": 65536, "H": 32, "P": 64, "N": 128}),
-        *(
-            RecurrenceSummary(name, dict(zip("BTH", shape, strict=True)), **inputs)
-            for shape in SHAPES
-            for name, inputs in RECURRENCES.items()
-            if shape == SHAPES[0] or name in ("linear_scan", "minlstm_scan")
-        ),
-    ]
+CASES: list[SummaryCase] = [
+    SelectiveScanSummary("selective_scan", {"B": 8, "D": 2048, "L": 2048, "N": 16}),
+    SelectiveScanSummary("selective_scan", {"B": 1, "D": 2048, "L": 65536, "N": 16}),
+    SsdSummary("ssd_chunk_scan", {"B": 8, "L": 2048, "H": 64, "P": 64, "N": 128}),
+    SsdSummary("ssd_chunk_scan", {"B": 1, "L": 65536, "H": 32, "P": 64, "N": 128}),
+    *(
+        RecurrenceSummary(name, dict(zip("BTH", shape, strict=True)), **inputs)
+        for shape in SHAPES
+        for name, inputs in RECURRENCES.items()
+        if shape == SHAPES[0] or name in ("linear_scan", "minlstm_scan")
+    ),
+]
 
 
 def share_of_forward(row: Row) -> float | None:
@@ -205,7 +204,7 @@ def tables(result: Result) -> list[Table]:
     ]
 
 
-BENCHMARK = Benchmark("summaries", cases, tables, figures, trials=50, warmup=5)
+BENCHMARK = Benchmark("summaries", lambda options: CASES, tables, figures, trials=50, warmup=5)
 
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK, __doc__))

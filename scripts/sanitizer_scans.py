@@ -157,7 +157,8 @@ def is_plain(inputs: Inputs) -> bool:
     return inputs["cu_seqlens"] is None and not inputs["reverse"]
 
 
-def check_summary(case: ScanCase) -> str | None:
+def check_summary(case: ScanCase, way: str) -> str | None:
+    set_debug_option("selective_scan_kernel", way)
     results = []
     for device in ("cpu", "cuda"):
         inputs = move_whole_blocks(case.inputs, device)
@@ -166,11 +167,11 @@ def check_summary(case: ScanCase) -> str | None:
         last_state, decay = selective_scan_summary(u, delta, A, B, **shared)
         gradient = _selective_scan_initial_gradient(u, delta, A, C, z=inputs["z"], **shared)
         results.append({"last_state": last_state, "decay": decay, "initial gradient": gradient})
-    return difference_between(f"summary, {case.name}", results[1], results[0])
+    return difference_between(f"summary, {way}, {case.name}", results[1], results[0])
 
 
 def scan_checks() -> Iterator[Check]:
     for case in scan_cases():
         yield from (partial(check_scan, case, way) for way in ways(case.inputs))
         if is_plain(case.inputs):
-            yield partial(check_summary, case)
+            yield from (partial(check_summary, case, way) for way in ("sequential", "warp_scan"))

@@ -151,9 +151,9 @@ def test_decay_of_a_long_span_becomes_zero(a):
     ],
     ids=str,
 )
-def test_long_span_of_selective_scan(discretization, dtype, device):
+def test_long_span_of_selective_scan(discretization, dtype, kernel, device):
     """Transitions near 1, so that the decay is far from zero. On CUDA time is cut into segments."""
-    sizes = {"batch": 1, "dim": 40, "dstate": 5, "seqlen": 4300, "groups": 2}
+    sizes = {"batch": 1, "dim": 40, "dstate": 11, "seqlen": 4300, "groups": 2}
     options = {"discretization": discretization, "dtype": dtype, "device": device}
     inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, **options)
     inputs["A"] = 1e-3 * inputs["A"]
@@ -170,9 +170,19 @@ def assert_within_a_rounding_per_step(actual: Tensor, exact: Tensor, steps: int)
     assert error <= (steps + 16) * torch.finfo(actual.dtype).eps * largest
 
 
+def test_gradients_of_a_long_span(kernel, device):
+    """Those of the last state alone, too: the outputs of its scan, whose time CUDA cuts into segments, have no gradients."""
+    sizes = {"batch": 1, "dim": 40, "dstate": 16, "seqlen": 2100}
+    inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, dtype=torch.float32, device=device)
+    inputs["A"] = 1e-3 * inputs["A"]
+    of_both = SELECTIVE_SUMMARY.make_cotangents(inputs)
+    for cotangents in (of_both, (of_both[0], None)):
+        SELECTIVE_SUMMARY.assert_matches_reference(inputs, cotangents=cotangents)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 @dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
-def test_sum_of_step_sizes(dtype, layout, device):
+def test_sum_of_step_sizes(dtype, layout, kernel, device):
     """Lengths and numbers of channels around the parts and vectors of the CUDA kernel."""
     for dim, seqlen in itertools.product((1, 7, 8, 256, 264), (1, 31, 1024, 1025, 2056)):
         options = {"batch": 2, "dim": dim, "dstate": 1, "seqlen": seqlen, "B": "constant"}
@@ -346,10 +356,11 @@ def test_initial_gradient_of_selective_scan(discretization, is_packed, z, dtype,
     assert_matches_initial_gradient(selective_scan_helpers.make_inputs(**sizes, **options, z=z))
 
 
-# Around a tile of the CUDA kernel, 32 channels of 64 steps; and few channels of many steps, which are cut into segments there.
+# Around tiles of the CUDA kernels, 32 channels of 64 steps and 128 channels of 32; and few channels of many steps, which are
+# cut into segments there.
 SPANS: dict[str, dict[str, Any]] = {
     **{f"{seqlen} steps": {"seqlen": seqlen} for seqlen in (0, 1, 63, 64, 65, 128, 129)},
-    **{f"{dim} channels": {"dim": dim, "seqlen": 70} for dim in (1, 31, 32, 33, 70)},
+    **{f"{dim} channels": {"dim": dim, "seqlen": 70} for dim in (1, 31, 32, 33, 70, 129, 258)},
     **{f"{dstate} states": {"dstate": dstate, "seqlen": 70} for dstate in (1, 8, 16, 17, 256)},
     "groups": {"dim": 64, "groups": 4, "seqlen": 70},
     "constant": {"B": "constant", "C": "constant", "seqlen": 70},
@@ -365,7 +376,7 @@ SPANS: dict[str, dict[str, Any]] = {
 
 @dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("sizes", SPANS.values(), ids=[*SPANS])
-def test_initial_gradient_of_every_span(sizes, dtype, device):
+def test_initial_gradient_of_every_span(sizes, dtype, kernel, device):
     for layout in ("contiguous", "transposed"):
         inputs = selective_scan_helpers.make_inputs(**sizes, layout=layout, dtype=dtype, device=device)
         assert_matches_initial_gradient(inputs)
@@ -373,13 +384,13 @@ def test_initial_gradient_of_every_span(sizes, dtype, device):
         assert_matches_initial_gradient(inputs | {"A": 1e-3 * inputs["A"]}, a_rounding_per_step=True)
 
 
-def test_initial_gradient_of_expanded_tensors(device):
+def test_initial_gradient_of_expanded_tensors(kernel, device):
     inputs = selective_scan_helpers.make_inputs(seqlen=70, groups=2, device=device)
     inputs |= {name: inputs[name][:, :1].expand_as(inputs[name]) for name in ("u", "delta", "z", "C")}
     assert_matches_initial_gradient(inputs)
 
 
-def test_initial_gradient_of_a_sequence_before_a_nan(device):
+def test_initial_gradient_of_a_sequence_before_a_nan(kernel, device):
     inputs = selective_scan_helpers.make_inputs(seqlen=70, resets=((20,),), device=device)
     expected = summaries._selective_scan_initial_gradient(inputs["u"], **mirrored(inputs))
     for name in ("u", "delta", "z", "C"):
@@ -439,7 +450,7 @@ def test_initial_gradient_of_packed_sequences(reverse, device):
 
 @pytest.mark.parametrize("z", [False, True], ids=["no_z", "z"])
 @pytest.mark.parametrize("seqlen", [5, 300])
-def test_initial_gradient_completes_that_of_the_scan(seqlen, z, device):
+def test_initial_gradient_completes_that_of_the_scan(seqlen, z, kernel, device):
     """With ``decay`` times the gradient of the last state, it is what the scan's adjoint returns."""
     inputs = selective_scan_helpers.make_inputs(z=z, D=False, seqlen=seqlen, device=device)
     leaves = with_gradients(inputs, ["initial_state"])

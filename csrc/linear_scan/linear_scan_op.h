@@ -128,7 +128,7 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd);
 LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const at::Tensor& sequence_of_step,
                                             const SummaryOutputs& outputs);
 
-// In linear_scan_summary.cpp: the summary as two scans, and its adjoint as two scans and their adjoints, on any device.
+// In linear_scan_summary.cpp: the adjoint as two scans and their adjoints, on any device.
 SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd);
 
 template <SummaryOutputs (*fwd)(const SummaryInputs&), SummaryGrads (*bwd)(const SummaryBwdInputs&)>

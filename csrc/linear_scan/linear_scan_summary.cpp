@@ -1,10 +1,10 @@
-// The summary of a span of steps, made of scans:
+// The adjoint of the summary of a span of steps. The summary's results are those of two scans:
 //
 //   last_state   the last state of the scan, begun with zero
 //   decay        the last state of the scan with the same a and with b = 0, begun with one
 //
-// and its adjoint, made of the adjoints of these two scans in the accumulation type: only results are rounded. A reset makes
-// the decay zero, whatever the inputs are.
+// and its adjoint is made of the adjoints of these in the accumulation type: only results are rounded. A reset makes the decay
+// zero, whatever the inputs are.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full_like.h>

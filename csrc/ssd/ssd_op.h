@@ -139,8 +139,10 @@ StatesOutputs states_cuda(const StatesInputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
 std::string plan_cuda(const Inputs& in, bool is_backward);
 // Writes the states that a scan from zero leaves, or in reverse the gradient of the states before it, with the outputs'
-// gradient in the place of x. B and C are the same tensor. Returns false, and writes nothing, if no kernels take the call.
-bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states);
+// gradient in the place of x, and the decay of all steps if that is defined. B and C are the same tensor. Returns false, and
+// writes nothing, if no kernels take the call.
+bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states,
+                      const at::Tensor& decay);
 
 // Forward and backward without the dispatcher, for operators composed of this one, on any device and on Meta.
 FwdOutputs fwd(const Inputs& in);

@@ -56,10 +56,11 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
           allocate(kSummaryGradDtBias, in.dt_bias, empty_contiguous_like)};
 }
 
-// Whether kernels wrote the states: of span_states_cuda.
-bool write_span_states(const Inputs& scan, Discretization method, bool is_reverse, const at::Tensor& states) {
+// Whether kernels wrote the states: of span_states_cuda. They write the decay too, if it is defined.
+bool write_span_states(const Inputs& scan, Discretization method, bool is_reverse, const at::Tensor& states,
+                       const at::Tensor& decay = {}) {
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (scan.x.is_cuda()) return span_states_cuda(scan, method, is_reverse, states);
+  if (scan.x.is_cuda()) return span_states_cuda(scan, method, is_reverse, states, decay);
 #endif
   return false;
 }
@@ -69,9 +70,7 @@ SummaryOutputs summary_fwd(const SummaryInputs& in) {
   const Discretization method = check_summary_inputs(in);
   SummaryOutputs outputs = allocate_summary(in);
   Inputs scan = in.scan();
-  if (write_span_states(scan, method, /*is_reverse=*/false, outputs.final_states)) {
-    outputs.decay.copy_(decay_aten(scan));
-  } else {
+  if (!write_span_states(scan, method, /*is_reverse=*/false, outputs.final_states, outputs.decay)) {
     scan.C.reset();
     summary_aten(scan, method, outputs);
   }

@@ -167,9 +167,8 @@ class ContextParallel(ParallelStyle):
 
     Args:
         exchange: how states pass from rank to rank: "chain", from neighbour to neighbour, so that rank r begins r scans after
-            the first; "summaries", by an all-gather in every layer, for which each rank runs about half a scan more, and of a
-            recurrence up to two; or None, the chain for up to 8 ranks. Layers that return final states, and compiled ones, use
-            summaries.
+            the first; "summaries", by an all-gather in every layer, for which each rank runs half a scan to one scan more in
+            forward; or None, the chain for up to 8 ranks. Layers that return final states, and compiled ones, use summaries.
 
     Raises:
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one

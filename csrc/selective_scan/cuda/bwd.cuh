@@ -18,7 +18,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, c
     const auto launch = [&](const warp_scan::ScanPlan& pass) {
       return warp_scan::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
     };
-    error = warp_scan::launch_carry_pass(plan.warp_scan, 1, launch);
+    if (!plan.has_segment_maps) error = warp_scan::launch_carry_pass(plan.warp_scan, 1, launch);
     if (error != cudaSuccess) return;
     if constexpr (kHasAllScans<Scalar>) {
       if (plan.is_sequential) {

@@ -12,7 +12,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -20,7 +22,9 @@
 #include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
+#include "cuda/span_decay.h"
 #include "selective_scan/cuda/plan.h"
+#include "selective_scan/cuda/segment_maps.h"
 #include "selective_scan/cuda/summary.h"
 #include "selective_scan/selective_scan_op.h"
 #include "selective_scan/selective_scan_summary_op.h"
@@ -81,6 +85,92 @@ void reserve_carries(Workspace& workspace, ChannelPartition& partition, const Se
   const int64_t count = p.rows * partition.segments * p.dim * p.dstate;
   workspace.reserve(&partition.decay, count);
   workspace.reserve(&partition.offset, count);
+}
+
+// The maps of `launched` of a call's segments by the kernels of segment_maps.h, or nothing where they do not support the call,
+// or the warp scan's carry pass is faster: with so few blocks that these fill less than half of the device.
+template <typename Scalar, typename Params>
+std::optional<segment_maps::Params> plan_segment_maps(const Params& p, const ChannelPartition& segments, int64_t first_segment,
+                                                      int64_t launched) {
+  segment_maps::Params maps;
+  if constexpr (std::is_same_v<Params, SelectiveScanBwdParams>) {
+    maps.is_adjoint = true;
+    maps.input = p.grad_out;
+    maps.z = p.z;
+    maps.matrix = p.C;
+  } else {
+    maps.input = p.u;
+    maps.matrix = p.B;
+  }
+  const KernelChoice choice = preferred_kernel();
+  if (!segment_maps::supports<Scalar>(p, maps.matrix) || choice == KernelChoice::kWarpScan) return std::nullopt;
+  maps.delta_softplus = p.delta_softplus;
+  maps.batch = p.batch;
+  maps.dim = p.dim;
+  maps.seqlen = p.seqlen;
+  maps.dstate = p.dstate;
+  maps.delta = p.delta;
+  maps.A = p.A;
+  maps.delta_bias = p.delta_bias;
+  maps.group_channels = p.dim / maps.matrix.groups;
+  const auto access_of = [&](const SequenceView& view) {
+    const auto are_whole = [&](int64_t elements, std::initializer_list<int64_t> counts) {
+      const bool is_aligned = reinterpret_cast<int64_t>(view.data) % (elements * int64_t(sizeof(Scalar))) == 0;
+      return is_aligned && std::all_of(counts.begin(), counts.end(), [&](int64_t count) { return count % elements == 0; });
+    };
+    if (view.stride_dim == 1 &&
+        are_whole(segment_maps::kLaneChannels, {view.stride_batch, view.stride_step, maps.group_channels})) {
+      return VectorAccess::kAlongChannels;
+    }
+    if (view.stride_step == 1 && are_whole(segment_maps::kVectorSteps<Scalar>, {view.stride_batch, view.stride_dim})) {
+      return VectorAccess::kAlongSteps;
+    }
+    return VectorAccess::kSingly;
+  };
+  maps.delta_access = access_of(maps.delta);
+  maps.input_access = access_of(maps.input);
+  maps.z_access = access_of(maps.z);
+  maps.tiles_per_group = ceil_div(maps.group_channels, segment_maps::kTileChannels);
+  maps.tiles = maps.matrix.groups * maps.tiles_per_group;
+  maps.state_tiles = ceil_div(p.dstate, segment_maps::kStates);
+  maps.segments = segments.segments;
+  maps.segment_steps = segments.segment_steps;
+  maps.first_segment = first_segment;
+  maps.launched_segments = launched;
+  maps.decay = segments.decay;
+  maps.offset = segments.offset;
+  maps.parts = std::max<int64_t>(1, ceil_div(segments.segment_steps, segment_maps::kPartSteps));
+  const int64_t least = segment_maps::kBlocks * cuda::multiprocessor_count(c10::cuda::current_device()) / 2;
+  const bool is_faster = choice == KernelChoice::kSequential || maps.blocks() >= least;
+  if (!is_faster || maps.blocks() > std::numeric_limits<int32_t>::max()) return std::nullopt;
+  return maps;
+}
+
+// Queues the kernels, with memory for the maps of parts.
+template <typename Scalar>
+cudaError_t launch_segment_maps(segment_maps::Params maps, const at::TensorOptions& options, cudaStream_t stream) {
+  Workspace workspace;
+  if (maps.parts > 1) {
+    workspace.reserve(&maps.part_offset, maps.all_parts() * maps.dim * maps.dstate);
+    constexpr int64_t kFloats = sizeof(double) / sizeof(float);
+    workspace.reserve(&maps.part_sum, maps.all_parts() * maps.dim * kFloats);
+  }
+  workspace.allocate(options);
+  return segment_maps::launch<Scalar>(maps, stream);
+}
+
+// Queues the carry pass of a plan with memory for its maps, if it is that of segment_maps.h: for all segments except the last,
+// in backward except the first. To be called before point_at_vectors, after which tensors begin elsewhere.
+template <typename Scalar, typename Params>
+cudaError_t queue_segment_maps(const Params& p, Plan& plan, int64_t first_segment, const at::TensorOptions& options,
+                               cudaStream_t stream) {
+  if constexpr (kHasAllScans<Scalar>) {
+    if (plan.warp_scan.segments == 1) return cudaSuccess;
+    const auto maps = plan_segment_maps<Scalar>(p, plan.warp_scan, first_segment, plan.warp_scan.segments - 1);
+    plan.has_segment_maps = maps.has_value();
+    if (maps) return launch_segment_maps<Scalar>(*maps, options, stream);
+  }
+  return cudaSuccess;
 }
 
 // Those of the gradients of B and C only if `for_matrices`.
@@ -151,6 +241,9 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
     Workspace workspace;
     reserve_carries(workspace, plan.warp_scan, params);
     workspace.allocate(in.A.options());
+    if (const cudaError_t error = queue_segment_maps<Scalar>(params, plan, 0, in.A.options(), stream); error != cudaSuccess) {
+      return error;
+    }
     point_at_vectors<Scalar>(params, plan);
     return launch_fwd<Scalar>(params, plan, stream);
   }));
@@ -196,6 +289,9 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.offset = plan.warp_scan.offset;
+    if (const cudaError_t error = queue_segment_maps<Scalar>(params, plan, 1, in.A.options(), stream); error != cudaSuccess) {
+      return error;
+    }
     point_at_vectors<Scalar>(params, plan);
     const auto launch = [&](const SelectiveScanBwdParams& of_span) {
       if (reuses) reuse_chunk_states(partial_sums, plan.partition(), of_span);
@@ -212,6 +308,26 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     return error;
   }));
   return grads;
+}
+
+// As scan_all_steps, by the kernels of segment_maps.h; false where they do not support the call.
+template <typename Params>
+bool map_all_steps(const Params& params, at::ScalarType dtype, const at::Tensor& state, void* decay) {
+  bool is_done = false;
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(dtype), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    if constexpr (kHasAllScans<Scalar>) {
+      ChannelPartition all;
+      all.segment_steps = params.seqlen;
+      all.offset = state.data_ptr();
+      all.decay = decay;
+      const auto maps = plan_segment_maps<Scalar>(params, all, 0, 1);
+      is_done = maps.has_value();
+      if (maps) return launch_segment_maps<Scalar>(*maps, state.options(), c10::cuda::getCurrentCUDAStream());
+    }
+    return cudaSuccess;
+  }));
+  return is_done;
 }
 
 // Runs the carry pass over all steps. `state`, (batch, dim, dstate), becomes the last state from zero or, of backward's
@@ -257,14 +373,30 @@ SummaryOutputs summary_cuda(const SummaryInputs& in) {
   SelectiveScanFwdParams params;
   fill_params(params, in.scan(), method, PackedRows());
   void* const decay = outputs.decay.data_ptr();
+  if (map_all_steps(params, in.u.scalar_type(), outputs.last_state, decay)) return outputs;
   const bool is_exponential = has_exponential_transition(method);
   scan_all_steps(params, in.u.scalar_type(), outputs.last_state, is_exponential ? nullptr : decay);
   if (!is_exponential) return outputs;
-  const at::Tensor sums =
-      empty_tensor({params.batch, params.dim, step_sums_per_channel(params)}, in.A.options().dtype(at::kDouble));
+  cuda::SpanDecay span;
+  span.batch = params.batch;
+  span.channels = params.dim;
+  span.seqlen = params.seqlen;
+  span.states = params.dstate;
+  span.delta = params.delta.data;
+  span.stride_batch = params.delta.stride_batch;
+  span.stride_channel = params.delta.stride_dim;
+  span.stride_step = params.delta.stride_step;
+  span.bias = params.delta_bias.data;
+  span.bias_stride = params.delta_bias.stride;
+  span.apply_softplus = params.delta_softplus;
+  span.A = params.A.data;
+  span.A_stride_channel = params.A.stride_dim;
+  span.A_stride_state = params.A.stride_state;
+  const at::Tensor sums = empty_tensor({span.batch, span.channels, span.parts()}, in.A.options().dtype(at::kDouble));
+  span.sums = sums.mutable_data_ptr<double>();
+  span.decay = decay;
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
-    return launch_exponential_decay<decltype(scalar)>(params, sums.mutable_data_ptr<double>(), decay,
-                                                      c10::cuda::getCurrentCUDAStream());
+    return cuda::launch_span_decay<decltype(scalar)>(span, c10::cuda::getCurrentCUDAStream());
   }));
   return outputs;
 }
@@ -277,6 +409,7 @@ at::Tensor initial_gradient_cuda(const InitialGradientInputs& in) {
   SelectiveScanBwdParams params;
   fill_params(params, in.scan(), method, PackedRows());
   params.grad_out = params.u;
+  if (map_all_steps(params, in.grad_out.scalar_type(), grad, /*decay=*/nullptr)) return grad;
   scan_all_steps(params, in.grad_out.scalar_type(), grad, /*decay=*/nullptr);
   return grad;
 }

@@ -25,7 +25,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
     const auto launch = [&](const warp_scan::ScanPlan& pass) {
       return warp_scan::launch_fwd<Scalar, Method>(params, pass, stream);
     };
-    error = warp_scan::launch_carry_pass(plan.warp_scan, 0, launch);
+    if (!plan.has_segment_maps) error = warp_scan::launch_carry_pass(plan.warp_scan, 0, launch);
     if (error == cudaSuccess) error = launch(plan.warp_scan);
   });
   return error;

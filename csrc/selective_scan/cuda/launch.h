@@ -13,10 +13,11 @@
 // No tile crosses a group: the longest range of channels that share a group of B and a group of C.
 //
 // Where batch and dim leave the device idle, time is split into segments, each for blocks of its own. A first launch, the carry
-// pass of the warp scan, finds each segment's map of the state before it to the state after it; in backward, of the adjoint
-// after it to the one before it. The second launch folds the maps of earlier segments into its first state. A summary, and the
-// gradient of an initial state from those of the outputs, take the first launch alone (summary.h). Packed sequences have one
-// segment each: a block reads where its sequence begins and ends from device memory, and the host knows no lengths.
+// pass, finds each segment's map of the state before it to the state after it; in backward, of the adjoint after it to the one
+// before it. Its kernels are those of segment_maps.h for zoh with many states and enough blocks, else the warp scan's. The
+// second launch folds the maps of earlier segments into its first state. A summary, and the gradient of an initial state from
+// those of the outputs, take the first launch alone (summary.h). Packed sequences have one segment each: a block reads where
+// its sequence begins and ends from device memory, and the host knows no lengths.
 //
 // Backward leaves partial sums of grad_B and grad_C, one for each tile of channels. Where time is one segment, backward takes
 // spans of time one after the other, the last first, so that the partial sums of one span exist at a time, most of them in the

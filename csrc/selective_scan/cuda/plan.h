@@ -29,6 +29,8 @@ struct Plan {
   sequential::ScanPlan sequential;
   // Also the plan of the sequential scan's carry pass, with the same segments.
   warp_scan::ScanPlan warp_scan;
+  // Whether the carry pass is that of segment_maps.h, which the caller queues before the launch.
+  bool has_segment_maps = false;
   // Shared memory per block of the call's largest launch. Above the device's limit only if no tile size fits.
   int64_t shared_bytes = 0;
 

@@ -29,11 +29,16 @@
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
+
+void zero_where_cut(const at::Tensor& decay, const OptionalTensor& seq_idx) {
+  if (is_present(seq_idx)) decay.masked_fill_(sequence_starts(*seq_idx).any(1, /*keepdim=*/true), 0);
+}
+
 namespace {
 
-// Zero in rows of the batch in which a sequence begins.
-at::Tensor zero_where_cut(const at::Tensor& decay, const OptionalTensor& seq_idx) {
-  return is_present(seq_idx) ? decay.masked_fill(sequence_starts(*seq_idx).any(1, /*keepdim=*/true), 0) : decay;
+// e^(A sum of the step sizes) of each row of the batch, as if no sequence began in it, float64.
+at::Tensor decay_of_all_steps(const Inputs& in) {
+  return (step_sizes(in, in.dt).sum(1, /*keepdim=*/false, at::kDouble) * in.A.to(at::kDouble)).exp_();
 }
 
 // The states after a run, from those before it.
@@ -48,7 +53,10 @@ class SummaryAdjoint {
     const at::TensorOptions doubles = in.A.options().dtype(at::kDouble);
     sum_A_ = at::zeros({scan_.heads}, doubles);
     sum_dt_bias_ = at::zeros({scan_.heads}, doubles);
-    if (is_present(bwd.grad_decay)) grad_total_ = bwd.grad_decay->to(at::kDouble) * decay_aten(in).to(at::kDouble);
+    if (is_present(bwd.grad_decay)) {
+      grad_total_ = bwd.grad_decay->to(at::kDouble) * decay_of_all_steps(in);
+      zero_where_cut(grad_total_, in.seq_idx);
+    }
   }
 
   void compute() {
@@ -108,11 +116,6 @@ class SummaryAdjoint {
 
 }  // namespace
 
-at::Tensor decay_aten(const Inputs& in) {
-  at::Tensor total = step_sizes(in, in.dt).sum(1, /*keepdim=*/false, at::kDouble) * in.A.to(at::kDouble);
-  return zero_where_cut(total.exp_().to(in.A.scalar_type()), in.seq_idx);
-}
-
 void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs& outputs) {
   const ExactProducts exact;
   const Scan scan(in, method);
@@ -126,7 +129,8 @@ void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs&
     }
     outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
   }
-  outputs.decay.copy_(zero_where_cut(total.exp_(), in.seq_idx));
+  outputs.decay.copy_(total.exp_());
+  zero_where_cut(outputs.decay, in.seq_idx);
 }
 
 at::Tensor initial_gradient_aten(const Inputs& in, Discretization method) {

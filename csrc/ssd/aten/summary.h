@@ -7,8 +7,8 @@ namespace ssm_kernels::ssd {
 
 // The inputs have been checked; the results are written to tensors that have been allocated.
 void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs& outputs);
-// The decay alone, in one pass over dt.
-at::Tensor decay_aten(const Inputs& in);
+// Makes the decay, or its gradient, zero in rows of the batch in which a sequence begins.
+void zero_where_cut(const at::Tensor& decay, const OptionalTensor& seq_idx);
 // The gradient of the states before the span, from that of its outputs, in.x, and from in.C.
 at::Tensor initial_gradient_aten(const Inputs& in, Discretization method);
 void summary_adjoint_aten(const SummaryBwdInputs& bwd, Discretization method, const SummaryGrads& grads);

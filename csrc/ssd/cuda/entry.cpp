@@ -17,6 +17,7 @@
 
 #include "cuda/device.h"
 #include "ssd/aten/chunked_scan.h"
+#include "ssd/aten/summary.h"
 #include "ssd/cuda/host_launch.h"
 #include "torch/allocation.h"
 #include "torch/packed_sequences.h"
@@ -128,10 +129,15 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   return grads;
 }
 
-bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states) {
+bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states,
+                      const at::Tensor& decay) {
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/true)) return false;
   launch_span_states(in, method, is_reverse, states);
+  if (decay.defined()) {
+    launch_decay(in, decay);
+    zero_where_cut(decay, in.seq_idx);
+  }
   return true;
 }
 

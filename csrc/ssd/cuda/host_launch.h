@@ -34,6 +34,9 @@ int64_t backward_columns_at_once(const Inputs& in);
 // Writes the states that span_states_cuda computes, from the initial states if any.
 void launch_span_states(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states);
 
+// Writes the decay of all steps of each row of the batch, e^(A sum of the step sizes).
+void launch_decay(const Inputs& in, const at::Tensor& decay);
+
 // For plan_cuda: the kernels that launch_forward and launch_backward launch.
 std::string describe_kernel(const at::Tensor& x, bool uses_wgmma);
 std::string describe_forward(const Inputs& in, Discretization method);

@@ -9,6 +9,7 @@
 #include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
+#include "cuda/span_decay.h"
 #include "ssd/cuda/host_launch.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
@@ -84,6 +85,34 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
       launch_part(part, method, direction, of_rows(states).narrow(3, column, count));
     }
   }
+}
+
+void launch_decay(const Inputs& in, const at::Tensor& decay) {
+  const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  cuda::SpanDecay span;
+  span.batch = in.dt.size(0);
+  span.seqlen = in.dt.size(1);
+  span.channels = in.dt.size(2);
+  if (decay.numel() == 0) return;
+  span.delta = in.dt.const_data_ptr();
+  span.stride_batch = in.dt.stride(0);
+  span.stride_step = in.dt.stride(1);
+  span.stride_channel = in.dt.stride(2);
+  if (is_present(in.dt_bias)) {
+    span.bias = in.dt_bias->const_data_ptr();
+    span.bias_stride = in.dt_bias->stride(0);
+  }
+  span.apply_softplus = in.dt_softplus;
+  span.least = dt_min;
+  span.most = dt_max;
+  span.A = in.A.const_data_ptr();
+  span.A_stride_channel = in.A.stride(0);
+  const at::Tensor sums = empty_tensor({span.batch, span.channels, span.parts()}, in.A.options().dtype(at::kDouble));
+  span.sums = sums.mutable_data_ptr<double>();
+  span.decay = decay.mutable_data_ptr();
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.dt.scalar_type()), [&](auto scalar) {
+    return cuda::launch_span_decay<decltype(scalar)>(span, c10::cuda::getCurrentCUDAStream());
+  }));
 }
 
 }  // namespace ssm_kernels::ssd
