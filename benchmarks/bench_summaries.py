@@ -26,7 +26,7 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks.benchmark import Benchmark, Contender, Copy, Function, Result, Run, main
 from benchmarks.operator_cases import OperatorCase, normal
-from benchmarks.tables import Column, Row, Table, figure, largest_errors, median, over, text, throughput
+from benchmarks.tables import Column, Row, Table, errors_of, figure, median, over, text, throughput
 
 COMPARED_CHANNELS = 8
 Draw = Callable[..., Tensor]
@@ -198,9 +198,17 @@ def tables(result: Result) -> list[Table]:
         figure("scan, forward", "scan", "forward", decimals=4),
         Column("of a forward", lambda row: over(share_of_forward(row), 1.0)),
     ]
+    errors = [
+        text("case", "name"),
+        Column("last state", lambda row: f"{errors_of(row)['last_state']:.1e}"),
+        Column(
+            "largest of a gradient",
+            lambda row: f"{max(error for name, error in errors_of(row).items() if 'grad_' in name):.1e}",
+        ),
+    ]
     return [
         Table("summaries, milliseconds", columns, result["rows"]),
-        largest_errors(result["rows"], "name"),
+        Table("relative errors of summaries", errors, result["rows"]),
     ]
 
 
