@@ -80,7 +80,7 @@ class SummaryCase(OperatorCase):
 
 @dataclass(frozen=True)
 class RecurrenceSummary(SummaryCase):
-    """Of a recurrence with as many inputs of the size B, T, H as ``inputs`` names."""
+    """The summary of a recurrence: inputs ``names`` of the size (B, T, H), inputs ``broadcast`` of the size H."""
 
     names: tuple[str, ...]
     broadcast: tuple[str, ...] = ()

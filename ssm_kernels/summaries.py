@@ -163,8 +163,10 @@ def linear_scan_summary(
         respect to every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are
         not supported and raise.
 
-    The CPU's kernel reads the inputs once and writes nothing but the two results. On CUDA the operator runs two scans and drops
-    their outputs. Backward runs the scan and its adjoint twice on both devices. Autograd saves the inputs only.
+    The kernels read the inputs once and write nothing for a step: the two results and, on CUDA, the maps of tiles of steps.
+    There a state is multiplied by products of up to 64 consecutive ``a`` in float64, 128 in float32 and 256 in float16 and
+    bfloat16, which must be finite, unless they multiply a zero. Backward runs the scan and its adjoint twice on both devices.
+    Autograd saves the inputs only.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.

@@ -72,6 +72,17 @@ def test_few_channels_have_lanes_in_time_in_forward():
     assert torch.equal(results["faster"]["out"], results["warp_scan"]["out"])
 
 
+def test_both_carry_passes_find_the_same_maps():
+    """More than 16 states, so that the main pass is the warp scan; its backward cuts the row into segments."""
+    inputs = make_inputs(batch=1, dim=129, seqlen=6400, dstate=29, dtype=torch.float32, device="cuda")
+    inputs["A"] = 1e-2 * inputs["A"]
+    results = evaluate_each_way(inputs)
+    assert all("warp_scan" in name for name in kernels_of(inputs))
+    for name, expected in results["warp_scan"].items():
+        tolerance = 1e-4 * expected.abs().max().item()
+        torch.testing.assert_close(results["sequential"][name], expected, rtol=1e-4, atol=tolerance)
+
+
 @pytest.mark.parametrize("way", ["sequential", "warp_scan"])
 def test_the_debug_option_chooses_both_kernels(way):
     inputs = make_inputs(batch=2, dim=40, seqlen=32, dstate=16, dtype=torch.bfloat16, device="cuda")

@@ -153,7 +153,7 @@ def test_decay_of_a_long_span_becomes_zero(a):
 )
 def test_long_span_of_selective_scan(discretization, dtype, kernel, device):
     """Transitions near 1, so that the decay is far from zero. On CUDA time is cut into segments."""
-    sizes = {"batch": 1, "dim": 40, "dstate": 11, "seqlen": 4300, "groups": 2}
+    sizes = {"batch": 1, "dim": 40, "dstate": 13, "seqlen": 4300, "groups": 2}
     options = {"discretization": discretization, "dtype": dtype, "device": device}
     inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, **options)
     inputs["A"] = 1e-3 * inputs["A"]
@@ -183,18 +183,43 @@ def test_gradients_of_a_long_span(kernel, device):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 @dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def test_sum_of_step_sizes(dtype, layout, kernel, device):
-    """Lengths and numbers of channels around the parts and vectors of the CUDA kernel."""
-    for dim, seqlen in itertools.product((1, 7, 8, 256, 264), (1, 31, 1024, 1025, 2056)):
-        options = {"batch": 2, "dim": dim, "dstate": 1, "seqlen": seqlen, "B": "constant"}
+    """Lengths and numbers of channels around the parts and vectors of the CUDA kernels."""
+    matrices = ({"dstate": 12},) if kernel == "sequential" else ({"dstate": 1, "B": "constant"},)
+    for dim, seqlen, matrix in itertools.product((1, 7, 8, 256, 264), (1, 31, 256, 257, 2056), matrices):
+        options = {"batch": 2, "dim": dim, "seqlen": seqlen, **matrix}
         inputs = SELECTIVE_SUMMARY.make_inputs(**options, layout=layout, dtype=dtype, device=device)
         inputs["A"] = -torch.ones_like(inputs["A"]) / (1 + seqlen)
         sizes = step_sizes(inputs["delta"].double(), inputs["delta_bias"].double()[:, None], True)
         expected = torch.exp(inputs["A"].double() * sizes.sum(2, keepdim=True))
         tolerance = 1e-12 if dtype == torch.float64 else 3e-7
-        torch.testing.assert_close(SELECTIVE_SUMMARY(**inputs)[1].double(), expected, rtol=tolerance, atol=0)
+        decay = SELECTIVE_SUMMARY(**inputs)[1].double()
+        torch.testing.assert_close(decay, expected.expand_as(decay), rtol=tolerance, atol=0)
 
 
-# Around a tile of the CUDA kernel: 64 channels, and 64 steps in float64, 128 in float32, 256 in 16 bits.
+def test_infinite_steps_decay_to_zero(kernel, device):
+    """In several parts of the CUDA kernel; the other channels keep their values."""
+    sizes = {"batch": 1, "dim": 6, "dstate": 16, "seqlen": 700, "delta_softplus": False, "delta_bias": False}
+    inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, dtype=torch.float32, device=device)
+    inputs["A"] = 1e-3 * inputs["A"]
+    expected = SELECTIVE_SUMMARY(**inputs)
+    inputs["delta"][:, 2, 300] = torch.inf
+    results = SELECTIVE_SUMMARY(**inputs)
+    assert torch.equal(results[1][:, 2], torch.zeros_like(results[1][:, 2]))
+    for result, finite in zip(results, expected, strict=True):
+        for others in (slice(0, 2), slice(3, 6)):
+            torch.testing.assert_close(result[:, others], finite[:, others], rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_a_long_growth(device):
+    """A state stays finite beside a product over many tiles that overflows."""
+    a, b = (torch.full((1, 4096, 8), value, device=device) for value in (1.0, 0.0))
+    a[:, 512:1024], b[:, 0] = 1.2, 1e-30
+    last_state, _ = ssm_kernels.linear_scan_summary(a, b)
+    expected = torch.full_like(last_state.double(), 1e-30).mul_(torch.tensor(1.2, dtype=torch.float32).double() ** 512)
+    torch.testing.assert_close(last_state.double(), expected, rtol=1e-4, atol=0)
+
+
+# Around a tile of the CUDA kernel: 64 channels, and 64 steps in float64, 128 in float32, 256 in 16-bit types.
 RECURRENCE_SPANS: dict[str, dict[str, Any]] = {
     **{f"{seqlen} steps": {"seqlen": seqlen, "channels": 8} for seqlen in (15, 17, 64, 65, 129, 256, 257)},
     **{f"{channels} channels": {"channels": channels, "seqlen": 130} for channels in (1, 63, 64, 72)},
@@ -356,11 +381,10 @@ def test_initial_gradient_of_selective_scan(discretization, is_packed, z, dtype,
     assert_matches_initial_gradient(selective_scan_helpers.make_inputs(**sizes, **options, z=z))
 
 
-# Around tiles of the CUDA kernels, 32 channels of 64 steps and 128 channels of 32; and few channels of many steps, which are
-# cut into segments there.
+# Around a tile of the CUDA kernel, 32 channels of 64 steps; and few channels of many steps, which are cut into segments there.
 SPANS: dict[str, dict[str, Any]] = {
     **{f"{seqlen} steps": {"seqlen": seqlen} for seqlen in (0, 1, 63, 64, 65, 128, 129)},
-    **{f"{dim} channels": {"dim": dim, "seqlen": 70} for dim in (1, 31, 32, 33, 70, 129, 258)},
+    **{f"{dim} channels": {"dim": dim, "seqlen": 70} for dim in (1, 31, 32, 33, 70)},
     **{f"{dstate} states": {"dstate": dstate, "seqlen": 70} for dstate in (1, 8, 16, 17, 256)},
     "groups": {"dim": 64, "groups": 4, "seqlen": 70},
     "constant": {"B": "constant", "C": "constant", "seqlen": 70},
@@ -371,6 +395,11 @@ SPANS: dict[str, dict[str, Any]] = {
     "segments, no_z": {"batch": 1, "z": False, "seqlen": 3001},
     "segments, resets": {"batch": 1, "resets": ((2500,),), "seqlen": 3001},
     "rows": {"batch": 70, "dim": 70, "seqlen": 65},
+    # Around lanes of two channels, groups and parts of steps, and tiles of 16 states.
+    **{f"maps, {dim} channels": {"dim": dim, "dstate": 16, "seqlen": 70} for dim in (1, 127, 128, 130)},
+    **{f"maps, {seqlen} steps": {"dstate": 13, "seqlen": seqlen} for seqlen in (31, 32, 33, 255, 256, 257, 600)},
+    **{f"maps, {dstate} states": {"batch": 1, "dstate": dstate, "seqlen": 300} for dstate in (12, 24, 33, 50)},
+    "maps, groups": {"dim": 66, "groups": 2, "dstate": 16, "seqlen": 300},
 }
 
 
@@ -384,13 +413,14 @@ def test_initial_gradient_of_every_span(sizes, dtype, kernel, device):
         assert_matches_initial_gradient(inputs | {"A": 1e-3 * inputs["A"]}, a_rounding_per_step=True)
 
 
-def test_initial_gradient_of_expanded_tensors(kernel, device):
-    inputs = selective_scan_helpers.make_inputs(seqlen=70, groups=2, device=device)
+@dtypes(torch.float64, torch.float32)
+def test_initial_gradient_of_expanded_tensors(dtype, kernel, device):
+    inputs = selective_scan_helpers.make_inputs(seqlen=70, groups=2, dstate=16, dtype=dtype, device=device)
     inputs |= {name: inputs[name][:, :1].expand_as(inputs[name]) for name in ("u", "delta", "z", "C")}
     assert_matches_initial_gradient(inputs)
 
 
-def test_initial_gradient_of_a_sequence_before_a_nan(kernel, device):
+def test_initial_gradient_of_a_sequence_before_a_nan(device):
     inputs = selective_scan_helpers.make_inputs(seqlen=70, resets=((20,),), device=device)
     expected = summaries._selective_scan_initial_gradient(inputs["u"], **mirrored(inputs))
     for name in ("u", "delta", "z", "C"):
@@ -450,7 +480,7 @@ def test_initial_gradient_of_packed_sequences(reverse, device):
 
 @pytest.mark.parametrize("z", [False, True], ids=["no_z", "z"])
 @pytest.mark.parametrize("seqlen", [5, 300])
-def test_initial_gradient_completes_that_of_the_scan(seqlen, z, kernel, device):
+def test_initial_gradient_completes_that_of_the_scan(seqlen, z, device):
     """With ``decay`` times the gradient of the last state, it is what the scan's adjoint returns."""
     inputs = selective_scan_helpers.make_inputs(z=z, D=False, seqlen=seqlen, device=device)
     leaves = with_gradients(inputs, ["initial_state"])

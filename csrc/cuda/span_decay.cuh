@@ -1,10 +1,9 @@
 // Kernels of the decay of a span, e^(A sum of delta).
 //
 // 1. A block sums kSumSteps steps, in double. If channels are closer in memory than steps, a lane takes a vector of channels,
-// and
-//    the warps take steps in turn; else a warp takes a channel, and its lanes take vectors of steps in turn. Loads of the first
-//    kind are the widest where the rows are aligned and all vectors whole, of the second where the rows are aligned. The limits
-//    are memory and, with softplus, the issue rate.
+//    and the warps take steps in turn; else a warp takes a channel, and its lanes take vectors of steps in turn. Loads of the
+//    first kind are the widest where the rows are aligned and all vectors whole, of the second where the rows are aligned. The
+//    limits are memory and, with softplus, the issue rate.
 // 2. A warp adds the sums of a channel of a batch row in a fixed order, and takes the exponentials.
 #pragma once
 
@@ -42,7 +41,7 @@ struct StepSumsPosition {
 template <typename Acc>
 __device__ __forceinline__ double step_size(const SpanDecay& span, Acc delta, Acc bias) {
   const Acc biased = delta + bias, size = span.apply_softplus ? softplus(biased) : biased;
-  return static_cast<double>(clamp(size, static_cast<Acc>(span.least), static_cast<Acc>(span.most)));
+  return static_cast<double>(clamp(size, static_cast<Acc>(span.dt_min), static_cast<Acc>(span.dt_max)));
 }
 
 template <typename Acc>

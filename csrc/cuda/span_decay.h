@@ -24,7 +24,7 @@ struct SpanDecay {
   const void* bias = nullptr;  // (channels,), or null
   int64_t bias_stride = 0;
   bool apply_softplus = false;
-  double least = -std::numeric_limits<double>::infinity(), most = std::numeric_limits<double>::infinity();
+  double dt_min = -std::numeric_limits<double>::infinity(), dt_max = std::numeric_limits<double>::infinity();
   const void* A = nullptr;  // (channels, states)
   int64_t A_stride_channel = 0, A_stride_state = 0;
   double* sums = nullptr;  // a workspace, (batch, channels, parts())

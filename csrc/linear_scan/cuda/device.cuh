@@ -1,5 +1,5 @@
-// Device code of the linear scan's forward and backward: a thread's part of a tile, its rows of the tensors, the pipeline
-// through shared memory, and launches.
+// Device code of the linear scan's forward, backward and summary: a thread's part of a tile, its rows of the tensors, the
+// pipeline through shared memory, and launches.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +37,7 @@ struct ThreadTile {
     steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
 
-  // Of a block that does not take tiles by number: `steps` are left from `first` on.
+  // In a block that does not take tiles by number: `steps` are left from `first` on.
   __device__ __forceinline__ ThreadTile(const LinearScanParams& p, int64_t batch, int64_t first, int64_t steps, int64_t channel)
       : index(0),
         tile(0),

@@ -232,6 +232,7 @@ SummaryOutputs summary_cuda(const SummaryInputs& in) {
     check_cu_seqlens_values(in.recurrence, in.cu_seqlens->cpu(), first.size(1));
   }
   SummaryOutputs outputs = allocate_summary(in);
+  // Without the sequence of each step: the kernels find a tile's.
   LinearScanSummaryParams params = make_summary_params(in, member, at::Tensor(), outputs);
   const Plan plan(params, member.name, first);
   if (plan.is_empty()) {

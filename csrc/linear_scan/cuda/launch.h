@@ -1,7 +1,8 @@
 // The interface between the linear scan's CUDA entry points (entry.cpp) and its kernels: how blocks share the work.
 //
-// There are two kinds of kernels. With many chains a block of the sequential kernels has one chain, over all of time
-// (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences, rows that are no vectors, and doubles.
+// There are two kinds of kernels, and those of the summary (summary.cuh). With many chains a block of the sequential kernels
+// has one chain, over all of time (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences, rows
+// that are no vectors, and doubles.
 //
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
@@ -32,7 +33,7 @@ enum class KernelChoice : int {
 
 constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
-constexpr int kThreads = 128;  // of a block; a multiprocessor holds two or three blocks
+constexpr int kThreads = 128;  // of a block; a multiprocessor holds two to four blocks
 // Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and in the registers of gates.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
@@ -82,7 +83,8 @@ struct Partition {
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;
 };
 
-// How the kernels of the summary share the work (summary.cuh). Tiles are those of whole sequences, of packed ones at least.
+// How the kernels of the summary share the work (summary.cuh). The tiles of packed sequences are as many as there may be: some
+// are empty. Packed sequences are plain here, because each has tiles of its own.
 struct SummaryPartition : Partition {
   int64_t sequences = 0;
   // Where each packed sequence begins, in the order of the scan, and where the last ends. Null if sequences are not packed.

@@ -9,9 +9,8 @@
 //    has kVector neighboring channels over kThreadSteps steps, and takes the map of its steps from raw inputs in registers. The
 //    first threads fold the maps of the tile's segments, in order, and write the tile's map, or, where the sequence has no
 //    other tile, the results.
-// 2. summary_fold_kernel folds the maps of each longer sequence. A block has kTileChannels channels. Its threads fold a share
-// of
-//    the tiles each, and the first of them the shares.
+// 2. summary_fold_kernel folds the maps of each longer sequence. A block has kTileChannels channels. Each of its threads folds
+//    a share of the tiles, and the first of them fold the shares.
 //
 // Each input is read once; the maps are two numbers a channel for T::kSteps steps. Tiles begin where sequences begin, and the
 // order in which they are folded depends on the sequence's length alone, so that its results have the same bits whatever else
@@ -29,7 +28,7 @@ namespace ssm_kernels::linear_scan {
 
 template <typename Scalar, bool is_plain>
 using SummaryTile = Tile<Scalar, kSummaryThreadSteps, 1, is_plain, true>;
-// Of a multiprocessor, at least. Doubles take more registers.
+// Blocks of a multiprocessor, at least. Doubles take more registers.
 template <typename Scalar>
 constexpr int kSummaryBlocks = kHasPlainKernels<Scalar> ? 4 : 3;
 // Steps whose inputs a thread loads before it uses them.
@@ -187,16 +186,18 @@ __global__ void __launch_bounds__(kSummaryFoldThreads)
 
   const int64_t tiles = min(ceil_div(of.steps, int64_t(steps_of_tile)), partition.tiles_in_all / blocks - of.tile);
   const int64_t begin = tiles * share / kSummaryShares, end = tiles * (share + 1) / kSummaryShares;
+  const auto load = [&](int64_t tile) {
+    const int64_t index = (of.tile + tile) * blocks + block;
+    return SpanMap<Acc>{static_cast<const Map<Acc>*>(partition.maps)[index * kTileChannels + channel],
+                        partition.resets != nullptr && partition.resets[index]};
+  };
   SpanMap<Acc> total;
 #pragma unroll 1
   for (int64_t first = begin; first < end; first += kAtOnce) {
     SpanMap<Acc> loaded[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= end) continue;
-      const int64_t index = (of.tile + first + i) * blocks + block;
-      loaded[i].map = static_cast<const Map<Acc>*>(partition.maps)[index * kTileChannels + channel];
-      if (partition.resets != nullptr) loaded[i].is_reset = partition.resets[index];
+      if (first + i < end) loaded[i] = load(first + i);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) total = loaded[i].after(total);
@@ -205,8 +206,18 @@ __global__ void __launch_bounds__(kSummaryFoldThreads)
   __syncthreads();
   const int64_t to = int64_t(block) * kTileChannels + channel;
   if (share != 0 || to >= p.channels) return;
-#pragma unroll
-  for (int i = 1; i < kSummaryShares; ++i) total = folded[i][channel].after(total);
+#pragma unroll 1
+  for (int i = 1; i < kSummaryShares; ++i) {
+    const SpanMap<Acc> next = folded[i][channel];
+    if (next.is_reset || isfinite(next.map.decay)) {
+      total = next.after(total);
+    } else {
+      // The state may be so small that it stays finite. One tile after another keeps products as short as a tile.
+      const int64_t last = tiles * (i + 1) / kSummaryShares;
+#pragma unroll 1
+      for (int64_t tile = tiles * i / kSummaryShares; tile < last; ++tile) total = load(tile).after(total);
+    }
+  }
   p.last_state.template element<Acc>(sequence, to) = total.map.offset;
   p.decay.template element<Acc>(sequence, to) = total.decay();
 }

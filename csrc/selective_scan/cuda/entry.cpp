@@ -96,7 +96,7 @@ std::optional<segment_maps::Params> plan_segment_maps(const Params& p, const Cha
   if constexpr (std::is_same_v<Params, SelectiveScanBwdParams>) {
     maps.is_adjoint = true;
     maps.input = p.grad_out;
-    maps.z = p.z;
+    if (p.grad_out.data != nullptr) maps.z = p.z;
     maps.matrix = p.C;
   } else {
     maps.input = p.u;
@@ -139,6 +139,7 @@ std::optional<segment_maps::Params> plan_segment_maps(const Params& p, const Cha
   maps.launched_segments = launched;
   maps.decay = segments.decay;
   maps.offset = segments.offset;
+  maps.channel_stride = p.dstate;
   maps.parts = std::max<int64_t>(1, ceil_div(segments.segment_steps, segment_maps::kPartSteps));
   const int64_t least = segment_maps::kBlocks * cuda::multiprocessor_count(c10::cuda::current_device()) / 2;
   const bool is_faster = choice == KernelChoice::kSequential || maps.blocks() >= least;
@@ -146,17 +147,32 @@ std::optional<segment_maps::Params> plan_segment_maps(const Params& p, const Cha
   return maps;
 }
 
-// Queues the kernels, with memory for the maps of parts.
+// Queues the kernels, with memory for the maps of parts: of all states, or of so many at a time that it is at most kMostBytes.
 template <typename Scalar>
 cudaError_t launch_segment_maps(segment_maps::Params maps, const at::TensorOptions& options, cudaStream_t stream) {
-  Workspace workspace;
-  if (maps.parts > 1) {
-    workspace.reserve(&maps.part_offset, maps.all_parts() * maps.dim * maps.dstate);
-    constexpr int64_t kFloats = sizeof(double) / sizeof(float);
-    workspace.reserve(&maps.part_sum, maps.all_parts() * maps.dim * kFloats);
+  constexpr int64_t kMostBytes = int64_t(256) << 20, kFloats = sizeof(double) / sizeof(float);
+  const int64_t dstate = maps.dstate, rows = maps.parts > 1 ? maps.all_parts() * maps.dim : 0;
+  int64_t states = dstate;
+  if (rows > 0) {
+    const int64_t tiles = std::max<int64_t>(1, kMostBytes / (rows * segment_maps::kStates * int64_t(sizeof(float))));
+    states = std::min(dstate, tiles * segment_maps::kStates);
   }
+  Workspace workspace;
+  workspace.reserve(&maps.part_offset, rows * states);
+  workspace.reserve(&maps.part_sum, rows * kFloats);
   workspace.allocate(options);
-  return segment_maps::launch<Scalar>(maps, stream);
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < dstate && error == cudaSuccess; first += states) {
+    segment_maps::Params some = maps;
+    some.dstate = std::min(states, dstate - first);
+    some.state_tiles = ceil_div(some.dstate, segment_maps::kStates);
+    some.A.data = static_cast<const float*>(maps.A.data) + first * maps.A.stride_state;
+    some.matrix.data = static_cast<Scalar*>(maps.matrix.data) + first * maps.matrix.stride_state;
+    some.offset = static_cast<float*>(maps.offset) + first;
+    if (maps.decay != nullptr) some.decay = static_cast<float*>(maps.decay) + first;
+    error = segment_maps::launch<Scalar>(some, stream);
+  }
+  return error;
 }
 
 // Queues the carry pass of a plan with memory for its maps, if it is that of segment_maps.h: for all segments except the last,

@@ -10,9 +10,8 @@
 // 1. segment_maps_kernel. A block takes one part, kPartSteps steps of a segment, for kTileChannels channels and kStates states.
 //    Its threads stage B (or C) of a tile of kTileSteps steps in shared memory. A lane loads delta, u (or g) and z of its
 //    channels itself, a group of steps at a time.
-// 2. fold_parts_kernel composes the maps of a segment's parts in their order. The decay of a part is the exponential of its sum
-// of
-//    step sizes, in double.
+// 2. fold_parts_kernel composes the maps of a segment's parts in order. The decay of a part is the exponential of A times its
+//    sum of step sizes, a double.
 #pragma once
 
 #include "common/integers.h"
@@ -90,16 +89,20 @@ struct Group {
   }
 };
 
-// A sum of step sizes in two floats, exact to some 2^-48: conversions to double are as slow as exponentials.
+// A sum of step sizes in two floats: `low` sums the exact rounding errors of `high`. Conversions to double would be as slow as
+// exponentials.
 struct StepSum {
   float high = 0, low = 0;
 
   __device__ __forceinline__ void add(float size) {
-    const float sum = high + size;
-    low += size - (sum - high);
+    const float sum = high + size, added = sum - high;
+    low += (high - (sum - added)) + (size - added);
     high = sum;
   }
-  __device__ __forceinline__ double value() const { return static_cast<double>(high) + static_cast<double>(low); }
+  // The errors of a sum that is not finite are NaN.
+  __device__ __forceinline__ double value() const {
+    return isfinite(high) ? static_cast<double>(high) + static_cast<double>(low) : static_cast<double>(high);
+  }
 };
 
 // Stages B or C of the steps [t0, t0 + steps) in shared memory; missing elements are zero.
@@ -163,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) segment_maps_kernel(const _
         return Group<Scalar, kSteps>(source, view, access, steps, view.data == nullptr ? 0 : channels);
       };
       const Group<Scalar, kSteps> deltas = load(p.delta, p.delta_access), inputs = load(p.input, p.input_access);
+      // Forward reads no gates, and the compiler drops this second load of its inputs.
       [[maybe_unused]] const Group<Scalar, kSteps> gates =
           load(is_adjoint ? p.z : p.input, is_adjoint ? p.z_access : p.input_access);
 #pragma unroll
@@ -207,8 +211,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) segment_maps_kernel(const _
   for (int c = 0; c < kLaneChannels; ++c) {
     if (c >= channels) continue;
     const int64_t channel = at.channel + first_channel + c, of_channel = row * p.dim + channel;
-    float* const offset = static_cast<float*>(is_whole ? p.offset : p.part_offset) + of_channel * p.dstate;
-    float* const decay = is_whole && p.decay != nullptr ? static_cast<float*>(p.decay) + of_channel * p.dstate : nullptr;
+    float* const offset = is_whole ? static_cast<float*>(p.offset) + of_channel * p.channel_stride
+                                   : static_cast<float*>(p.part_offset) + of_channel * p.dstate;
+    float* const decay =
+        is_whole && p.decay != nullptr ? static_cast<float*>(p.decay) + of_channel * p.channel_stride : nullptr;
     const double sum = sums[c].value();
 #pragma unroll
     for (int n = 0; n < kStates; ++n) {
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_parts_kernel(const __grid_c
 #pragma unroll 1
   for (int i = 1; i < share_count; ++i) total.append(A, shares[i][lane]);
   const int64_t batch = launched / p.launched_segments, segment = p.first_segment + launched - batch * p.launched_segments;
-  const int64_t to = (batch * p.segments + segment) * states + of_row;
+  const int64_t to = ((batch * p.segments + segment) * p.dim + channel) * p.channel_stride + (of_row - channel * p.dstate);
   static_cast<float*>(p.offset)[to] = total.state;
   if (p.decay != nullptr) static_cast<float*>(p.decay)[to] = static_cast<float>(exp(A * total.sum));
 }

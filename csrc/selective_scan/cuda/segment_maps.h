@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/integers.h"
 #include "selective_scan/cuda/launch.h"
 
 namespace ssm_kernels::selective_scan::segment_maps {
@@ -15,12 +16,12 @@ constexpr int kBlocks = 8;  // of a multiprocessor
 constexpr int kThreads = 64, kLaneChannels = 2, kTileChannels = kThreads * kLaneChannels;
 constexpr int kStates = 16;  // of a lane's channel
 constexpr int kTileSteps = 32;
-// The steps whose elements a lane loads before it uses them: few, or where a lane has vectors of steps as many as one of those
-// has.
+// The steps whose elements a lane loads before it uses them: kVectorSteps where a vector holds steps of a channel, else
+// kFewSteps.
 constexpr int kFewSteps = 4;
 template <typename Scalar>
 constexpr int kVectorSteps = kVectorBytes / static_cast<int>(sizeof(Scalar));
-// The steps of a block. They depend on no size, so that a row's bits do not depend on its batch.
+// The steps of a block. They depend on no size, so that what these kernels compute for a row does not depend on its batch.
 constexpr int kPartSteps = 256;
 static_assert(kPartSteps % kTileSteps == 0 && kTileSteps % kFewSteps == 0 && kTileSteps % kVectorSteps<uint16_t> == 0,
               "parts are whole tiles, and tiles whole groups");
@@ -42,8 +43,10 @@ struct Params {
   int64_t group_channels = 0, tiles_per_group = 0, tiles = 0, state_tiles = 0;
   int64_t segments = 1, segment_steps = 0;
   int64_t first_segment = 0, launched_segments = 1;  // whose maps are wanted
-  void* decay = nullptr;                             // (batch, segments, dim, dstate), float; null: not wanted
+  // (batch, segments, dim, dstate), float, of a call with channel_stride states; decay null: not wanted.
+  void* decay = nullptr;
   void* offset = nullptr;
+  int64_t channel_stride = 0;
   // The parts of a segment; with more than one, workspaces for the offset of each, (batch, launched_segments, parts, dim,
   // dstate), float, and for its sum of step sizes, (batch, launched_segments, parts, dim).
   int64_t parts = 1;
@@ -54,11 +57,12 @@ struct Params {
   int64_t blocks() const { return all_parts() * state_tiles * tiles; }
 };
 
-// Whether these kernels support a call. With up to half of kStates states the warp scan's carry pass is as fast.
+// Whether these kernels support a call, and its states fill three quarters of the lanes' or more: with fewer the warp scan's
+// carry pass is as fast.
 template <typename Scalar>
 bool supports(const SelectiveScanParams& params, const MatrixView& matrix) {
   return !std::is_same_v<Scalar, double> && params.discretization == Discretization::kZoh && !params.is_packed() &&
-         matrix.per_step && params.dstate * 2 > kStates;
+         matrix.per_step && params.dstate * 4 >= round_up(params.dstate, kStates) * 3;
 }
 
 // Queues the kernels.

@@ -88,12 +88,12 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
 }
 
 void launch_decay(const Inputs& in, const at::Tensor& decay) {
+  if (decay.numel() == 0) return;
   const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
   cuda::SpanDecay span;
   span.batch = in.dt.size(0);
   span.seqlen = in.dt.size(1);
   span.channels = in.dt.size(2);
-  if (decay.numel() == 0) return;
   span.delta = in.dt.const_data_ptr();
   span.stride_batch = in.dt.stride(0);
   span.stride_step = in.dt.stride(1);
@@ -103,8 +103,8 @@ void launch_decay(const Inputs& in, const at::Tensor& decay) {
     span.bias_stride = in.dt_bias->stride(0);
   }
   span.apply_softplus = in.dt_softplus;
-  span.least = dt_min;
-  span.most = dt_max;
+  span.dt_min = dt_min;
+  span.dt_max = dt_max;
   span.A = in.A.const_data_ptr();
   span.A_stride_channel = in.A.stride(0);
   const at::Tensor sums = empty_tensor({span.batch, span.channels, span.parts()}, in.A.options().dtype(at::kDouble));
