@@ -18,6 +18,16 @@ from torch import Tensor
 from ssm_kernels import reference_summaries
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def assert_within_a_rounding_per_step(actual: Tensor, exact: Tensor, steps: int) -> None:
+    """And sixteen roundings for the rest. Single instructions of the GPU may round each transition to the same side."""
+    error, largest = (x.abs().max().item() for x in (actual.double() - exact, exact))
+    assert error <= (steps + 16) * torch.finfo(actual.dtype).eps * largest
+
+
 class Summary(OperatorSpec):
     """A map from the state before a span to the state after it. Both results have the dtype of states."""
 

@@ -133,7 +133,7 @@ class Plan {
  private:
   static constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
-  // What tile kernels share: `tiles` times `others` tiles.
+  // Sets the fields of a partition of `tiles` times `others` tiles that forward, backward and the summary read.
   void fill(Partition& partition, int64_t tiles, int64_t others) const {
     TORCH_CHECK_VALUE(others <= kMost && tiles <= kMost && others * tiles <= kMost, op_, ": expected at most ", kMost,
                       " tiles of ", kTileChannels, " channels, got ", others, " times ", tiles);

@@ -147,7 +147,8 @@ std::optional<segment_maps::Params> plan_segment_maps(const Params& p, const Cha
   return maps;
 }
 
-// Queues the kernels, with memory for the maps of parts: of all states, or of so many at a time that it is at most kMostBytes.
+// Queues the kernels, with memory for the maps of parts: of all states, or of so many at a time that it is at most kMostBytes,
+// but of one tile of states at least.
 template <typename Scalar>
 cudaError_t launch_segment_maps(segment_maps::Params maps, const at::TensorOptions& options, cudaStream_t stream) {
   constexpr int64_t kMostBytes = int64_t(256) << 20, kFloats = sizeof(double) / sizeof(float);
