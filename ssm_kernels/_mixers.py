@@ -56,7 +56,7 @@ class Mamba2Options(NamedTuple):
     def split(self, projected: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """z, the convolution's input, and dt."""
         d_ssm = heads * self.headdim
-        z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * self.of_groups, heads], dim=-1)
+        z, xBC, dt = projected.split_with_sizes([d_ssm, d_ssm + 2 * self.of_groups, heads], dim=-1)
         return z, xBC, dt
 
     def heads(self, x: Tensor) -> Tensor:

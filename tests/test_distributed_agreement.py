@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, _agreement, _packing, _reductions, sum_gradients
+from ssm_kernels.distributed import ContextParallel, _agreement, _operators, _packing, _reductions, sum_gradients
 from ssm_kernels.distributed._collectives import Group
 
 
@@ -132,6 +132,32 @@ def check_comparisons(mesh: Mesh) -> None:
 
 def test_comparisons_of_ranks(processes: Processes):
     processes.check(Place((4,)), check_comparisons)
+
+
+def test_a_layer_describes_only_calls_that_differ(monkeypatch: pytest.MonkeyPatch):
+    group, events = Group("ranks", 2, 0), []
+    monkeypatch.setattr(Group, "process_group", property(lambda self: type(self)))
+    monkeypatch.setattr(_agreement, "compare", lambda *call: events.append("compared"))
+    describe = _agreement.describe
+    monkeypatch.setattr(_operators, "describe", lambda *axes: events.append("described") or describe(*axes))
+    agreement = _agreement.Agreement(group, of_layer=True)
+    operators = _operators.GroupOperators(group, agreement, "chain", "layer", layer=1)
+    x = torch.ones(1, 4, 2)
+
+    def call(x: Tensor, activation: str | None = None) -> list[str]:
+        events.clear()
+        operators._agree("causal_conv1d", lambda **arguments: None, {"x": x}, {"activation": activation}, {"x": 1})
+        return sorted({*events})
+
+    nothing, described, compared = [], ["described"], ["compared", "described"]
+    assert call(x) == compared and call(x.clone()) == nothing
+    assert call(x[:, 1:]) == described and call(x[:, 1:]) == nothing
+    for other in ((x[..., 1:],), (x.double(),), (x.clone().requires_grad_(),), (x, "silu")):
+        assert call(*other) == compared and call(*other) == nothing
+        assert call(x) == compared
+    with torch.no_grad():
+        assert call(x) == compared
+    assert call(x) == nothing
 
 
 def check_copied_tensor(mesh: Mesh) -> None:

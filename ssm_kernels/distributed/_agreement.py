@@ -68,28 +68,50 @@ class Agreement:
 
     def __init__(self, group: Group, of_layer: bool = False) -> None:
         self._group = group
-        self._last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Call, _Call]] | None = None
+        # By operator and kind of call: what its description was made of, and the description.
+        self._last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Call, tuple[_Call, _Call]]] | None = None
         if of_layer:
             self._last = weakref.WeakKeyDictionary()
 
-    def check(self, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:
-        """Compares the description of a call with the other ranks', if it is new. See :func:`compare`."""
+    def check(
+        self,
+        operator: str,
+        describe: Callable[[], Mapping[str, Any]],
+        validate: Callable[[], Any],
+        arguments: _Call = (),
+        reverse: bool = False,
+    ) -> None:
+        """Compares the description of a call with the other ranks', if it is new. See :func:`compare`.
+
+        Args:
+            operator: the name of the operator.
+            describe: makes the description.
+            validate: checks the arguments.
+            arguments: all that the description depends on: a layer that repeats its last call makes no description.
+            reverse: a bidirectional layer alternates between calls in both directions.
+        """
         if self._group.size == 1:
             return
         process_group = self._group.process_group
-        key = (operator, *description.items())
-        # A bidirectional layer alternates between two calls, and so does checkpointing that recomputes a forward.
-        place = (operator, torch.is_grad_enabled(), description.get("reverse"))
-        if self._last is not None:
-            last = self._last.setdefault(process_group, {})
-            if last.get(place) != key:
+        if self._last is None:
+            description = describe()
+            key = (operator, *description.items())
+            agreed = _histories.setdefault(process_group, _History()).agreed
+            if key not in agreed:
                 compare(self._group, operator, description, validate)
-                last[place] = key
+                agreed.add(key)
             return
-        agreed = _histories.setdefault(process_group, _History()).agreed
-        if key not in agreed:
+        last = self._last.setdefault(process_group, {})
+        # Checkpointing alternates too, between a forward without gradients and one that is computed again.
+        place = (operator, torch.is_grad_enabled(), reverse)
+        known, agreed_on = last.get(place, ((), ()))
+        if arguments and arguments == known:
+            return
+        description = describe()
+        key = (*description.items(),)
+        if key != agreed_on:
             compare(self._group, operator, description, validate)
-            agreed.add(key)
+        last[place] = arguments, key
 
 
 def compare(group: Group, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:

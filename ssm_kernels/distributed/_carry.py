@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._collectives import Gathering, Group, Layout
+from ._collectives import Gathering, Group, Kind
 from ._messages import Chain
 
 __all__ = ["Carry", "SummaryCarry", "passed"]
@@ -111,7 +111,8 @@ class Carry(ABC):
     @abstractmethod
     def enter(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         initial_state: Tensor | None,
         passes: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
@@ -121,7 +122,8 @@ class Carry(ABC):
         """Receives the state before this rank's span.
 
         Args:
-            state: of no values, on the device "meta" or expanded: shape, dtype and device of a state.
+            state: shape and dtype of a state.
+            like: a tensor of its device.
             initial_state: the state before the whole sequence. The first rank's counts.
             passes: (2, ranks, batch), bool: whether a state passes the border before a rank, and whether it passes on to the
                 border after it; None: it does, unless the ranks send ``keeps``.
@@ -141,7 +143,8 @@ class Carry(ABC):
     @abstractmethod
     def enter_backward(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
         passes: Tensor | None,
@@ -150,7 +153,7 @@ class Carry(ABC):
         """The gradient of the state after this rank's span; None if it is zero.
 
         Args:
-            state: as for :meth:`enter`.
+            state, like: as for :meth:`enter`.
             grad_final: of the final state, which every rank returned; its gradients are summed.
             decays, passes: from :meth:`enter`.
             initial_gradient: returns the gradient of this rank's initial state, from its outputs alone.
@@ -181,7 +184,8 @@ class ChainCarry(Carry):
 
     def enter(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         initial_state: Tensor | None,
         passes: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
@@ -191,7 +195,7 @@ class ChainCarry(Carry):
         assert not needs_final and keeps is None
         if self.is_first:
             return initial_state, None, None, None
-        (initial,) = self._chain.receive(Layout.of([state]), state)
+        (initial,) = self._chain.receive([state], like)
         border = None if passes is None else passes[0, self._group.rank]
         return passed(initial, border), None, None, border
 
@@ -200,13 +204,14 @@ class ChainCarry(Carry):
 
     def enter_backward(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
         passes: Tensor | None,
         initial_gradient: Callable[[], Tensor],
     ) -> Tensor | None:
-        return None if self._chain.is_last else self._chain.receive_gradients(Layout.of([state]), state)[0]
+        return None if self._chain.is_last else self._chain.receive_gradients([state], like)[0]
 
     def wants_gradient(self, needs_gradient: bool) -> bool:
         return needs_gradient or not self.is_first
@@ -222,7 +227,8 @@ class SummaryCarry(Carry):
 
     def enter(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         initial_state: Tensor | None,
         passes: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
@@ -237,7 +243,8 @@ class SummaryCarry(Carry):
 
     def enter_backward(
         self,
-        state: Tensor,
+        state: Kind,
+        like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
         passes: Tensor | None,

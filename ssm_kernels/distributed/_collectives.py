@@ -7,7 +7,6 @@ each rank gathers the gradients of all ranks and keeps the part that concerns it
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +17,10 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "Layout", "check_dimensions", "failure", "tie"]
+__all__ = ["Gathering", "Group", "GroupLike", "Kind", "Layout", "check_dimensions", "failure", "kind", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
+Kind = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,37 +105,41 @@ def tie(tensor: Tensor, to: Tensor) -> Tensor:
     return torch.where(torch.zeros_like(number, dtype=torch.bool), number, tensor)
 
 
-@dataclasses.dataclass(frozen=True)
+def kind(tensor: Tensor) -> Kind:
+    """Shape and dtype."""
+    return tensor.shape, tensor.dtype
+
+
 class Layout:
     """The places of several tensors in one flat buffer: of their dtype, or of bytes where they have several.
 
+    Args:
+        kinds: shape and dtype of each tensor.
+
     Attributes:
-        shapes: of the tensors.
-        dtypes: of the tensors.
+        dtype: of the buffer.
+        numel: elements of the buffer.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = kinds
+        self._is_of_bytes = any(dtype != kinds[0][1] for _, dtype in kinds)
+        self.dtype = torch.uint8 if self._is_of_bytes else kinds[0][1]
+        self._spans: list[tuple[int, int]] = []  # first element and length
+        self.numel = 0
+        for shape, dtype in kinds:
+            length = math.prod(shape) * (dtype.itemsize if self._is_of_bytes else 1)
+            self._spans.append((self.numel, length))
+            # A view of bytes as numbers has to begin at a multiple of their size.
+            self.numel += length + (-length % 8 if self._is_of_bytes else 0)
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Layout:
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
-
-    def __add__(self, other: Layout) -> Layout:
-        return Layout(self.shapes + other.shapes, self.dtypes + other.dtypes)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8 if self._is_of_bytes else self.dtypes[0]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return sum(self._lengths())
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Layout:
+        return Layout([kind(tensor) for tensor in tensors])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The buffer with the values of ``tensors``."""
-        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        flat = [tensor.reshape(-1) for tensor in tensors]
         if self._is_of_bytes:
             flat = [tensor.view(torch.uint8) for tensor in flat]
             flat = [
@@ -144,29 +148,15 @@ class Layout:
             ]
         return torch.cat(flat) if len(flat) > 1 else flat[0]
 
-    def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in buffers (..., numel), each with the same leading axes."""
+    def unpack(self, buffer: Tensor, count: int | None = None) -> list[Tensor]:
+        """The first ``count`` tensors, or all, in contiguous buffers (..., numel), each with the same leading axes: views."""
         results = []
-        lengths = self._lengths()
-        ends = itertools.accumulate(lengths)
-        for end, length, shape, dtype in zip(ends, lengths, self.shapes, self.dtypes, strict=True):
-            part = buffer[..., end - length : end]
+        for (shape, dtype), (begin, length) in zip(self._kinds[:count], self._spans[:count], strict=True):
+            part = buffer.narrow(-1, begin, length)
             if self._is_of_bytes:
-                part = part[..., : math.prod(shape) * dtype.itemsize].view(dtype)
-            results.append(part.reshape(*buffer.shape[:-1], *shape))
+                part = part.view(dtype)
+            results.append(part.view(*buffer.shape[:-1], *shape))
         return results
-
-    @property
-    def _is_of_bytes(self) -> bool:
-        return len(set(self.dtypes)) > 1
-
-    def _lengths(self) -> list[int]:
-        numbers = [math.prod(shape) for shape in self.shapes]
-        if not self._is_of_bytes:
-            return numbers
-        # A view of bytes as numbers has to begin at a multiple of their size.
-        sizes = [number * dtype.itemsize for number, dtype in zip(numbers, self.dtypes, strict=True)]
-        return [size + -size % 8 for size in sizes]
 
 
 def failure(what: str, group: Group, error: RuntimeError) -> RuntimeError:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._collectives import Gathering, Group, Layout, tie
+from ._collectives import Gathering, Group, kind, tie
 from ._messages import Chain
 
 __all__ = [
@@ -46,10 +46,11 @@ class Halo:
 
     def begin(self, x: Tensor) -> Gathering:
         """Sends the last steps of a span, (batch, seqlen, channels)."""
-        taps, head = self._taps, min(x.shape[1], self._taps)
-        tail = F.pad(x[:, x.shape[1] - head :].transpose(1, 2), (taps - head, 0))
-        is_step = torch.arange(taps, device=x.device) >= taps - head
-        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo")
+        head = min(x.shape[1], self._taps)
+        tail, is_step = x[:, x.shape[1] - head :].transpose(1, 2), x.new_ones(head)
+        if head < self._taps:
+            tail, is_step = (F.pad(tensor, (self._taps - head, 0)) for tensor in (tail, is_step))
+        return Gathering([tail, is_step], self._group, "causal_conv1d: halo")
 
     def end(
         self, gathering: Gathering, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
@@ -60,22 +61,21 @@ class Halo:
             This rank's halo, (batch, channels, taps); with ``needs_final`` that after the last rank; and, for backward, the
             places that the halo at each border reads, and which of them belong to the sequence there.
         """
-        taps, size = self._taps, self._group.size
+        taps = self._taps
         tails, are_steps = gathering.wait()
         first = torch.zeros_like(tails[0]) if initial_state is None else initial_state
         # (batch, channels, places): of the initial state, then of each rank.
         places = torch.cat([first, *tails.unbind(0)], dim=2)
-        count = F.pad(are_steps.flatten().long(), (taps, 0), value=1).cumsum(0)
+        count = F.pad(are_steps.flatten(), (taps, 0), value=1).cumsum(0, dtype=torch.int64)
         # The halo at a border reads the last `taps` of the places before it that are steps.
-        borders = torch.arange(1, size + 2, device=places.device) * taps - 1
-        wanted = count[borders][:, None] - taps + 1 + torch.arange(taps, device=places.device)
+        wanted = count[taps - 1 :: taps, None] + torch.arange(1 - taps, 1, device=places.device)
         sources = torch.searchsorted(count, wanted)
         own = own_steps(past, slice(None), taps)
 
         def read(border: int) -> Tensor:
             return _masked(places.index_select(2, sources[border]), _at(own, border))
 
-        return gathering.tie(read(self._group.rank)), read(size) if needs_final else None, sources, own
+        return gathering.tie(read(self._group.rank)), read(self._group.size) if needs_final else None, sources, own
 
     def tie(self, gathering: Gathering, tensor: Tensor) -> Tensor:
         """``tensor``, for the compiler a function of the halos: see :func:`tie`."""
@@ -130,11 +130,11 @@ class ChainHalo:
     ) -> tuple[Tensor, None, None, Tensor | None]:
         """Receives the halo. Returns it, and which of its steps belong to the sequence after it; the others are for gathers."""
         assert not needs_final
-        halo = x.new_empty(()).expand(x.shape[0], x.shape[2], self._taps)
+        shape = x.shape[0], x.shape[2], self._taps
         if not self._chain.is_first:
-            (halo,) = self._chain.receive(Layout.of([halo]), x)
+            (halo,) = self._chain.receive([(shape, x.dtype)], x)
         else:
-            halo = torch.zeros_like(halo) if initial_state is None else initial_state
+            halo = x.new_zeros(shape) if initial_state is None else initial_state
         if x.shape[1] < self._taps:
             self._chain.send([last_steps(halo, x, self._taps)])
         own = own_steps(past, self._group.rank, self._taps)
@@ -160,7 +160,7 @@ class ChainHalo:
     ) -> Tensor | None:
         """Adds the gradients of this rank's last steps to ``grad_x``, in place; returns that of the initial state."""
         if not self._chain.is_last:
-            (grad_tail,) = self._chain.receive_gradients(Layout.of([gradient]), gradient)
+            (grad_tail,) = self._chain.receive_gradients([kind(gradient)], gradient)
             gradient = add_to_last_steps(gradient, grad_x, grad_tail, seqlen)
         if seqlen < self._taps:
             self._chain.send_gradients([gradient])
@@ -355,12 +355,13 @@ def _adjoint(
     head = min(x.shape[1], weight.shape[1] - 1)
     exchanged = None
     if needs[0] or needs[3]:
-        local = tie(torch.zeros_like(steps), grad_out)
         if head > 0 and ctx.halo.needs_gradient(needs[3]):
             short_idx = None if seq_idx is None else seq_idx[:, :head]
             of_head = (x[:, :head], weight, bias, short_idx, None, steps, ctx.activation)
             grad_head = grad_out[:, :head] if grad_out_2 is None else grad_out[:, :head] + grad_out_2[:, :head]
             local = _ops._causal_conv1d_bwd(grad_head, None, *of_head, [False] * 3 + [True])[3]
+        else:
+            local = tie(torch.zeros_like(steps), grad_out)
         exchanged = ctx.halo.send_gradient(local, grad_final, own, x.shape[1])
     wanted = [*needs[:3], False]
     arguments = (x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)

@@ -21,6 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import math
 import sys
 import time
 import weakref
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ._collectives import Group, Layout
+from ._collectives import Group, Kind, Layout
 
 __all__ = ["Chain", "keep_exchanged_states"]
 
@@ -43,7 +44,7 @@ _MOST_UNDER_WAY = 64
 # A process that ends through an exception waits so long for the receivers of its messages.
 _SECONDS_AFTER_ERROR = 3.0
 
-_TAG = Layout(((1,),), (torch.int64,))
+_TAG: Kind = ((1,), torch.int64)
 
 
 class _Tag(NamedTuple):
@@ -85,13 +86,17 @@ class _Arrival(NamedTuple):
 
 @dataclasses.dataclass
 class _Traffic:
-    """The messages of a process group: those under way, their numbers by rank, and those whose tags the host has not seen."""
+    """The messages of a process group: those under way, their numbers by rank, and those whose tags the host has not seen.
+
+    ``spare`` has events and pinned memory of tags that the host has seen, for the next ones.
+    """
 
     exchanges: bool
     under_way: collections.deque[tuple[Any, Tensor]] = dataclasses.field(default_factory=collections.deque)
     sent: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     received: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     arrivals: collections.deque[_Arrival] = dataclasses.field(default_factory=collections.deque)
+    spare: list[tuple[torch.cuda.Event, Tensor]] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> _Traffic:
@@ -105,23 +110,25 @@ class _Traffic:
         """Compares the tag of a message with the expected one; on CUDA the host does so later, in :meth:`check_arrivals`."""
         if not self.exchanges:
             return
-        content = message.view(torch.uint8)
-        tag = content[-8:].view(torch.int64)
+        words = message.view(torch.int64)
+        tag = words[-1:]
         if not message.is_cuda:
             _compare(int(tag), expected, group, peer)
             return
-        on_host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+        event, on_host = (
+            self.spare.pop() if self.spare else (torch.cuda.Event(), torch.empty_like(tag, device="cpu", pin_memory=True))
+        )
         on_host.copy_(tag, non_blocking=True)
-        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(message.device))
         self.arrivals.append(_Arrival(event, on_host, expected, group, peer))
         # Bytes of 255 are NaN in every dtype of a state.
-        content.masked_fill_(tag != expected, 255)
+        words.masked_fill_(tag != expected, -1)
 
     def check_arrivals(self) -> None:
         """Raises the error of a message whose tag has arrived on the host. Does not wait for others."""
         while self.arrivals and self.arrivals[0].event.query():
             arrival = self.arrivals.popleft()
+            self.spare.append((arrival.event, arrival.tag))
             _compare(int(arrival.tag), arrival.expected, arrival.group, arrival.peer)
 
 
@@ -161,7 +168,7 @@ def _send(message: Tensor, rank: int, size: int, group_name: str, peer: int, tag
     traffic = _Traffic.of(process_group)
     traffic.check_arrivals()
     messages = traffic.under_way
-    with _named(group, tag, f"to rank {peer}"):
+    try:
         while messages and messages[0][0].is_completed():
             messages.popleft()
         while len(messages) >= _MOST_UNDER_WAY:
@@ -172,6 +179,8 @@ def _send(message: Tensor, rank: int, size: int, group_name: str, peer: int, tag
                 oldest.record_stream(torch.cuda.current_stream(oldest.device))
             messages.popleft()
         work = dist.isend(message, group=process_group, group_dst=peer)
+    except RuntimeError as error:
+        raise _failure(group, tag, f"to rank {peer}", error) from error
     messages.append((work, message))
     traffic.sent[peer] += 1
     return message.new_empty(0)
@@ -183,27 +192,25 @@ def _receive(like: Tensor, numel: int, rank: int, size: int, group_name: str, pe
     traffic = _Traffic.of(process_group)
     traffic.check_arrivals()
     message = like.new_empty(numel)
-    with _named(group, tag, f"from rank {peer}"):
+    try:
         work: Any = dist.irecv(message, group=process_group, group_src=peer)
         work.wait()
+    except RuntimeError as error:
+        raise _failure(group, tag, f"from rank {peer}", error) from error
     traffic.received[peer] += 1
     traffic.check(message, tag, group, peer)
     return message
 
 
-@contextlib.contextmanager
-def _named(group: Group, tag: int, way: str) -> Any:
-    try:
-        yield
-    except RuntimeError as error:
-        from ._agreement import calls_of_others
+def _failure(group: Group, tag: int, way: str, error: RuntimeError) -> RuntimeError:
+    from ._agreement import calls_of_others
 
-        expected = _Tag.unpack(tag)
-        raise RuntimeError(
-            f"{expected.what}: the message {way} failed on rank {group.rank} of {group.size}: a rank has died, has made "
-            "another call, has skipped a call or a backward, or has not come within the time-out of the group. The "
-            f"message: {expected}.{calls_of_others(group)} PyTorch's message: {error}"
-        ) from error
+    expected = _Tag.unpack(tag)
+    return RuntimeError(
+        f"{expected.what}: the message {way} failed on rank {group.rank} of {group.size}: a rank has died, has made "
+        "another call, has skipped a call or a backward, or has not come within the time-out of the group. The "
+        f"message: {expected}.{calls_of_others(group)} PyTorch's message: {error}"
+    )
 
 
 _library = torch.library.Library("ssm_kernels_distributed", "DEF")
@@ -239,24 +246,26 @@ class Chain:
             self._sent = self._traffic.sent[self._next]
             self._send(tensors, self._next, False, self._sent)
 
-    def receive(self, layout: Layout, like: Tensor) -> list[Tensor]:
-        """Receives from the rank before. Not on the first rank. ``like``: a tensor of the messages' device.
+    def receive(self, kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
+        """Receives tensors of these shapes and dtypes from the rank before. Not on the first rank.
+
+        ``like`` is a tensor of the messages' device.
 
         Raises:
             RuntimeError: the message is that of another call; on CUDA a later call or backward raises this, and the results
                 are NaN. Or a rank has died, or has not sent one within the time-out of the group.
         """
         self._received = self._traffic.received[self._previous]
-        return self._receive(layout, like, self._previous, False, self._received)
+        return self._receive(kinds, like, self._previous, False, self._received)
 
     def send_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Sends a copy to the rank before, if there is one."""
         if not self.is_first:
             self._send(tensors, self._previous, True, self._received)
 
-    def receive_gradients(self, layout: Layout, like: Tensor) -> list[Tensor]:
-        """Receives from the next rank. Not on the last rank. Raises as :meth:`receive`."""
-        return self._receive(layout, like, self._next, True, self._sent)
+    def receive_gradients(self, kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
+        """Receives from the next rank. Not on the last rank. Arguments and errors are those of :meth:`receive`."""
+        return self._receive(kinds, like, self._next, True, self._sent)
 
     @property
     def _traffic(self) -> _Traffic:
@@ -267,21 +276,21 @@ class Chain:
         return self._group.rank, self._group.size, self._group.name, peer, tag
 
     def _send(self, tensors: Sequence[Tensor], peer: int, is_gradient: bool, number: int) -> None:
-        layout = Layout.of(tensors)
-        if layout.numel == 0:
+        if not any(tensor.numel() for tensor in tensors):
             return
         place = self._place(peer, is_gradient, number)
         # A kernel's argument: a copy from the host would wait for the device.
         tag = torch.full((1,), place[-1], dtype=torch.int64, device=tensors[0].device)
-        _ops.send((layout + _TAG).pack([*tensors, tag]), *place)
+        tagged = [*tensors, tag]
+        _ops.send(Layout.of(tagged).pack(tagged), *place)
 
-    def _receive(self, layout: Layout, like: Tensor, peer: int, is_gradient: bool, number: int) -> list[Tensor]:
-        if layout.numel == 0:
-            return layout.unpack(torch.empty(0, dtype=layout.dtype, device=like.device))
-        whole = layout + _TAG
-        empty = torch.empty(0, dtype=whole.dtype, device=like.device)
-        message = _ops.receive(empty, whole.numel, *self._place(peer, is_gradient, number))
-        return whole.unpack(message)[:-1]
+    def _receive(self, kinds: Sequence[Kind], like: Tensor, peer: int, is_gradient: bool, number: int) -> list[Tensor]:
+        if not any(math.prod(shape) for shape, _ in kinds):
+            return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in kinds]
+        layout = Layout([*kinds, _TAG])
+        empty = torch.empty(0, dtype=layout.dtype, device=like.device)
+        message = _ops.receive(empty, layout.numel, *self._place(peer, is_gradient, number))
+        return layout.unpack(message, len(kinds))
 
 
 # Not the all-gathers: a call may leave out those that describe packed sequences, and results are matched by the call's number.

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._mixers import Mamba2Options
 from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, passed
-from ._collectives import Group, Layout, tie
+from ._collectives import Group, Kind, tie
 from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
 from ._messages import Chain
 from ._split_norm import SplitNorm
@@ -61,7 +61,7 @@ class Mamba2Mixer(torch.autograd.Function):
         if taps > 0:
             steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
         xB = _convolved(slice(0, d_ssm + options.of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
-        x, B = xB.split([d_ssm, options.of_groups], dim=-1)
+        x, B = xB.split_with_sizes([d_ssm, options.of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)
 
         def summarize() -> tuple[Tensor, Tensor]:
@@ -76,8 +76,8 @@ class Mamba2Mixer(torch.autograd.Function):
             )
 
         carry = SummaryCarry(group, "Mamba2", reverse=False)
-        state = x.new_empty((), dtype=wide).expand(x.shape[0], heads, options.headdim, options.dstate)
-        initial, _, decays, later = carry.enter(state, None, passes, summarize)
+        states, _ = _kinds(projected, xBC, A_log, options, taps)
+        initial, _, decays, later = carry.enter(states, x, None, passes, summarize)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
         out, _, _, y, rstd, parameters = mixer(projected, *arguments)
@@ -99,12 +99,11 @@ class Mamba2Mixer(torch.autograd.Function):
             mean_product = ctx.norm.mean_product(grad_out, y, z, norm_weight, rstd)
         if any(needs[i] for i in (0, 1, 2, 3, 5)):
             wide = torch.promote_types(projected.dtype, torch.float32)
-            zero = torch.zeros((), device=grad_out.device, dtype=wide)
-            state = zero.expand(grad_out.shape[0], heads, options.headdim, options.dstate)
+            states, _ = _kinds(projected, xBC, A_log, options, conv_weight.shape[-1] - 1)
 
             def initial_gradient() -> Tensor:
                 if ctx.carry.is_first:
-                    return tie(torch.zeros_like(state), grad_out)
+                    return tie(torch.zeros(states[0], dtype=states[1], device=grad_out.device), grad_out)
                 if norm_weight is None:
                     grad_y = before_gate(grad_out, z)
                 else:
@@ -123,7 +122,7 @@ class Mamba2Mixer(torch.autograd.Function):
                     **options.of_scan,
                 )
 
-            grad_states = ctx.carry.enter_backward(state, None, decays, later, initial_gradient)
+            grad_states = ctx.carry.enter_backward(states, grad_out, None, decays, later, initial_gradient)
         wanted = [*needs, needs[0] and steps is not None, False]
         arguments = (*tensors, None, *ctx.options)
         results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments, mean_product)
@@ -161,12 +160,12 @@ class ChainedMamba2Mixer(torch.autograd.Function):
     ) -> Tensor:
         ctx.chain, taps = Chain(group, "Mamba2: states and halo", layer), conv_weight.shape[-1] - 1
         _, xBC, _ = options.split(projected, A_log.shape[0])
-        ctx.places = _places(projected, xBC, A_log, options, taps)
+        ctx.kinds = _kinds(projected, xBC, A_log, options, taps)
         initial = steps = own = border = None
         if ctx.chain.is_first:
-            halo = torch.zeros_like(ctx.places[1])
+            halo = projected.new_zeros(ctx.kinds[1][0])
         else:
-            initial, halo = ctx.chain.receive(Layout.of(ctx.places), projected)
+            initial, halo = ctx.chain.receive(ctx.kinds, projected)
             own = own_steps(past, group.rank, taps)
             border = None if passes is None else passes[0, group.rank]
             initial = passed(initial, border)
@@ -193,7 +192,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             mean_product = ctx.norm.mean_product(grad_out, y, projected[..., :d_ssm], norm_weight, rstd)
         passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 5))
         if passes_gradients and not ctx.chain.is_last:
-            grad_states, grad_tail = ctx.chain.receive_gradients(Layout.of(ctx.places), grad_out)
+            grad_states, grad_tail = ctx.chain.receive_gradients(ctx.kinds, grad_out)
         is_later = passes_gradients and not ctx.chain.is_first
         wanted = [*needs, is_later and steps is not None, is_later]
         arguments = (*tensors, None, *ctx.options)
@@ -201,7 +200,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
         grad_halo = grads[7]
         if grad_halo is None:
-            grad_halo = torch.zeros_like(ctx.places[1])
+            grad_halo = projected.new_zeros(ctx.kinds[1][0])
         elif own is not None:
             grad_halo = torch.where(own, grad_halo, 0)
         if grad_tail is not None:
@@ -212,11 +211,11 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         return (*grads[:7], *(None,) * 7)
 
 
-def _places(projected: Tensor, xBC: Tensor, A_log: Tensor, options: Mamba2Options, taps: int) -> tuple[Tensor, Tensor]:
+def _kinds(projected: Tensor, xBC: Tensor, A_log: Tensor, options: Mamba2Options, taps: int) -> list[Kind]:
     """Shapes and dtypes of a state and of a halo."""
     batch, wide = projected.shape[0], torch.promote_types(projected.dtype, torch.float32)
-    states = projected.new_empty((), dtype=wide).expand(batch, A_log.shape[0], options.headdim, options.dstate)
-    return states, projected.new_empty(()).expand(batch, xBC.shape[2], taps)
+    states = batch, A_log.shape[0], options.headdim, options.dstate
+    return [(states, wide), ((batch, xBC.shape[2], taps), projected.dtype)]
 
 
 def _convolved(

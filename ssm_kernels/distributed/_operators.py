@@ -336,7 +336,7 @@ class GroupOperators:
         if known.made is None or not is_recomputed:
             description = {"tensor": "a new one" if known.made is None else "that of an earlier call", "layer": self._layer}
             what = "seq_idx or cu_seqlens" if kind is Packing else "cu_seqlens"
-            self._agreement.check(f"{operator}, {what}", description, lambda: None)
+            self._agreement.check(f"{operator}, {what}", lambda: description, lambda: None)
         if known.made is not None:
             assert isinstance(known.made, kind)
             return known.made
@@ -389,18 +389,21 @@ class GroupOperators:
             if refuses_states:
                 _refuse_states(operator, tensors, options)
             return
-        description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
-        # The number of packed sequences changes from call to call: Spans compares it.
-        ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
-        description |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
-        h0 = tensors.get("h0")
-        if ends > 0 and h0 is not None and h0.dim() > 0 and h0.shape[0] == ends - 1:
-            description["h0"] = describe(h0, 0, "sequences")
-        description |= {name: str(value) for name, value in options.items()}
-        description |= {"exchange": self.exchange, "layer": self._layer or None}
-        sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
-        lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
-        description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
+
+        def description() -> dict[str, Any]:
+            described: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
+            # The number of packed sequences changes from call to call: Spans compares it.
+            ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
+            described |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
+            h0 = tensors.get("h0")
+            if ends > 0 and h0 is not None and h0.dim() > 0 and h0.shape[0] == ends - 1:
+                described["h0"] = describe(h0, 0, "sequences")
+            described |= {name: str(value) for name, value in options.items()}
+            described |= {"exchange": self.exchange, "layer": self._layer or None}
+            sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
+            lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
+            described["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
+            return described
 
         def check() -> None:
             given = {name: value for name, value in (*tensors.items(), ("cu_seqlens", cu_seqlens)) if value is not None}
@@ -414,7 +417,11 @@ class GroupOperators:
                 _refuse_states(operator, tensors, options)
             local(**_on_meta({**tensors, **given}), **options)
 
-        self._agreement.check(operator, description, check)
+        kinds = [
+            None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in (*tensors.values(), cu_seqlens)
+        ]
+        self._agreement.check(operator, description, check, (*kinds, *options.values()), bool(options.get("reverse")))
 
 
 def _passes(packing: Packing | None, reverse: bool) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..summaries import (
     ssd_chunk_scan_summary,
 )
 from ._carry import Carry
-from ._collectives import Group, tie
+from ._collectives import Group, Kind, tie
 from ._convolution import gate_gradient
 from ._mixers import before_gate
 
@@ -45,16 +45,16 @@ def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor |
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
 
 
-def _state_like(tensor: Tensor, *shape: int) -> Tensor:
-    """Shape of a state, dtype and device of ``tensor``; no memory but for one number."""
-    return tensor.new_empty(()).expand(shape)
-
-
-def _of_first(gradient: Tensor | None, state: Tensor, needs: bool, carry: Carry) -> Tensor | None:
+def _of_first(gradient: Tensor | None, state: Kind, like: Tensor, needs: bool, carry: Carry) -> Tensor | None:
     """The gradient of the state before the whole sequence: the first rank's, and zero on the others."""
     if not needs:
         return None
-    return gradient if carry.is_first else state.new_zeros(state.shape)
+    return gradient if carry.is_first else _zeros(state, like)
+
+
+def _zeros(state: Kind, like: Tensor) -> Tensor:
+    """A state of zeros on the device of ``like``."""
+    return torch.zeros(state[0], dtype=state[1], device=like.device)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -101,8 +101,8 @@ class SelectiveScan(torch.autograd.Function):
                 seq_idx=_in_order(seq_idx, 1, reverse),
             )
 
-        state = _state_like(A, u.shape[0], *A.shape)
-        initial, final, decays, passes = carry.enter(state, initial_state, passes, summarize, needs_final)
+        state = (u.shape[0], *A.shape), A.dtype
+        initial, final, decays, passes = carry.enter(state, u, initial_state, passes, summarize, needs_final)
         needs_grad = saves and any(ctx.needs_input_grad)
         out, last_state, chunk_states = _ops._selective_scan_fwd(
             u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None, reverse
@@ -119,11 +119,11 @@ class SelectiveScan(torch.autograd.Function):
         u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes = ctx.saved_tensors
         (discretization, delta_softplus), reverse = ctx.options, ctx.reverse
         needs = [*ctx.needs_input_grad[:9]]
-        state = _state_like(A, u.shape[0], *A.shape)
+        state = (u.shape[0], *A.shape), A.dtype
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(torch.zeros_like(state), grad_out)
+                return tie(_zeros(state, grad_out), grad_out)
             return _selective_scan_initial_gradient(
                 _in_order(grad_out, 2, reverse),
                 _in_order(delta, 2, reverse),
@@ -139,7 +139,7 @@ class SelectiveScan(torch.autograd.Function):
         grad_last_state = None
         passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
         if passes_gradients:
-            grad_last_state = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+            grad_last_state = ctx.carry.enter_backward(state, grad_out, grad_final, decays, passes, initial_gradient)
         wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, reverse)
         if ctx.z_is_gate and wanted[6]:
@@ -151,7 +151,7 @@ class SelectiveScan(torch.autograd.Function):
         gradients = _results(results, wanted)
         if passes_gradients:
             ctx.carry.leave_backward(gradients[8], passes)
-        gradients[8] = _of_first(gradients[8], state, needs[8], ctx.carry)
+        gradients[8] = _of_first(gradients[8], state, u, needs[8], ctx.carry)
         return (*gradients, *(None,) * 10)
 
 
@@ -197,8 +197,8 @@ class SsdChunkScan(torch.autograd.Function):
                 seq_idx=_in_order(seq_idx, 1, reverse),
             )
 
-        state = _state_like(A, x.shape[0], *x.shape[2:], B.shape[3])
-        initial, final, decays, passes = carry.enter(state, initial_states, passes, summarize, needs_final)
+        state = (x.shape[0], *x.shape[2:], B.shape[3]), A.dtype
+        initial, final, decays, passes = carry.enter(state, x, initial_states, passes, summarize, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, last_states = _ops._ssd_chunk_scan_fwd(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, reverse
@@ -216,11 +216,11 @@ class SsdChunkScan(torch.autograd.Function):
         options = (ctx.discretization, reverse)
         arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, *options)
         needs = [*ctx.needs_input_grad[:9]]
-        state = _state_like(A, x.shape[0], *x.shape[2:], B.shape[3])
+        state = (x.shape[0], *x.shape[2:], B.shape[3]), A.dtype
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(torch.zeros_like(state), grad_out)
+                return tie(_zeros(state, grad_out), grad_out)
             return _ssd_chunk_scan_initial_gradient(
                 _in_order(before_gate(grad_out, z), 1, reverse),
                 _in_order(dt, 1, reverse),
@@ -236,20 +236,20 @@ class SsdChunkScan(torch.autograd.Function):
         grad_final_states = None
         passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
         if passes_gradients:
-            grad_final_states = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+            grad_final_states = ctx.carry.enter_backward(state, grad_out, grad_final, decays, passes, initial_gradient)
         wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if passes_gradients:
             ctx.carry.leave_backward(gradients[8], passes)
-        gradients[8] = _of_first(gradients[8], state, needs[8], ctx.carry)
+        gradients[8] = _of_first(gradients[8], state, x, needs[8], ctx.carry)
         return (*gradients, *(None,) * 11)
 
 
-def _recurrence_state(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """As :func:`_state_like`, for a recurrence over ``values`` and, with ``cu_seqlens``, its packed sequences."""
+def _recurrence_state(values: Tensor, cu_seqlens: Tensor | None) -> Kind:
+    """Shape and dtype of a state of a recurrence over ``values`` and, with ``cu_seqlens``, its packed sequences."""
     rows = values.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return _state_like(values.new_empty((), dtype=dtype), rows, values.shape[2])
+    return (rows, values.shape[2]), dtype
 
 
 class LinearRecurrence(torch.autograd.Function):
@@ -292,7 +292,7 @@ class LinearRecurrence(torch.autograd.Function):
             return last_state, decay
 
         state = _recurrence_state(inputs[0], cu_seqlens)
-        initial, final, decays, passes = carry.enter(state, h0, None, summarize, needs_final, keeps)
+        initial, final, decays, passes = carry.enter(state, inputs[0], h0, None, summarize, needs_final, keeps)
         h, last_state = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
         carry.leave(last_state)
         if after_reset is not None:
@@ -310,7 +310,7 @@ class LinearRecurrence(torch.autograd.Function):
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(torch.zeros_like(state), grad_h)
+                return tie(_zeros(state, grad_h), grad_h)
             recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
             return _linear_recurrence_initial_gradient(
                 grad_h,
@@ -323,7 +323,7 @@ class LinearRecurrence(torch.autograd.Function):
                 reset=reset,
             )
 
-        grad_last_state = ctx.carry.enter_backward(state, grad_final, decays, passes, initial_gradient)
+        grad_last_state = ctx.carry.enter_backward(state, grad_h, grad_final, decays, passes, initial_gradient)
         flags = [*wanted, ctx.carry.wants_gradient(needs_h0)]
         if after_reset is None:
             arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
@@ -347,5 +347,5 @@ class LinearRecurrence(torch.autograd.Function):
             gradients[4] = other if own is None or other is None else own + other
         ctx.carry.leave_backward(gradients[4], passes)
         if reset is None:
-            gradients[4] = _of_first(gradients[4], state, needs_h0, ctx.carry)
+            gradients[4] = _of_first(gradients[4], state, h, needs_h0, ctx.carry)
         return (*(None,) * 9, gradients[4], *gradients[: len(inputs)])
