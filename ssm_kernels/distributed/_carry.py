@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ._collectives import Gathering, Group, Kind
 from ._messages import Chain
+from ._recomputation import exchange
 
 __all__ = ["Carry", "SummaryCarry", "passed"]
 
@@ -235,8 +236,11 @@ class SummaryCarry(Carry):
         needs_final: bool = False,
         keeps: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        gathering = self._begin(*summarize(), initial_state, passes, keeps)
-        return self._end(gathering, passes, initial_state, needs_final)
+        def gather() -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+            gathering = self._begin(*summarize(), initial_state, passes, keeps)
+            return self._end(gathering, passes, initial_state, needs_final)
+
+        return exchange(f"{self._what}: summaries", gather)
 
     def leave(self, last_state: Tensor) -> None:
         pass

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._collectives import Gathering, Group, kind, tie
 from ._messages import Chain
+from ._recomputation import exchange, is_repeated
 
 __all__ = [
     "CausalConv1d",
@@ -44,8 +45,10 @@ class Halo:
     def __init__(self, group: Group, taps: int) -> None:
         self._group, self._taps = group, taps
 
-    def begin(self, x: Tensor) -> Gathering:
-        """Sends the last steps of a span, (batch, seqlen, channels)."""
+    def begin(self, x: Tensor) -> Gathering | None:
+        """Sends the last steps of a span, (batch, seqlen, channels), unless :meth:`end` takes the halo from forward."""
+        if is_repeated():
+            return None
         head = min(x.shape[1], self._taps)
         tail, is_step = x[:, x.shape[1] - head :].transpose(1, 2), x.new_ones(head)
         if head < self._taps:
@@ -53,7 +56,7 @@ class Halo:
         return Gathering([tail, is_step], self._group, "causal_conv1d: halo")
 
     def end(
-        self, gathering: Gathering, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
+        self, gathering: Gathering | None, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Receives the last steps of all ranks.
 
@@ -62,24 +65,31 @@ class Halo:
             places that the halo at each border reads, and which of them belong to the sequence there.
         """
         taps = self._taps
-        tails, are_steps = gathering.wait()
-        first = torch.zeros_like(tails[0]) if initial_state is None else initial_state
-        # (batch, channels, places): of the initial state, then of each rank.
-        places = torch.cat([first, *tails.unbind(0)], dim=2)
-        count = F.pad(are_steps.flatten(), (taps, 0), value=1).cumsum(0, dtype=torch.int64)
-        # The halo at a border reads the last `taps` of the places before it that are steps.
-        wanted = count[taps - 1 :: taps, None] + torch.arange(1 - taps, 1, device=places.device)
-        sources = torch.searchsorted(count, wanted)
-        own = own_steps(past, slice(None), taps)
 
-        def read(border: int) -> Tensor:
-            return _masked(places.index_select(2, sources[border]), _at(own, border))
+        def receive() -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+            assert gathering is not None
+            tails, are_steps = gathering.wait()
+            first = torch.zeros_like(tails[0]) if initial_state is None else initial_state
+            # (batch, channels, places): of the initial state, then of each rank.
+            places = torch.cat([first, *tails.unbind(0)], dim=2)
+            count = F.pad(are_steps.flatten(), (taps, 0), value=1).cumsum(0, dtype=torch.int64)
+            # The halo at a border reads the last `taps` of the places before it that are steps.
+            wanted = count[taps - 1 :: taps, None] + torch.arange(1 - taps, 1, device=places.device)
+            sources = torch.searchsorted(count, wanted)
+            own = own_steps(past, slice(None), taps)
 
-        return gathering.tie(read(self._group.rank)), read(self._group.size) if needs_final else None, sources, own
+            def read(border: int) -> Tensor:
+                return _masked(places.index_select(2, sources[border]), _at(own, border))
 
-    def tie(self, gathering: Gathering, tensor: Tensor) -> Tensor:
+            final = read(self._group.size) if needs_final else None
+            return gathering.tie(read(self._group.rank)), final, sources, own
+
+        halo, final, sources, own = exchange("causal_conv1d: halo", receive)
+        return halo, final, sources, own
+
+    def tie(self, gathering: Gathering | None, tensor: Tensor) -> Tensor:
         """``tensor``, for the compiler a function of the halos: see :func:`tie`."""
-        return gathering.tie(tensor)
+        return tensor if gathering is None else gathering.tie(tensor)
 
     def needs_gradient(self, needs_initial: bool) -> bool:
         """Whether other ranks need the gradient of this rank's halo."""

@@ -1,8 +1,8 @@
-"""Messages from rank to rank: operators that ``torch.utils.checkpoint`` can save, and sends that nobody waits for.
+"""Messages from rank to rank, and sends that nobody waits for.
 
 ``send`` returns at once: neither the host nor the device's stream waits for the receiver. Messages and their ``Work`` are kept
 until they have been received. ``receive`` makes the stream wait, with gloo the host. Both are operators of the dispatcher, so
-that :func:`keep_exchanged_states` can take their results from forward when a checkpointed layer is computed again.
+that profiles name them. A layer that checkpointing computes again may make neither: see ``_recomputation.py``.
 
 Backends match messages by order and size alone. Each message therefore ends with a tag of 8 bytes, which ``receive`` compares
 with the expected one: operator, layer, whether it is a gradient, and a number. Each rank counts the messages from and to
@@ -26,17 +26,17 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ._collectives import Group, Kind, Layout
+from ._recomputation import exchange
 
-__all__ = ["Chain", "keep_exchanged_states"]
+__all__ = ["Chain"]
 
 # A sender waits for its oldest message where more are under way. gloo does not tell before a wait whether one has arrived.
 _MOST_UNDER_WAY = 64
@@ -237,14 +237,14 @@ class Chain:
         self._previous = group.rank - (-1 if reverse else 1)
         self.is_first = group.rank == (group.size - 1 if reverse else 0)
         self.is_last = group.rank == (0 if reverse else group.size - 1)
-        # The numbers of the messages in forward. An operator that checkpointing does not run again does not count.
+        # The numbers of the messages in forward. One that checkpointing does not repeat does not count.
         self._sent = self._received = 0
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Sends a copy to the next rank, if there is one."""
         if not self.is_last:
             self._sent = self._traffic.sent[self._next]
-            self._send(tensors, self._next, False, self._sent)
+            exchange(f"{self._what}, sent", lambda: self._send(tensors, self._next, False, self._sent))
 
     def receive(self, kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
         """Receives tensors of these shapes and dtypes from the rank before. Not on the first rank.
@@ -256,7 +256,7 @@ class Chain:
                 are NaN. Or a rank has died, or has not sent one within the time-out of the group.
         """
         self._received = self._traffic.received[self._previous]
-        return self._receive(kinds, like, self._previous, False, self._received)
+        return exchange(f"{self._what}, received", lambda: self._receive(kinds, like, self._previous, False, self._received))
 
     def send_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Sends a copy to the rank before, if there is one."""
@@ -275,14 +275,14 @@ class Chain:
         tag = _Tag(self._what, is_gradient, self._layer, number).pack()
         return self._group.rank, self._group.size, self._group.name, peer, tag
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, is_gradient: bool, number: int) -> None:
-        if not any(tensor.numel() for tensor in tensors):
-            return
-        place = self._place(peer, is_gradient, number)
-        # A kernel's argument: a copy from the host would wait for the device.
-        tag = torch.full((1,), place[-1], dtype=torch.int64, device=tensors[0].device)
-        tagged = [*tensors, tag]
-        _ops.send(Layout.of(tagged).pack(tagged), *place)
+    def _send(self, tensors: Sequence[Tensor], peer: int, is_gradient: bool, number: int) -> list[Tensor]:
+        if any(tensor.numel() for tensor in tensors):
+            place = self._place(peer, is_gradient, number)
+            # A kernel's argument: a copy from the host would wait for the device.
+            tag = torch.full((1,), place[-1], dtype=torch.int64, device=tensors[0].device)
+            tagged = [*tensors, tag]
+            _ops.send(Layout.of(tagged).pack(tagged), *place)
+        return []
 
     def _receive(self, kinds: Sequence[Kind], like: Tensor, peer: int, is_gradient: bool, number: int) -> list[Tensor]:
         if not any(math.prod(shape) for shape, _ in kinds):
@@ -291,26 +291,3 @@ class Chain:
         empty = torch.empty(0, dtype=layout.dtype, device=like.device)
         message = _ops.receive(empty, layout.numel, *self._place(peer, is_gradient, number))
         return layout.unpack(message, len(kinds))
-
-
-# Not the all-gathers: a call may leave out those that describe packed sequences, and results are matched by the call's number.
-_SAVED = {_ops.send.default, _ops.receive.default} | {
-    getattr(torch.ops.ssm_kernels, name).default
-    for name in ("_selective_scan_summary_fwd", "_ssd_chunk_scan_summary_fwd", "_linear_recurrence_summary_fwd")
-}
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def keep_exchanged_states() -> tuple[Any, Any]:
-    """For activation checkpointing: layers with context parallelism keep what they have received from other ranks.
-
-    A checkpointed layer with a chain is then computed again in backward without communication. With summaries it repeats the
-    all-gathers, but not the summaries' kernels. What it keeps does not depend on the length of the sequences::
-
-        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_exchanged_states)
-    """
-    make: Callable[..., tuple[Any, Any]] = create_selective_checkpoint_contexts
-    return make(_policy)

@@ -60,11 +60,11 @@ class Mamba2Mixer(torch.autograd.Function):
         halo, steps, sources, own = Halo(group, taps), None, None, None
         if taps > 0:
             steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
-        xB = _convolved(slice(0, d_ssm + options.of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
-        x, B = xB.split_with_sizes([d_ssm, options.of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)
 
         def summarize() -> tuple[Tensor, Tensor]:
+            xB = _convolved(slice(0, d_ssm + options.of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
+            x, B = xB.split_with_sizes([d_ssm, options.of_groups], dim=-1)
             return ssd_chunk_scan_summary(
                 options.heads(x),
                 dt,
@@ -77,7 +77,7 @@ class Mamba2Mixer(torch.autograd.Function):
 
         carry = SummaryCarry(group, "Mamba2", reverse=False)
         states, _ = _kinds(projected, xBC, A_log, options, taps)
-        initial, _, decays, later = carry.enter(states, x, None, passes, summarize)
+        initial, _, decays, later = carry.enter(states, projected, None, passes, summarize)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
         out, _, _, y, rstd, parameters = mixer(projected, *arguments)
