@@ -186,7 +186,11 @@ void summarize(const Variant& variant, const Rows<Acc> (&inputs)[kInputs], int64
     V h = V::loadu(state + lane), product = V::loadu(decay + lane);
     for (int i = 0; i < count; ++i) {
       V x[kInputs];
-      for (size_t k = 0; k < kInputs; ++k) x[k] = V::loadu(inputs[k][step + i] + lane);
+      for (size_t k = 0; k < kInputs; ++k) {
+        x[k] = V::loadu(inputs[k][step + i] + lane);
+        // Hardware prefetchers do not follow several rows at once.
+        __builtin_prefetch(inputs[k][step + count + i] + lane);
+      }
       const Step<V> coefficients = variant.step(variant.gates(x), x);
       h = Math<V>::fma(coefficients.a, h, coefficients.b);
       product = coefficients.a * product;
