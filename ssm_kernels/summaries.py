@@ -64,8 +64,9 @@ def selective_scan_summary(
         span of no steps has the last state 0 and the decay 1. Both are differentiable with respect to every floating-point
         tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    The kernels write nothing but the two results and, on CUDA, states of segments of time. Backward runs the scan and its
-    adjoint on both devices. Autograd saves the inputs only.
+    The kernels write nothing but the two results and, on CUDA, states of segments of time. With ``seq_idx`` they read copies of
+    u, delta and per-step B with zeros before the last sequence. Backward runs the scan and its adjoint on both devices.
+    Autograd saves the inputs only.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -420,8 +421,8 @@ def _check_seq_idx(operator: str, seq_idx: Tensor, u: Tensor) -> None:
 
 def _only(steps: Tensor, values: Tensor) -> Tensor:
     """``values``, zero at other steps; ``steps`` (batch, 1, seqlen). A matrix that is constant in time stays as it is."""
-    if values.dim() == 2:
-        return values
+    if values.dim() not in (3, 4) or (values.shape[0], values.shape[-1]) != (steps.shape[0], steps.shape[-1]):
+        return values  # constant, or refused by the operator
     return torch.where(steps if values.dim() == 3 else steps[:, None], values, 0)
 
 

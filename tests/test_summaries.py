@@ -296,6 +296,15 @@ def test_seq_idx_of_selective_scan(discretization, device):
         assert torch.equal(results["decay"][row], torch.zeros_like(decay[0]) if begins else decay[0])
 
 
+@pytest.mark.parametrize(("name", "cut"), [("delta", (0, 1)), ("delta", (2, 1)), ("B", (0, 1)), ("B", (-1, 1)), ("B", (-1, 4))])
+def test_seq_idx_hides_no_wrong_shape(name, cut, device):
+    inputs = packed_selective_inputs(device)
+    axis, length = cut
+    inputs[name] = inputs[name].narrow(axis, 0, length)
+    with pytest.raises(ValueError, match=f"selective_scan_summary: expected {name} of shape"):
+        SELECTIVE_SUMMARY(**inputs)
+
+
 def test_a_nan_ends_with_its_sequence(device):
     inputs = packed_selective_inputs(device)
     for name in ("u", "delta", "B"):
