@@ -57,6 +57,7 @@ from ssm_kernels.distributed import (
 )
 from ssm_kernels.distributed._collectives import Group
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
+from ssm_kernels.distributed._messages import Call
 
 Cut = Callable[[Tensor, int], Tensor]
 
@@ -336,7 +337,7 @@ def check_mamba_conv(mesh: Mesh) -> None:
             x, z = source.chunk(2, 2)
             x = CausalConv1d.apply(x, weight, None, None, None, None, "silu", False, None, group)
             expected = gradients((x, x, z))
-            for chain in (None, 0):
+            for chain in (None, Call()):
                 actual = gradients(MambaConv.apply(source, weight, None, None, chain, group))
                 for name, *values in zip(("xz", "weight", "other"), actual, expected, strict=True):
                     close(*values, f"results in use {used}, chain {chain}, gradient of {name}")

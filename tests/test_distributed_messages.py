@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, _messages, keep_exchanged_states, linear_scan
+from ssm_kernels.distributed import ContextParallel, _messages, keep_exchanged_states, linear_scan, mingru_scan
 from ssm_kernels.distributed._messages import _Tag
 
 SECONDS = 10  # before a rank no longer waits for another
@@ -62,8 +62,8 @@ def steps(mesh: Mesh) -> Tensor:
 
 # As rank 0 finds it where rank 1 has sent the gradient of another call.
 OTHER_GRADIENT = (
-    r"linear_scan: states: expected from rank 1 on rank 0 of \d: linear_scan: states, gradient of message {}; got: "
-    r"linear_scan: states, gradient of message {}\. One of the two ranks has skipped a call or a backward"
+    r"linear_scan: states: expected from rank 1 on rank 0 of \d: linear_scan: states, gradient of call {}; got: "
+    r"linear_scan: states, gradient of call {}\. One of the two ranks has skipped a call or backward"
 )
 # As a rank finds it that waits for one that makes no such call.
 TIME_OUT = r"linear_scan: states: the message from rank {} failed on rank {} of \d: .* The message: linear_scan: states, {}\."
@@ -82,11 +82,11 @@ def check_skipped_layer(mesh: Mesh) -> None:
         return
     x = model[0](x)
     if rank == 1:
-        expected = rf"expected from rank 0 on rank 1 of 3: {what} of layer 3, message 4; got: {what} of layer 2, message 4\. "
+        expected = rf"expected from rank 0 on rank 1 of 3: {what} of layer 3, call 4; got: {what} of layer 2, call 4\. "
         raises(expected, lambda: model[2](x))
     else:
         raises(
-            rf"the message from rank 1 failed on rank 2 of 3: .* The message: {what} of layer 2, message 4\.",
+            rf"the message from rank 1 failed on rank 2 of 3: .* The message: {what} of layer 2, call 4\.",
             lambda: model[1](x),
         )
 
@@ -111,6 +111,30 @@ def check_skipped_call(mesh: Mesh) -> None:
         results[0].sum().backward()
 
 
+def check_other_arguments(mesh: Mesh) -> None:
+    """Functions that call with arguments that all ranks have used before, but not in this call."""
+    rank, a = mesh.get_local_rank(), steps(mesh)
+
+    def scan_with(activation: str | None) -> Tensor:
+        out: Tensor = mingru_scan(a, a, candidate_activation=activation, group=mesh, exchange="chain")
+        return out
+
+    for activation in (None, "tanh"):
+        scan_with(activation)
+    if rank == 0:
+        scan_with(None)
+    else:
+        expected = r"rank 1 of 2: mingru_scan: states, call 2; got: mingru_scan: states, call 2, with other arguments\. "
+        raises(expected, lambda: scan_with("tanh"))
+    # In opposite directions neither waits for the other: the next call finds the message.
+    for reverse in (False, True, rank > 0):
+        linear_scan(a, a, reverse=reverse, group=mesh, exchange="chain")
+    if rank == 0:
+        scan(mesh, a)
+    else:
+        raises(r"linear_scan: states, call 6; got: linear_scan: states, call 5\. ", lambda: scan(mesh, a))
+
+
 def check_skipped_backward_of_first(mesh: Mesh) -> None:
     """Rank 0 skips a backward: in the next it gets the gradient of the call before."""
     rank = mesh.get_local_rank()
@@ -131,9 +155,9 @@ def check_skipped_backward_of_last(mesh: Mesh) -> None:
     a = steps(mesh)
     loss = scan(mesh, a).sum()
     if rank == 0:
-        raises(TIME_OUT.format(1, 0, "gradient of message 0"), loss.backward)
+        raises(TIME_OUT.format(1, 0, "gradient of call 0"), loss.backward)
     else:
-        raises(TIME_OUT.format(0, 1, "message 1"), lambda: scan(mesh, a))
+        raises(TIME_OUT.format(0, 1, "call 1"), lambda: scan(mesh, a))
 
 
 def check_other_order(mesh: Mesh) -> None:
@@ -185,6 +209,7 @@ def check_recomputation_on_some(mesh: Mesh) -> None:
 CHECKS = {
     "a skipped layer": (check_skipped_layer, 3),
     "a skipped call": (check_skipped_call, 2),
+    "other arguments": (check_other_arguments, 2),
     "a backward that the first rank skips": (check_skipped_backward_of_first, 2),
     "a backward that the last rank skips": (check_skipped_backward_of_last, 2),
     "backwards in other orders": (check_other_order, 2),
@@ -245,8 +270,8 @@ def test_failed_processes_end(processes: Processes):
 @pytest.mark.parametrize(
     ("tag", "text"),
     [
-        (_Tag("selective_scan: states", False, 3, 17), "selective_scan: states of layer 3, message 17"),
-        (_Tag("rglru_scan: states", True, 0, 2**24 - 1), "rglru_scan: states, gradient of message 16777215"),
+        (_Tag("selective_scan: states", 5, False, 3, 17), "selective_scan: states of layer 3, call 17"),
+        (_Tag("rglru_scan: states", 0, True, 0, 2**24 - 1), "rglru_scan: states, gradient of call 16777215"),
     ],
 )
 def test_tags_are_unpacked_as_packed(tag, text):

@@ -297,7 +297,9 @@ def check_errors(mesh: Mesh) -> None:
     raises(ValueError, expected, packed(11 + rank))
     expected = "got 5 sequences that end at 11 .* on rank 0 and 6 sequences that end at 11 .* on rank 1"
     raises(ValueError, expected, packed(*[4, 5][: 1 + rank], 6, 7, 11))
-    raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
+    expected = r"same cu_seqlens on every rank, got 4 sequences that end at 11 \(.*\) on rank 0 and 4 sequences that end at 11"
+    raises(ValueError, expected, packed(*[(3, 10), (7, 7)][rank], 11))  # sums weighted by the place agree
+    raises(ValueError, "begin at 0 and do not decrease, got 3 and then 2 at place 2", packed(2, 11))
     states = {"initial_state": torch.zeros(1, 4, 2, device=device), "cu_seqlens": torch.tensor([0, 3, 11], device=device)}
     raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=mesh, **states))
 

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import json
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,8 +69,8 @@ class Agreement:
 
     def __init__(self, group: Group, of_layer: bool = False) -> None:
         self._group = group
-        # By operator and kind of call: what its description was made of, and the description.
-        self._last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Call, tuple[_Call, _Call]]] | None = None
+        # By operator and kind of call: what its description was made of, the description, and its checksum.
+        self._last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Call, tuple[_Call, _Call, int]]] | None = None
         if of_layer:
             self._last = weakref.WeakKeyDictionary()
 
@@ -80,8 +81,10 @@ class Agreement:
         validate: Callable[[], Any],
         arguments: _Call = (),
         reverse: bool = False,
-    ) -> None:
+    ) -> int:
         """Compares the description of a call with the other ranks', if it is new. See :func:`compare`.
+
+        Returns a checksum of the description.
 
         Args:
             operator: the name of the operator.
@@ -91,7 +94,7 @@ class Agreement:
             reverse: a bidirectional layer alternates between calls in both directions.
         """
         if self._group.size == 1:
-            return
+            return 0
         process_group = self._group.process_group
         if self._last is None:
             description = describe()
@@ -100,18 +103,25 @@ class Agreement:
             if key not in agreed:
                 compare(self._group, operator, description, validate)
                 agreed.add(key)
-            return
+            return _checksum(key)
         last = self._last.setdefault(process_group, {})
         # Checkpointing alternates too, between a forward without gradients and one that is computed again.
         place = (operator, torch.is_grad_enabled(), reverse)
-        known, agreed_on = last.get(place, ((), ()))
+        known, agreed_on, checksum = last.get(place, ((), (), 0))
         if arguments and arguments == known:
-            return
+            return checksum
         description = describe()
-        key = (*description.items(),)
+        key = (operator, *description.items())
         if key != agreed_on:
             compare(self._group, operator, description, validate)
-        last[place] = arguments, key
+            checksum = _checksum(key)
+        last[place] = arguments, key, checksum
+        return checksum
+
+
+def _checksum(description: _Call) -> int:
+    """The same in every process, unlike a hash."""
+    return zlib.crc32(repr(description).encode())
 
 
 def compare(group: Group, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ._collectives import Gathering, Group, Kind
-from ._messages import Chain
+from ._messages import Call, Chain
 from ._recomputation import exchange
 
 __all__ = ["Carry", "SummaryCarry", "passed"]
@@ -101,8 +101,8 @@ class Carry(ABC):
         self._group, self._what, self._reverse = group, what, reverse
 
     @staticmethod
-    def of(group: Group, what: str, reverse: bool, chain: int | None) -> Carry:
-        """``chain``: for a chain, the number of the layer that calls, or 0 for a function; None for summaries."""
+    def of(group: Group, what: str, reverse: bool, chain: Call | None) -> Carry:
+        """``chain``: the call along a chain, or None for summaries."""
         return SummaryCarry(group, what, reverse) if chain is None else ChainCarry(group, what, reverse, chain)
 
     @property
@@ -179,9 +179,9 @@ class ChainCarry(Carry):
     Rank r waits for r scans once in each pass: the ranks before it run ahead by that time and do not wait for it.
     """
 
-    def __init__(self, group: Group, what: str, reverse: bool, layer: int) -> None:
+    def __init__(self, group: Group, what: str, reverse: bool, call: Call) -> None:
         super().__init__(group, what, reverse)
-        self._chain = Chain(group, f"{what}: states", layer, reverse)
+        self._chain = Chain(group, f"{what}: states", call, reverse)
 
     def enter(
         self,

@@ -56,6 +56,8 @@ class Group:
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
+            if group == dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns to the other processes
+                raise ValueError(f"context parallelism: expected a group of this process, rank {dist.get_rank()}")
             raise TypeError(f"context parallelism: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
         rank = dist.get_rank(group)
         if rank < 0:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._collectives import Gathering, Group, kind, tie
-from ._messages import Chain
+from ._messages import Call, Chain
 from ._recomputation import exchange, is_repeated
 
 __all__ = [
@@ -125,9 +125,9 @@ class ChainHalo:
     The halo that travels also has steps of other sequences: the rank that reads it sets them to zero.
     """
 
-    def __init__(self, group: Group, taps: int, layer: int) -> None:
+    def __init__(self, group: Group, taps: int, call: Call) -> None:
         self._group, self._taps = group, taps
-        self._chain = Chain(group, "causal_conv1d: halo", layer)
+        self._chain = Chain(group, "causal_conv1d: halo", call)
 
     def begin(self, x: Tensor) -> Tensor:
         """Sends the last steps of a span, (batch, seqlen, channels), unless it is shorter than the halo."""
@@ -179,7 +179,7 @@ class ChainHalo:
         return gradient if self._chain.is_first else torch.zeros_like(gradient)
 
 
-def _halo(group: Group, taps: int, chain: int | None) -> Halo | ChainHalo:
+def _halo(group: Group, taps: int, chain: Call | None) -> Halo | ChainHalo:
     """``chain``: as for :meth:`.Carry.of`."""
     return Halo(group, taps) if chain is None else ChainHalo(group, taps, chain)
 
@@ -228,7 +228,7 @@ class CausalConv1d(torch.autograd.Function):
         past: Tensor | None,
         activation: str | None,
         needs_final: bool,
-        chain: int | None,
+        chain: Call | None,
         group: Group,
     ) -> Any:
         halo = _halo(group, weight.shape[1] - 1, chain)
@@ -255,7 +255,7 @@ class MambaConv(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         initial_state: Tensor | None,
-        chain: int | None,
+        chain: Call | None,
         group: Group,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, z = xz.chunk(2, dim=-1)

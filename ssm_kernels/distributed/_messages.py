@@ -5,10 +5,10 @@ until they have been received. ``receive`` makes the stream wait, with gloo the 
 that profiles name them. A layer that checkpointing computes again may make neither: see ``_recomputation.py``.
 
 Backends match messages by order and size alone. Each message therefore ends with a tag of 8 bytes, which ``receive`` compares
-with the expected one: operator, layer, whether it is a gradient, and a number. Each rank counts the messages from and to
-another one, so that the numbers of forward never differ: its messages are told apart by operator and layer. A gradient has the
-number of the message in forward that it belongs to. A rank that skips a call or a backward causes an error at the first tag
-that differs. The tag is last, so that the data in front of it begins at the address of the buffer.
+with the expected one: operator and description of the call, layer, whether it is a gradient, and the number of the call among
+those of the group's chains. Ranks that make the same calls count alike. A rank that skips a call or a backward, or calls with
+other arguments, causes an error at the first tag that differs. The tag is last, so that the data in front of it begins at the
+address of the buffer.
 
 A CUDA device compares the tags itself, so that the host does not wait: it replaces a message of another tag by NaN. The host
 gets the tag by an asynchronous copy, and the next send or receive of the group that finds it there raises the error.
@@ -36,7 +36,7 @@ from torch import Tensor
 from ._collectives import Group, Kind, Layout
 from ._recomputation import exchange
 
-__all__ = ["Chain"]
+__all__ = ["Call", "Chain"]
 
 # A sender waits for its oldest message where more are under way. gloo does not tell before a wait whether one has arrived.
 _MOST_UNDER_WAY = 64
@@ -47,31 +47,39 @@ _SECONDS_AFTER_ERROR = 3.0
 _TAG: Kind = ((1,), torch.int64)
 
 
+class Call(NamedTuple):
+    """A call along a chain: the number of the layer that makes it, or 0 for a function, and a checksum of its description."""
+
+    layer: int = 0
+    description: int = 0
+
+
 class _Tag(NamedTuple):
-    """Identifies a message. ``pack`` makes one number of it: 24 bits of the checksum of ``what``, then 1, 14 and 24 bits."""
+    """Identifies a message. ``pack`` makes one number of it: a checksum of ``what`` and ``description`` has 24 of its bits."""
 
     what: str
+    description: int
     is_gradient: bool
     layer: int
     number: int
 
     def pack(self) -> int:
-        kind = zlib.crc32(self.what.encode()) % 2**24
-        _names[kind] = self.what
+        kind = zlib.crc32(self.what.encode(), self.description) % 2**24
+        _kinds[kind] = self.what, self.description
         return ((kind << 1 | self.is_gradient) << 14 | self.layer % 2**14) << 24 | self.number % 2**24
 
     @classmethod
     def unpack(cls, tag: int) -> _Tag:
-        what = _names.get(tag >> 39, "an operator that this rank has not called")
-        return cls(what, bool(tag >> 38 & 1), tag >> 24 & (2**14 - 1), tag & (2**24 - 1))
+        what, description = _kinds.get(tag >> 39, ("a call that this rank has not made", 0))
+        return cls(what, description, bool(tag >> 38 & 1), tag >> 24 & (2**14 - 1), tag & (2**24 - 1))
 
     def __str__(self) -> str:
         layer = f" of layer {self.layer}" if self.layer > 0 else ""
-        return f"{self.what}{layer}, {'gradient of ' if self.is_gradient else ''}message {self.number}"
+        return f"{self.what}{layer}, {'gradient of ' if self.is_gradient else ''}call {self.number}"
 
 
-# The names in tags, by their checksums.
-_names: dict[int, str] = {}
+# ``what`` and ``description`` of tags, by their checksums.
+_kinds: dict[int, tuple[str, int]] = {}
 
 
 class _Arrival(NamedTuple):
@@ -86,15 +94,14 @@ class _Arrival(NamedTuple):
 
 @dataclasses.dataclass
 class _Traffic:
-    """The messages of a process group: those under way, their numbers by rank, and those whose tags the host has not seen.
+    """The messages of a process group: those under way, and those whose tags the host has not seen. ``calls`` counts calls.
 
     ``spare`` has events and pinned memory of tags that the host has seen, for the next ones.
     """
 
     exchanges: bool
+    calls: int = 0
     under_way: collections.deque[tuple[Any, Tensor]] = dataclasses.field(default_factory=collections.deque)
-    sent: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    received: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     arrivals: collections.deque[_Arrival] = dataclasses.field(default_factory=collections.deque)
     spare: list[tuple[torch.cuda.Event, Tensor]] = dataclasses.field(default_factory=list)
 
@@ -134,10 +141,13 @@ class _Traffic:
 
 def _compare(tag: int, expected: int, group: Group, peer: int) -> None:
     if tag != expected:
+        wanted, got = _Tag.unpack(expected), _Tag.unpack(tag)
+        is_same = (got.what, got.layer) == (wanted.what, wanted.layer)
+        other = ", with other arguments" if is_same and got.description != wanted.description else ""
         raise RuntimeError(
-            f"{_Tag.unpack(expected).what}: expected from rank {peer} on rank {group.rank} of {group.size}: "
-            f"{_Tag.unpack(expected)}; got: {_Tag.unpack(tag)}. One of the two ranks has skipped a call or a backward that the "
-            "other one has made: every rank must make the same calls in the same order, and call backward for them"
+            f"{wanted.what}: expected from rank {peer} on rank {group.rank} of {group.size}: {wanted}; got: {got}{other}. One "
+            "of the two ranks has skipped a call or backward that the other one has made, or has called with other arguments. "
+            "Every rank must make the same calls in the same order, and call backward for them"
         )
 
 
@@ -182,7 +192,6 @@ def _send(message: Tensor, rank: int, size: int, group_name: str, peer: int, tag
     except RuntimeError as error:
         raise _failure(group, tag, f"to rank {peer}", error) from error
     messages.append((work, message))
-    traffic.sent[peer] += 1
     return message.new_empty(0)
 
 
@@ -197,7 +206,6 @@ def _receive(like: Tensor, numel: int, rank: int, size: int, group_name: str, pe
         work.wait()
     except RuntimeError as error:
         raise _failure(group, tag, f"from rank {peer}", error) from error
-    traffic.received[peer] += 1
     traffic.check(message, tag, group, peer)
     return message
 
@@ -227,24 +235,23 @@ class Chain:
     Args:
         group: the ranks.
         what: names the data in the message of an error, and tells them from those of other operators.
-        layer: the number of the layer that calls, or 0 for a function.
+        call: that the messages belong to.
         reverse: whether the last rank is the first.
     """
 
-    def __init__(self, group: Group, what: str, layer: int, reverse: bool = False) -> None:
-        self._group, self._what, self._layer = group, what, layer
+    def __init__(self, group: Group, what: str, call: Call, reverse: bool = False) -> None:
+        self._group, self._what, self._call = group, what, call
         self._next = group.rank + (-1 if reverse else 1)
         self._previous = group.rank - (-1 if reverse else 1)
         self.is_first = group.rank == (group.size - 1 if reverse else 0)
         self.is_last = group.rank == (0 if reverse else group.size - 1)
-        # The numbers of the messages in forward. One that checkpointing does not repeat does not count.
-        self._sent = self._received = 0
+        # Counted by the first message in forward: a call that exchanges nothing when it is computed again does not count.
+        self._number: int | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Sends a copy to the next rank, if there is one."""
         if not self.is_last:
-            self._sent = self._traffic.sent[self._next]
-            exchange(f"{self._what}, sent", lambda: self._send(tensors, self._next, False, self._sent))
+            exchange(f"{self._what}, sent", lambda: self._send(tensors, self._next, False))
 
     def receive(self, kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
         """Receives tensors of these shapes and dtypes from the rank before. Not on the first rank.
@@ -255,39 +262,39 @@ class Chain:
             RuntimeError: the message is that of another call; on CUDA a later call or backward raises this, and the results
                 are NaN. Or a rank has died, or has not sent one within the time-out of the group.
         """
-        self._received = self._traffic.received[self._previous]
-        return exchange(f"{self._what}, received", lambda: self._receive(kinds, like, self._previous, False, self._received))
+        return exchange(f"{self._what}, received", lambda: self._receive(kinds, like, self._previous, False))
 
     def send_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Sends a copy to the rank before, if there is one."""
         if not self.is_first:
-            self._send(tensors, self._previous, True, self._received)
+            self._send(tensors, self._previous, True)
 
     def receive_gradients(self, kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
         """Receives from the next rank. Not on the last rank. Arguments and errors are those of :meth:`receive`."""
-        return self._receive(kinds, like, self._next, True, self._sent)
+        return self._receive(kinds, like, self._next, True)
 
-    @property
-    def _traffic(self) -> _Traffic:
-        return _Traffic.of(self._group.process_group)
-
-    def _place(self, peer: int, is_gradient: bool, number: int) -> tuple[Any, ...]:
-        tag = _Tag(self._what, is_gradient, self._layer, number).pack()
+    def _place(self, peer: int, is_gradient: bool) -> tuple[Any, ...]:
+        if self._number is None:
+            assert not is_gradient
+            traffic = _Traffic.of(self._group.process_group)
+            self._number, traffic.calls = traffic.calls, traffic.calls + 1
+        tag = _Tag(self._what, self._call.description, is_gradient, self._call.layer, self._number).pack()
         return self._group.rank, self._group.size, self._group.name, peer, tag
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, is_gradient: bool, number: int) -> list[Tensor]:
+    def _send(self, tensors: Sequence[Tensor], peer: int, is_gradient: bool) -> list[Tensor]:
+        place = self._place(peer, is_gradient)
         if any(tensor.numel() for tensor in tensors):
-            place = self._place(peer, is_gradient, number)
             # A kernel's argument: a copy from the host would wait for the device.
             tag = torch.full((1,), place[-1], dtype=torch.int64, device=tensors[0].device)
             tagged = [*tensors, tag]
             _ops.send(Layout.of(tagged).pack(tagged), *place)
         return []
 
-    def _receive(self, kinds: Sequence[Kind], like: Tensor, peer: int, is_gradient: bool, number: int) -> list[Tensor]:
+    def _receive(self, kinds: Sequence[Kind], like: Tensor, peer: int, is_gradient: bool) -> list[Tensor]:
+        place = self._place(peer, is_gradient)
         if not any(math.prod(shape) for shape, _ in kinds):
             return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in kinds]
         layout = Layout([*kinds, _TAG])
         empty = torch.empty(0, dtype=layout.dtype, device=like.device)
-        message = _ops.receive(empty, layout.numel, *self._place(peer, is_gradient, number))
+        message = _ops.receive(empty, layout.numel, *place)
         return layout.unpack(message, len(kinds))

@@ -18,7 +18,7 @@ from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, passed
 from ._collectives import Group, Kind, tie
 from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
-from ._messages import Chain
+from ._messages import Call, Chain
 from ._split_norm import SplitNorm
 
 __all__ = ["ChainedMamba2Mixer", "Mamba2Mixer", "before_gate"]
@@ -156,9 +156,9 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         options: Mamba2Options,
         group: Group,
         norm: SplitNorm | None,
-        layer: int,
+        call: Call,
     ) -> Tensor:
-        ctx.chain, taps = Chain(group, "Mamba2: states and halo", layer), conv_weight.shape[-1] - 1
+        ctx.chain, taps = Chain(group, "Mamba2: states and halo", call), conv_weight.shape[-1] - 1
         _, xBC, _ = options.split(projected, A_log.shape[0])
         ctx.kinds = _kinds(projected, xBC, A_log, options, taps)
         initial = steps = own = border = None

@@ -19,6 +19,7 @@ from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
 from ._convolution import CausalConv1d
+from ._messages import Call
 from ._packing import ForwardCount, Known, Packing, Spans
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
@@ -98,6 +99,7 @@ class GroupOperators:
     ) -> None:
         self.group, self._agreement, self._layer, self._forward_count = group, agreement, layer, forward_count
         self.exchange = choose_exchange(operator, exchange, group.size)
+        self._description = 0  # a checksum, of the call on which the ranks have agreed last
 
     def selective_scan(
         self,
@@ -291,14 +293,15 @@ class GroupOperators:
             *(_expand(value, first) if key in broadcast else value for key, value in named.items()),
         )
 
-    def _chain(self, needs_others: bool = False) -> int | None:
-        """The layer's number for a call along the chain, and None for one with summaries.
+    def _chain(self, needs_others: bool = False) -> Call | None:
+        """The call on which the ranks have just agreed, if it is along the chain, and None for one with summaries.
 
         Summaries: if ranks need something of later ranks, in compiled code and in a CUDA graph.
         """
         if self.exchange != "chain" or needs_others or torch.compiler.is_compiling():
             return None
-        return None if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else self._layer
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return None if is_captured else Call(self._layer, self._description)
 
     def _packing(
         self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
@@ -421,7 +424,8 @@ class GroupOperators:
             None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
             for tensor in (*tensors.values(), cu_seqlens)
         ]
-        self._agreement.check(operator, description, check, (*kinds, *options.values()), bool(options.get("reverse")))
+        arguments = (*kinds, *options.values())
+        self._description = self._agreement.check(operator, description, check, arguments, bool(options.get("reverse")))
 
 
 def _passes(packing: Packing | None, reverse: bool) -> Tensor | None:

@@ -196,8 +196,7 @@ class Spans:
 
     def __init__(self, name: str, cu_seqlens: Tensor, seqlen: int, group: Group) -> None:
         values = cu_seqlens.long()
-        weights = torch.arange(1, values.shape[0] + 1, device=values.device)
-        checksum, is_ascending = (values * weights).sum(), (values[1:] >= values[:-1]).all() & (values[0] == 0)
+        checksum, is_ascending = _checksum(values), (values[1:] >= values[:-1]).all() & (values[0] == 0)
         sequences = torch.full_like(checksum, values.shape[0] - 1)
         own = torch.stack(
             [torch.full_like(checksum, seqlen), values[-1], checksum, torch.where(is_ascending, sequences, ~sequences)]
@@ -205,16 +204,18 @@ class Spans:
         table = Gathering([own], group, "lengths of the spans").wait()[0]
         lengths = table[:, 0]
         if not torch.compiler.is_compiling() and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._check(name, table.tolist())
+            self._check(name, values, table.tolist())
         self._begin, self._seqlen = lengths[: group.rank].sum(), seqlen
 
     @staticmethod
-    def _check(name: str, table: list[list[int]]) -> None:
+    def _check(name: str, values: Tensor, table: list[list[int]]) -> None:
         if any(row[1:] != table[0][1:] for row in table):
             others = [f"{max(row[3], ~row[3])} sequences that end at {row[1]} (checksum {row[2]})" for row in table]
             raise ValueError(f"{name}: expected the same cu_seqlens on every rank, got {by_rank(others)}")
         if table[0][3] < 0:
-            raise ValueError(f"{name}: expected cu_seqlens that begin at 0 and do not decrease")
+            fault = next((at for at in range(1, values.shape[0]) if values[at] < values[at - 1]), 0)
+            got = f"{values[fault - 1]} and then {values[fault]} at place {fault}" if fault > 0 else f"{values[0]} first"
+            raise ValueError(f"{name}: expected cu_seqlens that begin at 0 and do not decrease, got {got}")
         lengths = [row[0] for row in table]
         if sum(lengths) != table[0][1]:
             raise ValueError(
@@ -230,6 +231,14 @@ class Spans:
     def cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The part of ``cu_seqlens`` in this rank's span: sequences of other ranks have no steps."""
         return (cu_seqlens - self._begin.to(cu_seqlens.dtype)).clamp(0, self._seqlen)
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """A sum of each value mixed with its place: sums of the values alone agree for many ``cu_seqlens``."""
+    places = torch.arange(1, values.shape[0] + 1, device=values.device)
+    mixed = values * 0x2545F4914F6CDD1D ^ places * 0x1B873593CC9E2D51  # modulo 2^64
+    mixed = (mixed ^ (mixed >> 29)) * 0x3C6EF372FE94F82B
+    return (mixed ^ (mixed >> 32)).sum()
 
 
 def _changes(numbers: Sequence[Tensor]) -> Tensor:

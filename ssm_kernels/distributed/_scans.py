@@ -23,6 +23,7 @@ from ..summaries import (
 from ._carry import Carry
 from ._collectives import Group, Kind, tie
 from ._convolution import gate_gradient
+from ._messages import Call
 from ._mixers import before_gate
 
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
@@ -83,7 +84,7 @@ class SelectiveScan(torch.autograd.Function):
         needs_final: bool,
         saves: bool,
         z_is_gate: bool,
-        chain: int | None,
+        chain: Call | None,
         group: Group,
     ) -> Any:
         carry = Carry.of(group, "selective_scan", reverse, chain)
@@ -179,7 +180,7 @@ class SsdChunkScan(torch.autograd.Function):
         discretization: str,
         reverse: bool,
         needs_final: bool,
-        chain: int | None,
+        chain: Call | None,
         group: Group,
     ) -> Any:
         carry = Carry.of(group, "ssd_chunk_scan", reverse, chain)
@@ -268,7 +269,7 @@ class LinearRecurrence(torch.autograd.Function):
         gate_is_logit: bool,
         reverse: bool,
         needs_final: bool,
-        chain: int | None,
+        chain: Call | None,
         group: Group,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,

@@ -21,10 +21,10 @@ And:
 - With ``reverse`` time runs from the last step of the last rank to the first step of rank 0.
 - ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
 
-Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or
-options change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison. Along a chain
-a rank that receives the message of another call raises a RuntimeError. On CUDA its results are NaN then, and one of its later
-calls or backwards raises.
+Every rank has to make the same calls in the same order, in backward too. The ranks compare shapes, dtypes and options of each
+call that is new; a difference is an error on every rank. Compiled code makes no comparison. Along a chain a rank that receives
+the message of another call raises a RuntimeError. On CUDA its results are NaN then, and one of its later calls or backwards
+raises. With summaries ranks combine different calls without an error if they have compared both before.
 """
 
 from __future__ import annotations
