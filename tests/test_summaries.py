@@ -188,7 +188,10 @@ def test_infinite_steps_decay_to_zero(kernel, device):
     inputs["A"] = 1e-3 * inputs["A"]
     expected = SELECTIVE_SUMMARY(**inputs)
     inputs["delta"][:, 2, 300] = torch.inf
+    inputs["A"].requires_grad_()
     results = SELECTIVE_SUMMARY(**inputs)
+    (gradient,) = torch.autograd.grad(results[1].sum(), inputs["A"], retain_graph=True)
+    assert gradient.isfinite().all() and torch.equal(gradient[2], torch.zeros_like(gradient[2]))
     assert torch.equal(results[1][:, 2], torch.zeros_like(results[1][:, 2]))
     for result, finite in zip(results, expected, strict=True):
         for others in (slice(0, 2), slice(3, 6)):

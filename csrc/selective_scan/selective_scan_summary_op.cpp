@@ -10,6 +10,8 @@
 
 #include "selective_scan/selective_scan_summary_op.h"
 
+#include <limits>
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/softplus.h>
@@ -167,7 +169,8 @@ SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   }
   const StepSum steps(in);
   const at::Tensor grad_exponent = bwd.grad_decay->to(at::kDouble) * steps.decay(in.A);
-  add(kSummaryGradA, (grad_exponent * steps.sum).sum(0));
+  // An infinite sum has the decay and the gradient zero, not the NaN of zero times infinity.
+  add(kSummaryGradA, (grad_exponent * steps.sum.clamp_max(std::numeric_limits<double>::max())).sum(0));
   at::Tensor grad_delta = (grad_exponent * in.A.to(at::kDouble)).sum(-1, /*keepdim=*/true).expand(in.delta.sizes());
   if (in.delta_softplus) grad_delta = at::softplus_backward(grad_delta, steps.biased.to(at::kDouble), 1, 20);
   add(kSummaryGradDelta, grad_delta);
