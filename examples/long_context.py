@@ -113,6 +113,21 @@ def save(folder: Path, states: dict[str, Any], history: dict[str, Any]) -> None:
     dist.barrier()
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether :func:`save` has finished this folder: it writes the history last."""
+    try:
+        return "losses" in json.loads((folder / HISTORY).read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint: a run that was killed in :func:`save` has it beside the folder."""
+    if folder.is_dir():
+        return folder
+    return next((each for end in (".partial", ".old") if is_complete(each := folder.with_name(folder.name + end))), None)
+
+
 def load_history(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     try:
         history = json.loads((folder / HISTORY).read_text())
@@ -139,11 +154,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/long_context.py")
     if args.device not in ("cpu", "cuda"):
         parser.error(f"argument --device: expected cpu or cuda, got {args.device}")
-    if args.resume and args.checkpoint is not None and not args.checkpoint.exists():
-        # The run was killed after the last checkpoint had made way for the new one.
-        old = args.checkpoint.with_name(args.checkpoint.name + ".old")
-        args.checkpoint = old if old.is_dir() else args.checkpoint
-    if args.resume and (args.checkpoint is None or not args.checkpoint.is_dir()):
+    if args.resume and (args.checkpoint is None or find_checkpoint(args.checkpoint) is None):
         parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FOLDER'}")
     return args
 
@@ -160,6 +171,11 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     history: dict[str, Any] = {"run": {name: getattr(args, name) for name in options}, "losses": [], "tests": []}
     last_step = min(args.max_steps or args.steps, args.steps)
     if args.resume:
+        found = find_checkpoint(args.checkpoint)
+        dist.barrier()
+        if dist.get_rank() == 0 and found is not None and found != args.checkpoint:
+            os.replace(found, args.checkpoint)
+        dist.barrier()
         history = load_history(args.checkpoint, history["run"])
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.checkpoint)
@@ -205,16 +221,21 @@ def main(argv: list[str] | None = None) -> None:
         with training.mistakes_in_one_line(__file__):
             history = train(args, mesh)
         if dist.get_rank() == 0:
-            seconds = time.perf_counter() - start
+            seconds, processes = time.perf_counter() - start, f"{mesh.size()} process{'es' if mesh.size() > 1 else ''}"
             print(
                 f"test loss: {history['tests'][-1][1]:.2f} bits per byte after {len(history['losses'])} steps, "
-                f"{seconds:.0f} s on {mesh.size()} processes, {describe(args.model, args.discretization)}"
+                f"{seconds:.0f} s on {processes}, {describe(args.model, args.discretization)}"
             )
             if args.plot is not None:
-                title = f"{describe(args.model, args.discretization)}, {args.seqlen} bytes on {mesh.size()} processes"
+                title = f"{describe(args.model, args.discretization)}, {args.seqlen} bytes on {processes}"
                 curve = History(history["losses"], history["tests"])
                 training.save_figure(args.plot, lambda: learning_curve(curve, title))
                 print(f"learning curve: {args.plot}")
+    except KeyboardInterrupt:
+        if dist.get_rank() == 0:
+            saved = None if args.checkpoint is None else find_checkpoint(args.checkpoint)
+            print(f"stopped; {'there is no checkpoint' if saved is None else f'the last checkpoint is in {saved}'}")
+        sys.exit(130)
     finally:
         dist.destroy_process_group()
 

@@ -324,6 +324,9 @@ def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("after 2 steps") == 1 and "on 2 processes" in run.stdout
     example, parts, whole, plot = long_context(capsys), tmp_path / "parts", tmp_path / "whole", tmp_path / "curve.png"
+    # As a run leaves it that is killed before the new checkpoint takes the old one's place.
+    parts.rename(tmp_path / "parts.old")
+    (tmp_path / "parts.partial").mkdir()
     assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume", "--plot", plot)
     assert plot.read_bytes().startswith(b"\x89PNG")
     example.run(*options, "--checkpoint", whole)
