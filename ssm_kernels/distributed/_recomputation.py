@@ -1,4 +1,4 @@
-"""What ranks have exchanged in forward, for activation checkpointing, which calls a layer again in backward.
+"""Exchanges between ranks under activation checkpointing, which computes a layer again in backward.
 
 :func:`keep_exchanged_states` makes a pair of contexts with one list between them. In the first, :func:`exchange` appends what
 this rank has received; in the second, it takes the next result of the list and exchanges nothing. PyTorch's selective
