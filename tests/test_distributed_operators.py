@@ -291,6 +291,8 @@ def check_errors(mesh: Mesh) -> None:
 
     expected = rf"expected weight on {device}(:\d)? \(the device of x\), got meta"
     raises(RuntimeError, expected, lambda: convolve(x, weight.to("meta"), group=mesh))
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # as dist.new_group returns it
+    raises(ValueError, f"expected a group of this process, rank {dist.get_rank()}", lambda: convolve(x, weight, group=outside))
     packed(11)()
     raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
     expected = r"same cu_seqlens on every rank, got 2 sequences that end at 11 \(.*\) on rank 0 and 2 sequences that end at 12"

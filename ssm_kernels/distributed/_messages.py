@@ -87,6 +87,7 @@ class _Arrival(NamedTuple):
 
     event: torch.cuda.Event
     tag: Tensor
+    device: torch.device
     expected: int
     group: Group
     peer: int
@@ -96,14 +97,16 @@ class _Arrival(NamedTuple):
 class _Traffic:
     """The messages of a process group: those under way, and those whose tags the host has not seen. ``calls`` counts calls.
 
-    ``spare`` has events and pinned memory of tags that the host has seen, for the next ones.
+    ``spare`` has events and pinned memory of tags that the host has seen, by device, for the next ones.
     """
 
     exchanges: bool
     calls: int = 0
     under_way: collections.deque[tuple[Any, Tensor]] = dataclasses.field(default_factory=collections.deque)
     arrivals: collections.deque[_Arrival] = dataclasses.field(default_factory=collections.deque)
-    spare: list[tuple[torch.cuda.Event, Tensor]] = dataclasses.field(default_factory=list)
+    spare: collections.defaultdict[torch.device, list[tuple[torch.cuda.Event, Tensor]]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> _Traffic:
@@ -122,12 +125,11 @@ class _Traffic:
         if not message.is_cuda:
             _compare(int(tag), expected, group, peer)
             return
-        event, on_host = (
-            self.spare.pop() if self.spare else (torch.cuda.Event(), torch.empty_like(tag, device="cpu", pin_memory=True))
-        )
+        spare = self.spare[message.device]
+        event, on_host = spare.pop() if spare else (torch.cuda.Event(), torch.empty(1, dtype=torch.int64, pin_memory=True))
         on_host.copy_(tag, non_blocking=True)
         event.record(torch.cuda.current_stream(message.device))
-        self.arrivals.append(_Arrival(event, on_host, expected, group, peer))
+        self.arrivals.append(_Arrival(event, on_host, message.device, expected, group, peer))
         # Bytes of 255 are NaN in every dtype of a state.
         words.masked_fill_(tag != expected, -1)
 
@@ -135,7 +137,7 @@ class _Traffic:
         """Raises the error of a message whose tag has arrived on the host. Does not wait for others."""
         while self.arrivals and self.arrivals[0].event.query():
             arrival = self.arrivals.popleft()
-            self.spare.append((arrival.event, arrival.tag))
+            self.spare[arrival.device].append((arrival.event, arrival.tag))
             _compare(int(arrival.tag), arrival.expected, arrival.group, arrival.peer)
 
 
