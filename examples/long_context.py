@@ -113,19 +113,27 @@ def save(folder: Path, states: dict[str, Any], history: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether :func:`save` has finished this folder: it writes the history last."""
+def steps_of(folder: Path) -> int:
+    """Steps of a complete checkpoint, otherwise 0: :func:`save` writes the history last."""
     try:
-        return "losses" in json.loads((folder / HISTORY).read_text())
-    except (OSError, ValueError):
-        return False
+        return len(json.loads((folder / HISTORY).read_text())["losses"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def find_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint: a run that was killed in :func:`save` has it beside the folder."""
     if folder.is_dir():
         return folder
-    return next((each for end in (".partial", ".old") if is_complete(each := folder.with_name(folder.name + end))), None)
+    return next((each for end in (".partial", ".old") if steps_of(each := folder.with_name(folder.name + end))), None)
+
+
+def restore(folder: Path) -> None:
+    """Moves the last complete checkpoint to the folder, where :func:`save` keeps it until the next one is complete."""
+    dist.barrier()  # Every process has found the checkpoint in parse_arguments.
+    if dist.get_rank() == 0 and (found := find_checkpoint(folder)) not in (None, folder):
+        os.replace(found, folder)
+    dist.barrier()
 
 
 def load_history(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +156,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=number(int, 1, 10**9), default=200, help="default: 200")
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=1, help="sequences of a step; default: 1")
     parser.add_argument("--seqlen", type=number(int, 1, 10**7), default=4096, help="bytes of a whole sequence; default: 4096")
-    training.add_options(parser, ssm_kernels.discretizations, lr=6e-3, d_model=128, checkpoint="four times")
+    rules = ssm_kernels.discretizations
+    training.add_options(parser, rules, lr=6e-3, d_model=128, checkpoint="four times", metavar="FOLDER")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/long_context.py")
@@ -170,12 +179,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     options = ("model", "discretization", "steps", "batch_size", "seqlen", "lr", "d_model", "n_layers", "seed")
     history: dict[str, Any] = {"run": {name: getattr(args, name) for name in options}, "losses": [], "tests": []}
     last_step = min(args.max_steps or args.steps, args.steps)
+    if args.checkpoint is not None:
+        restore(args.checkpoint)
     if args.resume:
-        found = find_checkpoint(args.checkpoint)
-        dist.barrier()
-        if dist.get_rank() == 0 and found is not None and found != args.checkpoint:
-            os.replace(found, args.checkpoint)
-        dist.barrier()
         history = load_history(args.checkpoint, history["run"])
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.checkpoint)
@@ -214,9 +220,9 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    start = time.perf_counter()
     try:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        start = time.perf_counter()
         mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("context",))
         with training.mistakes_in_one_line(__file__):
             history = train(args, mesh)
@@ -232,12 +238,14 @@ def main(argv: list[str] | None = None) -> None:
                 training.save_figure(args.plot, lambda: learning_curve(curve, title))
                 print(f"learning curve: {args.plot}")
     except KeyboardInterrupt:
-        if dist.get_rank() == 0:
-            saved = None if args.checkpoint is None else find_checkpoint(args.checkpoint)
-            print(f"stopped; {'there is no checkpoint' if saved is None else f'the last checkpoint is in {saved}'}")
+        if os.environ["RANK"] == "0":
+            saved = args.checkpoint and find_checkpoint(args.checkpoint)
+            steps = steps_of(saved) if saved else 0
+            print(f"stopped: {f'{saved} has the checkpoint of step {steps}' if steps else 'there is no checkpoint'}")
         sys.exit(130)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -204,12 +204,15 @@ def number(kind: Callable[[str], float], low: float, high: float) -> Callable[[s
     return read
 
 
-def add_options(parser: Parser, discretizations: Sequence[str], *, lr: float, d_model: int, checkpoint: str) -> None:
+def add_options(
+    parser: Parser, discretizations: Sequence[str], *, lr: float, d_model: int, checkpoint: str, metavar: str = "FILE"
+) -> None:
     """Adds the options of every script.
 
     Args:
         lr, d_model: the defaults.
         checkpoint: when the script writes one.
+        metavar: what the checkpoint is, a FILE or a FOLDER.
     """
     parser.add_argument(
         "--discretization",
@@ -224,7 +227,7 @@ def add_options(parser: Parser, discretizations: Sequence[str], *, lr: float, d_
     parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0, help="default: 0")
     parser.add_argument("--threads", type=number(int, 1, 1024), default=1, help="CPU threads, default: 1 (the model is small)")
     parser.add_argument("--max-steps", type=number(int, 1, 10**9), help="stop early, to be resumed")
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=f"written {checkpoint} and at the end")
+    parser.add_argument("--checkpoint", type=Path, metavar=metavar, help=f"written {checkpoint} and at the end")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the learning curve there")
 

@@ -34,10 +34,12 @@ import training  # noqa: E402
 SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers", "1"]
 
 
-# 4 steps of 3 sequences of 20 bytes, of this file.
+# A file that does not change: two rules can give the same losses of a few steps.
+TEXT = TRAIN.parents[1] / "LICENSE"
+# 4 steps of 3 sequences of 20 bytes.
 SHORT_LM = ["--steps", "4", "--batch-size", "3", "--seqlen", "20", "--d-model", "16", "--n-layers", "1", "--sample", "30"]
-SHORT_LM += ["--text", __file__]
-SHORT_LONG_CONTEXT = ["--steps=4", "--seqlen=50", "--d-model=16", "--n-layers=1", f"--text={__file__}"]
+SHORT_LM += ["--text", str(TEXT)]
+SHORT_LONG_CONTEXT = ["--steps=4", "--seqlen=50", "--d-model=16", "--n-layers=1", f"--text={TEXT}"]
 SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM, LONG_CONTEXT: SHORT_LONG_CONTEXT}
 
 
@@ -314,7 +316,7 @@ def long_context(capsys: pytest.CaptureFixture[str]) -> Example:
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="needs torch.distributed with gloo",
 )
-def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys):
+def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys, monkeypatch):
     """Two processes, then one, are one process from the beginning."""
     options = SHORT_LONG_CONTEXT
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -336,8 +338,23 @@ def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process
     assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] in (["parts", "whole"], ["whole", "parts"])
     assert "4 steps already" in example.refuse(*options, "--checkpoint", parts, "--resume")
     assert "lr 0.006, not 0.5" in example.refuse(*options, "--checkpoint", parts, "--resume", "--lr", "0.5")
+    # As a run leaves it that is killed while the complete new checkpoint takes the old one's place.
+    old = tmp_path / "parts.old"
+    parts.rename(tmp_path / "parts.partial")
+    old.mkdir()
+    (old / "history.json").write_text(json.dumps(resumed | {"losses": resumed["losses"][:2]}))
+    assert "parts has done 4 steps already" in example.refuse(*options, "--checkpoint", parts, "--resume")
+    assert parts.is_dir() and old.is_dir() and not (tmp_path / "parts.partial").exists()
     (parts / "history.json").write_text("{}")
     assert "is not a checkpoint" in example.refuse(*options, "--checkpoint", parts, "--resume")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(example.main.__globals__, "training_batch", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        example.run(*options, "--checkpoint", whole)
+    assert stop.value.code == 130 and f"stopped: {whole} has the checkpoint of step 4\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
