@@ -6,13 +6,18 @@ steps of ``linear_scan``'s family, the scans' summaries (``selective_scan_summar
 ``add_rms_norm``, ...) are the operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of
 these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
 ``python -m ssm_kernels`` prints what was built and what is usable on this machine.
+
+``ssm_kernels.distributed``, ``ssm_kernels.compat`` and ``ssm_kernels.integrations`` are imported when they are first used.
 """
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._build_info import build_info, load_operators
 
 load_operators()
 
 from . import _vmap, models, nn, reference  # noqa: E402, F401
+from ._submodules import public_names, submodules_on_use  # noqa: E402
 from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
 from .norms import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated  # noqa: E402
 from .ops import selective_scan, selective_state_update  # noqa: E402
@@ -47,6 +52,15 @@ from .summaries import (  # noqa: E402
     selective_scan_summary,
     ssd_chunk_scan_summary,
 )
+
+if _TYPE_CHECKING:
+    from . import compat as compat
+    from . import distributed as distributed
+    from . import integrations as integrations
+else:  # A type checker would take a __getattr__ for every misspelled name.
+    __getattr__ = submodules_on_use(__name__, ("compat", "distributed", "integrations"))
+
+__dir__ = public_names(__name__, "compat", "distributed", "integrations")
 
 __version__: str = build_info()["version"]
 discretizations: tuple[str, ...] = build_info()["discretizations"]

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._states_at import Positions
+from ._submodules import public_names
 from .reference_convolution import causal_conv1d, causal_conv1d_update
 from .reference_discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -71,6 +72,8 @@ __all__ = [
     "selective_state_update",
     "ssd_chunk_scan",
 ]
+
+__dir__ = public_names(__name__)
 
 
 def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:

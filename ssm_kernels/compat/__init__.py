@@ -24,9 +24,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .._submodules import public_names
 from ._modules import MODULES, VERSIONS
 
 __all__ = ["install", "installed", "uninstall"]
+
+__dir__ = public_names(__name__, "causal_conv1d", "layer_norm", "norms", "selective_scan", "ssd")
 
 _lock = threading.RLock()
 # The modules in sys.modules that install() made, by name; empty if they are not installed.

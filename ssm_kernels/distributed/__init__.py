@@ -10,6 +10,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("ssm_kernels.distributed: expected a PyTorch with torch.distributed, got one that was built without it")
 
+from .._submodules import public_names
 from ._recomputation import keep_exchanged_states
 from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
@@ -47,3 +48,5 @@ __all__ = [
     "ssd_chunk_scan",
     "sum_gradients",
 ]
+
+__dir__ = public_names(__name__)

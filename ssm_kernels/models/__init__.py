@@ -7,9 +7,12 @@
 - :class:`InferenceParams`: the cache for decoding. ``MambaLM.generate`` makes its own.
 """
 
+from .._submodules import public_names
 from .config import MambaConfig
 from .generation import InferenceParams, sample
 from .mamba_lm import CausalLMOutput, MambaLM, MixerModel
 from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["CausalLMOutput", "InferenceParams", "MambaConfig", "MambaLM", "MixerModel", "RecurrentMixer", "sample"]
+
+__dir__ = public_names(__name__)

@@ -13,6 +13,7 @@ The first three take ``discretization=``, and backward differentiates that discr
 whole language models.
 """
 
+from .._submodules import public_names
 from .block import Block, GatedMLP
 from .liquid import Liquid
 from .mamba import Mamba
@@ -21,3 +22,5 @@ from .minrnn import MinGRU, MinLSTM
 from .selective_ssm import SelectiveSSM
 
 __all__ = ["Block", "GatedMLP", "Liquid", "Mamba", "Mamba2", "MinGRU", "MinLSTM", "SelectiveSSM"]
+
+__dir__ = public_names(__name__)

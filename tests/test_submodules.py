@@ -1,0 +1,59 @@
+"""Submodules that are imported on use, and what completion of names shows."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import ssm_kernels
+
+# What `import ssm_kernels` must not load, so that its time does not grow, and what each name then gives.
+ON_USE = """
+import sys
+import ssm_kernels
+names = ("compat", "distributed", "integrations")
+assert not [name for name in names if f"ssm_kernels.{name}" in sys.modules]
+assert "torch.distributed.tensor.parallel" not in sys.modules
+assert {*names} <= {*dir(ssm_kernels)}
+assert callable(ssm_kernels.distributed.ContextParallel)
+assert callable(ssm_kernels.compat.install)
+assert callable(ssm_kernels.integrations.flops.register)
+assert not hasattr(ssm_kernels.integrations, "diffusers")
+# What an integration needs is missing.
+sys.modules["torch.distributed.tensor.experimental"] = None
+assert not hasattr(ssm_kernels.integrations, "dtensor")
+try:
+    import ssm_kernels.integrations.dtensor
+except ImportError as error:
+    assert error.name == "torch.distributed.tensor.experimental", error
+else:
+    raise AssertionError("imported without what it needs")
+"""
+
+
+def test_submodules_are_imported_on_use():
+    done = subprocess.run([sys.executable, "-c", ON_USE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_names_raise_attribute_errors():
+    for module in (ssm_kernels, ssm_kernels.integrations):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'distribute'"):
+            _ = module.distribute
+        with pytest.raises(ImportError, match="cannot import name 'distribute'"):
+            exec(f"from {module.__name__} import distribute")
+
+
+@pytest.mark.parametrize("name", ["", "nn", "models", "distributed", "compat", "integrations", "reference"])
+def test_completion_shows_public_names(name):
+    module = importlib.import_module(f"ssm_kernels.{name}".rstrip("."))
+    shown = {name for name in dir(module) if not name.startswith("__")}
+    modules = {
+        "ssm_kernels": {"compat", "distributed", "integrations"},
+        "ssm_kernels.compat": {"causal_conv1d", "layer_norm", "norms", "selective_scan", "ssd"},
+    }
+    assert shown == {name for name in module.__all__ if not name.startswith("__")} | modules.get(module.__name__, set())
+    assert {"__doc__", "__file__", "__all__"} <= {*dir(module)}
