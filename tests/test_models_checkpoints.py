@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_helpers import transformers_fields, write_safetensors, write_shards
 from helpers import says
 from model_helpers import MIXERS, VOCABULARY, make_config, make_model, make_tokens, mamba_ssm_shapes
 from torch import Tensor
@@ -78,26 +78,75 @@ def test_fields_are_replaced_on_loading(tmp_path):
 
 
 def test_safetensors(tmp_path, monkeypatch):
-    """A module replaces safetensors, which is not a dependency; its files store a shared tensor once."""
+    """The package safetensors is not needed; its files store a shared tensor once, and parts begin at any byte."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     model = make_model("Mamba", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(FileNotFoundError, match=says("pip install safetensors")):
-        MambaLM.from_pretrained(tmp_path)
-    package, module = ModuleType("safetensors"), ModuleType("safetensors.torch")
-    package.__spec__ = module.__spec__ = SimpleNamespace()
-
-    def load_file(path):
-        weights = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
-        del weights["lm_head.weight"]
-        return weights
-
-    module.load_file = load_file
-    monkeypatch.setitem(sys.modules, "safetensors", package)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", module)
+    (tmp_path / "pytorch_model.bin").unlink()
+    weights = dict(model.state_dict())
+    del weights["lm_head.weight"]
+    for name in ("backbone.norm_f.weight", "backbone.layers.0.mixer.D"):
+        weights[name] = weights.pop(name).bfloat16()
+    write_safetensors(tmp_path / "model.safetensors", weights)
     loaded = MambaLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+    # Weights that were saved later take its place.
+    make_model("MinGRU").save_pretrained(tmp_path)
+    assert MambaLM.from_pretrained(tmp_path).config.mixer == "MinGRU"
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards(kind, tmp_path):
+    model = make_model("Mamba2", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    write_shards(tmp_path, model.state_dict(), kind)
+    loaded = MambaLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+
+
+def test_snapshots_of_the_hub_link_to_blobs(tmp_path):
+    """As the cache of huggingface_hub keeps them."""
+    snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
+    blobs.mkdir()
+    model = make_model("Mamba", dtype=torch.float32)
+    model.save_pretrained(snapshot)
+    (snapshot / "pytorch_model.bin").unlink()
+    write_shards(snapshot, model.state_dict(), "safetensors")
+    for i, path in enumerate([*snapshot.iterdir()]):
+        path.rename(blobs / str(i))
+        path.symlink_to(f"../../blobs/{i}")
+    loaded = MambaLM.from_pretrained(snapshot)
+    torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mixer", ["Mamba", "Mamba2"])
+def test_checkpoints_of_transformers(mixer, tied, tmp_path):
+    """Its fields and names, without transformers; tests/clients/test_transformers_checkpoints.py has its own folders."""
+    model = make_model(mixer, dtype=torch.float32, tie_embeddings=tied, pad_vocab_size_multiple=1)
+    weights = {name.replace("embedding.", "embeddings."): value for name, value in model.state_dict().items()}
+    if tied:
+        del weights["lm_head.weight"]
+    fields = transformers_fields(model.config)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    loaded = MambaLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+    assert (loaded.lm_head.weight is loaded.backbone.embedding.weight) == tied
+    # What is saved is this package's own format.
+    loaded.save_pretrained(tmp_path)
+    again = MambaLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+    for change, words in (
+        ({"model_type": "falcon_mamba"}, "expected model_type 'mamba' or 'mamba2', got 'falcon_mamba'"),
+        ({"hidden_act": "gelu"}, "expected hidden_act 'silu' or 'swish', got 'gelu'"),
+        ({"layer_norm_epsilon": 1e-6}, "expected layer_norm_epsilon 1e-05, got 1e-06"),
+        ({"hidden_size": "16"}, "'16'" if mixer == "Mamba2" else "expected d_model to be an int, got str"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields | change))
+        with pytest.raises(ValueError, match=says("config.json", words)):
+            MambaLM.from_pretrained(tmp_path)
 
 
 def test_hub(tmp_path, monkeypatch):
@@ -112,7 +161,10 @@ def test_hub(tmp_path, monkeypatch):
     hub.snapshot_download = lambda name, allow_patterns: asked.append((name, allow_patterns)) or str(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert MambaLM.from_pretrained("someone/mamba").config == make_config("Mamba")
-    assert asked == [("someone/mamba", ["config.json", "pytorch_model.bin", "model.safetensors"])]
+    files = ["config.json", "pytorch_model.bin", "model.safetensors"]
+    indexes = ["model.safetensors.index.json", "pytorch_model.bin.index.json"]
+    shards = ["pytorch_model-*.bin", "model-*.safetensors"]
+    assert asked == [("someone/mamba", [*files, *indexes, *shards])]
     for local in ("./no/such", "/no/such", "no-such-folder"):
         with pytest.raises(FileNotFoundError, match=f"no folder {local}$"):
             MambaLM.from_pretrained(local)
@@ -124,7 +176,7 @@ def test_folders_that_do_not_fit(tmp_path):
     make_model("Mamba").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for fields, words in (
-        ({"hidden_size": 16, "model_type": "mamba"}, ["got ['hidden_size', 'model_type'] too", "transformers"]),
+        ({"activation": "gelu"}, ["config.json", "got ['activation'] too"]),
         ({"attn_layer_idx": [1]}, ["attention layers", "attn_layer_idx=[1]"]),
         ({"ssm_cfg": {"layer": "Mamba3"}}, ["unknown ssm_cfg", "'Mamba3'", "'Mamba2'"]),
     ):
@@ -134,13 +186,7 @@ def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"d_model": 32}))
     with pytest.raises(RuntimeError, match="size mismatch"):
         MambaLM.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=says("expected an object in", "got list")):
-        MambaLM.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=says("expected JSON in", "config.json: ")):
-        MambaLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin in .*$"):
+    with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin, model\.safetensors or index of shards in .*$"):
         MambaLM.from_pretrained(tmp_path)

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..nn.checks import check_bools, check_choice, check_discretization, check_int
+from ..nn.mamba import Mamba
+from ..nn.mamba2 import Mamba2
+from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["MIXERS", "MambaConfig"]
 
-MIXERS = ("Mamba", "Mamba2", "MinGRU", "MinLSTM")
+_CLASSES = {"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer}
+MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
 _LAYERS = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
+_SET_BY_THE_MODEL = ("d_model", "rnn", "layer_idx", "device", "dtype")
+# The largest sizes: far above those of any model, and small enough that no product of them overflows.
+_LARGEST = {
+    "d_model": 2**20,
+    "d_intermediate": 2**24,
+    "n_layer": 2**16,
+    "vocab_size": 2**31 - 1,
+    "pad_vocab_size_multiple": 2**31 - 1,
+}
+_LARGEST_OPTION = 2**24
 
 
 @dataclasses.dataclass
@@ -64,13 +80,15 @@ class MambaConfig(MambaSsmFields):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for size in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
-            check_int(name, size, getattr(self, size))
-        check_int(name, "d_intermediate", self.d_intermediate, low=0)
+        for size, high in _LARGEST.items():
+            low = 0 if size == "d_intermediate" else 1
+            check_int(name, size, getattr(self, size), low)
+            check_int(name, size, getattr(self, size), low, high)
+            setattr(self, size, int(getattr(self, size)))
         for flag in ("rms_norm", "residual_in_fp32", "fused_add_norm", "tie_embeddings"):
             check_bools(name, **{flag: getattr(self, flag)})
         for field, kind in (("ssm_cfg", Mapping), ("attn_cfg", Mapping), ("attn_layer_idx", Sequence)):
-            if not isinstance(getattr(self, field), kind):
+            if not isinstance(getattr(self, field), kind) or isinstance(getattr(self, field), str):
                 expected = "a dict" if kind is Mapping else "a list"
                 raise TypeError(f"{name}: expected {field} to be {expected}, got {type(getattr(self, field)).__name__}")
         if len(self.attn_layer_idx) > 0 or self.attn_cfg:
@@ -80,13 +98,25 @@ class MambaConfig(MambaSsmFields):
             )
         self.ssm_cfg = dict(self.ssm_cfg)
         self.mixer = self._resolve_mixer(self.ssm_cfg.pop("layer", None))
+        self._check_ssm_cfg(self.mixer)
         check_discretization(name, self.discretization)
-        if "discretization" in self.ssm_cfg:
-            raise ValueError(f"{name}: expected the discretization as MambaConfig(discretization=...), got it in ssm_cfg")
         if self.discretization != "zoh" and self.mixer not in ("Mamba", "Mamba2"):
             raise ValueError(
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"
             )
+
+    def _check_ssm_cfg(self, mixer: str) -> None:
+        name, known = type(self).__name__, [*inspect.signature(_CLASSES[mixer]).parameters]
+        for key, value in self.ssm_cfg.items():
+            if key == "discretization":
+                raise ValueError(f"{name}: expected the discretization as MambaConfig(discretization=...), got it in ssm_cfg")
+            if key in _SET_BY_THE_MODEL:
+                raise ValueError(f"{name}: expected ssm_cfg without {key}, which the model sets itself, got {value!r}")
+            if key not in known:
+                expected = [other for other in known if other not in (*_SET_BY_THE_MODEL, "discretization")]
+                raise TypeError(f"{name}: expected arguments of {mixer} in ssm_cfg, {expected}, got {key!r}")
+            if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION and value not in (math.inf, -math.inf):
+                raise ValueError(f"{name}: expected ssm_cfg[{key!r}] of at most {_LARGEST_OPTION}, got {value}")
 
     def _resolve_mixer(self, layer: Any) -> str:
         name = type(self).__name__
@@ -124,14 +154,11 @@ class MambaConfig(MambaSsmFields):
         """Reads the fields of a ``config.json``; the inverse of :meth:`to_dict`.
 
         Raises:
-            ValueError: there are other fields, as in a ``config.json`` of transformers, or a value is not as above.
+            ValueError: there are other fields, or a value is not as above.
             TypeError: a value is of another type.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(fields) - set(known))
         if unknown:
-            raise ValueError(
-                f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too; a config.json "
-                "with hidden_size or model_type belongs to a transformers checkpoint, which has other parameter names"
-            )
+            raise ValueError(f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too")
         return cls(**fields)

@@ -6,7 +6,6 @@ and Dao, *Mamba* (arXiv 2312.00752), section 3.4; the initialization is GPT-2's.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -19,10 +18,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..nn.block import Block, GatedMLP, add_norm
-from ..nn.checks import check_int, check_shape
+from ..nn.checks import check_dtype, check_int, check_shape
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
-from .checkpoints import find_folder, load_config, load_weights, save
+from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
 from .generation import GraphedStep, Streamer, check_generation, check_sampling, generate
 from .recurrent_mixer import RecurrentMixer
@@ -283,34 +282,32 @@ class MambaLM(nn.Module):
         dtype: torch.dtype | None = None,
         **config_overrides: Any,
     ) -> MambaLM:
-        """Loads a model that :meth:`save_pretrained` or ``mamba_ssm`` saved in a folder.
+        """Loads a model that :meth:`save_pretrained`, ``mamba_ssm`` or transformers saved in a folder.
+
+        The folder is not trusted: nothing in it is executed, and every shape is compared with the configuration before the
+        model is allocated.
 
         Args:
-            folder: has ``config.json`` and ``pytorch_model.bin``, or ``model.safetensors`` where safetensors is installed.
-                Where huggingface_hub is installed, also a name on the hub, such as ``"state-spaces/mamba-130m"``.
+            folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or an index of either's shards,
+                ``*.index.json``. ``config.json`` is ``mamba_ssm``'s, or that of transformers' ``MambaForCausalLM`` or
+                ``Mamba2ForCausalLM``. Where huggingface_hub is installed, also a name on the hub, such as
+                ``"state-spaces/mamba-130m"``.
             device: where the parameters are made.
             dtype: dtype of the model, whatever dtype the checkpoint has.
             config_overrides: fields of :class:`MambaConfig` that override ``config.json``, such as
-                ``discretization="zoh_exact"``.
+                ``discretization="zoh_exact"``. ``ssm_cfg`` replaces the one of the file as a whole.
 
         Raises:
             FileNotFoundError: there is no such folder, or a file is missing in it.
-            ValueError: ``config.json`` does not describe such a model, or a field has a value that is not supported.
+            ValueError: ``config.json`` does not describe such a model, a field has a value that is not supported, or a file is
+                damaged, holds other things than tensors or refers to places outside of the folder.
             RuntimeError: the parameters in the folder do not fit the model that ``config.json`` describes.
+            TypeError: an argument is of another type, or ``config_overrides`` has a name that is not a field.
         """
-        folder = find_folder(folder)
-        config = load_config(folder)
-        if config_overrides:
-            config = dataclasses.replace(config, **config_overrides)
-        weights = load_weights(folder)
-        if config.tie_embeddings:
-            # A file format without shared tensors holds only one of the two.
-            for name, other in (("lm_head", "backbone.embedding"), ("backbone.embedding", "lm_head")):
-                if f"{other}.weight" in weights:
-                    weights.setdefault(f"{name}.weight", weights[f"{other}.weight"])
-        model = cls(config, device=device, dtype=dtype)
-        model.load_state_dict(weights, strict=True)
-        return model
+        check_dtype("MambaLM.from_pretrained", dtype)
+        found = find_folder(folder)
+        config = override(load_config(found), config_overrides)
+        return load_model(found, config, functools.partial(cls, config, None, dtype=dtype), device)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing.
