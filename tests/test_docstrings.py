@@ -1,0 +1,68 @@
+"""Examples in docstrings: every public object has one, and all run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_site import public_names
+
+from ssm_kernels import compat
+
+# Constants have no docstring of their own.
+CONSTANTS = {"ALIASES", "CANDIDATE_ACTIVATIONS", "DISCRETIZATIONS", "GATE_ACTIVATIONS", "RECURRENCES", "discretizations"}
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def objects() -> dict[str, Any]:
+    """The public objects that have docstrings, by their names in docs/api."""
+    import ssm_kernels
+
+    found = {}
+    for name in sorted(public_names()):
+        if name.rpartition(".")[2] not in CONSTANTS:
+            value: Any = ssm_kernels
+            for part in name.split(".")[1:]:
+                value = getattr(value, part)
+            found[name] = value
+    return found
+
+
+def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The object and, of a class, its own public methods."""
+    yield name, value
+    if inspect.isclass(value):
+        for attribute, member in vars(value).items():
+            if not attribute.startswith("_") and (
+                inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod))
+            ):
+                yield f"{name}.{attribute}", getattr(value, attribute)
+
+
+def examples(name: str, value: Any) -> list[doctest.DocTest]:
+    docstring = inspect.getdoc(value) if not inspect.isclass(value) else value.__doc__
+    test = doctest.DocTestParser().get_doctest(inspect.cleandoc(docstring or ""), {}, name, None, None)
+    return [test] if test.examples else []
+
+
+OBJECTS = objects()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_examples_run(name, capsys, tmp_path, monkeypatch):
+    tests = [test for each, value in members(name, OBJECTS[name]) for test in examples(each, value)]
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False)
+    try:
+        for test in tests:
+            torch.manual_seed(0)
+            runner.run(test)
+    finally:
+        compat.uninstall()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert not runner.failures, capsys.readouterr().out
