@@ -27,7 +27,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 OPERATOR = "selective_scan"
 
 # Parameters that reset_parameters draws in another order than the constructor.
-OTHER_ORDER = {"Mamba": ("dt_proj.", "out_proj."), "Mamba2": ("dt_bias", "A_log", "conv1d.", "out_proj.")}
+OTHER_ORDER = {
+    "Mamba": ("dt_proj.", "out_proj."),
+    "Mamba2": ("dt_bias", "A_log", "conv1d.", "out_proj."),
+    "SelectiveSSM": ("dt_proj.",),
+}
 
 
 @every_layer

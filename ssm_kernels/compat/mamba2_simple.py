@@ -83,6 +83,14 @@ class Mamba2Simple(Mamba2):
             self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, device=device, dtype=dtype))
             self.init_states._no_weight_decay = True  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes the layer's own parameters; the submodules have their own ``reset_parameters``."""
+        super().reset_parameters()
+        # Mamba2's constructor calls this method before there are initial states.
+        if "init_states" in self._parameters:
+            self.init_states.zero_()
+
     def forward(self, u: Tensor, seq_idx: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """(batch, seqlen, d_model) to itself; ``seq_idx``, (batch, seqlen), numbers packed sequences."""
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None

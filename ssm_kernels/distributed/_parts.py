@@ -291,6 +291,8 @@ def become(
         _derived[key] = _derive(*key)
     module.__class__ = _derived[key]
     if isinstance(module, Local):
+        # The module's own initialization reads whole parameters.
+        module.__dict__.pop("reset_parameters", None)
         module._group, module._summed, module._readers = group, frozenset(summed), {}
 
 

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from ..nn.block import Block, GatedMLP, add_norm
 from ..nn.checks import check_dtype, check_int, check_shape
+from ..nn.initialization import Initialization, initialized, linear, reset_all, reset_embedding, reset_linear
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
 from .generation import GraphedStep, Streamer, check_generation, check_sampling, generate
 from .recurrent_mixer import RecurrentMixer
+from .tying import TiedInitialization, are_different, places_of_shared, restore_shared
 
 __all__ = ["CausalLMOutput", "MambaLM", "MixerModel"]
 
@@ -49,6 +51,28 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
     return functools.partial(RecurrentMixer, rnn=cast(str, config.mixer), **config.ssm_cfg)
 
 
+def _own_initializations(
+    backbone: nn.Module,
+    n_layer: int,
+    initializer_range: float = 0.02,
+    rescale_prenorm_residual: bool = True,
+    n_residuals_per_layer: int = 1,
+) -> None:
+    """Gives embedding and projections the initialization of ``mamba_ssm``'s models, and initializes what it changes."""
+    for module in [*backbone.modules()]:
+        if isinstance(module, nn.Embedding):
+            initialized(module, functools.partial(reset_embedding, std=initializer_range)).reset_parameters()
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear) or getattr(child.bias, "_no_reinit", False):
+                continue
+            if rescale_prenorm_residual and name in ("out_proj", "fc2"):
+                # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
+                divisor = math.sqrt(n_residuals_per_layer * n_layer)
+                initialized(child, functools.partial(reset_linear, divisor=divisor, zero_bias=True)).reset_parameters()
+            elif child.bias is not None:
+                nn.init.zeros_(initialized(child, functools.partial(reset_linear, zero_bias=True)).bias)
+
+
 @torch.no_grad()
 def _init_weights(
     module: nn.Module,
@@ -57,6 +81,7 @@ def _init_weights(
     rescale_prenorm_residual: bool = True,
     n_residuals_per_layer: int = 1,
 ) -> None:
+    """``mamba_ssm``'s function, for ``model.apply`` in code written for it."""
     if isinstance(module, nn.Linear):
         if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
             nn.init.zeros_(module.bias)
@@ -120,7 +145,11 @@ class MixerModel(nn.Module):
         )
         self.norm_f = norm_cls(config.d_model)
         residuals = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1}
-        self.apply(functools.partial(_init_weights, n_layer=config.n_layer, **(residuals | (initializer_cfg or {}))))
+        _own_initializations(self, config.n_layer, **(residuals | (initializer_cfg or {})))
+
+    def init_weights(self) -> None:
+        """As :meth:`MambaLM.init_weights`."""
+        reset_all(self, f"{type(self).__name__}.init_weights")
 
     def forward(self, input_ids: Tensor, inference_params: Any = None, **mixer_kwargs: Any) -> Tensor:
         """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). :class:`MambaLM` documents the arguments."""
@@ -139,6 +168,11 @@ class MixerModel(nn.Module):
             i: cast(Block, layer).allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
             for i, layer in enumerate(self.layers)
         }
+
+
+def _restore_after_loading(model: MambaLM, incompatible_keys: Any) -> None:
+    """A hook of ``load_state_dict``: with ``assign=True`` it gives each name a parameter of its own."""
+    restore_shared(model.__dict__.pop("_shared_before_loading", []))
 
 
 class MambaLM(nn.Module):
@@ -176,14 +210,69 @@ class MambaLM(nn.Module):
             raise TypeError(f"MambaLM: expected config to be a MambaConfig, got {type(config).__name__}")
         self.config = config
         self.backbone = MixerModel(config, initializer_cfg, device, dtype)
-        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
+        self.lm_head = linear(config.d_model, config.padded_vocab_size, False, device, dtype)
         self._graphed: GraphedStep | None = None
         self.tie_weights()
+        if config.tie_embeddings:
+            # The head draws the embedding's distribution: either of the two may be initialized last.
+            self.lm_head.reset_parameters.draw = self.backbone.embedding.reset_parameters.draw  # type: ignore[attr-defined]
+        self._keep_tied()
+        self.register_load_state_dict_post_hook(_restore_after_loading)
 
     def tie_weights(self) -> None:
-        """Makes embedding and head share their weight, if the configuration says so."""
-        if self.config.tie_embeddings:
+        """Makes embedding and head share their weight, if the configuration says so.
+
+        They stay one parameter in conversions, ``to_empty``, copies and ``load_state_dict``, ``assign=True`` included.
+        """
+        if self.config.tie_embeddings and self.lm_head.weight is not self.backbone.embedding.weight:
             self.lm_head.weight = self.backbone.embedding.weight
+
+    def init_weights(self) -> None:
+        """Initializes all parameters as the constructor does, for a model that was made on ``meta``.
+
+        .. code-block:: python
+
+            with torch.device("meta"):
+                model = MambaLM(config)
+            for block in model.backbone.layers:
+                fully_shard(block)
+            fully_shard(model)
+            model.to_empty(device="cuda")
+            model.init_weights()
+
+        Every module's ``reset_parameters`` initializes the module's own parameters, so that FSDP1 and a loop over
+        ``model.modules()`` give the same distribution. With sharded parameters (DTensors) every rank calls this method.
+
+        Raises:
+            RuntimeError: a module that was added to the model has parameters and no ``reset_parameters``.
+            NotImplementedError: :class:`ssm_kernels.distributed.TensorParallel` has distributed the parameters.
+        """
+        self.tie_weights()
+        reset_all(self, f"{type(self).__name__}.init_weights")
+
+    def _keep_tied(self) -> None:
+        if self.config.tie_embeddings:
+            for module in (self.backbone.embedding, self.lm_head):
+                own = module.__dict__.get("reset_parameters")
+                if isinstance(own, Initialization):
+                    module.__dict__["reset_parameters"] = TiedInitialization(module, own.draw, self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MambaLM:
+        places = places_of_shared(self)
+        super()._apply(fn, recurse)
+        restore_shared(places)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.__dict__["_shared_before_loading"] = places_of_shared(self)
+        names = [f"{prefix}{name}.weight" for name in ("backbone.embedding", "lm_head")]
+        if self.config.tie_embeddings and are_different(*map(state_dict.get, names)):
+            error_msgs = args[-1]
+            error_msgs.append(
+                f"MambaLM: expected {names[0]!r} and {names[1]!r} of the checkpoint to be equal, because tie_embeddings makes "
+                "them one parameter, got different values: load them into a model with MambaConfig(tie_embeddings=False)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,
@@ -320,6 +409,10 @@ class MambaLM(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the CUDA graph, which can be neither copied nor pickled."""
         return self.__dict__ | {"_graphed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keep_tied()
 
     def _graphed_step(self, batch_size: int) -> GraphedStep:
         if self._graphed is None or self._graphed.key != GraphedStep.make_key(self, batch_size):

@@ -17,18 +17,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..convolutions import causal_conv1d
 from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int, check_tensor
 from ..nn.common import ConvMixer, expanded, short_convolution, wide_dtype
+from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
+from ..nn.recurrent import RecurrentBase
 
 __all__ = ["RecurrentMixer"]
 
 _LAYERS = {"MinGRU": MinGRU, "MinLSTM": MinLSTM}
+
+
+def _draw_input_gate(rnn: RecurrentBase) -> None:
+    # In both layers the last part of the bias is the candidate's, and the part before it this gate's.
+    uniform_rows_(rnn.get_parameter("bias_ih_l0"), slice(-2 * rnn.hidden_size, -rnn.hidden_size), -4, 0)
+
+
+def _reset_rnn(rnn: RecurrentBase) -> None:
+    type(rnn).reset_parameters(rnn)
+    _draw_input_gate(rnn)
 
 
 class RecurrentMixer(ConvMixer):
@@ -81,18 +92,13 @@ class RecurrentMixer(ConvMixer):
         self.d_model, self.d_conv, self.expand, self.layer_idx = d_model, d_conv, expand, layer_idx
         self.d_inner = expanded(name, expand, d_model)
         self.conv1d = short_convolution(name, d_model, d_conv, conv_bias, device, dtype)
-        self.rnn = _LAYERS[rnn](
+        layer = _LAYERS[rnn](
             d_model, self.d_inner, batch_first=True, candidate_activation=candidate_activation, device=device, dtype=dtype
         )
-        self.gate_proj = nn.Linear(d_model, self.d_inner, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initializes the bias of the gate that lets the candidate in; submodules have a ``reset_parameters`` of their own."""
-        # In both layers the last part of the bias is the candidate's, and the part before it this gate's.
-        self.rnn.get_parameter("bias_ih_l0")[-2 * self.d_inner : -self.d_inner].uniform_(-4, 0)
+        self.rnn = initialized(layer, _reset_rnn)
+        self.gate_proj = linear(d_model, self.d_inner, bias, device, dtype)
+        self.out_proj = linear(self.d_inner, d_model, bias, device, dtype)
+        _draw_input_gate(self.rnn)
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mixes a sequence, or several packed one after another.

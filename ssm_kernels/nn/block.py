@@ -23,6 +23,7 @@ from torch import Tensor
 from ..norms import add_layer_norm, add_rms_norm
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_shape
 from .common import wide_dtype
+from .initialization import linear
 
 __all__ = ["Block", "GatedMLP", "add_norm"]
 
@@ -71,8 +72,8 @@ class GatedMLP(nn.Module):
         hidden = -(-hidden // multiple_of) * multiple_of
         out_features = in_features if out_features is None else out_features
         self.activation = activation
-        self.fc1 = nn.Linear(in_features, 2 * hidden, bias=bias, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
+        self.fc1 = linear(in_features, 2 * hidden, bias, device, dtype)
+        self.fc2 = linear(hidden, out_features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""

@@ -1,7 +1,8 @@
-"""Shared by the mixers: dtypes, the initialization of step sizes, the short convolution, the states for decoding."""
+"""Shared by the mixers: dtypes, the short convolution, the states for decoding."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from .._arguments import is_autocast_enabled
 from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
+from .initialization import initialized, reset_conv
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,14 +75,6 @@ def expanded(layer: str, expand: float, d_model: int) -> int:
     return int(expand * d_model)
 
 
-@torch.no_grad()
-def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
-    """Makes ``softplus(bias)`` log-uniform in [``dt_min``, ``dt_max``], but at least ``dt_init_floor``."""
-    log_dt = torch.empty_like(bias, dtype=wide_dtype(bias.dtype)).uniform_(math.log(dt_min), math.log(dt_max))
-    dt = log_dt.exp().clamp(min=dt_init_floor)
-    bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-
-
 def short_convolution(
     layer: str,
     channels: int,
@@ -88,10 +82,12 @@ def short_convolution(
     bias: bool,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
+    bound: float | None = None,
 ) -> nn.Conv1d:
-    """Depthwise convolution over the last ``d_conv`` steps."""
+    """Depthwise convolution over the last ``d_conv`` steps; ``bound`` is that of its initial weights, ``None`` PyTorch's."""
     check_int(layer, "d_conv", d_conv)
-    return nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
+    conv = nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
+    return initialized(conv, functools.partial(reset_conv, bound=bound))
 
 
 # Hooks that compute a module's weight before each of its calls.

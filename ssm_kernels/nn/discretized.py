@@ -65,6 +65,12 @@ class DiscretizedModule(nn.Module):
         if _canonical(self.discretization) != _DEFAULT:
             self.register_buffer(_ENTRY, _encode(self.discretization, device))
 
+    def _reset_discretization(self) -> None:
+        """Writes the name into the buffer again, in which ``to_empty()`` leaves arbitrary bytes."""
+        buffer = self._buffers.get(_ENTRY)
+        if buffer is not None and not buffer.is_meta:
+            buffer.copy_(_encode(self.discretization, buffer.device))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # Encode the attribute, because to_empty() leaves arbitrary bytes in the buffer.

@@ -29,12 +29,17 @@ from torch.nn.utils.rnn import PackedSequence
 from ..recurrences import liquid_scan, liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
+from .initialization import inverse_softplus, uniform_rows_
 from .recurrent import RecurrentBase
 
 __all__ = ["Liquid"]
 
 # Where softplus underflows, dt / tau stays finite.
 _TAU_MIN = 1e-3
+
+
+def _raw_tau(log_tau: Tensor) -> Tensor:
+    return inverse_softplus(log_tau.exp() - _TAU_MIN)
 
 
 class Liquid(RecurrentBase):
@@ -108,11 +113,10 @@ class Liquid(RecurrentBase):
         low, high = (math.log(tau) for tau in self.tau_init)
         for name in self._names():
             if self.input_dependent_tau:
-                raw_tau = getattr(self, f"bias_ih_{name}")[self.hidden_size :]
+                parameter, rows = getattr(self, f"bias_ih_{name}"), slice(self.hidden_size, None)
             else:
-                raw_tau = getattr(self, f"raw_tau_{name}")
-            rest = torch.empty_like(raw_tau, dtype=wide_dtype(raw_tau.dtype)).uniform_(low, high).exp() - _TAU_MIN
-            raw_tau.copy_(rest + torch.log(-torch.expm1(-rest)))  # the inverse of softplus
+                parameter, rows = getattr(self, f"raw_tau_{name}"), slice(None)
+            uniform_rows_(parameter, rows, low, high, _raw_tau, wide_dtype(parameter.dtype))
 
     @overload
     def forward(

@@ -16,12 +16,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int
 from .common import PackedMixer, conv_parameters, expanded, short_convolution
+from .initialization import linear
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -97,12 +97,12 @@ class Mamba(SelectiveBase, PackedMixer):
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.use_fast_path, self.layer_idx, self.activation = use_fast_path, layer_idx, "silu"
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
-        self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
+        self.in_proj = linear(d_model, 2 * d_inner, bias, device, dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
         self._init_ssm(
             d_model, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
         )
-        self.out_proj = nn.Linear(d_inner, d_model, bias=bias, device=device, dtype=dtype)
+        self.out_proj = linear(d_inner, d_model, bias, device, dtype)
 
     def forward(
         self,

@@ -44,7 +44,6 @@ from .common import (
     PackedMixer,
     conv_parameters,
     expanded,
-    init_dt_bias,
     mark_parameters,
     readable,
     short_convolution,
@@ -52,6 +51,7 @@ from .common import (
     wide_dtype,
 )
 from .discretized import DiscretizedModule
+from .initialization import init_dt_bias, linear, uniform_
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
@@ -238,30 +238,28 @@ class Mamba2(DiscretizedModule, PackedMixer):
         d_xBC = self.d_ssm + 2 * ngroups * d_state
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         d_in_proj = 2 * self.d_inner + 2 * ngroups * d_state + self.nheads
-        self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, device=device, dtype=dtype)
-        self.conv1d = short_convolution("Mamba2", d_xBC, d_conv, conv_bias, device, dtype)
+        self.in_proj = linear(d_model, d_in_proj, bias, device, dtype)
+        self.conv1d = short_convolution("Mamba2", d_xBC, d_conv, conv_bias, device, dtype, conv_init)
         wide = wide_dtype(self.in_proj.weight.dtype)
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", self.dt_bias, self.A_log, self.D)
         self._register_discretization(device)
+        if conv_init is not None:
+            uniform_(self.conv1d.weight, -conv_init, conv_init)
         self.reset_parameters()
         if rmsnorm:
             self.norm = GatedRMSNorm(self.d_ssm, ngroups, norm_before_gate, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, device=device, dtype=dtype)
+        self.out_proj = linear(self.d_inner, d_model, bias, device, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_bias``, ``A_log`` and ``D``, and ``conv1d.weight`` if ``conv_init`` is given.
-
-        The submodules have their own ``reset_parameters``.
-        """
-        if self.conv_init is not None:
-            nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
+        """Initializes ``dt_bias``, ``A_log`` and ``D``; the submodules have their own ``reset_parameters``."""
         init_dt_bias(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
-        self.A_log.uniform_(*self.A_init_range).log_()
+        uniform_(self.A_log, *self.A_init_range).log_()
         self.D.fill_(1)
+        self._reset_discretization()
 
     def forward(
         self,

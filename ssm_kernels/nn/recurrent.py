@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
+from .initialization import uniform_
 from .packed import PackedOrder
 
 __all__ = ["RecurrentBase"]
@@ -71,8 +72,8 @@ class RecurrentBase(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws weights and biases like ``torch.nn.GRU``: uniform, up to ``hidden_size**-0.5``."""
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
+        for parameter in self.parameters(recurse=False):
+            uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
 
     def flatten_parameters(self) -> None:
         """Does nothing; for code written for ``torch.nn.GRU``, whose parameters cuDNN wants contiguous."""

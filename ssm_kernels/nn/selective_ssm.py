@@ -14,6 +14,7 @@ Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3 and algorithm 2. Initi
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, overload
 
@@ -33,8 +34,9 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import init_dt_bias, is_only_a_product, mark_parameters, readable, update_state, wide_dtype
+from .common import is_only_a_product, mark_parameters, readable, update_state, wide_dtype
 from .discretized import DiscretizedModule
+from .initialization import fill_, initialized, linear, reset_step_projection
 
 __all__ = ["SelectiveSSM"]
 
@@ -83,27 +85,31 @@ class SelectiveBase(DiscretizedModule):
         self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, rank, discretization
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
-        self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False, device=device, dtype=dtype)
-        self.dt_proj = nn.Linear(rank, d_inner, device=device, dtype=dtype)
+        self.x_proj = linear(d_inner, rank + 2 * d_state, False, device, dtype)
+        draw_steps = functools.partial(
+            reset_step_projection,
+            dt_init=dt_init,
+            bound=rank**-0.5 * dt_scale,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            dt_init_floor=dt_init_floor,
+        )
+        self.dt_proj = initialized(nn.Linear(rank, d_inner, device=device, dtype=dtype), draw_steps)
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", self.A_log, self.D)
         mark_parameters("_no_reinit", self.dt_proj.bias)
         self._register_discretization(device)
+        self.dt_proj.reset_parameters()
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_proj``, ``A_log`` and ``D``; the other submodules have their own ``reset_parameters``."""
-        bound = self.dt_rank**-0.5 * self.dt_scale
-        if self.dt_init == "constant":
-            nn.init.constant_(self.dt_proj.weight, bound)
-        else:
-            nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        init_dt_bias(self.dt_proj.bias, self.dt_min, self.dt_max, self.dt_init_floor)
-        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
+        """Initializes ``A_log`` and ``D``; the submodules have their own ``reset_parameters``."""
+        fill_(self.A_log, torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
         self.D.fill_(1)
+        self._reset_discretization()
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """``delta``, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner), and the bias of ``delta``.

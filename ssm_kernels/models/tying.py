@@ -1,0 +1,85 @@
+"""One weight for embedding and head, which PyTorch's own functions take apart.
+
+``to_empty`` and conversions of dtype replace a parameter once for each of its names, and so does ``load_state_dict`` with
+``assign=True``: two parameters are left, and an optimizer trains them apart. FSDP1 materializes module by module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..nn.initialization import Initialization, is_distributed
+
+__all__ = ["TiedInitialization", "are_different", "places_of_shared", "restore_shared"]
+
+Places = list[list[tuple[nn.Module, str]]]
+
+
+def places_of_shared(model: nn.Module) -> Places:
+    """The modules and names of each parameter that has several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def restore_shared(places: Places) -> None:
+    """Makes the parameter of each first place that of the others."""
+    for (first, name), *others in places:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+def are_different(one: Any, other: Any) -> bool:
+    """Whether two entries of a state dict are weights of different values; on every rank the same for DTensors."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one is other or one.shape != other.shape:
+        return False
+    is_plain = all(type(value) in (Tensor, nn.Parameter) for value in (one, other))
+    if not (is_plain or (is_distributed(one) and is_distributed(other))) or one.is_meta or other.is_meta:
+        return False
+    is_alike = is_plain and (one.device, one.dtype, one.stride()) == (other.device, other.dtype, other.stride())
+    if is_alike and one.data_ptr() == other.data_ptr():
+        return False
+    one, other = one.detach(), other.detach().to(one.dtype)
+    if is_plain:
+        other = other.to(one.device)
+    if torch.equal(one, other):
+        return False
+    # NaN is unequal to itself.
+    return not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+class TiedInitialization(Initialization):
+    """Initializes embedding or head, and then makes the two share their weight again.
+
+    Args:
+        module: the embedding or the head.
+        draw: see :class:`Initialization`.
+        owner: the model; its copies and pickles give their modules an object that belongs to them.
+    """
+
+    def __init__(self, module: nn.Module, draw: Callable[[Any], None], owner: Any) -> None:
+        super().__init__(module, draw)
+        self._owner: Callable[[], Any] = weakref.ref(owner)
+
+    def __call__(self) -> None:
+        super().__call__()
+        owner = self._owner()
+        if owner is not None:
+            owner.tie_weights()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state)
+        self._owner = _nobody
+
+
+def _nobody() -> None:
+    return None

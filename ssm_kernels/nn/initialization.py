@@ -1,0 +1,251 @@
+"""Initialization by PyTorch's contract: ``reset_parameters`` of a module draws its own parameters, and those alone.
+
+``for module in model.modules(): module.reset_parameters()``, FSDP1's materialization and ``model.apply`` visit parents and
+children in different orders. Each order gives the same distribution only if no parent draws the parameters of a child. Where a
+layer wants another distribution than ``nn.Linear`` has, the linear module therefore gets an :class:`Initialization`.
+
+Every function here takes parameters of FSDP2, which are DTensors, and draws different numbers for different shards.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+__all__ = [
+    "Initialization",
+    "fill_",
+    "init_dt_bias",
+    "initialized",
+    "inverse_softplus",
+    "linear",
+    "reset_all",
+    "reset_conv",
+    "reset_embedding",
+    "reset_linear",
+    "reset_step_projection",
+    "uniform_",
+    "uniform_rows_",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def _nothing() -> None:
+    return None
+
+
+class Initialization:
+    """``module.reset_parameters`` of one module, instead of the method of its class.
+
+    The module keeps its class, because code for quantization and adapters compares it with ``nn.Linear``. Copies and pickles of
+    the module have their own object.
+
+    Args:
+        module: has this object as its attribute ``reset_parameters``.
+        draw: initializes the module's parameters; a function of a Python module, for pickle.
+    """
+
+    def __init__(self, module: nn.Module, draw: Callable[[Any], None]) -> None:
+        # A strong reference would be a cycle, which keeps the parameters' memory until the garbage collector runs.
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self.draw = draw
+
+    def __call__(self) -> None:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("reset_parameters: expected a module that exists")
+        with torch.no_grad():
+            self.draw(module)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._module(), self.draw
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, self.draw = state
+        self._module = _nothing if module is None else weakref.ref(module)
+
+
+def initialized(module: ModuleT, draw: Callable[[Any], None]) -> ModuleT:
+    """Gives ``module`` an :class:`Initialization`; leaves its parameters as they are."""
+    module.__dict__["reset_parameters"] = Initialization(module, draw)
+    return module
+
+
+def reset_all(model: nn.Module, name: str) -> None:
+    """Calls ``reset_parameters`` of every module of ``model`` that has parameters. ``name`` is the caller's, for messages.
+
+    Raises:
+        RuntimeError: a module with parameters has no ``reset_parameters``, so that these would keep their values.
+    """
+    for path, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise RuntimeError(
+                f"{name}: expected {path or 'the model'} to have reset_parameters, got {type(module).__name__}, whose "
+                "parameters nothing initializes: give it this method, or initialize the model before you change it"
+            )
+        reset()
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor; without an import of ``torch.distributed.tensor``."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _agreed_seed(mesh: Any) -> int:
+    """A seed from the random numbers of the mesh's first rank."""
+    import torch.distributed as dist
+
+    seed = torch.randint(2**62, (1,)).to(mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.broadcast(seed, group_src=0, group=mesh.get_group(dimension))
+    return int(seed)
+
+
+def _shard_number(tensor: Any) -> int:
+    """The number of this rank's shard: ranks that hold copies of one shard have the same."""
+    number = 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        number = number * size + (0 if placement.is_replicate() else place)
+    return number
+
+
+def _own_numbers(tensor: Tensor) -> tuple[Tensor, torch.Generator | None]:
+    """This rank's part of a tensor, and a generator of its numbers; None is PyTorch's own.
+
+    Ranks that were seeded alike must not draw equal shards, and those that were not must draw equal copies.
+    """
+    if not is_distributed(tensor):
+        return tensor, None
+    parameter: Any = tensor
+    local = parameter.to_local()
+    if local.is_meta:
+        return local, None
+    seed = _agreed_seed(parameter.device_mesh) + _shard_number(parameter)
+    return local, torch.Generator(local.device).manual_seed(seed)
+
+
+@torch.no_grad()
+def uniform_(tensor: Tensor, low: float, high: float) -> Tensor:
+    """Draws ``tensor`` uniformly from [``low``, ``high``]."""
+    local, generator = _own_numbers(tensor)
+    local.uniform_(low, high, generator=generator)
+    return tensor
+
+
+@torch.no_grad()
+def fill_(tensor: Tensor, value: Tensor) -> Tensor:
+    """Copies ``value``, of the shape of ``tensor`` or one that broadcasts to it; every rank takes its part of it."""
+    if is_distributed(tensor) and not tensor.is_meta:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        parameter: Any = tensor
+        mesh, value = parameter.device_mesh, value.expand(tensor.shape)
+        whole = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter.to_local().copy_(whole.redistribute(placements=parameter.placements).to_local())
+        return tensor
+    return tensor if tensor.is_meta else tensor.copy_(value)
+
+
+@torch.no_grad()
+def uniform_rows_(
+    tensor: Tensor,
+    rows: slice,
+    low: float,
+    high: float,
+    transform: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Draws some rows of a vector uniformly from [``low``, ``high``], in ``dtype``, and transforms them.
+
+    A slice of a DTensor is a copy. All ranks therefore draw all of these rows, with equal numbers, and each takes its part.
+    """
+    if tensor.is_meta:
+        return
+    if is_distributed(tensor):
+        parameter: Any = tensor
+        whole = parameter.full_tensor().clone()
+        generator = torch.Generator(whole.device).manual_seed(_agreed_seed(parameter.device_mesh))
+    else:
+        whole, generator = tensor, None
+    target = whole[rows]
+    values = torch.empty_like(target, dtype=dtype).uniform_(low, high, generator=generator)
+    target.copy_(values if transform is None else transform(values))
+    if whole is not tensor:
+        fill_(tensor, whole)
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
+def _bias_of_steps(log_dt: Tensor, dt_init_floor: float) -> Tensor:
+    return inverse_softplus(log_dt.exp().clamp(min=dt_init_floor))
+
+
+def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Makes ``softplus(bias)`` log-uniform in [``dt_min``, ``dt_max``], but at least ``dt_init_floor``."""
+    wide = torch.float64 if bias.dtype == torch.float64 else torch.float32
+    transform = partial(_bias_of_steps, dt_init_floor=dt_init_floor)
+    uniform_rows_(bias, slice(None), math.log(dt_min), math.log(dt_max), transform, wide)
+
+
+def _linear_bound(fan_in: int) -> float:
+    """The bound of ``nn.init.kaiming_uniform_(a=sqrt(5))``, with its rounding."""
+    return math.sqrt(3.0) * (math.sqrt(2.0 / (1 + math.sqrt(5) ** 2)) / math.sqrt(fan_in))
+
+
+def reset_linear(module: nn.Linear, divisor: float = 1.0, zero_bias: bool = False) -> None:
+    """Draws like ``nn.Linear``, divides the weight by ``divisor`` and, if asked, makes the bias zero."""
+    bound = _linear_bound(module.in_features)
+    uniform_(module.weight, -bound, bound)
+    if divisor != 1:
+        module.weight.div_(divisor)
+    if module.bias is None:
+        return
+    if zero_bias:
+        module.bias.zero_()
+    else:
+        uniform_(module.bias, -1 / math.sqrt(module.in_features), 1 / math.sqrt(module.in_features))
+
+
+def linear(inputs: int, outputs: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
+    """An ``nn.Linear`` whose ``reset_parameters`` draws different shards on all ranks."""
+    return initialized(nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype), reset_linear)
+
+
+def reset_step_projection(
+    module: nn.Linear, dt_init: str, bound: float, dt_min: float, dt_max: float, dt_init_floor: float
+) -> None:
+    """Draws the projection to step sizes: weights up to ``bound``, and a bias of the step sizes at an input of zero."""
+    if dt_init == "constant":
+        module.weight.fill_(bound)
+    else:
+        uniform_(module.weight, -bound, bound)
+    init_dt_bias(module.bias, dt_min, dt_max, dt_init_floor)
+
+
+def reset_conv(conv: nn.Conv1d, bound: float | None = None) -> None:
+    """Draws like ``nn.Conv1d``, or the weight uniformly up to ``bound``."""
+    fan_in = conv.in_channels // conv.groups * conv.kernel_size[0]
+    of_weight = _linear_bound(fan_in) if bound is None else bound
+    uniform_(conv.weight, -of_weight, of_weight)
+    if conv.bias is not None:
+        uniform_(conv.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+
+def reset_embedding(embedding: nn.Embedding, std: float) -> None:
+    """Draws normal numbers of this standard deviation."""
+    local, generator = _own_numbers(embedding.weight)
+    local.normal_(0.0, std, generator=generator)

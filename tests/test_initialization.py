@@ -1,0 +1,179 @@
+"""Initial parameters of every layer and model, in every order of ``reset_parameters``; tied weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import says
+from initialization_helpers import MAKERS, ORDERS, assert_initialized, make_language_model
+from model_helpers import make_config, make_model, make_tokens
+
+from ssm_kernels.models import MambaLM
+from ssm_kernels.nn import Mamba
+
+every_maker = pytest.mark.parametrize("name", MAKERS)
+
+
+def on_meta(name: str) -> nn.Module:
+    """A model with memory that holds no numbers yet."""
+    model = MAKERS[name](device="meta").to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, math.nan)
+    return model
+
+
+@every_maker
+def test_constructor(name):
+    torch.manual_seed(0)
+    assert_initialized(MAKERS[name]())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@every_maker
+def test_made_on_meta_and_initialized_later(name, order):
+    torch.manual_seed(0)
+    model = on_meta(name)
+    ORDERS[order](model)
+    assert_initialized(model)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "RecurrentMixer-MinGRU", "MambaLM-Mamba2"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_copies_initialize_themselves(name, copied):
+    torch.manual_seed(0)
+    original = on_meta(name)
+    model = copied(original)
+    for order in ORDERS.values():
+        order(model)
+        assert_initialized(model)
+    assert all(parameter.isnan().all() for parameter in original.parameters())
+
+
+def test_a_parent_leaves_its_children_alone():
+    layer = on_meta("Mamba")
+    layer.reset_parameters()
+    changed = {name for name, parameter in layer.named_parameters() if not parameter.isnan().any()}
+    assert changed == {"A_log", "D"}
+    assert bytes(layer.discretization_name.tolist()) == b"bilinear"
+
+
+def test_memory_is_free_without_the_garbage_collector():
+    gc.disable()
+    try:
+        layer = Mamba(8)
+        weights = [weakref.ref(parameter) for parameter in layer.parameters()]
+        del layer
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
+
+
+def test_init_weights_needs_modules_that_can_be_initialized():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+    model = make_model("Mamba")
+    model.backbone.layers[1].mixer = Scale()
+    with pytest.raises(RuntimeError, match=says("init_weights", "backbone.layers.1.mixer", "Scale")):
+        model.init_weights()
+
+
+# ----- tied weights
+
+
+def is_tied(model: MambaLM) -> bool:
+    names = {name for name, _ in model.named_parameters()}
+    return model.lm_head.weight is model.backbone.embedding.weight and "lm_head.weight" not in names
+
+
+def assigned(model: MambaLM) -> MambaLM:
+    other = MambaLM(model.config, device="meta", dtype=torch.float64)
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return other
+
+
+def loaded_later(model: MambaLM) -> MambaLM:
+    other = MambaLM(model.config, device="meta", dtype=torch.float64).to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def in_a_larger_model(model: MambaLM) -> MambaLM:
+    outer = nn.Sequential(MambaLM(model.config, device="meta", dtype=torch.float64))
+    outer.load_state_dict({f"0.{name}": value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return outer[0]
+
+
+CHANGES = {
+    "assign": assigned,
+    "assign_in_a_larger_model": in_a_larger_model,
+    "to_empty": loaded_later,
+    "dtype": lambda model: model.float().double(),
+    "bfloat16": lambda model: model.to(torch.bfloat16).double(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("conversion", ["", "overwrite", "swap"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_tied_weights_stay_tied(change, conversion):
+    model = make_model("Mamba")
+    assert is_tied(model)
+    expected = model.lm_head.weight.detach().clone()
+    future = torch.__future__
+    future.set_overwrite_module_params_on_conversion(conversion == "overwrite")
+    future.set_swap_module_params_on_conversion(conversion == "swap")
+    try:
+        model = CHANGES[change](model)
+    finally:
+        future.set_overwrite_module_params_on_conversion(False)
+        future.set_swap_module_params_on_conversion(False)
+    assert is_tied(model)
+    torch.testing.assert_close(model.lm_head.weight, nn.Parameter(expected), rtol=0.01, atol=0)
+    model(make_tokens(1, 4)).logits.sum().backward()
+    assert model.backbone.embedding.weight.grad.abs().sum() > 0
+
+
+def test_weights_that_are_not_tied_stay_two():
+    model = assigned(make_model("Mamba", tie_embeddings=False))
+    model = copy.deepcopy(model).float()
+    model.init_weights()
+    assert not is_tied(model) and not torch.equal(model.lm_head.weight, model.backbone.embedding.weight)
+
+
+def test_a_tied_checkpoint_of_two_weights(tmp_path):
+    model = make_model("Mamba", tie_embeddings=False)
+    weights = model.state_dict()
+    message = says("backbone.embedding.weight", "lm_head.weight", "tie_embeddings=False")
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=message):
+            make_model("Mamba").load_state_dict(weights, strict=strict)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=message):
+        MambaLM.from_pretrained(tmp_path, tie_embeddings=True)
+    # Equal values in two tensors, as a format without shared tensors has them; NaN too.
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"].clone()
+    weights["lm_head.weight"][0, 0] = weights["backbone.embedding.weight"][0, 0] = math.nan
+    make_model("Mamba").load_state_dict(weights)
+
+
+def test_tied_weights_are_initialized_as_an_embedding_is():
+    torch.manual_seed(0)
+    model = make_language_model("Mamba")
+    model.lm_head.reset_parameters()
+    assert is_tied(model) and model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    # A copy of a part knows nothing of the whole.
+    part = copy.deepcopy(model.backbone)
+    before = model.lm_head.weight.clone()
+    part.embedding.reset_parameters()
+    assert torch.equal(model.lm_head.weight, before) and make_config("Mamba").tie_embeddings
