@@ -23,6 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
+from ssm_kernels.models import parameter_groups
 from ssm_kernels.reference import ALIASES
 
 # The style of the benchmarks' figures. Copies of the scripts elsewhere use matplotlib's style.
@@ -51,12 +52,7 @@ def make_optimizer(
     last_lr: float = 0.0,
 ) -> tuple[Optimizer, LRScheduler]:
     """AdamW without weight decay on vectors and the SSM's own parameters; warm-up, then a cosine down to ``last_lr * lr``."""
-    decay, no_decay = [], []
-    for parameter in model.parameters():
-        exempt = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
-        (no_decay if exempt else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = AdamW(groups, lr=lr, betas=betas)
+    optimizer = AdamW(parameter_groups(model, weight_decay), lr=lr, betas=betas)
     warmup = min(50, max(1, total_steps // 10))
     middle, amplitude = (1 + last_lr) / 2, (1 - last_lr) / 2
     schedule = LambdaLR(

@@ -83,6 +83,8 @@ class Mamba2Simple(Mamba2):
             self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, device=device, dtype=dtype))
             self.init_states._no_weight_decay = True  # type: ignore[attr-defined]
 
+    _no_decay = (*Mamba2._no_decay, "init_states")
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initializes the layer's own parameters; the submodules have their own ``reset_parameters``."""

@@ -5,14 +5,25 @@
 - :class:`MixerModel`: the same without the head.
 - :class:`RecurrentMixer`: a minGRU or minLSTM instead of a Mamba mixer.
 - :class:`InferenceParams`: the cache for decoding. ``MambaLM.generate`` makes its own.
+- :func:`parameter_groups`: the parameters of any model with these layers, grouped for an optimizer with weight decay.
 """
 
 from .._submodules import public_names
 from .config import MambaConfig
 from .generation import InferenceParams, sample
 from .mamba_lm import CausalLMOutput, MambaLM, MixerModel
+from .optimization import parameter_groups
 from .recurrent_mixer import RecurrentMixer
 
-__all__ = ["CausalLMOutput", "InferenceParams", "MambaConfig", "MambaLM", "MixerModel", "RecurrentMixer", "sample"]
+__all__ = [
+    "CausalLMOutput",
+    "InferenceParams",
+    "MambaConfig",
+    "MambaLM",
+    "MixerModel",
+    "RecurrentMixer",
+    "parameter_groups",
+    "sample",
+]
 
 __dir__ = public_names(__name__)

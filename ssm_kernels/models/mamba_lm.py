@@ -22,6 +22,7 @@ from ..nn.checks import check_dtype, check_int, check_shape
 from ..nn.initialization import Initialization, initialized, linear, reset_all, reset_embedding, reset_linear
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.weight_decay import NamesNoDecay
 from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
 from .generation import GraphedStep, Streamer, check_generation, check_sampling, generate
@@ -96,7 +97,7 @@ def _init_weights(
                 projection.weight /= math.sqrt(n_residuals_per_layer * n_layer)
 
 
-class MixerModel(nn.Module):
+class MixerModel(NamesNoDecay, nn.Module):
     """Embedding, blocks and norm: :class:`MambaLM` without its head.
 
     Parameters: ``embedding.weight`` (padded vocabulary, d_model), ``layers.{i}.norm.weight`` (d_model,),
@@ -175,7 +176,7 @@ def _restore_after_loading(model: MambaLM, incompatible_keys: Any) -> None:
     restore_shared(model.__dict__.pop("_shared_before_loading", []))
 
 
-class MambaLM(nn.Module):
+class MambaLM(NamesNoDecay, nn.Module):
     """A language model: tokens, (batch, seqlen), to logits of the next token, (batch, seqlen, padded vocabulary).
 
     The model has the structure, parameter names, ``forward`` and ``allocate_inference_cache`` of ``mamba_ssm``'s

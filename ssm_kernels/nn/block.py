@@ -24,11 +24,12 @@ from ..norms import add_layer_norm, add_rms_norm
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_shape
 from .common import wide_dtype
 from .initialization import linear
+from .weight_decay import NamesNoDecay
 
 __all__ = ["Block", "GatedMLP", "add_norm"]
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(NamesNoDecay, nn.Module):
     """A gated MLP (SwiGLU with the default activation), ``fc2(value * activation(gate))`` with ``(value, gate) = fc1(x)``.
 
     Parameter names and shapes match ``mamba_ssm``'s ``GatedMLP``: ``fc1.weight`` (2 hidden, in_features),
@@ -115,7 +116,7 @@ def check_fused_norm(layer: str, norm: nn.Module) -> None:
         raise ValueError(f"{layer}: expected a norm of the last axis with an eps with fused_add_norm, got {norm}")
 
 
-class Block(nn.Module):
+class Block(NamesNoDecay, nn.Module):
     """A residual block: add, norm, mixer and, with ``mlp_cls``, add, norm, MLP. See the formulas of ``block.py``.
 
     Constructor, calls and parameter names match ``mamba_ssm``'s ``Block``: ``norm.*``, ``mixer.*`` and,

@@ -20,6 +20,7 @@ from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
+from .weight_decay import NamesNoDecay
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -119,7 +120,7 @@ def conv_parameters(layer: str, conv1d: nn.Module) -> tuple[Tensor, Tensor | Non
     return weight, bias
 
 
-class ConvMixer(nn.Module):
+class ConvMixer(NamesNoDecay, nn.Module):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
     A derived layer sets ``d_model``, ``d_conv`` and ``layer_idx`` and defines ``_mix``, ``step`` and ``_zero_state``. Its

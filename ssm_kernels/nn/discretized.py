@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._C import discretization_aliases, discretizations
+from .weight_decay import NamesNoDecay
 
 # The rule of a checkpoint without the entry: mamba_ssm has no other.
 _DEFAULT = "zoh"
@@ -46,7 +47,7 @@ def _described(entry: Any) -> str:
     return f"a tensor of shape {list(entry.shape)} and dtype {entry.dtype}{values}"
 
 
-class DiscretizedModule(nn.Module):
+class DiscretizedModule(NamesNoDecay, nn.Module):
     """A layer whose ``state_dict`` names its discretization, unless that is ``"zoh"``.
 
     The entry is ``discretization_name``, the UTF-8 bytes of the name: a buffer, which every way of saving and distributing a

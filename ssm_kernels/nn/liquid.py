@@ -100,10 +100,11 @@ class Liquid(RecurrentBase):
         self.candidate_activation, self.input_dependent_tau, self.tau_init = candidate_activation, input_dependent_tau, tau_init
         if not input_dependent_tau:
             wide = wide_dtype(self.weight_ih_l0.dtype)
-            for name in self._names():
+            self._no_decay = tuple(f"raw_tau_{name}" for name in self._names())
+            for name in self._no_decay:
                 raw_tau = nn.Parameter(torch.empty(hidden_size, device=device, dtype=wide))
                 mark_parameters("_no_weight_decay", raw_tau)
-                self.register_parameter(f"raw_tau_{name}", raw_tau)
+                self.register_parameter(name, raw_tau)
         self.reset_parameters()
 
     @torch.no_grad()

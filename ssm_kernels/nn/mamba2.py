@@ -52,13 +52,14 @@ from .common import (
 )
 from .discretized import DiscretizedModule
 from .initialization import init_dt_bias, linear, uniform_
+from .weight_decay import NamesNoDecay
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
 _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(NamesNoDecay, nn.Module):
     """RMSNorm of each group of channels, with a gate.
 
     ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; computed in float32 (float64
@@ -149,6 +150,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
         TypeError: an argument is of another type.
     """
+
+    _no_decay: tuple[str, ...] = ("dt_bias", "A_log", "D")
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
-        mark_parameters("_no_weight_decay", self.dt_bias, self.A_log, self.D)
+        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in Mamba2._no_decay))
         self._register_discretization(device)
         if conv_init is not None:
             uniform_(self.conv1d.weight, -conv_init, conv_init)

@@ -15,11 +15,12 @@ from .checks import check_bools, check_dtype, check_int, check_probability, chec
 from .common import wide_dtype
 from .initialization import uniform_
 from .packed import PackedOrder
+from .weight_decay import NamesNoDecay
 
 __all__ = ["RecurrentBase"]
 
 
-class RecurrentBase(nn.Module):
+class RecurrentBase(NamesNoDecay, nn.Module):
     """Layers of a linear recurrence, each after one projection of its input; called like ``torch.nn.GRU``.
 
     Derived layers give the number of the projection's parts, each ``hidden_size`` wide, and define ``_scan`` and ``_step``,

@@ -53,6 +53,7 @@ class SelectiveBase(DiscretizedModule):
 
     # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
     context: Any = None
+    _no_decay = ("A_log", "D")
 
     def _init_ssm(
         self,
@@ -98,7 +99,7 @@ class SelectiveBase(DiscretizedModule):
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
-        mark_parameters("_no_weight_decay", self.A_log, self.D)
+        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
         mark_parameters("_no_reinit", self.dt_proj.bias)
         self._register_discretization(device)
         self.dt_proj.reset_parameters()
