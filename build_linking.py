@@ -1,4 +1,4 @@
-"""Link arguments of the two libraries, and the checks after linking.
+"""Link arguments of the library, and the checks after linking.
 
 PyTorch's libraries use the shared libstdc++. A compiler whose search path has ``libstdc++.a`` before ``libstdc++.so`` links a
 second copy into an extension. The process then crashes when one copy uses an object of the other, for example at the first

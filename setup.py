@@ -1,4 +1,4 @@
-"""Builds the two libraries: ``_ops`` (every operator, without Python) and ``_C`` (build information, without torch).
+"""Builds ``_ops``, the library of every operator, and ``_build_facts.py``, the module that says what was built.
 
 Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
 ``CXX``; see docs/installation.md.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import platform
-import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from setuptools.command.build import build
 from setuptools.errors import BaseError
 
 import build_backend
+import build_metadata
 from build_backend import stop
 from build_linking import check_library, link_arguments
 
@@ -39,7 +39,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 def stop_for_missing(requirement: str) -> NoReturn:
     stop(
         f"{requirement} is not installed in this environment; without build isolation the build requirements must be. "
-        "Install them first: pip install 'setuptools>=77,<82' wheel ninja pybind11"
+        "Install them first: pip install 'setuptools>=77,<82' wheel ninja"
     )
 
 
@@ -51,13 +51,9 @@ if torch_found is None:
     # Metadata and source distributions need no torch.
     if {"egg_info", "dist_info", "sdist"}.isdisjoint(sys.argv):
         stop("torch is not installed in this environment. Install it first, or let pip do it: drop --no-build-isolation.")
-    setup()
+    setup(distclass=build_metadata.distribution_class(None, None))
     sys.exit()
 
-try:
-    import pybind11
-except ModuleNotFoundError:
-    stop_for_missing("pybind11")
 try:
     import ninja
 
@@ -138,60 +134,69 @@ class BuildLibraries(BuildExtension):
 
     def finalize_options(self):
         super().finalize_options()
-        self.parallel = self.parallel or 2  # _C compiles one file, while _ops keeps the other cores busy
         # Not the default, a temporary folder in an editable install. Each version of torch and Python needs its own objects.
         name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
         self.build_temp = str(ROOT / "build" / name)
 
     def run(self):
         super().run()
+        if not self.inplace:
+            build_metadata.write_facts(Path(self.build_lib) / "ssm_kernels", build_facts())
         if plan.reason:
             print(build_backend.cpu_only_notice(plan, ROOT))
 
+    def copy_extensions_to_source(self):
+        # Never the facts of one build beside the library of another.
+        facts = ROOT / "ssm_kernels" / build_metadata.FACTS
+        facts.unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+        build_metadata.write_facts(facts.parent, build_facts())
+
     def build_extension(self, ext):
+        jobs = number_of_jobs()
         try:
-            if ext.name == OPS:
-                jobs = number_of_jobs()
-                os.environ["MAX_JOBS"] = str(-(-jobs // len(CPU_CAPABILITIES)))
-                # Change a copy, so that source distributions list the sources and not the units.
-                ext = copy.copy(ext)
-                ext.extra_objects = self.compile_cpu_kernels(ext)
-                host_files = [source for source in ext.sources if source.endswith(".cpp")]
-                others = [source for source in ext.sources if not source.endswith(".cpp")]
-                ext.sources = [*write_units(host_files, "host"), *others]
-                os.environ["MAX_JOBS"] = str(jobs)
+            host_files = [source for source in ext.sources if source.endswith(".cpp")]
+            # Change a copy, so that source distributions list the sources and not the units.
+            ext = copy.copy(ext)
+            ext.extra_objects = self.compile_units(ext, write_units(host_files, "host"), jobs)
+            ext.sources = [source for source in ext.sources if not source.endswith(".cpp")]
+            os.environ["MAX_JOBS"] = str(jobs)
+            if not ext.sources:
+                # ninja refuses an empty list.
+                self.compiler.compile = lambda *arguments, **keywords: []
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:
             stop(f"building {ext.name} failed ({error}); the compiler's messages are above.")
         check_library(Path(self.get_ext_fullpath(ext.name)), compiler.command)
 
-    def copy_extensions_to_source(self):
-        super().copy_extensions_to_source()
-        # _ops serves every Python. A _C of another Python that names another torch no longer describes it.
-        for module in (ROOT / "ssm_kernels").glob("_C.*.so"):
-            # With the terminating NUL of C++: "2.11.0" must not match "2.11.0+cu130".
-            if torch.__version__.encode() + b"\0" not in module.read_bytes():
-                module.unlink()
+    def compile_units(self, ext, host_units: list[str], jobs: int) -> list[str]:
+        """Compiles the host's units and, for each capability, those of the CPU kernels, ``jobs`` of them at a time."""
+        compile_with_ninja = self.compiler.compile
+        host_flags = ext.extra_compile_args["cxx"]
+        kernels = write_units(CPU_KERNELS, "kernels")
+        tasks = [
+            (f"cpu_{capability.lower()}/{Path(unit).stem}", unit, [*flags, *capability_macros(capability)])
+            for capability, flags in CPU_CAPABILITIES.items()
+            for unit in kernels
+        ]
 
-    def compile_cpu_kernels(self, ext) -> list[str]:
-        units = write_units(CPU_KERNELS, "kernels")
+        def compile_unit(folder: str, unit: str, flags: list[str]) -> list[str]:
+            # A folder of its own, because ninja's file is in it.
+            output = os.path.join(self.build_temp, folder)
+            flags = [*host_flags, *flags]
+            return compile_with_ninja([unit], output_dir=output, include_dirs=ext.include_dirs, extra_postargs=flags)
 
-        def compile_for(capability: str) -> list[str]:
-            return self.compiler.compile(
-                units,
-                output_dir=os.path.join(self.build_temp, f"cpu_{capability.lower()}"),
-                include_dirs=ext.include_dirs,
-                extra_postargs=[
-                    *ext.extra_compile_args["cxx"],
-                    *CPU_CAPABILITIES[capability],
-                    f"-DCPU_CAPABILITY={capability}",
-                    f"-DCPU_CAPABILITY_{capability}",
-                ],
-            )
+        os.environ["MAX_JOBS"] = "1"
+        with ThreadPoolExecutor(jobs) as pool:
+            # Kernels begin, because they take longest.
+            kernel_objects = [pool.submit(compile_unit, *task) for task in tasks]
+            host_objects = [pool.submit(compile_unit, f"host/{Path(unit).stem}", unit, []) for unit in host_units]
+            # Host files and DEFAULT come first in the link: the linker keeps the first copy of an inline function.
+            return [obj for done in [*host_objects, *kernel_objects] for obj in done.result()]
 
-        # In the order of the table, DEFAULT first: the linker keeps the first copy of an inline function.
-        with ThreadPoolExecutor() as pool:
-            return [obj for objects in pool.map(compile_for, CPU_CAPABILITIES) for obj in objects]
+
+def capability_macros(capability: str) -> list[str]:
+    return [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
 
 
 class CleanBuild(build):
@@ -207,12 +212,15 @@ def ops_extension() -> Extension:
     # Host files only check, allocate and launch; the loops are in the CPU kernels. -O1 saves a fifth of their compile time.
     host_flags = ["-O1", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
     host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
+    # The paths of the build machine, in the messages of checks: csrc/... and torch/include/... remain.
+    paths = [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, Path(torch.__file__).parents[1])]
+    host_flags += paths
     host_flags.append("-DAT_PER_OPERATOR_HEADERS")  # fewer headers to parse: saves a twentieth of a CPU build
     if compiler.name == "GCC":
         host_flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
         host_flags += ["-finline-small-functions", "-findirect-inlining"]  # Clang does this at -O1
     host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
-    sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
+    sources = set(find_sources("csrc/**/*.cpp")) - set(CPU_KERNELS)
     options = {
         "include_dirs": [str(ROOT / "csrc")],
         "extra_link_args": ["-fopenmp", "-Wl,--no-undefined", *link_arguments("ops.exports")],
@@ -224,7 +232,8 @@ def ops_extension() -> Extension:
     host_flags.append("-DSSM_KERNELS_WITH_CUDA")
     # ptxas prints the registers and spills of every kernel; compression makes the library a sixth of the size.
     nvcc_flags = ["-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xfatbin", "-compress-all"]
-    nvcc_flags += ["-Xcompiler", "-fvisibility=hidden"]
+    for flag in ("-fvisibility=hidden", *paths):
+        nvcc_flags += ["-Xcompiler", flag]
     if os.environ.get("CXX") and not os.environ.get("CC"):
         # torch passes only CC to nvcc; without CC and CXX, both find the same default.
         nvcc_flags += ["-ccbin", shutil.which(compiler.command.split()[-1])]
@@ -249,24 +258,17 @@ def linkable_runtime(lib: Path) -> str:
     return str(folder)
 
 
-def python_extension() -> Extension:
-    """``_C``: build information by pybind11, without torch, so that it loads under any torch."""
-    facts = {
-        "VERSION": re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1],
-        "TORCH": torch.__version__,
-        "CUDA": toolkit.version if WITH_CUDA else "",
-        "ARCHITECTURES": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else "",
-        "CPU_CAPABILITIES": ";".join(CPU_CAPABILITIES),
+def build_facts() -> dict[str, object]:
+    """What ``ssm_kernels/_build_info.py`` reads from the generated module."""
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else ""
+    return {
+        "version": build_metadata.source_version(),
+        "torch": torch.__version__,
+        "cuda": toolkit.version if WITH_CUDA else None,
+        "architectures": tuple(filter(None, architectures.split(";"))),
+        "cpu_capabilities": tuple(CPU_CAPABILITIES),
+        "compiler": f"{compiler.name} {compiler.version}",
     }
-    return Extension(
-        "ssm_kernels._C",
-        ["csrc/python_module.cpp"],
-        define_macros=[(f"SSM_KERNELS_{name}", f'"{value}"') for name, value in facts.items()],
-        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
-        extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
-        extra_link_args=link_arguments("module.exports"),
-        language="c++",
-    )
 
 
 os.environ["CXX"] = compiler.command
@@ -275,4 +277,11 @@ if WITH_CUDA:
     build_backend.check_architectures(os.environ["TORCH_CUDA_ARCH_LIST"], toolkit)
 cuda = f"CUDA {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}" if WITH_CUDA else "no CUDA kernels"
 print(f"ssm_kernels: torch {torch.__version__}, {compiler.name} {compiler.version}, CPU {', '.join(CPU_CAPABILITIES)}, {cuda}")
-setup(ext_modules=[ops_extension(), python_extension()], cmdclass={"build": CleanBuild, "build_ext": BuildLibraries})
+is_wheel = not build_metadata.WHEEL_COMMANDS.isdisjoint(sys.argv)
+setup(
+    ext_modules=[ops_extension()],
+    cmdclass={"build": CleanBuild, "build_ext": BuildLibraries},
+    distclass=build_metadata.distribution_class(
+        torch.__version__ if is_wheel else None, toolkit.version if WITH_CUDA else None
+    ),
+)

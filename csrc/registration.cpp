@@ -48,6 +48,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Sets a process-wide option of torch/debug_options.h and returns its previous value. For tests and measurements.
   def("_set_debug_option(str name, int value) -> int");
 
+  // The values of `discretization`, and the other names of some of them.
+  def("_discretizations() -> str[]");
+  def("_discretization_aliases() -> Dict(str, str)");
+
   // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z). With
   // reverse, h_t follows from h_{t+1}.
   def("selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "

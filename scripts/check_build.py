@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from build_backend import has_nvidia_driver  # noqa: E402
 
-BUILD_REQUIREMENTS = ["setuptools>=77,<82", "wheel", "ninja", "pybind11"]
+BUILD_REQUIREMENTS = ["setuptools>=77,<82", "wheel", "ninja"]
 NO_NVCC = {"CUDA_HOME": "/nonexistent"}
 # CUDA kernels on every machine that can build them; without this variable, only on machines with an NVIDIA driver.
 FORCE_CUDA = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a"}

@@ -146,10 +146,10 @@ def main() -> None:
     counts = kernels_per_operator(kernel_names(LIBRARY.read_bytes()))
     tables = [kernel_table(counts)] if counts else []
     if not arguments.kernels:
-        logs = sorted(ROOT.glob("build/*/.ninja_log"), key=lambda log: log.stat().st_mtime)
+        logs = sorted((ROOT / "build").rglob(".ninja_log"), key=lambda log: log.stat().st_mtime)
         if arguments.build is None and not logs:
             sys.exit("expected ninja's log in a folder of build/, found none: build first")
-        build = (arguments.build or logs[-1].parent).resolve()
+        build = (arguments.build or ROOT / "build" / logs[-1].relative_to(ROOT / "build").parts[0]).resolve()
         tables.append(seconds_tables(read_objects(build), build.name.split("-")[0]))
     text = "\n\n".join(tables)
     print(text)

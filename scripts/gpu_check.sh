@@ -103,7 +103,7 @@ pip() { "$environment/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 has_index() {
   [ -z "${PIP_NO_INDEX:-}" ] &&
-    pip install --dry-run --ignore-installed --no-deps --retries 0 --timeout 10 pybind11 >/dev/null 2>&1
+    pip install --dry-run --ignore-installed --no-deps --retries 0 --timeout 10 ninja >/dev/null 2>&1
 }
 
 install_clean_checkout() {
@@ -146,17 +146,6 @@ build() {
 # --carried: uses the library that is there.
 complete_carried_build() {
   is_usable && return
-  if [ -e ssm_kernels/_ops.abi3.so ]; then
-    echo "_ops serves every Python, _C only its own: building that one"
-    "$python" - <<'PY' && is_usable && return
-import setuptools  # noqa: F401: provides distutils
-from distutils.core import run_setup
-
-distribution = run_setup("setup.py", ["build_ext", "--inplace"], stop_after="commandline")
-distribution.ext_modules = [extension for extension in distribution.ext_modules if extension.name == "ssm_kernels._C"]
-distribution.run_commands()
-PY
-  fi
   echo "building everything"
   "$python" setup.py build_ext --inplace && is_usable
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
@@ -31,7 +32,7 @@ class BuildInfo(TypedDict):
 def rebuild_command() -> str:
     """The command that builds the package against the torch that is installed."""
     if (PACKAGE.parent / "setup.py").exists():
-        return f"pip install --no-deps -e {PACKAGE.parent}"
+        return f"pip install --no-deps -e {shlex.quote(str(PACKAGE.parent))}"
     return "pip install --no-deps --force-reinstall <folder of the ssm_kernels sources>"
 
 
@@ -41,36 +42,53 @@ def rebuild_with_cuda_command() -> str:
     return f"{variable}=1 {rebuild_command()}"
 
 
-def _module() -> ModuleType:
+def _facts() -> ModuleType:
     try:
-        return importlib.import_module("ssm_kernels._C")
+        return importlib.import_module("ssm_kernels._build_facts")
     except ModuleNotFoundError:
         raise ImportError(
-            "ssm_kernels has not been built for this Python: its compiled module _C is missing from "
-            f"{PACKAGE}. Build it: {rebuild_command()}"
+            f"ssm_kernels has not been built: _build_facts.py, which the build writes, is missing from {PACKAGE}. "
+            f"Build it: {rebuild_command()}"
         ) from None
 
 
 def build_info() -> BuildInfo:
     """Describes the build: a dict with the keys of :class:`BuildInfo`."""
-    module = _module()
+    facts = _facts()
     return BuildInfo(
-        version=module.version,
-        torch=module.torch,
-        cuda=module.cuda,
-        architectures=module.architectures,
-        cpu_capabilities=module.cpu_capabilities,
-        discretizations=module.discretizations,
-        compiler=module.compiler,
+        version=facts.version,
+        torch=facts.torch,
+        cuda=facts.cuda,
+        architectures=facts.architectures,
+        cpu_capabilities=facts.cpu_capabilities,
+        discretizations=tuple(torch.ops.ssm_kernels._discretizations()),
+        compiler=facts.compiler,
     )
 
 
-def check_torch(built: str, running: str) -> None:
-    """Raises ImportError unless the versions are equal: PyTorch's C++ interface changes with every version."""
-    if built != running:
+def _release(version: str) -> str:
+    """``2.15`` of ``2.15.1+cu132``; all of a pre-release, whose interface changes from day to day."""
+    released = re.match(r"(\d+\.\d+)(?:\.\d+)*(?=\+|$)", version)
+    return released[1] if released else version
+
+
+def check_torch(built: str, running: str, cuda: str | None = None, running_cuda: str | None = None) -> None:
+    """Raises ImportError unless the running torch has the C++ interface of the build.
+
+    Args:
+        built, running: versions of torch. The interface changes with every minor version.
+        cuda: CUDA version of the compiler of the CUDA kernels; None if there are none.
+        running_cuda: CUDA version of the running torch. Its major version must be that of ``cuda``.
+    """
+    if _release(built) != _release(running):
         raise ImportError(
             f"ssm_kernels was built with torch {built}, but the torch that is installed is {running}. "
             f"Rebuild it: {rebuild_command()}"
+        )
+    if cuda is not None and (running_cuda is None or running_cuda.split(".")[0] != cuda.split(".")[0]):
+        raise ImportError(
+            f"ssm_kernels was built with CUDA {cuda}, but the torch that is installed, {running}, is a build "
+            f"{f'with CUDA {running_cuda}' if running_cuda else 'without CUDA'}. Rebuild it: {rebuild_command()}"
         )
 
 
@@ -80,15 +98,18 @@ def load_operators() -> None:
     Raises:
         ImportError: the package is not built, or was built with another torch; the message has the command that fixes it.
     """
-    check_torch(_module().torch, torch.__version__)
+    facts = _facts()
+    check_torch(facts.torch, torch.__version__, facts.cuda, torch.version.cuda)
     library = PACKAGE / "_ops.abi3.so"
     if not library.exists():
         raise ImportError(f"ssm_kernels has not been built: {library} is missing. Build it: {rebuild_command()}")
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
+        # Newer versions of PyTorch keep the loader's own message, with the undefined symbol, in the cause.
+        reason = str(error.__cause__ or error).removeprefix(f"{library}: ")
         raise ImportError(
-            f"{library} does not load under torch {torch.__version__}: {error}. Rebuild it: {rebuild_command()}"
+            f"{library} does not load under torch {torch.__version__}: {reason}. Rebuild it: {rebuild_command()}"
         ) from error
 
 

@@ -17,7 +17,7 @@ import ssm_kernels
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(ssm_kernels.__file__).parent
 OPS = PACKAGE / "_ops.abi3.so"
-MODULE = Path(sys.modules["ssm_kernels._C"].__file__)
+FACTS = PACKAGE / "_build_facts.py"
 
 
 def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import MODULE, OPS, PACKAGE, ROOT, binutil, needed_libraries, run_python
+from build_helpers import FACTS, OPS, PACKAGE, ROOT, binutil, needed_libraries, run_python
 
 import build_backend
 import ssm_kernels
@@ -33,8 +33,12 @@ def test_operators_hold_no_python_symbol():
     assert not [lib for lib in needed_libraries(OPS) if "python" in lib]
 
 
-def test_python_module_needs_no_torch():
-    assert not [lib for lib in needed_libraries(MODULE) if re.search(r"torch|c10", lib)]
+def test_library_names_no_folder_of_the_build_machine():
+    """Messages of checks have the paths of source files: those of PyTorch's headers and ours from their roots."""
+    library = OPS.read_bytes()
+    assert b"csrc/" in library
+    for folder in (ROOT, Path(torch.__file__).parent):
+        assert f"{folder}/".encode() not in library
 
 
 def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
@@ -124,7 +128,7 @@ def test_build_info():
 
 def test_discretizations_are_those_of_the_reference():
     assert ssm_kernels.discretizations == tuple(ssm_kernels.reference.DISCRETIZATIONS)
-    assert sys.modules["ssm_kernels._C"].discretization_aliases == ssm_kernels.reference.ALIASES
+    assert torch.ops.ssm_kernels._discretization_aliases() == ssm_kernels.reference.ALIASES
 
 
 def test_command_line_report(monkeypatch):
@@ -212,21 +216,29 @@ def test_rebuild_command_names_the_sources_of_an_editable_install(monkeypatch, t
         check_torch("2.11.0", "2.12.0")
 
 
-@pytest.mark.parametrize("state", ["nothing built", "no operators", "unloadable operators"])
+@pytest.mark.parametrize("state", ["nothing built", "no operators", "unloadable operators", "undefined symbol"])
 def test_incomplete_build_is_an_import_error(tmp_path, state):
     copy = tmp_path / "ssm_kernels"
     copy.mkdir()
     for source in PACKAGE.glob("*.py"):
         shutil.copy(source, copy)
-    if state != "nothing built":
-        shutil.copy(MODULE, copy)
+    if state == "nothing built":
+        (copy / FACTS.name).unlink()
     if state == "unloadable operators":
         (copy / "_ops.abi3.so").write_bytes(b"not a library")
+    if state == "undefined symbol":
+        if shutil.which("c++") is None:
+            pytest.skip("c++ is not installed")
+        (tmp_path / "library.cpp").write_text("void absent_function(); void call() { absent_function(); }")
+        command = ["c++", "-shared", "-fPIC", tmp_path / "library.cpp", "-o", copy / "_ops.abi3.so"]
+        subprocess.run(command, check=True)
     result = run_python("-c", "import ssm_kernels", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert result.returncode != 0
     message = result.stderr.splitlines()[-1]
     assert message.startswith("ImportError: ") and BUILD_COMMAND.search(message)
     assert str(copy) in message
+    reasons = {"unloadable operators": "file too short|invalid ELF header", "undefined symbol": "undefined symbol: .*absent"}
+    assert re.search(reasons.get(state, "missing"), message)
 
 
 # Editable installs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._C import discretization_aliases, discretizations
+from .._discretizations import discretization_aliases, discretizations
 
 
 def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._C import discretization_aliases, discretizations
+from .._discretizations import discretization_aliases, discretizations
 from .weight_decay import NamesNoDecay
 
 # The rule of a checkpoint without the entry: mamba_ssm has no other.

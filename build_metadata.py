@@ -1,0 +1,120 @@
+"""Metadata of what setup.py builds: the torch that a wheel was built for, the tag and name of the wheel, the description, and
+the facts that ``ssm_kernels.build_info`` reads.
+
+The sources declare a lower bound of torch. The library loads under one minor version, so a wheel requires that one: pip caches
+a wheel under the address of its sources alone, and installs it later into an environment with another torch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import Distribution
+from setuptools.command.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).parent.resolve()
+FACTS = "_build_facts.py"
+# Commands of setup.py that write the metadata of a wheel; those of a source distribution keep the lower bound.
+WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
+
+LINK = re.compile(
+    r"""
+    (?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)|`[^`\n]+`)             # code stays
+    | !?\[(?P<text>(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()\s]*\))?)*)\]      # [text], with an image or a bracket in it
+      \((?P<target>[^()\s]*)(?:\s+"[^"]*")?\)
+    | (?P<definition>^\[[^\]]+\]:[ ]*(?P<defined>\S+).*\n?)             # [name]: target
+    | <img\b[^>]*?\bsrc="(?P<image>[^"]*)"[^>]*>
+    | <a\b[^>]*?\bhref="(?P<anchor>[^"]*)"[^>]*>(?P<anchored>.*?)</a>
+    """,
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
+
+
+def source_version() -> str:
+    return re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+
+
+def torch_pin(version: str) -> str:
+    """The requirement of a wheel that was built with torch ``version``: its minor version, or a pre-release exactly."""
+    release = re.match(r"(\d+\.\d+)(?:\.\d+)*(?=\+|$)", version)
+    return f"torch=={release[1]}.*" if release else f"torch=={version.split('+')[0]}"
+
+
+def build_label(torch_version: str, cuda: str | None) -> str:
+    """``torch2.15.cpu`` or ``torch2.15.cu130``: what tells apart two wheels of the same version."""
+    major, minor = re.match(r"(\d+)\.(\d+)", torch_version).groups()
+    return f"torch{major}.{minor}." + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+
+
+def build_number(torch_version: str, cuda: str | None) -> str:
+    """The same as the build tag of a wheel's file name, which begins with a digit: ``215_cpu`` or ``215_cu130``."""
+    _, major_minor, kind = re.fullmatch(r"(torch)([\d.]+)\.(\w+)", build_label(torch_version, cuda)).groups()
+    return f"{major_minor.replace('.', '')}_{kind}"
+
+
+def without_relative_links(markdown: str) -> str:
+    """Replaces links and images that have no address of their own by their text: a package index does not have the files."""
+
+    def replace(match: re.Match) -> str:
+        if match["code"] is not None:
+            return match[0]
+        if match["definition"] is not None:
+            return match[0] if ":" in match["defined"] else ""
+        target = next(match[name] for name in ("target", "image", "anchor") if match[name] is not None)
+        text = without_relative_links(match["text"] or match["anchored"] or "")
+        if ":" not in target:
+            return text
+        return match[0] if match["text"] is None else f"{match[0].partition('[')[0]}[{text}]({match['target']})"
+
+    links = LINK.sub(replace, markdown)
+    defined = set(re.findall(r"^\[([^\]]+)\]:", links, re.MULTILINE))
+    dropped = set(re.findall(r"^\[([^\]]+)\]:", markdown, re.MULTILINE)) - defined
+    for name in dropped:
+        links = re.sub(rf"!?\[([^\[\]]+)\]\[{re.escape(name)}\]|\[({re.escape(name)})\](?:\[\])?", r"\1\2", links)
+    return links
+
+
+def write_facts(folder: Path, facts: dict[str, object]) -> None:
+    """Writes the module of build facts. It loads under any torch, so that versions are compared before the library loads."""
+    lines = ['"""What the build compiled; setup.py writes this module with the library."""\n\n']
+    lines += [f"{name} = {value!r}\n" for name, value in facts.items()]
+    (folder / FACTS).write_text("".join(lines))
+
+
+def distribution_class(torch_version: str | None, cuda: str | None) -> type[Distribution]:
+    """The ``distclass`` of ``setup``.
+
+    pyproject.toml keeps the version and the dependencies static all the same: uv reads them before it builds, to choose torch.
+
+    Args:
+        torch_version: the torch that a wheel is built for; None for metadata of the sources.
+        cuda: the CUDA version that the kernels are compiled with; None without CUDA kernels.
+    """
+    # pip compares the version of a source distribution's file name with that of its wheel.
+    is_source_distribution = (ROOT / "PKG-INFO").exists()
+
+    class Wheel(bdist_wheel):
+        def finalize_options(self):
+            if torch_version and is_source_distribution:
+                self.build_number = self.build_number or build_number(torch_version, cuda)
+            super().finalize_options()
+
+        def get_tag(self):
+            # One wheel for every Python: the library has no Python symbol.
+            return "py3", "none", super().get_tag()[2]
+
+    class BuiltDistribution(Distribution):
+        def parse_config_files(self, *arguments, **keywords):
+            super().parse_config_files(*arguments, **keywords)
+            self.cmdclass.setdefault("bdist_wheel", Wheel)
+            self.metadata.long_description = without_relative_links((ROOT / "README.md").read_text())
+            if torch_version is None:
+                return
+            if not is_source_distribution:
+                self.metadata.version = f"{self.metadata.version}+{build_label(torch_version, cuda)}"
+            others = [requirement for requirement in self.install_requires if not re.match(r"torch\b(?!-)", requirement)]
+            self.install_requires = [torch_pin(torch_version), *others]
+            self._finalize_requires()
+
+    return BuiltDistribution

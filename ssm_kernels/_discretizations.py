@@ -1,0 +1,10 @@
+"""The table of discretizations, which C++ holds: ``csrc/common/discretization.h``."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["discretization_aliases", "discretizations"]
+
+discretizations: tuple[str, ...] = tuple(torch.ops.ssm_kernels._discretizations())
+discretization_aliases: dict[str, str] = torch.ops.ssm_kernels._discretization_aliases()
