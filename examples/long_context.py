@@ -173,8 +173,11 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     if args.seqlen < mesh.size():
         raise Mistake(f"--seqlen {args.seqlen} is too short for {mesh.size()} processes, which need a step each")
     torch.manual_seed(args.seed)
-    model = make_model(args.model, args.d_model, args.n_layers, args.discretization).to(args.device)
-    split_model(model, mesh)
+    # No process ever holds the whole model: memory for its own shards is made after the split, and numbers in it last.
+    with torch.device("meta"):
+        model = make_model(args.model, args.d_model, args.n_layers, args.discretization)
+    split_model(model, mesh).to_empty(device=args.device)
+    model.init_weights()
     optimizer, schedule = training.make_optimizer(model, args.lr, args.steps, weight_decay=0.1, betas=(0.9, 0.95), last_lr=0.1)
     options = ("model", "discretization", "steps", "batch_size", "seqlen", "lr", "d_model", "n_layers", "seed")
     history: dict[str, Any] = {"run": {name: getattr(args, name) for name in options}, "losses": [], "tests": []}

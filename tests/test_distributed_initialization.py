@@ -9,20 +9,25 @@ import pytest
 import torch
 import torch.nn as nn
 from initialization_helpers import MAKERS, ORDERS, assert_initialized, init_weights
+from model_helpers import make_tokens
 from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 
-from ssm_kernels.models import MambaLM
+from ssm_kernels.models import MambaLM, parameter_groups
+from ssm_kernels.nn import initialization
+
+# A weight whose shards have unequal sizes, in blocks of few rows.
+SEED, SHAPE, BLOCK = 3, (7, 5), 11
 
 PLACES = [param(Place((1,))), param(Place((2,))), param(TWO_GPUS)]
 
 
-def shard(model: nn.Module, mesh: Mesh) -> nn.Module:
+def shard(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     if isinstance(model, MambaLM):
         for block in model.backbone.layers:
-            fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def make_sharded(name: str, mesh: Mesh) -> Any:
@@ -36,9 +41,49 @@ def check_fully_shard(mesh: Mesh) -> None:
     for number, name in enumerate(MAKERS):
         torch.manual_seed(0)
         model = make_sharded(name, mesh)
-        [*ORDERS.values()][number % len(ORDERS)](model)
+        order = init_weights if isinstance(model, MambaLM) else [*ORDERS.values()][number % len(ORDERS)]
+        order(model)
         assert all(hasattr(parameter, "placements") for parameter in model.parameters())
         assert_initialized(model)
+
+
+def check_training(mesh: Mesh) -> None:
+    """The documented path, on as many ranks as there are: the same losses as on one."""
+    losses: dict[bool, list[float]] = {}
+    tokens = make_tokens(2, 9, device=mesh.device_type)
+    torch.manual_seed(0)
+    sharded, single = make_sharded("MambaLM-Mamba", mesh), MAKERS["MambaLM-Mamba"](device=mesh.device_type)
+    sharded.init_weights()
+    single.load_state_dict({name: value.full_tensor() for name, value in sharded.state_dict().items()})
+    for model in (single, sharded):
+        optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(model is single, []).append(loss.item())
+        assert model.lm_head.weight is model.backbone.embedding.weight
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4) and losses[True][2] < losses[True][0]
+
+
+def check_dtypes(mesh: Mesh) -> None:
+    """What docs/distributed.md says about bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    tokens = make_tokens(2, 9, device=mesh.device_type)
+    make = MAKERS["MambaLM-Mamba2"]
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        shard(make(dtype=torch.bfloat16), mesh)(tokens)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for model, dtype in (
+        (shard(make(), mesh, mp_policy=policy), torch.float32),
+        (shard(make().to(torch.bfloat16), mesh), torch.bfloat16),
+    ):
+        logits = model(tokens).logits
+        logits.float().sum().backward()
+        assert logits.dtype == torch.bfloat16
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {dtype}
 
 
 def check_copies(mesh: Mesh) -> None:
@@ -52,6 +97,20 @@ def check_copies(mesh: Mesh) -> None:
         first = local.clone()
         torch.distributed.broadcast(first, group_src=0, group=mesh.get_group(0))
         assert torch.equal(local, first), name
+
+
+def check_numbers(mesh: Mesh, expected: list[list[float]]) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    # The processes serve other tests too.
+    default, initialization._BLOCK = initialization._BLOCK, BLOCK
+    placements = [[Shard(0)], [Shard(1)], [Replicate()]] if mesh.ndim == 1 else [[Shard(0), Shard(1)], [Replicate(), Shard(1)]]
+    for placement in placements:
+        torch.manual_seed(SEED)
+        tensor = distribute_tensor(torch.zeros(SHAPE, dtype=torch.float64), mesh, placement)
+        initialization.uniform_(tensor, -1, 1)
+        torch.testing.assert_close(tensor.full_tensor(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=0)
+    initialization._BLOCK = default
 
 
 def check_fsdp1(mesh: Mesh) -> None:
@@ -69,9 +128,31 @@ def check_fsdp1(mesh: Mesh) -> None:
                 assert wrapped.module.lm_head.weight is wrapped.module.backbone.embedding.weight
 
 
+def test_numbers_depend_on_the_seed_alone(processes: Processes):
+    torch.manual_seed(SEED)
+    seed, rows = int(torch.randint(2**62, (1,))), BLOCK // SHAPE[1]
+    blocks = [
+        torch.empty(min(rows, SHAPE[0] - first), SHAPE[1], dtype=torch.float64).uniform_(
+            -1, 1, generator=torch.Generator().manual_seed(seed + number)
+        )
+        for number, first in enumerate(range(0, SHAPE[0], rows))
+    ]
+    for shape in ((1,), (2,), (3,), (2, 2)):
+        processes.check(Place(shape), check_numbers, torch.cat(blocks).tolist())
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_fully_shard_on_meta(processes: Processes, place: Place):
     processes.check(place, check_fully_shard)
+
+
+@pytest.mark.parametrize("place", [param(Place((2,))), param(TWO_GPUS)])
+def test_the_documented_path(processes: Processes, place: Place):
+    processes.check(place, check_training)
+
+
+def test_dtypes(processes: Processes):
+    processes.check(Place((2,)), check_dtypes)
 
 
 def test_copies_of_a_shard_are_equal(processes: Processes):

@@ -4,7 +4,8 @@
 children in different orders. Each order gives the same distribution only if no parent draws the parameters of a child. Where a
 layer wants another distribution than ``nn.Linear`` has, the linear module therefore gets an :class:`Initialization`.
 
-Every function here takes parameters of FSDP2, which are DTensors, and draws different numbers for different shards.
+Every function here takes parameters of FSDP2, which are DTensors. Their numbers depend on the seed alone, not on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "initialized",
     "inverse_softplus",
     "linear",
+    "normal_",
     "reset_all",
     "reset_conv",
     "reset_embedding",
@@ -34,6 +36,9 @@ __all__ = [
     "uniform_",
     "uniform_rows_",
 ]
+
+# Numbers that are drawn with one seed.
+_BLOCK = 2**18
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -112,35 +117,45 @@ def _agreed_seed(mesh: Any) -> int:
     return int(seed)
 
 
-def _shard_number(tensor: Any) -> int:
-    """The number of this rank's shard: ranks that hold copies of one shard have the same."""
-    number = 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-        number = number * size + (0 if placement.is_replicate() else place)
-    return number
+def _draw_(tensor: Tensor, draw: Callable[[Tensor, torch.Generator | None], Any]) -> None:
+    """Draws ``tensor`` with PyTorch's generator; of a DTensor this rank's part, with a seed on which the ranks agree.
 
-
-def _own_numbers(tensor: Tensor) -> tuple[Tensor, torch.Generator | None]:
-    """This rank's part of a tensor, and a generator of its numbers; None is PyTorch's own.
-
-    Ranks that were seeded alike must not draw equal shards, and those that were not must draw equal copies.
+    Ranks that were seeded alike must not draw equal shards, and those that were not must draw equal copies. Blocks of rows have
+    seeds of their own, so that the numbers do not depend on how many ranks there are.
     """
     if not is_distributed(tensor):
-        return tensor, None
+        draw(tensor, None)
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     parameter: Any = tensor
-    local = parameter.to_local()
+    local, mesh = parameter.to_local(), parameter.device_mesh
     if local.is_meta:
-        return local, None
-    seed = _agreed_seed(parameter.device_mesh) + _shard_number(parameter)
-    return local, torch.Generator(local.device).manual_seed(seed)
+        return
+    seed, generator = _agreed_seed(mesh), torch.Generator(local.device)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, parameter.placements)
+    columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+    own, rows = range(offsets[0], offsets[0] + sizes[0]), max(1, _BLOCK // max(1, tensor.shape[1:].numel()))
+    for block in range(own.start // rows, -(-own.stop // rows)):
+        first, last = block * rows, min((block + 1) * rows, tensor.shape[0])
+        values = local.new_empty(last - first, *tensor.shape[1:])
+        draw(values, generator.manual_seed(seed + block))
+        begin, end = max(first, own.start), min(last, own.stop)
+        drawn = values[(slice(begin - first, end - first), *columns)]
+        local[begin - own.start : end - own.start].copy_(drawn)
 
 
 @torch.no_grad()
 def uniform_(tensor: Tensor, low: float, high: float) -> Tensor:
     """Draws ``tensor`` uniformly from [``low``, ``high``]."""
-    local, generator = _own_numbers(tensor)
-    local.uniform_(low, high, generator=generator)
+    _draw_(tensor, lambda values, generator: values.uniform_(low, high, generator=generator))
+    return tensor
+
+
+@torch.no_grad()
+def normal_(tensor: Tensor, std: float) -> Tensor:
+    """Draws normal numbers of this standard deviation."""
+    _draw_(tensor, lambda values, generator: values.normal_(0.0, std, generator=generator))
     return tensor
 
 
@@ -221,7 +236,7 @@ def reset_linear(module: nn.Linear, divisor: float = 1.0, zero_bias: bool = Fals
 
 
 def linear(inputs: int, outputs: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
-    """An ``nn.Linear`` whose ``reset_parameters`` draws different shards on all ranks."""
+    """An ``nn.Linear`` whose ``reset_parameters`` draws the same numbers on any number of ranks."""
     return initialized(nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype), reset_linear)
 
 
@@ -247,5 +262,4 @@ def reset_conv(conv: nn.Conv1d, bound: float | None = None) -> None:
 
 def reset_embedding(embedding: nn.Embedding, std: float) -> None:
     """Draws normal numbers of this standard deviation."""
-    local, generator = _own_numbers(embedding.weight)
-    local.normal_(0.0, std, generator=generator)
+    normal_(embedding.weight, std)
