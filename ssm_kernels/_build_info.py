@@ -53,7 +53,14 @@ def _facts() -> ModuleType:
 
 
 def build_info() -> BuildInfo:
-    """Describes the build: a dict with the keys of :class:`BuildInfo`."""
+    """Describes the build: a dict with the keys of :class:`BuildInfo`.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> info = ssm_kernels.build_info()
+        >>> sorted(info)
+        ['architectures', 'compiler', 'cpu_capabilities', 'cuda', 'discretizations', 'torch', 'version']
+    """
     facts = _facts()
     return BuildInfo(
         version=facts.version,

@@ -111,6 +111,21 @@ def causal_conv1d(
         ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import causal_conv1d
+        >>> x = torch.randn(2, 100, 8)  # (batch, seqlen, channels)
+        >>> causal_conv1d(x, torch.randn(8, 4), torch.zeros(8), activation="silu").shape
+        torch.Size([2, 100, 8])
+        >>> y, state = causal_conv1d(x, torch.randn(8, 7), return_final_state=True)  # any width
+        >>> state.shape
+        torch.Size([2, 8, 6])
+        >>> steps = torch.tensor([[[1.0], [2.0], [3.0]]])
+        >>> causal_conv1d(steps, torch.tensor([[10.0, 1.0]]))  # the last tap is the newest
+        tensor([[[ 1.],
+                 [12.],
+                 [23.]]])
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.causal_conv1d.default(
         x,
@@ -201,6 +216,15 @@ def causal_conv1d_update(
             with each other or with another argument.
         NotImplementedError: an argument requires a gradient, or has a tangent of forward-mode differentiation.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import causal_conv1d, causal_conv1d_update
+        >>> x, weight = torch.randn(2, 5, 8), torch.randn(8, 4)
+        >>> state = torch.zeros(2, 8, 3)  # the last width - 1 steps, updated in place
+        >>> steps = [causal_conv1d_update(x[:, t], state, weight) for t in range(5)]
+        >>> torch.allclose(torch.stack(steps, dim=1), causal_conv1d(x, weight), atol=1e-5)
+        True
     """
     if (
         out is None

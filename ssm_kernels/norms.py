@@ -58,6 +58,15 @@ def rms_norm_gated(
         ValueError: a shape, ``eps``, ``group_size`` or the activation is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or ``x`` is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import rms_norm_gated
+        >>> x, z = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> rms_norm_gated(x, torch.ones(64), z, group_size=32).shape
+        torch.Size([2, 10, 64])
+        >>> rms_norm_gated(torch.tensor([[3.0, 4.0]]), None)
+        tensor([[0.8485, 1.1314]])
     """
     out: Tensor = torch.ops.ssm_kernels.rms_norm_gated.default(
         x, weight, z, bias, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation
@@ -83,6 +92,15 @@ def layer_norm_gated(
         \mathrm{norm}(v) = (v - \mathrm{mean}(v)) / \sqrt{\mathrm{mean}((v - \mathrm{mean}(v))^2) + \mathrm{eps}}
 
     :func:`rms_norm_gated` documents everything else. Autograd saves two numbers per group of a row.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import layer_norm_gated
+        >>> x, z = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> layer_norm_gated(x, torch.ones(64), z, torch.zeros(64)).shape
+        torch.Size([2, 10, 64])
+        >>> layer_norm_gated(torch.tensor([[3.0, 5.0]]), None)
+        tensor([[-1.0000,  1.0000]])
     """
     out: Tensor = torch.ops.ssm_kernels.layer_norm_gated.default(
         x, weight, z, bias, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation
@@ -122,6 +140,16 @@ def add_rms_norm(
         row.
 
     :func:`rms_norm_gated` documents the rest and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import add_rms_norm
+        >>> x, residual = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> y, residual = add_rms_norm(x, residual, torch.ones(64))
+        >>> y.shape, residual.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 64]))
+        >>> add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), None)
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_rms_norm.default(
         x, residual, weight, bias, eps=eps, residual_in_fp32=residual_in_fp32
@@ -139,7 +167,16 @@ def add_layer_norm(
     eps: float = 1e-5,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum with a residual and its LayerNorm: :func:`add_rms_norm` with the mean subtracted."""
+    """Sum with a residual and its LayerNorm: :func:`add_rms_norm` with the mean subtracted.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import add_layer_norm
+        >>> x, residual = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> y, residual = add_layer_norm(x, residual, torch.ones(64), torch.zeros(64))
+        >>> y.shape, residual.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 64]))
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_layer_norm.default(
         x, residual, weight, bias, eps=eps, residual_in_fp32=residual_in_fp32
     )

@@ -233,6 +233,24 @@ def selective_scan(
             while a CUDA graph is being captured.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import selective_scan
+        >>> batch, dim, seqlen, dstate = 2, 8, 100, 16
+        >>> u, delta = torch.randn(batch, dim, seqlen), torch.rand(batch, dim, seqlen)
+        >>> A, B, C = -torch.rand(dim, dstate), torch.randn(batch, dstate, seqlen), torch.randn(batch, dstate, seqlen)
+        >>> selective_scan(u, delta, A, B, C, discretization="zoh_exact").shape
+        torch.Size([2, 8, 100])
+        >>> y, state = selective_scan(u, delta, A, B, C, return_last_state=True)
+        >>> state.shape
+        torch.Size([2, 8, 16])
+        >>> x = torch.randn(batch, seqlen, dim)  # channels last: a view, no copy
+        >>> selective_scan(x.transpose(1, 2), delta, A, B, C).transpose(1, 2).shape
+        torch.Size([2, 100, 8])
+        >>> one = torch.ones(1, 1, 3)  # a held input of 1, with A = -1 and steps of 1: 1 - exp(-t)
+        >>> selective_scan(one, one, -torch.ones(1, 1), one, one, discretization="zoh_exact")
+        tensor([[[0.6321, 0.8647, 0.9502]]])
     """
     if states_at is not None:
         if reverse:
@@ -356,6 +374,25 @@ def selective_state_update(
             each other or with another argument.
         NotImplementedError: an argument requires a gradient beside ``out`` or another of the arguments after ``A_is_log``.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import selective_state_update
+        >>> batch, dim, dstate = 2, 8, 16
+        >>> state = torch.zeros(batch, dim, dstate)  # updated in place
+        >>> A = -torch.rand(dim, dstate)
+        >>> for token in range(3):
+        ...     x, dt = torch.randn(batch, dim), torch.rand(batch, dim)
+        ...     B, C = torch.randn(batch, dstate), torch.randn(batch, dstate)
+        ...     y = selective_state_update(state, x, dt, A, B, C)
+        >>> y.shape
+        torch.Size([2, 8])
+        >>> heads, headdim = 4, 2  # Mamba-2: a number a head, expanded
+        >>> state = torch.zeros(batch, heads, headdim, dstate)
+        >>> A, dt = -torch.rand(heads), torch.rand(batch, heads)
+        >>> A, dt = A[:, None, None].expand(-1, headdim, dstate), dt[:, :, None].expand(-1, -1, headdim)
+        >>> selective_state_update(state, torch.randn(batch, heads, headdim), dt, A, B, C).shape
+        torch.Size([2, 4, 2])
     """
     limits = read_dt_limit("selective_state_update", dt_limit)
     if (

@@ -47,6 +47,15 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
         the scan.
 
     The step has the options and errors of the scan. Messages name the step and its arguments.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import linear_step
+        >>> a, b = torch.tensor([[0.5]]), torch.tensor([[1.0]])  # (batch, channels)
+        >>> h, state = linear_step(a, b)  # from a state of zero
+        >>> h, state = linear_step(a, b, state)
+        >>> h
+        tensor([[1.5000]])
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
     return results
@@ -61,7 +70,17 @@ def mingru_step(
     candidate_activation: str | None = None,
     gate_is_logit: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """One step of :func:`mingru_scan`; see :func:`linear_step`."""
+    """One step of :func:`mingru_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import mingru_step
+        >>> gate, candidate = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> h, state = mingru_step(gate, candidate)  # from a state of zero
+        >>> h, state = mingru_step(gate, candidate, state)
+        >>> h
+        tensor([[0.7500]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_step(
         gate, candidate, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit
     )
@@ -77,7 +96,17 @@ def minlstm_step(
     *,
     candidate_activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of :func:`minlstm_scan`; see :func:`linear_step`."""
+    """One step of :func:`minlstm_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import minlstm_step
+        >>> gate, candidate = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> h, state = minlstm_step(gate, gate, candidate)  # from a state of zero
+        >>> h, state = minlstm_step(gate, gate, candidate, state)
+        >>> h
+        tensor([[0.7500]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_step(
         forget, input, candidate, state, candidate_activation=candidate_activation
     )
@@ -86,7 +115,17 @@ def minlstm_step(
 
 @names_arguments
 def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`liquid_scan`; see :func:`linear_step`."""
+    """One step of :func:`liquid_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import liquid_step
+        >>> candidate, dt = torch.tensor([[1.0]]), torch.tensor([[1.0]])
+        >>> h, state = liquid_step(candidate, torch.tensor([2.0]), dt)  # from a state of zero
+        >>> h, state = liquid_step(candidate, torch.tensor([2.0]), dt, state)
+        >>> h
+        tensor([[0.6321]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_step(
         candidate, tau, step_size("liquid_step", dt, candidate), state
     )
@@ -102,7 +141,17 @@ def rglru_step(
     recurrent_param: Tensor,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of :func:`rglru_scan`; see :func:`linear_step`."""
+    """One step of :func:`rglru_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import rglru_step
+        >>> gates, x = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> h, state = rglru_step(gates, gates, x=x, recurrent_param=torch.tensor([0.1]))  # from a state of zero
+        >>> h, state = rglru_step(gates, gates, x=x, recurrent_param=torch.tensor([0.1]), state=state)
+        >>> h
+        tensor([[0.5248]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_step(
         recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, state=state
     )
@@ -111,20 +160,50 @@ def rglru_step(
 
 @names_arguments
 def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
+    """One step of :func:`hgrn_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import hgrn_step
+        >>> log_gate, x = torch.tensor([[-0.5]]), torch.tensor([[1.0]])
+        >>> h, state = hgrn_step(log_gate, x=x)  # from a state of zero
+        >>> h, state = hgrn_step(log_gate, x=x, state=state)
+        >>> h
+        tensor([[1.6065]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_step(log_gate, x=x, state=state)
     return results
 
 
 @names_arguments
 def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
+    """One step of :func:`elu_gru_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import elu_gru_step
+        >>> gate, candidate = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> h, state = elu_gru_step(gate, candidate)  # from a state of zero
+        >>> h, state = elu_gru_step(gate, candidate, state)
+        >>> h
+        tensor([[1.5000]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_step(gate, candidate, state)
     return results
 
 
 @names_arguments
 def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
+    """One step of :func:`diag_linear_scan`; see :func:`linear_step`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import diag_linear_step
+        >>> gate, x = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> h, state = diag_linear_step(gate, x)  # from a state of zero
+        >>> h, state = diag_linear_step(gate, x, state)
+        >>> h
+        tensor([[1.5000]])
+    """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_step(gate, x, state)
     return results

@@ -138,6 +138,18 @@ def linear_scan(
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import linear_scan
+        >>> a, b = torch.tensor([[[0.5], [0.5], [0.5]]]), torch.tensor([[[1.0], [1.0], [1.0]]])  # (batch, seqlen, channels)
+        >>> linear_scan(a, b).flatten()
+        tensor([1.0000, 1.5000, 1.7500])
+        >>> h, last_state = linear_scan(a, b, torch.tensor([[8.0]]), return_last_state=True)
+        >>> last_state
+        tensor([[2.7500]])
+        >>> linear_scan(a, b, reset=torch.tensor([[False, False, True]])).flatten()  # a sequence begins at step 2
+        tensor([1.0000, 1.5000, 1.0000])
     """
     results: tuple[Tensor, Tensor] = _operators.linear_scan.default(a, b, h0, **_time_options(reverse, cu_seqlens, reset))
     return results if return_last_state else results[0]
@@ -212,6 +224,16 @@ def mingru_scan(
         gate_is_logit: apply the sigmoid to ``gate``.
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import mingru_scan
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> mingru_scan(gate, candidate).flatten()  # a logit of 0 is a gate of 1/2
+        tensor([0.5000, 0.7500, 0.8750])
+        >>> x = torch.randn(2, 100, 16)
+        >>> mingru_scan(x, x, torch.zeros(2, 16), candidate_activation="g").shape
+        torch.Size([2, 100, 16])
     """
     results: tuple[Tensor, Tensor] = _operators.mingru_scan.default(
         gate,
@@ -294,6 +316,13 @@ def minlstm_scan(
         candidate_activation: as for :func:`mingru_scan`.
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import minlstm_scan
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> minlstm_scan(gate, gate, candidate).flatten()  # forget and input gate are equal
+        tensor([0.5000, 0.7500, 0.8750])
     """
     results: tuple[Tensor, Tensor] = _operators.minlstm_scan.default(
         forget,
@@ -371,6 +400,13 @@ def liquid_scan(
 
     Raises:
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import liquid_scan
+        >>> candidate, dt = torch.tensor([[[1.0], [1.0], [1.0]]]), torch.tensor([[[1.0], [5.0], [0.5]]])  # steps of any length
+        >>> liquid_scan(candidate, torch.tensor([2.0]), dt).flatten()
+        tensor([0.3935, 0.9502, 0.9612])
     """
     results: tuple[Tensor, Tensor] = _operators.liquid_scan.default(
         candidate, tau, step_size("liquid_scan", dt, candidate), h0, **_time_options(reverse, cu_seqlens, reset)
@@ -446,6 +482,13 @@ def rglru_scan(
         recurrent_param: broadcasts; as a rule (channels,).
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import rglru_scan
+        >>> gates, x = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])  # raw gates, for both
+        >>> rglru_scan(gates, gates, x=x, recurrent_param=torch.tensor([0.1])).flatten()
+        tensor([0.4994, 0.5248, 0.5261])
     """
     results: tuple[Tensor, Tensor] = _operators.rglru_scan.default(
         recurrence_gate,
@@ -514,6 +557,13 @@ def hgrn_scan(
         x: shape and dtype of ``log_gate``. Keyword-only, like all later arguments, so that no call passes it as the gate.
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import hgrn_scan
+        >>> log_gate, x = torch.tensor([[[-0.5], [-0.5], [-0.5]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> hgrn_scan(log_gate, x=x).flatten()
+        tensor([1.0000, 1.6065, 1.9744])
     """
     results: tuple[Tensor, Tensor] = _operators.hgrn_scan.default(
         log_gate, x=x, h0=h0, **_time_options(reverse, cu_seqlens, reset)
@@ -579,6 +629,13 @@ def elu_gru_scan(
         candidate: shape and dtype of ``gate``.
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import elu_gru_scan
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> elu_gru_scan(gate, candidate).flatten()
+        tensor([1.0000, 1.5000, 1.7500])
     """
     results: tuple[Tensor, Tensor] = _operators.elu_gru_scan.default(
         gate, candidate, h0, **_time_options(reverse, cu_seqlens, reset)
@@ -639,6 +696,13 @@ def diag_linear_scan(
         x: shape and dtype of ``gate``.
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import diag_linear_scan
+        >>> gate, x = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> diag_linear_scan(gate, x).flatten()
+        tensor([1.0000, 1.5000, 1.7500])
     """
     results: tuple[Tensor, Tensor] = _operators.diag_linear_scan.default(
         gate, x, h0, **_time_options(reverse, cu_seqlens, reset)

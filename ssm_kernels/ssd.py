@@ -254,6 +254,19 @@ def ssd_chunk_scan(
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import ssd_chunk_scan
+        >>> batch, seqlen, heads, headdim, groups, dstate = 2, 100, 4, 16, 1, 32
+        >>> x, dt = torch.randn(batch, seqlen, heads, headdim), torch.rand(batch, seqlen, heads)
+        >>> A, B, C = -torch.rand(heads), *torch.randn(2, batch, seqlen, groups, dstate)
+        >>> ssd_chunk_scan(x, dt, A, B, C).shape
+        torch.Size([2, 100, 4, 16])
+        >>> out, states = ssd_chunk_scan(x, dt, A, B, C, D=torch.ones(heads), return_final_states=True)
+        >>> states.shape
+        torch.Size([2, 4, 16, 32])
+        >>> more = ssd_chunk_scan(x, dt, A, B, C, initial_states=states)  # continues
     """
     if states_at is not None:
         if reverse:

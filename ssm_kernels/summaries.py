@@ -72,6 +72,15 @@ def selective_scan_summary(
         ValueError: a shape or the discretization is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import selective_scan_summary
+        >>> u, delta = torch.randn(2, 8, 100), torch.rand(2, 8, 100)
+        >>> A, B = -torch.rand(8, 16), torch.randn(2, 16, 100)
+        >>> last_state, decay = selective_scan_summary(u, delta, A, B)
+        >>> last_state.shape, decay.shape
+        (torch.Size([2, 8, 16]), torch.Size([2, 8, 16]))
     """
     begins = None
     if seq_idx is not None:
@@ -125,6 +134,15 @@ def ssd_chunk_scan_summary(
         ValueError: a shape, ``dt_limit`` or the discretization is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import ssd_chunk_scan_summary
+        >>> x, dt = torch.randn(2, 100, 4, 16), torch.rand(2, 100, 4)
+        >>> A, B = -torch.rand(4), torch.randn(2, 100, 1, 32)
+        >>> last_states, decay = ssd_chunk_scan_summary(x, dt, A, B)
+        >>> last_states.shape, decay.shape
+        (torch.Size([2, 4, 16, 32]), torch.Size([2, 4]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan_summary(
         x,
@@ -173,6 +191,16 @@ def linear_scan_summary(
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import linear_scan, linear_scan_summary
+        >>> a, b = torch.tensor([[[0.5], [0.5], [0.5]]]), torch.tensor([[[1.0], [1.0], [1.0]]])  # (batch, seqlen, channels)
+        >>> last_state, decay = linear_scan_summary(a, b)
+        >>> last_state, decay
+        (tensor([[1.7500]]), tensor([[0.1250]]))
+        >>> linear_scan(a, b, torch.tensor([[8.0]]))[:, -1] == decay * 8 + last_state
+        tensor([[True]])
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(
         a, b, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -194,6 +222,14 @@ def mingru_scan_summary(
     """The map of :func:`mingru_scan` from the state before all steps to the state after them.
 
     :func:`mingru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import mingru_scan_summary
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = mingru_scan_summary(gate, candidate)
+        >>> last_state, decay
+        (tensor([[0.8750]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan_summary(
         gate,
@@ -221,6 +257,14 @@ def minlstm_scan_summary(
     """The map of :func:`minlstm_scan` from the state before all steps to the state after them.
 
     :func:`minlstm_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import minlstm_scan_summary
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = minlstm_scan_summary(gate, gate, candidate)
+        >>> last_state, decay
+        (tensor([[0.8750]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan_summary(
         forget, input, candidate, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -241,6 +285,14 @@ def liquid_scan_summary(
     """The map of :func:`liquid_scan` from the state before all steps to the state after them.
 
     :func:`liquid_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import liquid_scan_summary
+        >>> candidate, dt = torch.tensor([[[1.0], [1.0], [1.0]]]), torch.tensor([[[1.0], [5.0], [0.5]]])
+        >>> last_state, decay = liquid_scan_summary(candidate, torch.tensor([2.0]), dt)
+        >>> last_state, decay
+        (tensor([[0.9612]]), tensor([[0.0388]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan_summary(
         candidate, tau, step_size("liquid_scan_summary", dt, candidate), reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -262,6 +314,14 @@ def rglru_scan_summary(
     """The map of :func:`rglru_scan` from the state before all steps to the state after them.
 
     :func:`rglru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import rglru_scan_summary
+        >>> gates, x = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = rglru_scan_summary(gates, gates, x=x, recurrent_param=torch.tensor([0.1]))
+        >>> last_state, decay
+        (tensor([[0.5261]]), tensor([[0.0001]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan_summary(
         recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -276,6 +336,14 @@ def hgrn_scan_summary(
     """The map of :func:`hgrn_scan` from the state before all steps to the state after them.
 
     :func:`hgrn_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import hgrn_scan_summary
+        >>> log_gate, x = torch.tensor([[[-0.5], [-0.5], [-0.5]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = hgrn_scan_summary(log_gate, x=x)
+        >>> last_state, decay
+        (tensor([[1.9744]]), tensor([[0.2231]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan_summary(
         log_gate, x=x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -290,6 +358,14 @@ def elu_gru_scan_summary(
     """The map of :func:`elu_gru_scan` from the state before all steps to the state after them.
 
     :func:`elu_gru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import elu_gru_scan_summary
+        >>> gate, candidate = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = elu_gru_scan_summary(gate, candidate)
+        >>> last_state, decay
+        (tensor([[1.7500]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan_summary(
         gate, candidate, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
@@ -304,6 +380,14 @@ def diag_linear_scan_summary(
     """The map of :func:`diag_linear_scan` from the state before all steps to the state after them.
 
     :func:`diag_linear_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import diag_linear_scan_summary
+        >>> gate, x = torch.tensor([[[0.0], [0.0], [0.0]]]), torch.tensor([[[1.0], [1.0], [1.0]]])
+        >>> last_state, decay = diag_linear_scan_summary(gate, x)
+        >>> last_state, decay
+        (tensor([[1.7500]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan_summary(
         gate, x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
