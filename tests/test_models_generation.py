@@ -246,14 +246,16 @@ def draw(logits: Tensor, count: int = 40_000, **options: Any) -> Tensor:
     return tokens.bincount(minlength=logits.shape[-1]).double() / count
 
 
-def expected_frequencies(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
+def expected_frequencies(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, min_p: float = 0.0
+) -> Tensor:
     """The definition, a token at a time."""
     p = (logits.double() / temperature).softmax(dim=-1)
     order = sorted(range(len(p)), key=lambda token: -p[token])
     kept = order[:top_k] if top_k else order
     total, mass, nucleus = sum(p[token].item() for token in kept), 0.0, []
     for token in kept:
-        if nucleus and 0 < top_p < 1 and mass >= top_p:
+        if nucleus and ((0 < top_p < 1 and mass >= top_p) or p[token] < min_p * p[order[0]]):
             break
         nucleus.append(token)
         mass += p[token].item() / total
@@ -274,6 +276,8 @@ def expected_frequencies(logits: Tensor, temperature: float = 1.0, top_k: int = 
         {"top_p": 1.0},
         {"top_p": 1e-6},
         {"temperature": 1.7, "top_k": 8, "top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.3},
     ],
 )
 def test_distribution_of_samples(options, device):
@@ -300,18 +304,51 @@ BAD_ARGUMENTS: dict[tuple[str, ...], list[tuple[dict[str, Any], type[Exception],
     ("sample", "MambaLM.generate"): [
         ({"temperature": -1.0}, ValueError, "expected temperature to be finite and not negative, got -1.0"),
         ({"top_k": -1}, ValueError, "expected top_k to be at least 0, got -1"),
+        ({"min_p": -0.5}, ValueError, "expected min_p from 0 to 1, got -0.5"),
         ({"top_p": 1.5}, ValueError, "expected top_p from 0 to 1, got 1.5"),
+    ],
+    ("sample",): [
+        ({"logits": torch.zeros(2, 0)}, ValueError, "expected logits of at least one token"),
+        ({"logits": torch.zeros(2, 3).int()}, TypeError, "expected logits of at least one token and of a floating-point dtype"),
     ],
     ("MambaLM", "MambaLM.generate"): [
         ({"input_ids": TOKENS.float()}, TypeError, "expected input_ids of dtype int32 or int64, got torch.float32"),
         ({"input_ids": TOKENS[0]}, ValueError, "expected input_ids of shape (batch, seqlen), got [3]"),
+    ],
+    ("MambaLM",): [
         ({"input_ids": [1, 2]}, TypeError, "expected input_ids to be a tensor, got list"),
+        ({"labels": TOKENS, "num_last_tokens": 1}, ValueError, "expected labels or num_last_tokens, got both"),
+        ({"labels": TOKENS[:, :2]}, ValueError, "expected labels of shape (batch, seqlen)"),
+        ({"labels": TOKENS.float()}, TypeError, "expected labels of dtype int32 or int64, got torch.float32"),
+        ({"labels": TOKENS.to("meta")}, RuntimeError, "expected labels on cpu, where the other tensors are, got meta"),
     ],
     ("MambaLM.generate",): [
         ({"max_length": None}, ValueError, "expected max_length or max_new_tokens, got neither"),
         ({"max_new_tokens": 2}, ValueError, "expected max_length or max_new_tokens, got both"),
         ({"max_length": 2}, ValueError, "expected max_length to be at least 3, got 2"),
         ({"max_length": None, "max_new_tokens": -1}, ValueError, "expected max_new_tokens to be at least 0, got -1"),
+        ({"input_ids": [1, 2]}, TypeError, "expected prompts of 1-D tensors or lists of ints, got input_ids[0] of int"),
+        ({"input_ids": "text"}, TypeError, "expected input_ids to be a tensor, or a list of prompts, got str"),
+        ({"input_ids": [[1], []]}, ValueError, "expected a prompt of at least one token, got none in input_ids[1]"),
+        ({"input_ids": []}, ValueError, "expected a prompt of at least one token, got an empty list"),
+        ({"input_ids": [[1.5]]}, TypeError, "expected a token of input_ids[0] to be an int, got float"),
+        ({"input_ids": [TOKENS]}, ValueError, "expected input_ids[0] of shape (seqlen,), got [2, 3]"),
+        ({"input_ids": [[1]], "attention_mask": TOKENS}, ValueError, "expected no attention_mask with a list of prompts"),
+        ({"attention_mask": TOKENS[:, :2]}, ValueError, "expected attention_mask of shape (batch, seqlen)"),
+        ({"attention_mask": [1, 1, 1]}, TypeError, "expected attention_mask to be a tensor, got list"),
+        ({"attention_mask": TOKENS * 0}, ValueError, "expected a prompt of at least one token in each row"),
+        (
+            {"attention_mask": TOKENS.to("meta")},
+            RuntimeError,
+            "expected attention_mask on cpu, where the other tensors are, got",
+        ),
+        ({"eos_token_id": [1, VOCABULARY]}, ValueError, "expected eos_token_id below vocab_size = 21, got 21"),
+        ({"eos_token_id": []}, ValueError, "expected eos_token_id to be an int, a list of at least one, or None, got an empty"),
+        ({"eos_token_id": 1.0}, TypeError, "expected eos_token_id to be an int, a list of ints or None, got float"),
+        ({"pad_token_id": 24}, ValueError, "expected pad_token_id below 24, the rows of the embedding, got 24"),
+        ({"repetition_penalty": 0.0}, ValueError, "expected repetition_penalty to be positive and finite, got 0.0"),
+        ({"output_scores": 1}, TypeError, "expected output_scores to be a bool, got int"),
+        ({"streamer": 3}, TypeError, "expected streamer to have methods put and end, got int"),
         ({"eos_token_id": VOCABULARY}, ValueError, "expected eos_token_id below vocab_size = 21, got 21"),
         ({"cg": True}, ValueError, "expected input_ids on a CUDA device with cg=True, got cpu"),
         ({"input_ids": TOKENS[:, :0]}, ValueError, "expected a prompt of at least one token, got input_ids of shape [2, 0]"),

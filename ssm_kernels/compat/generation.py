@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..models.generation import GraphedStep
+from ..models.generation import GraphedStep, check_streamer
 
 __all__ = [
     "DecodingCGCache",
@@ -131,20 +132,24 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
         top_k: only the ``top_k`` most probable tokens are drawn; 1 takes the most probable, 0 is all.
         top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 is all.
         min_p: must be 0. ``mamba_ssm`` compares logits with ``min_p`` times the logit of token 0, for a batch of 1 only.
-        temperature: divides the logits.
+        temperature: divides the logits; 0 takes the most probable token, as in :func:`ssm_kernels.models.sample`.
 
     Returns:
         (batch,), int64.
 
     Raises:
         NotImplementedError: ``min_p`` is not 0.
-        ValueError: ``top_p`` is above 1.
+        ValueError: ``top_p`` is above 1, ``logits`` have no token, or ``temperature`` is not finite.
     """
     if min_p != 0:
         raise NotImplementedError(f"sample: expected min_p=0.0, got {min_p}")
     if top_p > 1:
         raise ValueError(f"sample: expected top_p from 0 to 1, got {top_p}")
-    if top_k == 1:
+    if logits.shape[-1] == 0:
+        raise ValueError(f"sample: expected logits of at least one token, got {[*logits.shape]}")
+    if not math.isfinite(temperature):
+        raise ValueError(f"sample: expected a finite temperature, got {temperature}")
+    if top_k == 1 or temperature == 0:
         return logits.argmax(dim=-1)
     tokens = None
     if top_k > 0:
@@ -195,10 +200,16 @@ def decode(
 
     Raises:
         NotImplementedError: ``min_p`` or ``enable_timing`` is not neutral.
+        TypeError: ``streamer`` lacks ``put`` or ``end``.
+        RuntimeError: ``input_ids`` or ``teacher_outputs`` are on another device than the model.
     """
     for name, value, neutral in (("min_p", min_p, 0.0), ("enable_timing", enable_timing, False)):
         if value != neutral:
             raise NotImplementedError(f"generate: expected {name}={neutral}, got {value}")
+    if streamer is not None:
+        check_streamer("generate", streamer)
+    if teacher_outputs is not None and teacher_outputs.device != input_ids.device:
+        raise RuntimeError(f"generate: expected teacher_outputs on {input_ids.device}, got {teacher_outputs.device}")
     batch = input_ids.shape[0]
     graphed = model._graphed_step(batch) if cg and input_ids.is_cuda and hasattr(model, "_graphed_step") else None
     if graphed is None:

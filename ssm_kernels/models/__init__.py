@@ -10,13 +10,16 @@
 
 from .._submodules import public_names
 from .config import MambaConfig
-from .generation import InferenceParams, sample
-from .mamba_lm import CausalLMOutput, MambaLM, MixerModel
+from .generation import GenerationOutput, InferenceParams
+from .mamba_lm import CausalLMLossOutput, CausalLMOutput, MambaLM, MixerModel
 from .optimization import parameter_groups
 from .recurrent_mixer import RecurrentMixer
+from .sampling import sample
 
 __all__ = [
+    "CausalLMLossOutput",
     "CausalLMOutput",
+    "GenerationOutput",
     "InferenceParams",
     "MambaConfig",
     "MambaLM",

@@ -8,21 +8,16 @@ device still replays the graph. The host waits for the device only where it read
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..nn.checks import (
-    check_bools,
-    check_int,
-    check_not_negative,
-    check_optional_int,
-    check_probability,
-    check_shape,
-)
+from ..nn.checks import check_bools, check_optional_int
+from .prompts import Prompts
+from .sampling import SeenTokens, check_repetition_penalty, check_sampling, draw, process, sample
 
-__all__ = ["GraphedStep", "InferenceParams", "Streamer", "generate", "sample"]
+__all__ = ["GenerationOutput", "GraphedStep", "InferenceParams", "Sampling", "Streamer", "generate", "sample"]
 
 # The host checks after this many graph replays whether every sequence has reached eos_token_id.
 _EOS_INTERVAL = 8
@@ -52,67 +47,39 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-def check_sampling(name: str, temperature: Any, top_k: Any, top_p: Any, generator: Any) -> None:
-    check_not_negative(name, "temperature", temperature)
-    check_int(name, "top_k", top_k, low=0)
-    check_probability(name, "top_p", top_p)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"{name}: expected generator to be a torch.Generator or None, got {type(generator).__name__}")
+def check_streamer(name: str, streamer: Any) -> None:
+    if not all(callable(getattr(streamer, method, None)) for method in ("put", "end")):
+        raise TypeError(f"{name}: expected streamer to have methods put and end, got {type(streamer).__name__}")
 
 
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draws a token for each row of logits, in float32. The host does not wait for the device.
+class GenerationOutput(NamedTuple):
+    """The result of ``MambaLM.generate`` with ``output_scores``.
 
-    Args:
-        logits: (batch, vocab_size), any floating-point dtype.
-        temperature: divides the logits; 0 takes the largest.
-        top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the largest.
-        top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
-        generator: draws the random numbers, on the device of ``logits``; ``None`` is PyTorch's.
-
-    Returns:
-        (batch,), int64.
-
-    Raises:
-        ValueError: an argument is not as above.
-        TypeError: an argument is of another type.
+    Attributes:
+        sequences: padding, prompts and new tokens, (batch, up to max_length).
+        scores: for each new column of ``sequences``, (batch, vocab_size), float32: the logits after penalty and temperature
+            and, where tokens are drawn, with -inf for those that top_k, top_p and min_p leave out. After the end of a sequence
+            its rows have no meaning.
     """
-    check_shape("sample", "logits", logits, "(batch, vocab_size)", (None, None))
-    check_sampling("sample", temperature, top_k, top_p, generator)
-    return _sample(logits, temperature, top_k, top_p, generator)
+
+    sequences: Tensor
+    scores: tuple[Tensor, ...]
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0 or top_k == 1:
-        return logits.argmax(dim=-1)
-    logits = logits.float()
-    if temperature != 1:
-        # Subtract the largest logit first: a low temperature would turn it into infinity. CUDA multiplies by the reciprocal,
-        # and zero times infinity is NaN.
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
-    tokens: Tensor | None = None
-    if 0 < top_k < logits.shape[-1]:
-        logits, tokens = logits.topk(top_k, dim=-1)
-    if 0 < top_p < 1:
-        if tokens is None:
-            logits, tokens = logits.sort(dim=-1, descending=True)
-        probabilities = logits.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        # The most probable token always stays, whatever the sums round to.
-        before[:, 0] = 0
-        logits = logits.masked_fill(before >= top_p, -torch.inf)
-    # Sample as the first of independent exponential clocks whose rates are the probabilities: torch.multinomial would make the
-    # host wait for the device.
-    probabilities = logits.softmax(dim=-1)
-    clocks = torch.empty_like(probabilities).exponential_(generator=generator)
-    drawn = (probabilities / clocks).argmax(dim=-1)
-    return drawn if tokens is None else tokens.gather(-1, drawn[:, None])[:, 0]
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The options of ``MambaLM.generate`` for drawing, checked."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    generator: torch.Generator | None
+
+    def check(self, name: str) -> None:
+        check_sampling(name, self.temperature, self.top_k, self.top_p, self.min_p, self.generator)
+        check_repetition_penalty(name, self.repetition_penalty)
 
 
 class GraphedStep:
@@ -170,44 +137,42 @@ def _no_autocast_cache() -> torch.autocast:
 
 
 def check_generation(
-    name: str, input_ids: Any, max_length: Any, max_new_tokens: Any, eos_token_id: Any, cg: Any, vocab_size: int
+    name: str, prompts: Prompts, max_length: Any, max_new_tokens: Any, cg: Any, streamer: Any, output_scores: Any
 ) -> int:
-    """Checks the arguments of ``generate`` except the sampling options; returns the length of the result."""
-    check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
-    batch, prompt = input_ids.shape
-    if batch == 0 or prompt == 0:
-        raise ValueError(f"{name}: expected a prompt of at least one token, got input_ids of shape {[*input_ids.shape]}")
+    """Checks the arguments of ``generate`` that are not about drawing; returns the length of the result."""
     if (max_length is None) == (max_new_tokens is None):
         given = "neither" if max_length is None else "both"
         raise ValueError(f"{name}: expected max_length or max_new_tokens, got {given}")
+    prompt, device = prompts.input_ids.shape[1], prompts.input_ids.device
     check_optional_int(name, "max_new_tokens", max_new_tokens, low=0)
     check_optional_int(name, "max_length", max_length, low=prompt)
-    check_optional_int(name, "eos_token_id", eos_token_id, low=0)
-    if eos_token_id is not None and eos_token_id >= vocab_size:
-        raise ValueError(f"{name}: expected eos_token_id below vocab_size = {vocab_size}, got {eos_token_id}")
+    check_bools(name, output_scores=output_scores)
     if cg is not None:
         check_bools(name, cg=cg)
-    if cg and input_ids.device.type != "cuda":
-        raise ValueError(f"{name}: expected input_ids on a CUDA device with cg=True, got {input_ids.device}")
+    if cg and device.type != "cuda":
+        raise ValueError(f"{name}: expected input_ids on a CUDA device with cg=True, got {device}")
+    if streamer is not None:
+        check_streamer(name, streamer)
     return int(max_length) if max_length is not None else prompt + int(max_new_tokens)
 
 
 @torch.no_grad()
 def generate(
     model: Any,
-    input_ids: Tensor,
+    prompts: Prompts,
     length: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    eos_token_id: int | None,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
     graphed: GraphedStep | None,
     streamer: Streamer | None,
-    generator: torch.Generator | None,
-) -> Tensor:
+    output_scores: bool,
+) -> Tensor | GenerationOutput:
     """The loop of :meth:`.mamba_lm.MambaLM.generate`, with checked arguments; ``graphed``, if given, computes the steps."""
+    input_ids = prompts.input_ids
     batch, prompt = input_ids.shape
     vocab_size = model.config.vocab_size
+    options = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     if graphed is None:
         params = InferenceParams(length, batch, key_value_memory_dict=model.allocate_inference_cache(batch, length))
     else:
@@ -215,34 +180,52 @@ def generate(
     sequences = torch.cat([input_ids, input_ids.new_empty(batch, length - prompt)], dim=1)
     if streamer is not None:
         streamer.put(input_ids.cpu())
+    seen: SeenTokens | None = None
+    if sampling.repetition_penalty != 1:
+        seen = SeenTokens(input_ids, prompts.attention_mask, vocab_size, sampling.repetition_penalty)
+    eos = torch.tensor(eos_ids, device=input_ids.device) if len(eos_ids) > 1 else None
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     interval = 1 if graphed is None or streamer is not None else _EOS_INTERVAL
+    scores: list[Tensor] = []
     done = prompt
     logits: Tensor | None = None
     while done < length:
         if logits is None:
             params.seqlen_offset = 0
-            logits = model(input_ids, inference_params=params, num_last_tokens=1).logits[:, -1]
+            mask = {} if prompts.attention_mask is None else {"attention_mask": prompts.attention_mask}
+            logits = model(input_ids, inference_params=params, num_last_tokens=1, **mask).logits[:, -1]
         elif graphed is not None:
             logits = graphed(sequences[:, done - 1])
         else:
             params.seqlen_offset = done - 1
             logits = model(sequences[:, done - 1 : done], inference_params=params, num_last_tokens=1).logits[:, -1]
         # Rows that pad the vocabulary are no tokens.
-        tokens = _sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
-        if eos_token_id is not None:
-            tokens = tokens.masked_fill(finished, eos_token_id)
-            finished |= tokens == eos_token_id
+        logits = logits[:, :vocab_size]
+        if seen is not None:
+            logits = seen.penalize(logits)
+        if output_scores:
+            scores.append(process(logits, *options).clone())
+        tokens = draw(logits, *options, sampling.generator)
+        if eos_ids:
+            tokens = tokens.masked_fill(finished, pad_id)
+            finished |= _is_eos(tokens, eos_ids, eos)
+        if seen is not None:
+            seen.add(tokens)
         sequences[:, done] = tokens
         done += 1
         if streamer is not None:
             streamer.put(tokens.cpu())
-        if eos_token_id is not None and (done - prompt) % interval == 0 and bool(finished.all()):
+        if eos_ids and (done - prompt) % interval == 0 and bool(finished.all()):
             break
     if streamer is not None:
         streamer.end()
-    if eos_token_id is not None and done > prompt:
+    if eos_ids and done > prompt:
         # Cut after the step in which the last sequence ended.
-        running = ((sequences[:, prompt:done] == eos_token_id).cumsum(dim=1) == 0).sum(dim=1).max()
+        running = (_is_eos(sequences[:, prompt:done], eos_ids, eos).cumsum(dim=1) == 0).sum(dim=1).max()
         done = min(done, prompt + int(running) + 1)
-    return sequences[:, :done]
+    found = sequences[:, :done]
+    return GenerationOutput(found, tuple(scores[: done - prompt])) if output_scores else found
+
+
+def _is_eos(tokens: Tensor, ids: tuple[int, ...], eos: Tensor | None) -> Tensor:
+    return tokens == ids[0] if eos is None else torch.isin(tokens, eos)

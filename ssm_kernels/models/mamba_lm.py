@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 import torch.nn as nn
@@ -25,11 +25,13 @@ from ..nn.mamba2 import Mamba2
 from ..nn.weight_decay import NamesNoDecay
 from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
-from .generation import GraphedStep, Streamer, check_generation, check_sampling, generate
+from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check_generation, generate
+from .padding import Packing, check_attention_mask, next_token_loss
+from .prompts import check_eos, check_pad, check_tokens, read_prompts
 from .recurrent_mixer import RecurrentMixer
 from .tying import TiedInitialization, are_different, places_of_shared, restore_shared
 
-__all__ = ["CausalLMOutput", "MambaLM", "MixerModel"]
+__all__ = ["CausalLMLossOutput", "CausalLMOutput", "MambaLM", "MixerModel"]
 
 _NORM_EPS = 1e-5
 
@@ -41,6 +43,18 @@ class CausalLMOutput(NamedTuple):
         logits: (batch, seqlen, padded vocabulary).
     """
 
+    logits: Tensor
+
+
+class CausalLMLossOutput(NamedTuple):
+    """The result of :class:`MambaLM` with ``labels``; the loss comes first, where trainers of transformers look for it.
+
+    Attributes:
+        loss: the mean cross entropy of the next tokens, float32 (float64 in a float64 model).
+        logits: (batch, seqlen, padded vocabulary).
+    """
+
+    loss: Tensor
     logits: Tensor
 
 
@@ -152,14 +166,61 @@ class MixerModel(NamesNoDecay, nn.Module):
         """As :meth:`MambaLM.init_weights`."""
         reset_all(self, f"{type(self).__name__}.init_weights")
 
-    def forward(self, input_ids: Tensor, inference_params: Any = None, **mixer_kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inference_params: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **mixer_kwargs: Any,
+    ) -> Tensor:
         """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). :class:`MambaLM` documents the arguments."""
-        hidden_states, residual = self.embedding(input_ids), None
+        given = self._check_inputs(input_ids, inputs_embeds)
+        packing = None
+        if attention_mask is not None:
+            check_attention_mask(type(self).__name__, attention_mask, given)
+            if clash := sorted({"cu_seqlens", "seq_idx"}.intersection(mixer_kwargs)):
+                raise ValueError(f"{type(self).__name__}: expected attention_mask or {clash[0]}, got both")
+            packing = Packing(attention_mask)
+            # Without a cache of one row a sequence the padding needs a sequence of its own.
+            ends = packing.cu_seqlens_of_all() if inference_params is None else packing.cu_seqlens
+            mixer_kwargs["cu_seqlens"] = ends
+            if input_ids is not None:  # padding may be any number
+                input_ids = input_ids.masked_fill(~packing.is_token, 0)
+        residual = None
+        hidden_states = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if packing is not None:
+            hidden_states = packing.pack(hidden_states)
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        return add_norm(
+        hidden_states = add_norm(
             self.norm_f, hidden_states, residual, fused=self.fused_add_norm, residual_in_fp32=self.residual_in_fp32
         )[0]
+        return hidden_states if packing is None else packing.unpack(hidden_states)
+
+    def _check_inputs(self, input_ids: Any, inputs_embeds: Any) -> Tensor:
+        """The tensor of inputs that is given, checked."""
+        name = type(self).__name__
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{name}: expected input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
+        if inputs_embeds is not None:
+            axes = "(batch, seqlen, d_model)"
+            check_shape(name, "inputs_embeds", inputs_embeds, axes, (None, None, self.embedding.embedding_dim))
+            if not inputs_embeds.is_floating_point():
+                raise TypeError(f"{name}: expected inputs_embeds of a floating-point dtype, got {inputs_embeds.dtype}")
+        else:
+            check_tokens(name, input_ids)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        embedding = self.embedding
+        # Hooks and wrappers, as of FSDP and offloading, bring weights to the device of the input when the module is called.
+        is_at_rest = type(embedding) is not nn.Embedding or embedding._forward_pre_hooks or self._forward_pre_hooks
+        if not is_at_rest and "forward" not in embedding.__dict__ and given.device != embedding.weight.device:
+            argument = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            raise RuntimeError(
+                f"{name}: expected {argument} on the model's device, {embedding.weight.device}, got {given.device}"
+            )
+        return given
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -275,14 +336,44 @@ class MambaLM(NamesNoDecay, nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @overload
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Any = None,
         inference_params: Any = None,
         num_last_tokens: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: None = None,
         **mixer_kwargs: Any,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutput: ...
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Any = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor,
+        **mixer_kwargs: Any,
+    ) -> CausalLMLossOutput: ...
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Any = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **mixer_kwargs: Any,
+    ) -> CausalLMOutput | CausalLMLossOutput:
         """Logits of the token after each token.
 
         Args:
@@ -290,21 +381,41 @@ class MambaLM(NamesNoDecay, nn.Module):
             position_ids: ignored; for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
             num_last_tokens: return logits of this many last steps; 0 is all.
+            attention_mask: (batch, seqlen), any dtype: 0 where a row has padding, at either end or between. No token and no
+                state sees padding, and logits there are zero. The rows go through the mixers as packed sequences: not together
+                with ``cu_seqlens`` or ``seq_idx``.
+            inputs_embeds: (batch, seqlen, d_model), takes the place of the embedding of ``input_ids``. Differentiable.
+            labels: (batch, seqlen), int32 or int64: the tokens themselves, as the model compares the logits of each step with
+                the label of the next. -100 is left out, and so are labels on or behind padding and the first of each packed
+                sequence. Not together with ``num_last_tokens``.
             mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences.
 
         Returns:
-            ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary).
+            ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary); with ``labels``
+            ``CausalLMLossOutput(loss, logits)``. The loss is the mean over the labels that count, NaN if none does.
 
         Raises:
-            ValueError: ``input_ids`` is not of the shape above, or ``num_last_tokens`` is negative.
+            ValueError: a shape is not as above, ``num_last_tokens`` is negative, or arguments are given together that exclude
+                each other.
             TypeError: an argument is of another type, or the mixers do not take it.
+            RuntimeError: an argument is on another device than the model or ``input_ids``.
         """
-        self._check_tokens("MambaLM", input_ids)
-        check_int("MambaLM", "num_last_tokens", num_last_tokens, low=0)
-        hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        name = "MambaLM"
+        if inputs_embeds is None and input_ids is not None:
+            check_tokens(name, input_ids)
+        check_int(name, "num_last_tokens", num_last_tokens, low=0)
+        if labels is not None and num_last_tokens > 0:
+            raise ValueError(f"{name}: expected labels or num_last_tokens, got both")
+        optional = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        optional = {key: value for key, value in optional.items() if value is not None}
+        hidden_states = self.backbone(input_ids, inference_params=inference_params, **optional, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
-        return CausalLMOutput(self.lm_head(hidden_states))
+        logits = self.lm_head(hidden_states)
+        if labels is None:
+            return CausalLMOutput(logits)
+        packed = {key: mixer_kwargs.get(key) for key in ("cu_seqlens", "seq_idx")}
+        return CausalLMLossOutput(next_token_loss(name, logits, labels, attention_mask, **packed), logits)
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -312,29 +423,79 @@ class MambaLM(NamesNoDecay, nn.Module):
         """Returns zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
         return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
+    @overload
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
         max_length: int | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 0.0,
-        eos_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         cg: bool | None = None,
         streamer: Streamer | None = None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Continues sequences with sampled tokens: the prompt in one call, then a step for each token.
+        *,
+        attention_mask: Tensor | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        pad_token_id: int | None = None,
+        output_scores: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        cg: bool | None = None,
+        streamer: Streamer | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        pad_token_id: int | None = None,
+        output_scores: Literal[True],
+    ) -> GenerationOutput: ...
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        cg: bool | None = None,
+        streamer: Streamer | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        pad_token_id: int | None = None,
+        output_scores: bool = False,
+    ) -> Tensor | GenerationOutput:
+        """Continues sequences with sampled tokens: the prompts in one call, then a step for each token.
+
+        Options are applied in the order ``repetition_penalty``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, with the
+        definitions of transformers.
 
         Args:
-            input_ids: the prompts, (batch, seqlen), int32 or int64, at least one token each and without padding.
-            max_length: number of tokens, the prompt included. Give this or ``max_new_tokens``.
+            input_ids: the prompts, at least one token each: (batch, seqlen), int32 or int64, or a list of 1-D tensors or of
+                lists of ints, of any lengths.
+            max_length: number of tokens, the longest prompt included. Give this or ``max_new_tokens``.
             max_new_tokens: number of tokens after the prompt.
             temperature: divides the logits; 0 takes the most probable token.
             top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the most probable.
             top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
-            eos_token_id: token that ends a sequence and fills the rest of it. Generation ends with the last sequence.
+            eos_token_id: token, or tokens, that end a sequence. Generation ends with the last sequence.
             cg: whether each step replays a CUDA graph; ``None``: on CUDA. The model keeps the graph and its states for the
                 next call with the same batch size, parameters and autocast. :meth:`clear_graph` frees them: call it after a
                 change that leaves every parameter in its memory, such as a new hook or an adapter that is switched off.
@@ -342,23 +503,37 @@ class MambaLM(NamesNoDecay, nn.Module):
                 after the last; streamers of transformers work.
             generator: draws the random numbers, on the device of ``input_ids``; ``None`` is PyTorch's. Equal generators give
                 equal tokens.
+            attention_mask: (batch, seqlen), for a tensor of prompts: 0 where a row has padding, on the left or on the right.
+            min_p: only tokens at least ``min_p`` times as probable as the most probable one are drawn; 0 is all.
+            repetition_penalty: divides the logits of tokens that the row has had, or multiplies those below zero; 1 changes
+                nothing. Padding does not count.
+            pad_token_id: fills the shorter prompts of a list and the rest of sequences that have ended; ``None`` is the first
+                ``eos_token_id``, or 0 without one.
+            output_scores: also return the logits from which tokens were drawn.
 
         Returns:
-            Prompts and new tokens, (batch, up to max_length), in the dtype of ``input_ids``. Tokens are below
-            ``config.vocab_size``, also where the vocabulary is padded.
+            Padding, prompts and new tokens, (batch, up to max_length), in the dtype of ``input_ids``. Padding is on the left,
+            so that new tokens begin at the same column in every row; that of a right-padded ``input_ids`` moves there. Tokens
+            are below ``config.vocab_size``, also where the vocabulary is padded. With ``output_scores`` a
+            :class:`GenerationOutput` of these ``sequences`` and ``scores``. Each row is what its prompt alone would give.
 
         Raises:
             ValueError: an argument is not as above.
             TypeError: an argument is of another type.
+            RuntimeError: an argument is on another device than the model.
         """
         name = "MambaLM.generate"
-        length = check_generation(name, input_ids, max_length, max_new_tokens, eos_token_id, cg, self.config.vocab_size)
-        self._check_tokens(name, input_ids)
-        check_sampling(name, temperature, top_k, top_p, generator)
+        eos_ids = check_eos(name, eos_token_id, self.config.vocab_size)
+        pad_id = check_pad(name, pad_token_id, eos_ids, self.config.padded_vocab_size)
+        prompts = read_prompts(name, input_ids, attention_mask, pad_id, self.backbone.embedding.weight.device)
+        length = check_generation(name, prompts, max_length, max_new_tokens, cg, streamer, output_scores)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, generator)
+        sampling.check(name)
+        self.backbone._check_inputs(prompts.input_ids, None)
         graphed = None
-        if cg or (cg is None and input_ids.device.type == "cuda"):
-            graphed = self._graphed_step(input_ids.shape[0])
-        return generate(self, input_ids, length, temperature, top_k, top_p, eos_token_id, graphed, streamer, generator)
+        if cg or (cg is None and prompts.input_ids.device.type == "cuda"):
+            graphed = self._graphed_step(prompts.input_ids.shape[0])
+        return generate(self, prompts, length, sampling, eos_ids, pad_id, graphed, streamer, output_scores)
 
     def clear_graph(self) -> None:
         """Frees the CUDA graph that :meth:`generate` keeps, and its states."""
@@ -420,9 +595,3 @@ class MambaLM(NamesNoDecay, nn.Module):
             self._graphed = None  # free the memory of the old graph first
             self._graphed = GraphedStep(self, batch_size)
         return self._graphed
-
-    @staticmethod
-    def _check_tokens(name: str, input_ids: Any) -> None:
-        check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
-        if input_ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: expected input_ids of dtype int32 or int64, got {input_ids.dtype}")

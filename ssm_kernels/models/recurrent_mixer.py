@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..convolutions import causal_conv1d
-from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int, check_tensor
-from ..nn.common import ConvMixer, expanded, short_convolution, wide_dtype
+from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
+from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
 from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
 from ..nn.recurrent import RecurrentBase
@@ -42,7 +42,7 @@ def _reset_rnn(rnn: RecurrentBase) -> None:
     _draw_input_gate(rnn)
 
 
-class RecurrentMixer(ConvMixer):
+class RecurrentMixer(PackedMixer):
     """A causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model) around a minGRU or minLSTM, called as ``nn.Mamba`` is.
 
     Parameters, with parts = 2 for a minGRU and 3 for a minLSTM: ``conv1d.weight`` (d_model, 1, d_conv), ``conv1d.bias``
@@ -105,7 +105,8 @@ class RecurrentMixer(ConvMixer):
 
         Args:
             hidden_states: (batch, seqlen, d_model), any strides.
-            inference_params: as in :class:`ssm_kernels.nn.Mamba`. Not together with ``cu_seqlens``.
+            inference_params: as in :class:`ssm_kernels.nn.Mamba`: with ``cu_seqlens`` the cache has a row for each packed
+                sequence, and steps after ``cu_seqlens[-1]`` are padding.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
                 before ``cu_seqlens[i + 1]``. The sequences are independent, in the convolution and in the state.
 
@@ -113,17 +114,12 @@ class RecurrentMixer(ConvMixer):
             (batch, seqlen, d_model).
 
         Raises:
-            ValueError: a shape is not as above, arguments are given together that exclude each other, or the layer has no
-                ``layer_idx`` for ``inference_params``.
+            ValueError: a shape is not as above, or the layer has no ``layer_idx`` for ``inference_params``.
             TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
         """
+        self._check_packed_tensors(None, cu_seqlens)
         self._check_sequences("hidden_states", hidden_states)
-        if cu_seqlens is None:
-            return self._mix_or_step(hidden_states, inference_params)
-        if inference_params is not None:
-            raise ValueError("RecurrentMixer: expected no inference_params with cu_seqlens: the cache has one state per row")
-        check_tensor("RecurrentMixer", "cu_seqlens", cu_seqlens)
-        return self._mix(hidden_states, None, None, cu_seqlens)[0]
+        return self._mix_sequences(hidden_states, None, cu_seqlens, inference_params)
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,6 +152,7 @@ class RecurrentMixer(ConvMixer):
         hidden_states: Tensor,
         conv_state: Tensor | None,
         ssm_state: Tensor | None,
+        seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = self._conv_parameters()

@@ -198,6 +198,25 @@ def test_generate_refuses_by_name_what_it_lacks(name, value):
         make_ours("Mamba1").generate(tokens(1, 3), 5, **{name: value})
 
 
+def test_temperature_zero_is_greedy_and_bad_arguments_are_named():
+    from ssm_kernels.compat import generation
+
+    model, prompt = make_ours("Mamba1"), tokens(2, 3)
+    for options in ({"top_k": 0}, {"top_k": 5, "top_p": 0.5}):
+        assert torch.equal(model.generate(prompt, 9, temperature=0.0, **options), model.generate(prompt, 9))
+    calls = [
+        (lambda: model.generate(prompt, 9, streamer=3), TypeError, "expected streamer to have methods put and end, got int"),
+        (lambda: model.generate(prompt, 9, teacher_outputs=prompt.to("meta")), RuntimeError, "expected teacher_outputs on cpu"),
+        (lambda: model.generate(prompt.to("meta"), 9), RuntimeError, "expected input_ids on the model's device, cpu, got meta"),
+        (lambda: model(prompt.to("meta")), RuntimeError, "expected input_ids on the model's device, cpu, got meta"),
+        (lambda: generation.sample(torch.zeros(2, 0)), ValueError, "expected logits of at least one token"),
+        (lambda: generation.sample(torch.zeros(2, 3), 0, temperature=math.nan), ValueError, "expected a finite temperature"),
+    ]
+    for call, error, words in calls:
+        with pytest.raises(error, match=words):
+            call()
+
+
 def test_repetition_penalty_of_the_tokens_so_far(device):
     model, prompt = make_ours("Mamba1", device, tie_embeddings=False), tokens(2, 9, device=device)
     output = model.generate(prompt, 14, repetition_penalty=1.7, return_dict_in_generate=True, output_scores=True)

@@ -1,0 +1,115 @@
+"""The prompts of a generation: of one length, as a list, or with a mask; and the tokens that end and fill sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn.checks import check_int, check_optional_int, check_shape
+from .padding import check_attention_mask
+
+__all__ = ["Prompts", "check_eos", "check_pad", "check_tokens", "read_prompts"]
+
+
+class Prompts(NamedTuple):
+    """Prompts with their padding on the left.
+
+    Attributes:
+        input_ids: (batch, the longest prompt).
+        attention_mask: (batch, the longest prompt), bool: false for padding; None if there is none.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+
+
+def check_tokens(name: str, input_ids: Any) -> None:
+    check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected input_ids of dtype int32 or int64, got {input_ids.dtype}")
+
+
+def read_prompts(name: str, input_ids: Any, attention_mask: Any, pad_id: int, device: torch.device) -> Prompts:
+    """Checks prompts and moves their padding to the left.
+
+    Args:
+        input_ids: (batch, seqlen), or a list of (seqlen,) or of lists of ints.
+        attention_mask: None, or for a tensor its mask.
+        pad_id: fills the shorter rows of a list.
+        device: of lists of ints.
+    """
+    if isinstance(input_ids, Tensor):
+        check_tokens(name, input_ids)
+        if 0 in input_ids.shape:
+            raise ValueError(f"{name}: expected a prompt of at least one token, got input_ids of shape {[*input_ids.shape]}")
+        if attention_mask is None:
+            return Prompts(input_ids, None)
+        check_attention_mask(name, attention_mask, input_ids)
+        is_token = attention_mask != 0
+        if not input_ids.is_meta and not bool(is_token.any(dim=1).all()):
+            raise ValueError(f"{name}: expected a prompt of at least one token in each row, got a row of padding")
+        order = is_token.to(torch.uint8).argsort(dim=1, stable=True)
+        return Prompts(input_ids.gather(1, order), is_token.gather(1, order))
+    if isinstance(input_ids, str | bytes) or not isinstance(input_ids, Sequence):
+        kind = type(input_ids).__name__
+        raise TypeError(f"{name}: expected input_ids to be a tensor, or a list of prompts, got {kind}")
+    if attention_mask is not None:
+        raise ValueError(f"{name}: expected no attention_mask with a list of prompts, whose lengths say the same")
+    rows = [_read_prompt(name, i, row, device) for i, row in enumerate(input_ids)]
+    if not rows:
+        raise ValueError(f"{name}: expected a prompt of at least one token, got an empty list")
+    if any(row.device != rows[0].device for row in rows):
+        raise RuntimeError(f"{name}: expected prompts on one device, got {sorted({str(row.device) for row in rows})}")
+    longest = max(row.numel() for row in rows)
+    dtype = torch.int32 if all(row.dtype == torch.int32 for row in rows) else torch.int64
+    ids = torch.full((len(rows), longest), pad_id, dtype=dtype, device=rows[0].device)
+    is_token = torch.zeros_like(ids, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.numel() :] = row
+        is_token[i, longest - row.numel() :] = True
+    return Prompts(ids, None if all(row.numel() == longest for row in rows) else is_token)
+
+
+def _read_prompt(name: str, i: int, row: Any, device: torch.device) -> Tensor:
+    if not isinstance(row, Tensor):
+        if isinstance(row, str | bytes) or not isinstance(row, Sequence):
+            raise TypeError(
+                f"{name}: expected prompts of 1-D tensors or lists of ints, got input_ids[{i}] of {type(row).__name__}"
+            )
+        for token in row:
+            check_int(name, f"a token of input_ids[{i}]", token, low=0, high=2**31 - 1)
+        row = torch.tensor([int(token) for token in row], dtype=torch.int64, device=device)
+    check_shape(name, f"input_ids[{i}]", row, "(seqlen,)", (None,))
+    if row.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected input_ids[{i}] of dtype int32 or int64, got {row.dtype}")
+    if row.numel() == 0:
+        raise ValueError(f"{name}: expected a prompt of at least one token, got none in input_ids[{i}]")
+    return row
+
+
+def check_eos(name: str, eos_token_id: Any, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a sequence, from None, an int or several."""
+    if eos_token_id is None:
+        return ()
+    if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
+        ids = list(eos_token_id)
+        if not ids:
+            raise ValueError(f"{name}: expected eos_token_id to be an int, a list of at least one, or None, got an empty list")
+    else:
+        ids = [eos_token_id]
+    for token in ids:
+        check_int(name, "eos_token_id", token, low=0, expected="an int, a list of ints or None")
+        if token >= vocab_size:
+            raise ValueError(f"{name}: expected eos_token_id below vocab_size = {vocab_size}, got {token}")
+    return tuple(int(token) for token in ids)
+
+
+def check_pad(name: str, pad_token_id: Any, eos_ids: tuple[int, ...], rows: int) -> int:
+    """The token that fills sequences: the given one, the first that ends sequences, or 0."""
+    check_optional_int(name, "pad_token_id", pad_token_id, low=0)
+    if pad_token_id is not None and pad_token_id >= rows:
+        raise ValueError(f"{name}: expected pad_token_id below {rows}, the rows of the embedding, got {pad_token_id}")
+    return int(pad_token_id) if pad_token_id is not None else (eos_ids or (0,))[0]
