@@ -229,6 +229,13 @@ def selective_scan(
     """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
 
     Computed in the promoted dtype of all arguments; results have that dtype. With ``reverse``, the scan of flipped arguments.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> one = torch.ones(1, 1, 3, dtype=torch.float64)
+        >>> reference.selective_scan(one, one, -torch.ones(1, 1, dtype=torch.float64), one, one, discretization="zoh_exact")
+        tensor([[[0.6321, 0.8647, 0.9502]]], dtype=torch.float64)
     """
     batch, dim, seqlen = u.shape
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
@@ -292,6 +299,15 @@ def selective_state_update(
     Returns:
         ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
         padding: their output is zero and they touch no state.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> state, x, dt = torch.zeros(2, 8, 16), torch.randn(2, 8), torch.rand(2, 8)
+        >>> A, B, C = -torch.rand(8, 16), torch.randn(2, 16), torch.randn(2, 16)
+        >>> y, new_state = reference.selective_state_update(state, x, dt, A, B, C)
+        >>> y.shape, new_state.shape
+        (torch.Size([2, 8]), torch.Size([2, 8, 16]))
     """
     heads = state.dim() == 4
     B, C = (X[:, None] if X.dim() == 2 else X for X in (B, C))

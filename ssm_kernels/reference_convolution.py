@@ -109,6 +109,13 @@ def causal_conv1d(
     """Depthwise causal convolution. Arguments and results as :func:`ssm_kernels.causal_conv1d`.
 
     A loop over packed sequences, and for each over the lags. Padding is replaced by zeros before and after.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x = torch.tensor([[[1.0], [2.0], [3.0]]], dtype=torch.float64)
+        >>> reference.causal_conv1d(x, torch.tensor([[10.0, 1.0]], dtype=torch.float64)).flatten()
+        tensor([ 1., 12., 23.], dtype=torch.float64)
     """
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     state = x.new_zeros(sequences, x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
@@ -144,6 +151,14 @@ def causal_conv1d_update(
     Returns:
         ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
         padding: their output is zero and they touch no state.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x, state = torch.tensor([[3.0]], dtype=torch.float64), torch.tensor([[[2.0]]], dtype=torch.float64)
+        >>> y, new_state = reference.causal_conv1d_update(x, state, torch.tensor([[10.0, 1.0]], dtype=torch.float64))
+        >>> y, new_state
+        (tensor([[23.]], dtype=torch.float64), tensor([[[3.]]], dtype=torch.float64))
     """
     steps = x if x.dim() == 3 else x[:, None]
     batch, seqlen, _ = steps.shape

@@ -18,6 +18,13 @@ class Discretization(NamedTuple):
         name: the string that ``discretization=`` takes.
         coefficients: maps ``z = delta * A`` to ``(Abar, gain)``; the input's factor is ``delta * gain``.
         summary: one line on what the rule is.
+
+    Examples:
+        >>> from ssm_kernels import reference
+        >>> reference.DISCRETIZATIONS["bilinear"].summary
+        'Tustin: the trapezoidal rule for A, one input sample'
+        >>> sorted(reference.DISCRETIZATIONS)
+        ['backward_euler', 'bilinear', 'euler', 'highorder', 'poly', 'rk4', 'zoh', 'zoh_exact']
     """
 
     name: str
@@ -43,6 +50,12 @@ def phi1(z: Tensor) -> Tensor:
 
     Below ``|z| = 0.5`` it is the Taylor series ``sum_k z^k / (k + 1)!`` with 18 terms (relative remainder under 1e-21 there),
     because the derivative of the quotient cancels near zero.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> reference.phi1(torch.tensor([0.0, 1e-12, 1.0], dtype=torch.float64))
+        tensor([1.0000, 1.0000, 1.7183], dtype=torch.float64)
     """
     near_zero = z.abs() < 0.5
     # Each branch gets a harmless argument where it is not taken: an infinite value there would make the gradient NaN.
@@ -103,6 +116,15 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
 
     Raises:
         ValueError: the discretization is unknown.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> delta, A = torch.tensor(0.5, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64)
+        >>> reference.coefficients("zoh_exact", delta, A)
+        (tensor(0.6065, dtype=torch.float64), tensor(0.3935, dtype=torch.float64))
+        >>> reference.coefficients("bilinear", delta, A)
+        (tensor(0.6000, dtype=torch.float64), tensor(0.4000, dtype=torch.float64))
     """
     name = ALIASES.get(discretization, discretization)
     if name not in DISCRETIZATIONS:

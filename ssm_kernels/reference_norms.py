@@ -67,7 +67,14 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    """``norm(x a(z)) weight + bias``, or ``(norm(x) weight + bias) a(z)`` with ``norm_before_gate``."""
+    """``norm(x a(z)) weight + bias``, or ``(norm(x) weight + bias) a(z)`` with ``norm_before_gate``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> reference.rms_norm_gated(torch.tensor([[3.0, 4.0]], dtype=torch.float64), None)
+        tensor([[0.8485, 1.1314]], dtype=torch.float64)
+    """
     return _norm_gated(x, weight, z, bias, eps, group_size, norm_before_gate, activation, False)
 
 
@@ -82,7 +89,14 @@ def layer_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    """:func:`rms_norm_gated` with the mean subtracted."""
+    """:func:`rms_norm_gated` with the mean subtracted.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> reference.layer_norm_gated(torch.tensor([[3.0, 5.0]], dtype=torch.float64), None)
+        tensor([[-1.0000,  1.0000]], dtype=torch.float64)
+    """
     return _norm_gated(x, weight, z, bias, eps, group_size, norm_before_gate, activation, True)
 
 
@@ -110,7 +124,15 @@ def add_rms_norm(
     eps: float = 1e-5,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``norm(x + residual) weight + bias`` and ``x + residual``."""
+    """``norm(x + residual) weight + bias`` and ``x + residual``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x, residual = torch.tensor([[[1.0, 2.0]], [[2.0, 2.0]]], dtype=torch.float64)
+        >>> reference.add_rms_norm(x, residual, None)
+        (tensor([[0.8485, 1.1314]], dtype=torch.float64), tensor([[3., 4.]], dtype=torch.float64))
+    """
     return _add_norm(x, residual, weight, bias, eps, residual_in_fp32, False)
 
 
@@ -123,5 +145,13 @@ def add_layer_norm(
     eps: float = 1e-5,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`add_rms_norm` with the mean subtracted."""
+    """:func:`add_rms_norm` with the mean subtracted.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x, residual = torch.tensor([[[1.0, 2.0]], [[2.0, 3.0]]], dtype=torch.float64)
+        >>> reference.add_layer_norm(x, residual, None)
+        (tensor([[-1.0000,  1.0000]], dtype=torch.float64), tensor([[3., 5.]], dtype=torch.float64))
+    """
     return _add_norm(x, residual, weight, bias, eps, residual_in_fp32, True)

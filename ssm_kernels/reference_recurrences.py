@@ -142,7 +142,15 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
 
 @_recurrence
 def linear_scan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """``h = a h + b``."""
+    """``h = a h + b``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> a, b = torch.full((1, 3, 1), 0.5, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.linear_scan(a, b).flatten()
+        tensor([1.0000, 1.5000, 1.7500], dtype=torch.float64)
+    """
     return a, b
 
 
@@ -150,7 +158,15 @@ def linear_scan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def mingru_scan(
     gate: Tensor, candidate: Tensor, *, candidate_activation: str | None = None, gate_is_logit: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """``h = (1 - z) h + z g(candidate)``, ``z = sigmoid(gate)`` or the gate itself."""
+    """``h = (1 - z) h + z g(candidate)``, ``z = sigmoid(gate)`` or the gate itself.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> gate, candidate = torch.zeros(1, 3, 1, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.mingru_scan(gate, candidate).flatten()
+        tensor([0.5000, 0.7500, 0.8750], dtype=torch.float64)
+    """
     z = torch.sigmoid(gate) if gate_is_logit else gate
     return 1 - z, z * _activate(candidate, candidate_activation)
 
@@ -159,14 +175,30 @@ def mingru_scan(
 def minlstm_scan(
     forget: Tensor, input: Tensor, candidate: Tensor, *, candidate_activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``h = f' h + i' g(candidate)``, ``f'`` and ``i'`` the sigmoids of forget and input, divided by their sum."""
+    """``h = f' h + i' g(candidate)``, ``f'`` and ``i'`` the sigmoids of forget and input, divided by their sum.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> gate, candidate = torch.zeros(1, 3, 1, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.minlstm_scan(gate, gate, candidate).flatten()
+        tensor([0.5000, 0.7500, 0.8750], dtype=torch.float64)
+    """
     i = torch.sigmoid(F.logsigmoid(input) - F.logsigmoid(forget))
     return 1 - i, i * _activate(candidate, candidate_activation)
 
 
 @_recurrence
 def liquid_scan(candidate: Tensor, tau: Tensor, dt: Tensor | float) -> tuple[Tensor, Tensor]:
-    """``h = f + (h - f) e^(-dt / tau)``, ``f`` the candidate."""
+    """``h = f + (h - f) e^(-dt / tau)``, ``f`` the candidate.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> candidate, tau = torch.ones(1, 3, 1, dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+        >>> reference.liquid_scan(candidate, tau, 1.0).flatten()
+        tensor([0.3935, 0.6321, 0.7769], dtype=torch.float64)
+    """
     z = -dt / tau
     return torch.exp(z), -torch.expm1(z) * candidate
 
@@ -198,6 +230,13 @@ def rglru_scan(recurrence_gate: Tensor, input_gate: Tensor, *, x: Tensor, recurr
     """``h = a h + sqrt(1 - a^2) sigmoid(input_gate) x``, ``log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate)``.
 
     Where ``a`` is 1 the gate and the parameter have the gradient 0.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> gate, x = torch.zeros(1, 3, 1, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.rglru_scan(gate, gate, x=x, recurrent_param=torch.tensor([0.1], dtype=torch.float64)).flatten()
+        tensor([0.4994, 0.5248, 0.5261], dtype=torch.float64)
     """
     log_a = -8 * F.softplus(recurrent_param) * _sigmoid(recurrence_gate)
     return torch.exp(log_a), _sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
@@ -205,18 +244,42 @@ def rglru_scan(recurrence_gate: Tensor, input_gate: Tensor, *, x: Tensor, recurr
 
 @_recurrence
 def hgrn_scan(log_gate: Tensor, *, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``h = e^log_gate h + x``."""
+    """``h = e^log_gate h + x``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x = torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.hgrn_scan(-0.5 * x, x=x).flatten()
+        tensor([1.0000, 1.6065, 1.9744], dtype=torch.float64)
+    """
     return torch.exp(log_gate), x
 
 
 @_recurrence
 def elu_gru_scan(gate: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
-    """``h = (1 - z) h + z (1 + elu(candidate))``, ``z = sigmoid(gate)``."""
+    """``h = (1 - z) h + z (1 + elu(candidate))``, ``z = sigmoid(gate)``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> gate, candidate = torch.zeros(1, 3, 1, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.elu_gru_scan(gate, candidate).flatten()
+        tensor([1.0000, 1.5000, 1.7500], dtype=torch.float64)
+    """
     z = torch.sigmoid(gate)
     return 1 - z, z * (1 + F.elu(candidate))
 
 
 @_recurrence
 def diag_linear_scan(gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``h = sigmoid(gate) h + x``."""
+    """``h = sigmoid(gate) h + x``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> gate, x = torch.zeros(1, 3, 1, dtype=torch.float64), torch.ones(1, 3, 1, dtype=torch.float64)
+        >>> reference.diag_linear_scan(gate, x).flatten()
+        tensor([1.0000, 1.5000, 1.7500], dtype=torch.float64)
+    """
     return torch.sigmoid(gate), x

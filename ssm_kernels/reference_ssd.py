@@ -190,6 +190,14 @@ def ssd_chunk_scan(
 
     ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
     ``final_states`` have that dtype. With ``reverse``, the scan of flipped arguments.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import reference
+        >>> x, dt = torch.randn(2, 10, 4, 8, dtype=torch.float64), torch.rand(2, 10, 4, dtype=torch.float64)
+        >>> A, B, C = -torch.rand(4, dtype=torch.float64), *torch.randn(2, 2, 10, 1, 16, dtype=torch.float64)
+        >>> reference.ssd_chunk_scan(x, dt, A, B, C).shape
+        torch.Size([2, 10, 4, 8])
     """
     batch, seqlen, heads, headdim = x.shape
     dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)

@@ -49,6 +49,12 @@ class GatedMLP(NamesNoDecay, nn.Module):
     Raises:
         ValueError: a size is not positive.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> nn.GatedMLP(32, hidden_features=128)(torch.randn(2, 10, 32)).shape
+        torch.Size([2, 10, 32])
     """
 
     def __init__(
@@ -135,6 +141,16 @@ class Block(NamesNoDecay, nn.Module):
     Raises:
         ValueError: ``dim`` is not positive, or a norm lacks the eps that ``fused_add_norm`` reads.
         TypeError: an argument is of another type, or ``fused_add_norm`` cannot read the norm.
+
+    Examples:
+        >>> import functools
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> norm = functools.partial(torch.nn.RMSNorm, eps=1e-5)
+        >>> block = nn.Block(32, nn.Mamba, norm_cls=norm, fused_add_norm=True, residual_in_fp32=True)
+        >>> x, residual = block(torch.randn(2, 10, 32), None)
+        >>> x.shape, residual.shape
+        (torch.Size([2, 10, 32]), torch.Size([2, 10, 32]))
     """
 
     def __init__(

@@ -70,6 +70,15 @@ class Liquid(RecurrentBase):
     Raises:
         ValueError: an argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.Liquid(8, 16, batch_first=True)
+        >>> dt = torch.rand(3, 100)  # the time since the sample before, (batch, seqlen)
+        >>> output, h_n = layer(torch.randn(3, 100, 8), dt=dt)
+        >>> output.shape, h_n.shape
+        (torch.Size([3, 100, 16]), torch.Size([1, 3, 16]))
     """
 
     def __init__(

@@ -65,6 +65,14 @@ class Mamba(SelectiveBase, PackedMixer):
     Raises:
         ValueError: the discretization or another argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.Mamba(64)
+        >>> layer(torch.randn(2, 100, 64)).shape  # (batch, seqlen, d_model)
+        torch.Size([2, 100, 64])
+        >>> layer = nn.Mamba(64, d_state=8, d_conv=7, discretization="zoh_exact")
     """
 
     def __init__(
@@ -158,6 +166,16 @@ class Mamba(SelectiveBase, PackedMixer):
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
             RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32), torch.randn(2, 10, 32)
+            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
+            >>> with torch.no_grad():
+            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
+            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+            True
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         x, z = self.in_proj(hidden_states[:, 0]).chunk(2, dim=-1)

@@ -149,6 +149,16 @@ class Mamba2(DiscretizedModule, PackedMixer):
     Raises:
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.Mamba2(64, headdim=16, d_state=32)
+        >>> layer(torch.randn(2, 100, 64)).shape  # (batch, seqlen, d_model)
+        torch.Size([2, 100, 64])
+        >>> cu_seqlens = torch.tensor([0, 30, 100], dtype=torch.int32)  # two packed sequences
+        >>> layer(torch.randn(1, 100, 64), cu_seqlens=cu_seqlens).shape
+        torch.Size([1, 100, 64])
     """
 
     _no_decay: tuple[str, ...] = ("dt_bias", "A_log", "D")
@@ -323,6 +333,16 @@ class Mamba2(DiscretizedModule, PackedMixer):
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
             RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba2(32, headdim=16), torch.randn(2, 10, 32)
+            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
+            >>> with torch.no_grad():
+            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
+            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+            True
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         mlp, mixed = self._project(hidden_states[:, 0])

@@ -150,6 +150,15 @@ class MinGRU(_MinRNN):
     Raises:
         ValueError: an argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.MinGRU(8, 16, num_layers=2, batch_first=True)
+        >>> output, h_n = layer(torch.randn(3, 100, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([3, 100, 16]), torch.Size([2, 3, 16]))
+        >>> output, h_n = layer(torch.randn(3, 50, 8), h_n)  # continues
     """
 
     _parts = 2
@@ -206,6 +215,14 @@ class MinLSTM(_MinRNN):
     Raises:
         ValueError: an argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.MinLSTM(8, 16, batch_first=True, bidirectional=True)
+        >>> output, h_n = layer(torch.randn(3, 100, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([3, 100, 32]), torch.Size([2, 3, 16]))
     """
 
     _parts = 3

@@ -209,6 +209,13 @@ class SelectiveSSM(SelectiveBase):
     Raises:
         ValueError: the discretization or another argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import nn
+        >>> layer = nn.SelectiveSSM(64, discretization="bilinear")
+        >>> layer(torch.randn(2, 100, 64)).shape  # (batch, seqlen, d_inner)
+        torch.Size([2, 100, 64])
     """
 
     def __init__(
