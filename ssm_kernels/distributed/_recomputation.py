@@ -104,6 +104,20 @@ def keep_exchanged_states() -> tuple[Any, Any]:
 
     Raises:
         RuntimeError: in backward, if the checkpointed function does not make the same calls in the same order as in forward.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from ssm_kernels import distributed, nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> layer = parallelize_module(nn.Mamba(32), mesh, distributed.ContextParallel())
+        >>> x = torch.randn(2, 100, 32)
+        >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=distributed.keep_exchanged_states)
+        >>> y.sum().backward()  # computes the layer again, without messages
+        >>> dist.destroy_process_group()
     """
     if TracingContext.try_get() is not None:  # the compiler takes no other contexts
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)

@@ -189,6 +189,19 @@ def get_state_dict(
 
     Raises:
         ValueError: an optimizer's state has another shape, or its groups divide a parameter that the model holds in parts.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> model = MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=100))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model_state, optimizer_state = distributed.get_state_dict(model, optimizer)
+        >>> model_state["backbone.layers.0.mixer.A_log"].shape  # whole, whatever holds it
+        torch.Size([64, 16])
+        >>> dist.destroy_process_group()
     """
     model_state, optimizer_state = torch_state_dict.get_state_dict(model, optimizers, options=options)
     return dict(model_state), _joined_optimizer(cast(dict[str, Any], optimizer_state), _wholes(model))
@@ -218,6 +231,19 @@ def set_state_dict(
     Raises:
         RuntimeError: the state dicts do not fit.
         ValueError: an optimizer's state has neither the shape of its parameter nor is it one number.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> model = MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=100))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model_state, optimizer_state = distributed.get_state_dict(model, optimizer)
+        >>> distributed.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        <All keys matched successfully>
+        >>> dist.destroy_process_group()
     """
     wholes, model_state = _wholes(model), dict(model_state_dict)
     for whole in wholes:

@@ -177,6 +177,18 @@ class ContextParallel(ParallelStyle):
         RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
             backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
             CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from ssm_kernels import distributed, nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> layer = parallelize_module(nn.Mamba(32), mesh, distributed.ContextParallel())
+        >>> layer(torch.randn(2, 100, 32)).shape  # of this rank's steps
+        torch.Size([2, 100, 32])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, *, exchange: str | None = None) -> None:
@@ -220,6 +232,18 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
     Args:
         module: the same on every rank, with the same parameters that require a gradient.
         group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from ssm_kernels import distributed, nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> layer = parallelize_module(nn.Mamba(32), mesh, distributed.ContextParallel())
+        >>> layer(torch.randn(2, 100, 32)).square().sum().backward()  # this rank's part of a sum over all steps
+        >>> distributed.sum_gradients(layer, mesh)
+        >>> dist.destroy_process_group()
     """
     ranks = Group.of(group)
     if ranks.size == 1:

@@ -89,6 +89,17 @@ def selective_scan(
     the summary, or the initial state's gradient, is computed. With summaries a rank sends its span's last state and decay
     in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the gradient of its initial state in backward,
     half as many; with ``return_last_state`` backward also sends that gradient.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> u, delta = torch.randn(2, 8, 100), torch.rand(2, 8, 100)  # this rank's steps
+        >>> A, B, C = -torch.rand(8, 16), torch.randn(2, 16, 100), torch.randn(2, 16, 100)
+        >>> distributed.selective_scan(u, delta, A, B, C).shape
+        torch.Size([2, 8, 100])
+        >>> dist.destroy_process_group()
     """
     return _of(group, exchange, "selective_scan").selective_scan(
         u,
@@ -141,6 +152,17 @@ def ssd_chunk_scan(
 
     With summaries a rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and batch *
     heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> x, dt = torch.randn(2, 100, 4, 16), torch.rand(2, 100, 4)  # this rank's steps
+        >>> A, B, C = -torch.rand(4), torch.randn(2, 100, 1, 32), torch.randn(2, 100, 1, 32)
+        >>> distributed.ssd_chunk_scan(x, dt, A, B, C).shape
+        torch.Size([2, 100, 4, 16])
+        >>> dist.destroy_process_group()
     """
     return _of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
         x,
@@ -182,6 +204,16 @@ def causal_conv1d(
     Packed sequences are as for :func:`ssd_chunk_scan`. With summaries a rank sends (batch * channels + 1) * (width - 1)
     numbers of the dtype of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state``
     twice as many in backward.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> x, weight = torch.randn(2, 100, 8), torch.randn(8, 4)
+        >>> distributed.causal_conv1d(x, weight, activation="silu").shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
     """
     return _of(group, exchange, "causal_conv1d").causal_conv1d(
         x,
@@ -215,6 +247,17 @@ def linear_scan(
     sends 2 * batch * channels numbers of the states' dtype in forward and batch * channels in backward; with
     ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers in forward; with ``cu_seqlens`` the
     sequences are the batch.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> a, b = torch.rand(2, 100, 8), torch.randn(2, 100, 8)  # this rank's steps
+        >>> h, last_state = distributed.linear_scan(a, b, return_last_state=True)
+        >>> h.shape, last_state.shape  # the last state is that of the whole sequence, on every rank
+        (torch.Size([2, 100, 8]), torch.Size([2, 8]))
+        >>> dist.destroy_process_group()
     """
     return _of(group, exchange, "linear_scan").recurrence(
         "linear_scan",
@@ -242,7 +285,18 @@ def mingru_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> gate, candidate = torch.randn(2, 2, 100, 8)
+        >>> distributed.mingru_scan(gate, candidate).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "mingru_scan").recurrence(
         "mingru_scan",
         (gate, candidate),
@@ -271,7 +325,18 @@ def minlstm_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> forget, input, candidate = torch.randn(3, 2, 100, 8)
+        >>> distributed.minlstm_scan(forget, input, candidate).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "minlstm_scan").recurrence(
         "minlstm_scan",
         (forget, input, candidate),
@@ -298,7 +363,18 @@ def liquid_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> candidate, dt = torch.randn(2, 100, 8), torch.rand(2, 100, 1)
+        >>> distributed.liquid_scan(candidate, torch.full((8,), 2.0), dt).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "liquid_scan").recurrence(
         "liquid_scan",
         (candidate, tau, step_size("liquid_scan", dt, candidate)),
@@ -325,7 +401,18 @@ def rglru_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> gate, x = torch.randn(2, 2, 100, 8)
+        >>> distributed.rglru_scan(gate, gate, x=x, recurrent_param=torch.ones(8)).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "rglru_scan").recurrence(
         "rglru_scan",
         (recurrence_gate, input_gate, x, recurrent_param),
@@ -350,7 +437,18 @@ def hgrn_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> log_gate, x = -torch.rand(2, 100, 8), torch.randn(2, 100, 8)
+        >>> distributed.hgrn_scan(log_gate, x=x).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "hgrn_scan").recurrence(
         "hgrn_scan",
         (log_gate, x),
@@ -375,7 +473,18 @@ def elu_gru_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> gate, candidate = torch.randn(2, 2, 100, 8)
+        >>> distributed.elu_gru_scan(gate, candidate).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "elu_gru_scan").recurrence(
         "elu_gru_scan",
         (gate, candidate),
@@ -400,7 +509,18 @@ def diag_linear_scan(
     group: GroupLike = None,
     exchange: str | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`."""
+    """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> gate, x = torch.randn(2, 2, 100, 8)
+        >>> distributed.diag_linear_scan(gate, x).shape  # of this rank's steps
+        torch.Size([2, 100, 8])
+        >>> dist.destroy_process_group()
+    """
     return _of(group, exchange, "diag_linear_scan").recurrence(
         "diag_linear_scan",
         (gate, x),

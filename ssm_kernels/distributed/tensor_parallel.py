@@ -84,6 +84,20 @@ class TensorParallel(ParallelStyle):
             ranks have different layers, options or dtypes; a layer has :class:`ContextParallel` over the same ranks. Every rank
             raises it, before anything is changed.
         TypeError: a projection is not an ``nn.Linear``, as after an adapter was added, or an argument is not a bool.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from ssm_kernels import distributed
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> model = MambaLM(MambaConfig(d_model=32, n_layer=1, vocab_size=100))
+        >>> model = parallelize_module(model, mesh, distributed.TensorParallel())
+        >>> model(torch.randint(100, (2, 10))).logits.shape  # the same on every rank
+        torch.Size([2, 10, 104])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, *, sequence_parallel: bool = False, gather_logits: bool = True) -> None:

@@ -341,6 +341,16 @@ class SelectiveSSM(SelectiveBase):
         Raises:
             ValueError: a shape is not as above.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.SelectiveSSM(32), torch.randn(2, 32)
+            >>> state = layer.allocate_state(2)
+            >>> with torch.no_grad():
+            ...     y = layer.step(x, state)  # updates state
+            >>> y.shape, state.shape
+            (torch.Size([2, 32]), torch.Size([2, 32, 16]))
         """
         for name, value in (("x", x),) if z is None else (("x", x), ("z", z)):
             check_shape("SelectiveSSM.step", name, value, "(batch, d_inner)", (None, self.d_inner))
