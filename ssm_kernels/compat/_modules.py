@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..models import mamba_lm
+from ..models import mixer_model
 from . import (
     causal_conv1d,
     generation,
@@ -81,7 +81,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "MambaLMHeadModel": models.MambaLMHeadModel,
         "MixerModel": mixer_seq_simple.MixerModel,
         "create_block": mixer_seq_simple.create_block,
-        "_init_weights": mamba_lm._init_weights,
+        "_init_weights": mixer_model._init_weights,
     },
     "mamba_ssm.utils": {},
     "mamba_ssm.utils.generation": {name: getattr(generation, name) for name in generation.__all__ if name != "GenerateOutput"},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import mamba_lm
+from ..models import mixer_model
 from ..models.config import MambaConfig
 from ..nn import Block, GatedMLP, Mamba, Mamba2
 from .layer_norm import RMSNorm, replace_rms_norms
@@ -80,8 +80,8 @@ def create_block(
     return block
 
 
-class MixerModel(mamba_lm.MixerModel):
-    """Embedding, blocks and norm: :class:`ssm_kernels.models.mamba_lm.MixerModel` with ``mamba_ssm``'s constructor.
+class MixerModel(mixer_model.MixerModel):
+    """Embedding, blocks and norm: :class:`ssm_kernels.models.mixer_model.MixerModel` with ``mamba_ssm``'s constructor.
 
     Args:
         d_model: channels.

@@ -11,7 +11,8 @@
 from .._submodules import public_names
 from .config import MambaConfig
 from .generation import GenerationOutput, InferenceParams
-from .mamba_lm import CausalLMLossOutput, CausalLMOutput, MambaLM, MixerModel
+from .mamba_lm import CausalLMLossOutput, CausalLMOutput, MambaLM
+from .mixer_model import MixerModel
 from .optimization import parameter_groups
 from .recurrent_mixer import RecurrentMixer
 from .sampling import sample

@@ -7,33 +7,27 @@ and Dao, *Mamba* (arXiv 2312.00752), section 3.4; the initialization is GPT-2's.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..nn.block import Block, GatedMLP, add_norm
-from ..nn.checks import check_dtype, check_int, check_shape
-from ..nn.initialization import Initialization, initialized, linear, reset_all, reset_embedding, reset_linear
-from ..nn.mamba import Mamba
-from ..nn.mamba2 import Mamba2
+from ..nn.checks import check_dtype, check_int
+from ..nn.initialization import Initialization, linear, reset_all
 from ..nn.weight_decay import NamesNoDecay
 from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
 from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check_generation, generate
-from .padding import Packing, check_attention_mask, next_token_loss
+from .mixer_model import MixerModel
+from .padding import next_token_loss
 from .prompts import check_eos, check_pad, check_tokens, read_prompts
-from .recurrent_mixer import RecurrentMixer
 from .tying import TiedInitialization, are_different, places_of_shared, restore_shared
 
 __all__ = ["CausalLMLossOutput", "CausalLMOutput", "MambaLM", "MixerModel"]
-
-_NORM_EPS = 1e-5
 
 
 class CausalLMOutput(NamedTuple):
@@ -56,180 +50,6 @@ class CausalLMLossOutput(NamedTuple):
 
     loss: Tensor
     logits: Tensor
-
-
-def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
-    if config.mixer == "Mamba":
-        return functools.partial(Mamba, discretization=config.discretization, **config.ssm_cfg)
-    if config.mixer == "Mamba2":
-        return functools.partial(Mamba2, discretization=config.discretization, **config.ssm_cfg)
-    return functools.partial(RecurrentMixer, rnn=cast(str, config.mixer), **config.ssm_cfg)
-
-
-def _own_initializations(
-    backbone: nn.Module,
-    n_layer: int,
-    initializer_range: float = 0.02,
-    rescale_prenorm_residual: bool = True,
-    n_residuals_per_layer: int = 1,
-) -> None:
-    """Gives embedding and projections the initialization of ``mamba_ssm``'s models, and initializes what it changes."""
-    for module in [*backbone.modules()]:
-        if isinstance(module, nn.Embedding):
-            initialized(module, functools.partial(reset_embedding, std=initializer_range)).reset_parameters()
-        for name, child in module.named_children():
-            if not isinstance(child, nn.Linear) or getattr(child.bias, "_no_reinit", False):
-                continue
-            if rescale_prenorm_residual and name in ("out_proj", "fc2"):
-                # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
-                divisor = math.sqrt(n_residuals_per_layer * n_layer)
-                initialized(child, functools.partial(reset_linear, divisor=divisor, zero_bias=True)).reset_parameters()
-            elif child.bias is not None:
-                nn.init.zeros_(initialized(child, functools.partial(reset_linear, zero_bias=True)).bias)
-
-
-@torch.no_grad()
-def _init_weights(
-    module: nn.Module,
-    n_layer: int,
-    initializer_range: float = 0.02,
-    rescale_prenorm_residual: bool = True,
-    n_residuals_per_layer: int = 1,
-) -> None:
-    """``mamba_ssm``'s function, for ``model.apply`` in code written for it."""
-    if isinstance(module, nn.Linear):
-        if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=initializer_range)
-    if rescale_prenorm_residual:
-        # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
-        for name in ("out_proj", "fc2"):
-            projection = getattr(module, name, None)
-            if isinstance(projection, nn.Linear):
-                nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
-                projection.weight /= math.sqrt(n_residuals_per_layer * n_layer)
-
-
-class MixerModel(NamesNoDecay, nn.Module):
-    """Embedding, blocks and norm: :class:`MambaLM` without its head.
-
-    Parameters: ``embedding.weight`` (padded vocabulary, d_model), ``layers.{i}.norm.weight`` (d_model,),
-    ``layers.{i}.mixer.*``, with an MLP ``layers.{i}.norm2.weight``, ``layers.{i}.mlp.fc1.weight`` and
-    ``layers.{i}.mlp.fc2.weight``, and ``norm_f.weight`` (d_model,). An ``nn.LayerNorm`` also has a ``bias``.
-
-    Args:
-        config: the sizes and options.
-        initializer_cfg: ``mamba_ssm``'s: ``initializer_range`` (0.02), ``rescale_prenorm_residual`` (True) and
-            ``n_residuals_per_layer`` (1, with an MLP 2).
-        device: where the parameters are made.
-        dtype: dtype of the model. Parameters that the mixers keep in a wider dtype are float32 (float64 in a float64 model).
-    """
-
-    def __init__(
-        self,
-        config: MambaConfig,
-        initializer_cfg: dict[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.fused_add_norm, self.residual_in_fp32 = config.fused_add_norm, config.residual_in_fp32
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
-
-        def norm_cls(channels: int) -> nn.Module:
-            if config.rms_norm:
-                return nn.RMSNorm(channels, eps=_NORM_EPS, device=device, dtype=dtype)
-            return nn.LayerNorm(channels, eps=_NORM_EPS, device=device, dtype=dtype)
-
-        mlp_cls: Callable[[int], nn.Module] = nn.Identity
-        if config.d_intermediate > 0:
-            mlp_cls = functools.partial(GatedMLP, hidden_features=config.d_intermediate, **factory)
-        mixer_cls = functools.partial(_mixer_class(config), **factory)
-        self.layers = nn.ModuleList(
-            Block(
-                config.d_model,
-                functools.partial(mixer_cls, layer_idx=i),
-                mlp_cls,
-                norm_cls,
-                fused_add_norm=config.fused_add_norm,
-                residual_in_fp32=config.residual_in_fp32,
-            )
-            for i in range(config.n_layer)
-        )
-        self.norm_f = norm_cls(config.d_model)
-        residuals = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1}
-        _own_initializations(self, config.n_layer, **(residuals | (initializer_cfg or {})))
-
-    def init_weights(self) -> None:
-        """As :meth:`MambaLM.init_weights`."""
-        reset_all(self, f"{type(self).__name__}.init_weights")
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inference_params: Any = None,
-        *,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **mixer_kwargs: Any,
-    ) -> Tensor:
-        """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). :class:`MambaLM` documents the arguments."""
-        given = self._check_inputs(input_ids, inputs_embeds)
-        packing = None
-        if attention_mask is not None:
-            check_attention_mask(type(self).__name__, attention_mask, given)
-            if clash := sorted({"cu_seqlens", "seq_idx"}.intersection(mixer_kwargs)):
-                raise ValueError(f"{type(self).__name__}: expected attention_mask or {clash[0]}, got both")
-            packing = Packing(attention_mask)
-            # Without a cache of one row a sequence the padding needs a sequence of its own.
-            ends = packing.cu_seqlens_of_all() if inference_params is None else packing.cu_seqlens
-            mixer_kwargs["cu_seqlens"] = ends
-            if input_ids is not None:  # padding may be any number
-                input_ids = input_ids.masked_fill(~packing.is_token, 0)
-        residual = None
-        hidden_states = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if packing is not None:
-            hidden_states = packing.pack(hidden_states)
-        for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        hidden_states = add_norm(
-            self.norm_f, hidden_states, residual, fused=self.fused_add_norm, residual_in_fp32=self.residual_in_fp32
-        )[0]
-        return hidden_states if packing is None else packing.unpack(hidden_states)
-
-    def _check_inputs(self, input_ids: Any, inputs_embeds: Any) -> Tensor:
-        """The tensor of inputs that is given, checked."""
-        name = type(self).__name__
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError(f"{name}: expected input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
-        if inputs_embeds is not None:
-            axes = "(batch, seqlen, d_model)"
-            check_shape(name, "inputs_embeds", inputs_embeds, axes, (None, None, self.embedding.embedding_dim))
-            if not inputs_embeds.is_floating_point():
-                raise TypeError(f"{name}: expected inputs_embeds of a floating-point dtype, got {inputs_embeds.dtype}")
-        else:
-            check_tokens(name, input_ids)
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        embedding = self.embedding
-        # Hooks and wrappers, as of FSDP and offloading, bring weights to the device of the input when the module is called.
-        is_at_rest = type(embedding) is not nn.Embedding or embedding._forward_pre_hooks or self._forward_pre_hooks
-        if not is_at_rest and "forward" not in embedding.__dict__ and given.device != embedding.weight.device:
-            argument = "input_ids" if inputs_embeds is None else "inputs_embeds"
-            raise RuntimeError(
-                f"{name}: expected {argument} on the model's device, {embedding.weight.device}, got {given.device}"
-            )
-        return given
-
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> dict[int, Any]:
-        """Returns zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
-        return {
-            i: cast(Block, layer).allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
-            for i, layer in enumerate(self.layers)
-        }
 
 
 def _restore_after_loading(model: MambaLM, incompatible_keys: Any) -> None:

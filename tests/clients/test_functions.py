@@ -29,6 +29,7 @@ CLIENT_VERSION = COMPAT_VERSION
 OTHER_MODULES = (
     *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple", "unserved")),
     "ssm_kernels.models.mamba_lm",
+    "ssm_kernels.models.mixer_model",
 )
 # Those of the operators.
 FUNCTIONS = {
