@@ -16,18 +16,24 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def peer_arguments(**names: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+def peer_arguments(
+    called: str | None = None, /, **names: str
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorator: errors name the function instead of the operator that raised them, and arguments as the function does.
 
     An argument of a wrong type is an error as with :func:`ssm_kernels._arguments.names_arguments`. Decorated functions may call
     each other: the outermost names the function.
 
     Args:
+        called: the name of the function in messages, such as ``"selective_scan_cuda.fwd"``, if it is not ``__name__``.
         names: for arguments of operators that the function has under another name, that name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b") if names else None
 
     def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        if called is not None:
+            function.__name__ = called
+
         def restate(error: Exception) -> None:
             message = error.args[0] if error.args else None
             operator, separator, text = message.partition(": ") if isinstance(message, str) else ("", "", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +18,20 @@ from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
 
+_ACTIVATIONS = ("silu", "swish")
+
+
 def _check_activation(function: str, activation: str | None) -> None:
-    if activation not in (None, "silu", "swish"):
+    if activation is not None and activation not in _ACTIVATIONS:
         raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}")
 
 
-@peer_arguments(initial_state="initial_states")
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
+    seq_idx: Tensor | str | None = None,
+    initial_states: Tensor | str | None = None,
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
@@ -48,7 +51,8 @@ def causal_conv1d_fn(
             package asks for channels-last and no ``seq_idx``.
         final_states_out: (batch, channels, width - 1), dtype of ``x``: written in place and returned as the final states.
             Autograd does not record the write: final states with a gradient are returned as another tensor.
-        activation: None, ``"silu"`` or ``"swish"``.
+        activation: None, ``"silu"`` or ``"swish"``. One of these strings in the place of ``seq_idx`` or ``initial_states`` is
+            the activation too, which had these places in ``causal_conv1d`` 1.0 and 1.1.
 
     Returns:
         ``out``, (batch, channels, seqlen), dtype and layout of ``x``; with ``return_final_states`` also ``final_states``,
@@ -60,6 +64,29 @@ def causal_conv1d_fn(
         ValueError: a shape is not as above, or ``final_states_out`` without ``return_final_states``.
         RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d`.
     """
+    if isinstance(seq_idx, str) and seq_idx in _ACTIVATIONS:
+        activation = _older_activation("seq_idx", seq_idx, activation)
+        seq_idx = None
+    if isinstance(initial_states, str) and initial_states in _ACTIVATIONS:
+        activation = _older_activation("initial_states", initial_states, activation)
+        initial_states = None
+    # Other strings are errors there.
+    states: Any = initial_states
+    ids: Any = seq_idx
+    return _causal_conv1d(x, weight, bias, ids, states, return_final_states, final_states_out, activation)
+
+
+@peer_arguments("causal_conv1d_fn", initial_state="initial_states")
+def _causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    final_states_out: Tensor | None,
+    activation: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     _check_activation("causal_conv1d_fn", activation)
     common_dtype("causal_conv1d_fn", x=x, weight=weight, bias=bias)
     if x.dim() != 3:
@@ -73,6 +100,14 @@ def causal_conv1d_fn(
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else write_final_states(final_states, final_states_out)
+
+
+def _older_activation(place: str, given: str, activation: str | None) -> str:
+    if activation is not None:
+        raise ValueError(
+            f"causal_conv1d_fn: expected {place} to be a tensor or None beside activation={activation!r}, got {given!r}"
+        )
+    return given
 
 
 def write_final_states(final_states: Tensor, final_states_out: Tensor) -> Tensor:
