@@ -11,10 +11,11 @@ from torch import nn
 
 from ..models import mixer_model
 from ..models.config import MambaConfig
-from ..nn import Block, GatedMLP, Mamba, Mamba2
+from ..nn import Block, GatedMLP, Mamba2
+from .bidirectional import Mamba
 from .layer_norm import RMSNorm, replace_rms_norms
 
-__all__ = ["MixerModel", "create_block"]
+__all__ = ["BlockWithoutMLP", "MixerModel", "create_block"]
 
 
 def _check_no_attention(name: str, attn_layer_idx: Sequence[int] | None, attn_cfg: Mapping[str, Any] | None) -> None:
@@ -23,9 +24,31 @@ def _check_no_attention(name: str, attn_layer_idx: Sequence[int] | None, attn_cf
             raise NotImplementedError(f"{name}: attention layers are not supported, expected {argument} empty, got {value}")
 
 
+class BlockWithoutMLP(Block):
+    """The residual block of ``mamba_ssm`` 1.0 to 1.2: :class:`ssm_kernels.nn.Block` without an MLP.
+
+    Args:
+        dim: channels.
+        mixer_cls: called with ``dim``, makes the mixer.
+        norm_cls: called with ``dim``, makes the norm.
+        fused_add_norm: see :class:`ssm_kernels.nn.Block`.
+        residual_in_fp32: likewise.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__(dim, mixer_cls, nn.Identity, norm_cls, fused_add_norm, residual_in_fp32)
+
+
 def create_block(
     d_model: int,
-    d_intermediate: int,
+    d_intermediate: int | Mapping[str, Any] | None = 0,
     ssm_cfg: Mapping[str, Any] | None = None,
     attn_layer_idx: Sequence[int] | None = None,
     attn_cfg: Mapping[str, Any] | None = None,
@@ -41,7 +64,8 @@ def create_block(
 
     Args:
         d_model: channels.
-        d_intermediate: hidden channels of the gated MLP; 0: no MLP.
+        d_intermediate: hidden channels of the gated MLP; 0: no MLP. A mapping or None here is ``ssm_cfg``, as in ``mamba_ssm``
+            1.0 to 1.2; the arguments after it then go by keyword.
         ssm_cfg: ``layer``, ``"Mamba1"`` (default) or ``"Mamba2"``, and arguments of the mixer.
         attn_layer_idx: must be empty.
         attn_cfg: must be empty.
@@ -57,6 +81,13 @@ def create_block(
         NotImplementedError: ``attn_layer_idx`` or ``attn_cfg`` is not empty.
         ValueError: another ``layer``, or a value that the mixer refuses.
     """
+    if d_intermediate is None or isinstance(d_intermediate, Mapping):
+        if ssm_cfg is not None:
+            raise ValueError(
+                f"create_block: expected d_intermediate to be an int beside ssm_cfg, got {d_intermediate}: pass the arguments "
+                "after the first by keyword"
+            )
+        ssm_cfg, d_intermediate = d_intermediate, 0
     _check_no_attention("create_block", attn_layer_idx, attn_cfg)
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     options = dict(ssm_cfg or {})
@@ -87,7 +118,8 @@ class MixerModel(mixer_model.MixerModel):
         d_model: channels.
         n_layer: number of blocks.
         d_intermediate: see :func:`create_block`, as for the arguments below.
-        vocab_size: rows of the embedding, without padding.
+        vocab_size: rows of the embedding, without padding. If it is missing or a mapping, the third and the fourth argument
+            are ``vocab_size`` and ``ssm_cfg``, as in ``mamba_ssm`` 1.0 to 1.2.
         initializer_cfg: ``initializer_range`` (0.02) and ``rescale_prenorm_residual`` (True).
 
     Raises:
@@ -98,8 +130,8 @@ class MixerModel(mixer_model.MixerModel):
         self,
         d_model: int,
         n_layer: int,
-        d_intermediate: int,
-        vocab_size: int,
+        d_intermediate: int = 0,
+        vocab_size: int | Mapping[str, Any] | None = None,
         ssm_cfg: Mapping[str, Any] | None = None,
         attn_layer_idx: Sequence[int] | None = None,
         attn_cfg: Mapping[str, Any] | None = None,
@@ -111,6 +143,9 @@ class MixerModel(mixer_model.MixerModel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if vocab_size is None or isinstance(vocab_size, Mapping):
+            ssm_cfg = ssm_cfg if vocab_size is None else vocab_size
+            d_intermediate, vocab_size = 0, d_intermediate
         _check_no_attention("MixerModel", attn_layer_idx, attn_cfg)
         config = MambaConfig(
             d_model=d_model,

@@ -17,6 +17,7 @@ from ._promotion import cast, common_dtype, wide_dtype
 from .causal_conv1d import write_final_states
 
 __all__ = [
+    "bimamba_inner_ref",
     "causal_conv1d_ref",
     "causal_conv1d_update_ref",
     "mamba_inner_ref",
@@ -77,6 +78,43 @@ def mamba_inner_ref(
     discretization: str = "zoh",
 ) -> Tensor:
     """:func:`.selective_scan.mamba_inner_fn` without its norms, by the references of its parts."""
+    y = _inner_scan(
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        A,
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        discretization,
+    )
+    return F.linear(y, out_proj_weight, out_proj_bias)
+
+
+def _inner_scan(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    A: Tensor,
+    B: Tensor | None,
+    C: Tensor | None,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    B_proj_bias: Tensor | None,
+    C_proj_bias: Tensor | None,
+    delta_softplus: bool,
+    discretization: str,
+    reverse: bool = False,
+) -> Any:
+    """The gated scan, (batch, seqlen, dim), of the convolved sequence, from its end with ``reverse``."""
     scanned, z = xz.chunk(2, dim=1)
     x: Any = causal_conv1d_ref(scanned, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
@@ -87,8 +125,54 @@ def mamba_inner_ref(
     if C is None:
         C = _add(projected[-1], C_proj_bias).transpose(1, 2)
     delta = F.linear(low_rank, delta_proj_weight).transpose(1, 2)
+    if reverse:
+        x, delta, z = (tensor.flip(-1) for tensor in (x, delta, z))
+        B, C = (tensor.flip(-1) if tensor.dim() > 2 else tensor for tensor in (B, C))
     y: Any = selective_scan_ref(x, delta, A, B, C, D, z, delta_bias, delta_softplus, discretization=discretization)
-    return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
+    return (y.flip(-1) if reverse else y).transpose(1, 2)
+
+
+def bimamba_inner_ref(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    A_b: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    *,
+    discretization: str = "zoh",
+) -> Tensor:
+    """:func:`.selective_scan.bimamba_inner_fn` by the references of its parts."""
+    y: Any = 0
+    for system, reverse in ((A, False), (A_b, True)):
+        y = y + _inner_scan(
+            xz,
+            conv1d_weight,
+            conv1d_bias,
+            x_proj_weight,
+            delta_proj_weight,
+            system,
+            B,
+            C,
+            D,
+            delta_bias,
+            B_proj_bias,
+            C_proj_bias,
+            delta_softplus,
+            discretization,
+            reverse,
+        )
+    return F.linear(y, out_proj_weight, out_proj_bias)
 
 
 def _add(v: Tensor, bias: Tensor | None) -> Tensor:

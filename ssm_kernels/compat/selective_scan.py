@@ -12,7 +12,13 @@ from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
-__all__ = ["mamba_inner_fn", "selective_scan_fn", "selective_state_update"]
+__all__ = [
+    "bimamba_inner_fn",
+    "mamba_inner_fn",
+    "mamba_inner_fn_no_out_proj",
+    "selective_scan_fn",
+    "selective_state_update",
+]
 
 
 @peer_arguments()
@@ -59,31 +65,65 @@ def selective_scan_fn(
         NotImplementedError: a complex tensor.
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
     """
+    out, last_state = _selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, discretization)
+    return (out, last_state) if return_last_state else out
+
+
+def _selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    discretization: str,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    arguments = operator_arguments(u, delta, A, B, C, D, z, delta_bias)
+    with no_autocast(u):
+        out, last_state = ops.selective_scan(
+            *arguments,
+            discretization=discretization,
+            delta_softplus=bool(delta_softplus),
+            reverse=reverse,
+            return_last_state=True,
+        )
+    return cast(out, u.dtype), last_state
+
+
+def operator_arguments(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors of :func:`selective_scan_fn` in the dtypes of :func:`ssm_kernels.selective_scan`."""
     name = "selective_scan_fn"
     common_dtype(name, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
     per_step = {"u": u, "delta": delta, "z": z}
     per_step |= {key: value for key, value in (("B", B), ("C", C)) if value.dim() > 2}
     dtype = common_dtype(name, **per_step)
     wide = wide_dtype(dtype)
-    with no_autocast(u):
-        out, last_state = ops.selective_scan(
-            cast(u, dtype),
-            cast(delta, dtype),
-            cast(A, wide),
-            cast(B, dtype if B.dim() > 2 else wide),
-            cast(C, dtype if C.dim() > 2 else wide),
-            cast(D, wide),
-            cast(z, dtype),
-            cast(delta_bias, wide),
-            discretization=discretization,
-            delta_softplus=bool(delta_softplus),
-            return_last_state=True,
-        )
-    out = cast(out, u.dtype)
-    return (out, last_state) if return_last_state else out
+    return (
+        cast(u, dtype),
+        cast(delta, dtype),
+        cast(A, wide),
+        cast(B, dtype if B.dim() > 2 else wide),
+        cast(C, dtype if C.dim() > 2 else wide),
+        cast(D, wide),
+        cast(z, dtype),
+        cast(delta_bias, wide),
+    )
 
 
-_scan = peer_arguments(u="xz", delta="xz")(selective_scan_fn)
+_scan = peer_arguments(u="xz", delta="xz")(_selective_scan)
 
 
 @peer_arguments()
@@ -147,7 +187,164 @@ def mamba_inner_fn(
         RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
     """
     name = "mamba_inner_fn"
-    projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight, "out_proj_weight": out_proj_weight}
+    y = _inner_scan(
+        name,
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        [A],
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        checkpoint_lvl,
+        (b_rms_weight, c_rms_weight, dt_rms_weight),
+        b_c_dt_rms_eps,
+        (out_proj_weight, out_proj_bias),
+        discretization,
+    )
+    return F.linear(y, out_proj_weight, cast(out_proj_bias, out_proj_weight.dtype))
+
+
+@peer_arguments()
+def mamba_inner_fn_no_out_proj(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    *,
+    discretization: str = "zoh",
+) -> Tensor:
+    """:func:`mamba_inner_fn` without its out-projection and norms, a function of the vision forks of ``mamba_ssm``.
+
+    Returns:
+        the gated scan, (batch, dim, seqlen). Differentiable with respect to every tensor.
+
+    Raises:
+        ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`mamba_inner_fn`.
+    """
+    return _inner_scan(
+        "mamba_inner_fn_no_out_proj",
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        [A],
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        checkpoint_lvl,
+        discretization=discretization,
+    ).transpose(1, 2)
+
+
+@peer_arguments()
+def bimamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    A_b: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    *,
+    discretization: str = "zoh",
+) -> Tensor:
+    """:func:`mamba_inner_fn` with a second scan, backwards, of the same convolved sequence: Vim's ``bimamba_type="v1"``.
+
+    Args:
+        A_b: (dim, dstate), real: the matrix of the scan that begins at the last step. Both scans add ``D`` times their input
+            and have the same gate; their sum is projected.
+
+    Other arguments are those of :func:`mamba_inner_fn`.
+
+    Returns:
+        ``out``, (batch, seqlen, out_dim). Differentiable with respect to every tensor.
+
+    Raises:
+        ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`mamba_inner_fn`.
+    """
+    check_shape("bimamba_inner_fn", "A_b", A_b, "(dim, dstate)", A.shape)
+    y = _inner_scan(
+        "bimamba_inner_fn",
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        [A, A_b],
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        checkpoint_lvl,
+        out_proj=(out_proj_weight, out_proj_bias),
+        discretization=discretization,
+    )
+    return F.linear(y, out_proj_weight, cast(out_proj_bias, out_proj_weight.dtype))
+
+
+def _inner_scan(
+    name: str,
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    systems: list[Tensor],
+    B: Tensor | None,
+    C: Tensor | None,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    B_proj_bias: Tensor | None,
+    C_proj_bias: Tensor | None,
+    delta_softplus: bool,
+    checkpoint_lvl: int,
+    rms_weights: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    eps: float = 1e-6,
+    out_proj: tuple[Tensor, Tensor | None] | None = None,
+    discretization: str = "zoh",
+) -> Tensor:
+    """The gated scan, (batch, seqlen, dim), forwards with ``systems[0]`` and, added to it, backwards with ``systems[1]``."""
+    A = systems[0]
+    b_rms_weight, c_rms_weight, dt_rms_weight = rms_weights
+    projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
+    out_proj_weight, out_proj_bias = out_proj or (None, None)
+    if out_proj is not None:
+        projections["out_proj_weight"] = out_proj[0]
     biases = {"out_proj_bias": out_proj_bias, "B_proj_bias": B_proj_bias, "C_proj_bias": C_proj_bias}
     norms = {"b_rms_weight": b_rms_weight, "c_rms_weight": c_rms_weight, "dt_rms_weight": dt_rms_weight}
     common_dtype(name, xz=xz, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
@@ -158,9 +355,11 @@ def mamba_inner_fn(
         raise ValueError(f"{name}: expected xz of shape (batch, 2 * dim, seqlen), got {list(xz.shape)}")
     dim = xz.shape[1] // 2
     check_projection(name, "delta_proj_weight", delta_proj_weight, "(dim, rank)", (dim, None), "xz", xz)
-    check_projection(name, "out_proj_weight", out_proj_weight, "(out_dim, dim)", (None, dim), "xz", xz)
+    if out_proj_weight is not None:
+        check_projection(name, "out_proj_weight", out_proj_weight, "(out_dim, dim)", (None, dim), "xz", xz)
     check_shape(name, "A", A, "(dim, dstate)", (dim, None))
-    rank, dstate, out_dim = delta_proj_weight.shape[1], A.shape[1], out_proj_weight.shape[0]
+    rank, dstate = delta_proj_weight.shape[1], A.shape[1]
+    out_dim = None if out_proj_weight is None else out_proj_weight.shape[0]
     sizes = [rank, *[dstate] * ((B is None) + (C is None))]
     rows = " + ".join(["rank", "dstate", "dstate"][: len(sizes)])
     check_projection(name, "x_proj_weight", x_proj_weight, f"({rows}, dim)", (sum(sizes), dim), "xz", xz)
@@ -184,28 +383,32 @@ def mamba_inner_fn(
     low_rank, *projected = F.linear(x, x_proj_weight).split(sizes, dim=-1)
     delta = F.linear(low_rank, delta_proj_weight)
     if B is None:
-        B = _normalized(projected[0], B_proj_bias, b_rms_weight, b_c_dt_rms_eps).transpose(1, 2)
+        B = _normalized(projected[0], B_proj_bias, b_rms_weight, eps).transpose(1, 2)
     elif B_proj_bias is not None or b_rms_weight is not None:
         raise NotImplementedError(f"{name}: B_proj_bias and b_rms_weight are not supported with a given B")
     if C is None:
-        C = _normalized(projected[-1], C_proj_bias, c_rms_weight, b_c_dt_rms_eps).transpose(1, 2)
+        C = _normalized(projected[-1], C_proj_bias, c_rms_weight, eps).transpose(1, 2)
     elif C_proj_bias is not None or c_rms_weight is not None:
         raise NotImplementedError(f"{name}: C_proj_bias and c_rms_weight are not supported with a given C")
-    delta = _normalized(delta, None, dt_rms_weight, b_c_dt_rms_eps)
-    y = _scan(
-        scanned.transpose(1, 2),
-        delta.transpose(1, 2),
-        A,
-        B,
-        C,
-        D,
-        z.transpose(1, 2),
-        delta_bias,
-        delta_softplus,
-        discretization=discretization,
-    )
-    assert isinstance(y, Tensor)
-    return F.linear(y.transpose(1, 2), out_proj_weight, cast(out_proj_bias, out_proj_weight.dtype))
+    delta = _normalized(delta, None, dt_rms_weight, eps)
+    y: Tensor | None = None
+    for index, system in enumerate(systems):
+        one, _ = _scan(
+            scanned.transpose(1, 2),
+            delta.transpose(1, 2),
+            system,
+            B,
+            C,
+            D,
+            z.transpose(1, 2),
+            delta_bias,
+            delta_softplus,
+            discretization,
+            reverse=index == 1,
+        )
+        y = one if y is None else y + one
+    assert y is not None
+    return y.transpose(1, 2)
 
 
 def _normalized(v: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
