@@ -1,4 +1,5 @@
-"""The modules that :func:`ssm_kernels.compat.install` provides, by the names of ``mamba_ssm`` and ``causal_conv1d``."""
+"""The modules that :func:`ssm_kernels.compat.install` provides, by the names of ``mamba_ssm``, ``causal_conv1d`` and their
+extension modules."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ import torch
 from .. import nn
 from ..models import mixer_model
 from . import (
+    bidirectional,
     causal_conv1d,
+    conv_extensions,
     generation,
     layer_norm,
+    layernorm,
     mamba2_simple,
     mixer_seq_simple,
     models,
     norms,
     references,
+    scan_extensions,
     selective_scan,
     ssd,
     unserved,
@@ -29,10 +34,13 @@ VERSIONS = {"mamba_ssm": "2.3.2+ssm.kernels", "causal_conv1d": "1.7.0+ssm.kernel
 _SELECTIVE_SCAN = {
     "selective_scan_fn": selective_scan.selective_scan_fn,
     "mamba_inner_fn": selective_scan.mamba_inner_fn,
+    "bimamba_inner_fn": selective_scan.bimamba_inner_fn,
 }
+_NO_OUT_PROJ = {"mamba_inner_fn_no_out_proj": selective_scan.mamba_inner_fn_no_out_proj}
 _SELECTIVE_SCAN_REFERENCES = {
     "selective_scan_ref": references.selective_scan_ref,
     "mamba_inner_ref": references.mamba_inner_ref,
+    "bimamba_inner_ref": references.bimamba_inner_ref,
 }
 _STATE_UPDATE = {
     "selective_state_update": selective_scan.selective_state_update,
@@ -54,10 +62,23 @@ _CONVOLUTION_REFERENCES = {
 _AUTOCAST = {name: functools.partial(getattr(torch.amp, name), device_type="cuda") for name in ("custom_fwd", "custom_bwd")}
 _VARLEN_STATES = {"causal_conv1d_varlen_states": causal_conv1d.causal_conv1d_varlen_states}
 
+_LAYER_NORM = {name: getattr(layer_norm, name) for name in layer_norm.__all__}
+_CPP_FUNCTIONS = {name: getattr(conv_extensions, name) for name in conv_extensions.__all__ if name.endswith("_function")}
+_CONVOLUTION_KERNELS = {
+    "causal_conv1d_fwd": conv_extensions.causal_conv1d_fwd,
+    "causal_conv1d_bwd": conv_extensions.causal_conv1d_bwd,
+    "causal_conv1d_update": conv_extensions.causal_conv1d_update,
+}
+
 MODULES: dict[str, dict[str, Any]] = {
-    "mamba_ssm": {**_SELECTIVE_SCAN, "Mamba": nn.Mamba, "Mamba2": nn.Mamba2, "MambaLMHeadModel": models.MambaLMHeadModel},
+    "mamba_ssm": {
+        **_SELECTIVE_SCAN,
+        "Mamba": bidirectional.Mamba,
+        "Mamba2": nn.Mamba2,
+        "MambaLMHeadModel": models.MambaLMHeadModel,
+    },
     "mamba_ssm.ops": {},
-    "mamba_ssm.ops.selective_scan_interface": {**_SELECTIVE_SCAN, **_SELECTIVE_SCAN_REFERENCES},
+    "mamba_ssm.ops.selective_scan_interface": {**_SELECTIVE_SCAN, **_NO_OUT_PROJ, **_SELECTIVE_SCAN_REFERENCES},
     "mamba_ssm.ops.triton": {},
     "mamba_ssm.ops.triton.selective_state_update": _STATE_UPDATE,
     "mamba_ssm.ops.triton.ssd_combined": _SSD,
@@ -65,9 +86,10 @@ MODULES: dict[str, dict[str, Any]] = {
         **{name: getattr(norms, name) for name in norms.__all__},
         "rms_norm_ref": references.rms_norm_ref,
     },
-    "mamba_ssm.ops.triton.layer_norm": {name: getattr(layer_norm, name) for name in layer_norm.__all__},
+    "mamba_ssm.ops.triton.layer_norm": _LAYER_NORM,
+    "mamba_ssm.ops.triton.layernorm": {name: getattr(layernorm, name) for name in layernorm.__all__},
     "mamba_ssm.modules": {},
-    "mamba_ssm.modules.mamba_simple": {"Mamba": nn.Mamba},
+    "mamba_ssm.modules.mamba_simple": {"Mamba": bidirectional.Mamba, "Block": mixer_seq_simple.BlockWithoutMLP},
     "mamba_ssm.modules.mamba2": {"Mamba2": nn.Mamba2},
     "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mamba2_simple.Mamba2Simple},
     "mamba_ssm.modules.block": {"Block": nn.Block},
@@ -99,4 +121,26 @@ MODULES: dict[str, dict[str, Any]] = {
     "causal_conv1d": _CONVOLUTIONS,
     "causal_conv1d.causal_conv1d_interface": {**_CONVOLUTIONS, **_CONVOLUTION_REFERENCES},
     "causal_conv1d.causal_conv1d_varlen": _VARLEN_STATES,
+    "causal_conv1d.cpp_functions": _CPP_FUNCTIONS,
+    "selective_scan_cuda": {"fwd": scan_extensions.selective_scan_fwd, "bwd": scan_extensions.selective_scan_bwd},
+    "causal_conv1d_cuda": _CONVOLUTION_KERNELS,
+    "selective_scan_cuda_core": {"fwd": scan_extensions.core_fwd, "bwd": scan_extensions.core_bwd},
+    "selective_scan_cuda_oflex": {"fwd": scan_extensions.oflex_fwd, "bwd": scan_extensions.oflex_bwd},
 }
+
+PARTS = tuple(dict.fromkeys(name.partition(".")[0] for name in MODULES))
+"""What can be installed apart from the rest: the top-level modules."""
+
+FUNCTIONS = {
+    "mamba_ssm": (
+        *_SELECTIVE_SCAN,
+        *_NO_OUT_PROJ,
+        "selective_state_update",
+        *_SSD,
+        "layer_norm_fn",
+        "rms_norm_fn",
+        "rmsnorm_fn",
+    ),
+    "causal_conv1d": (*_CONVOLUTIONS, *_CPP_FUNCTIONS),
+}
+"""Names that clients set to None if the import of their part fails."""

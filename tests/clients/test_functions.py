@@ -30,6 +30,9 @@ OTHER_MODULES = (
     *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple", "unserved")),
     "ssm_kernels.models.mamba_lm",
     "ssm_kernels.models.mixer_model",
+    "ssm_kernels.compat.layernorm",
+    "ssm_kernels.compat.scan_extensions",
+    "ssm_kernels.compat.conv_extensions",
 )
 # Those of the operators.
 FUNCTIONS = {
@@ -462,6 +465,12 @@ POSITIONAL = {
     "selective_scan_fn": "u delta A B C D z delta_bias delta_softplus return_last_state",
     "mamba_inner_fn": "xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight out_proj_weight out_proj_bias A B C D "
     "delta_bias B_proj_bias C_proj_bias delta_softplus checkpoint_lvl b_rms_weight c_rms_weight dt_rms_weight b_c_dt_rms_eps",
+    "mamba_inner_fn_no_out_proj": "xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight A B C D delta_bias B_proj_bias "
+    "C_proj_bias delta_softplus checkpoint_lvl",
+    "bimamba_inner_fn": "xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight out_proj_weight out_proj_bias A A_b B C "
+    "D delta_bias B_proj_bias C_proj_bias delta_softplus checkpoint_lvl",
+    "bimamba_inner_ref": "xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight out_proj_weight out_proj_bias A A_b B C "
+    "D delta_bias B_proj_bias C_proj_bias delta_softplus",
     "selective_state_update": "state x dt A B C D z dt_bias dt_softplus state_batch_indices",
     "mamba_chunk_scan_combined": "x dt A B C chunk_size D z dt_bias initial_states seq_idx cu_seqlens dt_softplus dt_limit "
     "return_final_states return_varlen_states state_dtype",
@@ -492,7 +501,7 @@ def test_positions_of_arguments(name):
     function = FUNCTIONS[name]
     parameters = inspect.signature(function).parameters.values()
     assert [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD] == POSITIONAL[name].split()
-    has_rule = name.startswith(("selective_", "mamba_"))
+    has_rule = name.startswith(("selective_", "mamba_", "bimamba_"))
     assert [each.name for each in parameters if each.kind == each.KEYWORD_ONLY] == ["discretization"] * has_rule
     if name.startswith("mamba_") and not name.startswith("mamba_inner"):
         assert inspect.signature(function).parameters["dt_limit"].default == (0.0, math.inf)
