@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .. import nn as own
 from ..nn.checks import check_bools, check_choice, check_int, check_number
 from ..nn.common import conv_parameters, is_only_a_product, mark_parameters, short_convolution
+from ..nn.initialization import fill_, linear
 from ..ops import selective_scan
 
 __all__ = ["Mamba"]
@@ -130,7 +131,6 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         self.bimamba_type, self.nslices = kind, 5 if nslices is None else nslices
         self.if_divide_out, self.init_layer_scale = if_divide_out or if_devide_out, init_layer_scale
         # The forks' order, in which optimizer states are saved.
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if init_layer_scale is not None:
             others = dict(self._parameters)
             self._parameters.clear()
@@ -143,13 +143,13 @@ class Mamba(own.Mamba, metaclass=_MambaType):
             self.register_parameter(f"A{end}_log", nn.Parameter(torch.empty_like(self.A_log)))
             self.register_module(f"conv1d{end}", short_convolution("Mamba", self.d_inner, d_conv, conv_bias, device, dtype))
             columns = self.dt_rank + 2 * d_state
-            self.register_module(f"x_proj{end}", nn.Linear(self.d_inner, columns, bias=False, **factory))
-            self.register_module(f"dt_proj{end}", nn.Linear(self.dt_rank, self.d_inner, **factory))
+            self.register_module(f"x_proj{end}", linear(self.d_inner, columns, False, device, dtype))
+            self.register_module(f"dt_proj{end}", linear(self.dt_rank, self.d_inner, True, device, dtype))
             self.register_parameter(f"D{end}", nn.Parameter(torch.empty_like(self.D)))
         self.register_module("out_proj", out_proj)
         self._reset_directions()
-        decayless = [value for name, value in self._parameters.items() if name.startswith(("A_", "D")) and value is not None]
-        mark_parameters("_no_weight_decay", *decayless)
+        self._no_decay = tuple(name for name in self._parameters if name.startswith(("A_", "D")))
+        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
 
     def reset_parameters(self) -> None:
         """Initializes the layer's own parameters; the submodules have their own ``reset_parameters``."""
@@ -163,7 +163,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
             if value is None:
                 continue
             if name.startswith("A_") and name != "A_log":
-                value.fill_(1).cumsum_(1).log_()
+                fill_(value, torch.arange(1, self.d_state + 1, device=value.device, dtype=value.dtype).log())
             elif name.startswith("D_"):
                 value.fill_(1)
         if self.init_layer_scale is not None:

@@ -53,7 +53,7 @@ class SelectiveBase(DiscretizedModule):
 
     # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
     context: Any = None
-    _no_decay = ("A_log", "D")
+    _no_decay: tuple[str, ...] = ("A_log", "D")
 
     def _init_ssm(
         self,

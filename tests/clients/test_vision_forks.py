@@ -99,6 +99,7 @@ def test_mixers_start_as_those_of_the_forks():
     assert (layer.gamma == 0.25).all()
     marked = [name for name, parameter in layer.named_parameters() if getattr(parameter, "_no_weight_decay", False)]
     assert marked == ["A_log", "D", "A_b_log", "D_b", "A_s_log", "D_s"]
+    assert layer.no_weight_decay() == {*marked}
     # The order of the forks, in which optimizers number the states that they save.
     assert [name for name, _ in layer.named_parameters()][:3] == ["gamma", "A_log", "D"]
     assert [name for name, _ in layer.named_children()][-1] == "out_proj"
