@@ -132,6 +132,19 @@ def test_costs_of_the_discretizations_are_made_of_the_json_files(tmp_path):
     assert not re.findall(r"costs (?:about )?the\s+same|dearer|cheaper|times as (?:fast|long|slow)", prose)
 
 
+def test_accuracy_of_the_layers_is_that_of_the_page():
+    """The page has every layer, and one of its errors is measured again."""
+    accuracy = importlib.import_module("benchmarks.layer_accuracy")
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows] == [*accuracy.LAYERS] * 3
+    name = next(name for name in accuracy.LAYERS if name.startswith("MinGRU"))
+    found = accuracy.errors(accuracy.LAYERS[name], torch.bfloat16, torch.device("cpu"))
+    documented = [float(row[3]) for row in rows if row[0] == name]
+    for error, expected in zip(found, documented, strict=True):
+        assert expected / 1.5 < error < expected * 1.5
+
+
 # Fields that a case and its row of results share, by the benchmark's name.
 ROW_NAMES = {
     "ssd": ("name",),
