@@ -159,6 +159,13 @@ def test_gate_that_lets_the_candidate_in_starts_closed(rnn, between):
     "fields, error, words",
     [
         ({"d_model": 0}, ValueError, "expected d_model to be at least 1, got 0"),
+        ({"vocab_size": 10**12}, ValueError, "expected vocab_size from 1 to 2147483647, got 1000000000000"),
+        ({"d_intermediate": float("nan")}, TypeError, "expected d_intermediate to be an int, got float"),
+        ({"attn_layer_idx": "12"}, TypeError, "expected attn_layer_idx to be a list, got str"),
+        ({"ssm_cfg": {"d_stat": 3}}, TypeError, "expected arguments of Mamba in ssm_cfg, ['d_state', 'd_conv', 'expand', "),
+        ({"ssm_cfg": {"layer_idx": 3}}, ValueError, "expected ssm_cfg without layer_idx, which the model sets itself, got 3"),
+        ({"ssm_cfg": {"d_state": 10**12}}, ValueError, "expected ssm_cfg['d_state'] of at most 16777216, got 10"),
+        ({"ssm_cfg": {3: 4}}, TypeError, "expected arguments of Mamba in ssm_cfg"),
         ({"n_layer": 1.0}, TypeError, "expected n_layer to be an int, got float"),
         ({"rms_norm": 1}, TypeError, "expected rms_norm to be a bool, got int"),
         ({"ssm_cfg": [1]}, TypeError, "expected ssm_cfg to be a dict, got list"),
@@ -184,6 +191,8 @@ def test_configurations_leave_their_arguments_alone():
     assert MambaConfig.from_dict(config.to_dict()) == config == dataclasses.replace(config)
     with pytest.raises(ValueError, match=says("discretization 'bilinear' is not supported")):
         MambaLM(make_config("Mamba2", discretization="bilinear"))
+    with pytest.raises(TypeError, match="MambaConfig: expected fields to be a dict, got list"):
+        MambaConfig.from_dict([1])
     with pytest.raises(TypeError, match="MambaLM: expected config to be a MambaConfig, got dict"):
         MambaLM({})
 

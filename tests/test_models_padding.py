@@ -206,7 +206,11 @@ def test_bad_inputs():
                 call(**arguments)
     with pytest.raises(RuntimeError, match=says("expected input_ids on the model's device, cpu, got meta")):
         model.generate(ids.to("meta"), 5)
-    assert model.to("meta")(ids.to("meta")).logits.is_meta
+    assert make_model("Mamba").to("meta")(ids.to("meta")).logits.is_meta
+    model.backbone.layers[1].mixer.context = object()
+    for name in ("labels", "attention_mask"):
+        with pytest.raises(ValueError, match=says(f"MixerModel: expected no {name} with context parallelism")):
+            model(ids, **{name: ids})
 
 
 def test_offloaded_weights_are_not_at_rest_on_the_inputs_device():

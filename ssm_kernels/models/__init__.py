@@ -4,6 +4,7 @@
   saves that model's checkpoints. ``MambaConfig(mixer=...)`` chooses Mamba, Mamba-2, minGRU or minLSTM.
 - :class:`MixerModel`: the same without the head.
 - :class:`RecurrentMixer`: a minGRU or minLSTM instead of a Mamba mixer.
+- :class:`GenerationOutput`: tokens and scores of ``MambaLM.generate``.
 - :class:`InferenceParams`: the cache for decoding. ``MambaLM.generate`` makes its own.
 - :func:`parameter_groups`: the parameters of any model with these layers, grouped for an optimizer with weight decay.
 """

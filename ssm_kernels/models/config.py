@@ -157,8 +157,10 @@ class MambaConfig(MambaSsmFields):
             ValueError: there are other fields, or a value is not as above.
             TypeError: a value is of another type.
         """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"{cls.__name__}: expected fields to be a dict, got {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(fields) - set(known))
+        unknown = [name for name in fields if name not in known]
         if unknown:
             raise ValueError(f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too")
         return cls(**fields)

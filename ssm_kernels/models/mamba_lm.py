@@ -226,6 +226,8 @@ class MambaLM(NamesNoDecay, nn.Module):
         check_int(name, "num_last_tokens", num_last_tokens, low=0)
         if labels is not None and num_last_tokens > 0:
             raise ValueError(f"{name}: expected labels or num_last_tokens, got both")
+        if labels is not None:
+            self.backbone._check_is_local("labels")
         optional = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         optional = {key: value for key, value in optional.items() if value is not None}
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **optional, **mixer_kwargs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..nn.block import Block, GatedMLP, add_norm
 from ..nn.checks import check_shape
+from ..nn.common import ConvMixer
 from ..nn.initialization import initialized, reset_all, reset_embedding, reset_linear
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
@@ -152,6 +153,7 @@ class MixerModel(NamesNoDecay, nn.Module):
         packing = None
         if attention_mask is not None:
             check_attention_mask(type(self).__name__, attention_mask, given)
+            self._check_is_local("attention_mask")
             if clash := sorted({"cu_seqlens", "seq_idx"}.intersection(mixer_kwargs)):
                 raise ValueError(f"{type(self).__name__}: expected attention_mask or {clash[0]}, got both")
             packing = Packing(attention_mask)
@@ -193,6 +195,14 @@ class MixerModel(NamesNoDecay, nn.Module):
                 f"{name}: expected {argument} on the model's device, {embedding.weight.device}, got {given.device}"
             )
         return given
+
+    def _check_is_local(self, argument: str) -> None:
+        """Raises where ranks hold spans of one sequence, as masks and labels know nothing of the other spans."""
+        if any(isinstance(module, ConvMixer) and module.context is not None for module in self.modules()):
+            raise ValueError(
+                f"{type(self).__name__}: expected no {argument} with context parallelism: pack sequences with cu_seqlens, and "
+                "compute the loss of each span with the next span's first label"
+            )
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any

@@ -59,9 +59,11 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is larger than 16 MiB, does not hold JSON, nests too deeply, or holds no object.
     """
     _check_regular(path)
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise ValueError(f"{_NAME}: expected at most {_MAX_JSON_BYTES} bytes in {path}, got {path.stat().st_size}")
-    return _parse_json(path.read_bytes(), path)
+    with path.open("rb") as file:
+        text = file.read(_MAX_JSON_BYTES + 1)
+    if len(text) > _MAX_JSON_BYTES:
+        raise ValueError(f"{_NAME}: expected at most {_MAX_JSON_BYTES} bytes in {path}, got more")
+    return _parse_json(text, path)
 
 
 def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
