@@ -52,8 +52,14 @@ def examples(name: str, value: Any) -> list[doctest.DocTest]:
 OBJECTS = objects()
 
 
+def test_every_public_object_has_an_example():
+    assert [name for name, value in OBJECTS.items() if not examples(name, value)] == []
+
+
 @pytest.mark.parametrize("name", OBJECTS)
 def test_examples_run(name, capsys, tmp_path, monkeypatch):
+    if ".integrations.transformers." in name:
+        pytest.importorskip("transformers", reason="transformers is not installed: the extra [clients]")
     tests = [test for each, value in members(name, OBJECTS[name]) for test in examples(each, value)]
     monkeypatch.chdir(tmp_path)
     runner = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False)

@@ -68,7 +68,7 @@ def install(only: Sequence[str] | None = None) -> None:
         ValueError: ``only`` is empty or has an unknown name.
         TypeError: ``only`` is not a sequence of strings.
 
-    Example:
+    Examples:
         >>> import ssm_kernels.compat
         >>> ssm_kernels.compat.install(only=["selective_scan_cuda", "causal_conv1d_cuda"])
         >>> import selective_scan_cuda
@@ -85,6 +85,15 @@ def uninstall() -> None:
     While a context of :func:`installed` is open, in any thread, the modules stay until it ends. Functions and classes that were
     imported before stay as they are. Without :func:`install` the call changes nothing, and a module that something else has put
     in the place of an installed one stays there.
+
+    Examples:
+        >>> import sys
+        >>> import ssm_kernels
+        >>> ssm_kernels.compat.install()
+        >>> import mamba_ssm
+        >>> ssm_kernels.compat.uninstall()
+        >>> "mamba_ssm" in sys.modules
+        False
     """
     _release("install")
 
@@ -99,6 +108,13 @@ def installed(only: Sequence[str] | None = None) -> Iterator[None]:
 
     Raises:
         RuntimeError, ValueError, TypeError: as :func:`install`.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> with ssm_kernels.compat.installed():
+        ...     from causal_conv1d import causal_conv1d_fn
+        >>> causal_conv1d_fn.__module__
+        'ssm_kernels.compat.causal_conv1d'
     """
     holder = object()
     _hold(holder, "installed", _read_parts("installed", only))
@@ -118,6 +134,16 @@ def served() -> Served:
 
     Returns:
         the requests, of which ``missing`` has those that nothing answered. ``print(served())`` shows them as lines.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> with ssm_kernels.compat.installed():
+        ...     from causal_conv1d import causal_conv1d_fn
+        >>> account = ssm_kernels.compat.served()
+        >>> [(request.name, request.status) for request in account.requests]
+        [('causal_conv1d', 'served'), ('causal_conv1d.causal_conv1d_fn', 'served')]
+        >>> account.missing
+        ()
     """
     with _lock:
         return Served(tuple(part for part in PARTS if part in _installed), requests())

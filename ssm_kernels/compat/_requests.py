@@ -28,6 +28,14 @@ class Request:
         status: ``"served"``: a working module or name of this package; ``"elsewhere"``: another package answered, because the
             name is not among the installed parts; ``"missing"``: an error, or a name that raises one when it is used.
         answer: what the program got.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> with ssm_kernels.compat.installed():
+        ...     from causal_conv1d import causal_conv1d_fn
+        >>> account = ssm_kernels.compat.served()
+        >>> account.requests[-1].name, account.requests[-1].status
+        ('causal_conv1d.causal_conv1d_fn', 'served')
     """
 
     name: str
@@ -47,6 +55,16 @@ class Served:
     Attributes:
         installed: the parts that are installed now.
         requests: one for each name and file that asked for it, in the order of the first request.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> with ssm_kernels.compat.installed():
+        ...     from causal_conv1d import causal_conv1d_fn
+        >>> account = ssm_kernels.compat.served()
+        >>> account.installed  # now
+        ()
+        >>> len(account.requests)
+        2
     """
 
     installed: tuple[str, ...]

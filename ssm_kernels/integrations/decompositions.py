@@ -41,6 +41,15 @@ def decomposition_table() -> dict[Any, Decomposition]:
         A new dict from ``torch.ops.ssm_kernels`` overloads to functions of the same arguments, for
         ``ExportedProgram.run_decompositions``. The functions return the operators' results but for what forward saves for
         backward, in whose place they return tensors without elements. They raise ValueError for ``cu_seqlens``.
+
+    Examples:
+        >>> import torch
+        >>> import ssm_kernels
+        >>> table = ssm_kernels.integrations.decompositions.decomposition_table()
+        >>> a, b = torch.rand(2, 5, 3), torch.rand(2, 5, 3)
+        >>> h, last_state = table[torch.ops.ssm_kernels.linear_scan.default](a, b)
+        >>> torch.allclose(h, ssm_kernels.linear_scan(a, b))
+        True
     """
     return dict(_table)
 

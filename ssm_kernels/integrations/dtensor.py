@@ -144,7 +144,22 @@ _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
 
 
 def register() -> None:
-    """Registers the shardings of the operators with DTensor, whose interface for this is experimental."""
+    """Registers the shardings of the operators with DTensor, whose interface for this is experimental.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> import ssm_kernels
+        >>> ssm_kernels.integrations.dtensor.register()
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> a, b = (distribute_tensor(torch.rand(2, 100, 8), mesh, [Shard(2)]) for _ in range(2))  # channels over ranks
+        >>> h = ssm_kernels.linear_scan(a, b)
+        >>> h.placements
+        (Shard(dim=2),)
+        >>> dist.destroy_process_group()
+    """
     for name, axes in _OPERATORS.items():
         operator = getattr(torch.ops.ssm_kernels, name).default
         register_sharding(operator)(partial(_shardings, operator._schema, axes))

@@ -139,7 +139,19 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
 
 
 def register() -> None:
-    """Makes ``FlopCounterMode`` count the operators of this package. Further calls do nothing."""
+    """Makes ``FlopCounterMode`` count the operators of this package. Further calls do nothing.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.flop_counter import FlopCounterMode
+        >>> import ssm_kernels
+        >>> ssm_kernels.integrations.flops.register()
+        >>> layer, x = ssm_kernels.nn.Mamba(64), torch.randn(2, 100, 64)
+        >>> with FlopCounterMode(display=False) as counter:
+        ...     y = layer(x)
+        >>> counter.get_total_flops() > 2 * 200 * layer.in_proj.weight.numel()  # more than the in-projection's
+        True
+    """
     for formula, names in _FORMULAS.items():
         for name in names:
             operator = getattr(torch.ops.ssm_kernels, name)

@@ -48,6 +48,13 @@ class Served:
         version: of transformers.
         active: whether models that are imported from now on are served too.
         modules: the names that were assigned in each imported module, with the kernel that each calls.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> integration = ssm_kernels.integrations.transformers
+        >>> report = integration.served()
+        >>> report.active
+        False
     """
 
     version: str
@@ -86,6 +93,14 @@ def patch() -> Served:
     Raises:
         ImportError: transformers is not installed.
         RuntimeError: its version is not served: older than 4.57, or 5.0 to 5.16.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> integration = ssm_kernels.integrations.transformers
+        >>> integration.patch().active  # the models that are imported now and later run on these kernels
+        True
+        >>> integration.unpatch().active
+        False
     """
     with _lock:
         _state.hold(patch)
@@ -96,6 +111,13 @@ def unpatch() -> Served:
     """Restores what :func:`patch` replaced. Names that others have assigned since keep what those assigned.
 
     While a block of :func:`patched` runs, in any thread, the models stay patched until it ends.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> integration = ssm_kernels.integrations.transformers
+        >>> report = integration.patch()
+        >>> integration.unpatch().active
+        False
     """
     with _lock:
         _state.release(patch)
@@ -106,6 +128,15 @@ def unpatch() -> Served:
 def patched() -> Iterator[Served]:
     """:func:`patch` for a ``with`` block. The models stay patched until the last block, of all threads, has ended, and as long
     as :func:`patch` asks for.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> integration = ssm_kernels.integrations.transformers
+        >>> with integration.patched() as report:
+        ...     print(report.active)
+        True
+        >>> integration.served().active
+        False
     """
     holder = object()
     with _lock:
@@ -119,7 +150,15 @@ def patched() -> Iterator[Served]:
 
 
 def served() -> Served:
-    """What runs on these kernels now."""
+    """What runs on these kernels now.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> integration = ssm_kernels.integrations.transformers
+        >>> report = integration.served()
+        >>> report.active, dict(report.modules)
+        (False, {})
+    """
     with _lock:
         modules: dict[str, dict[str, str]] = {}
         for place in _state.places:

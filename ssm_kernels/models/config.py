@@ -73,6 +73,12 @@ class MambaConfig(MambaSsmFields):
     Raises:
         ValueError: a value is not as above.
         TypeError: a value is of another type.
+
+    Examples:
+        >>> from ssm_kernels.models import MambaConfig
+        >>> config = MambaConfig(d_model=64, n_layer=2, vocab_size=100, mixer="Mamba2", ssm_cfg={"headdim": 16})
+        >>> config.padded_vocab_size
+        104
     """
 
     mixer: str | None = None

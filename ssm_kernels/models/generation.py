@@ -32,6 +32,20 @@ class InferenceParams:
         max_batch_size: sequences decoded together.
         seqlen_offset: steps done so far. The caller counts them.
         key_value_memory_dict: the states of each mixer under its ``layer_idx``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import InferenceParams, MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+        >>> states = model.allocate_inference_cache(2, 12)
+        >>> cache = InferenceParams(max_seqlen=12, max_batch_size=2, key_value_memory_dict=states)
+        >>> tokens = torch.randint(100, (2, 12))
+        >>> with torch.no_grad():
+        ...     logits = model(tokens[:, :8], inference_params=cache).logits  # the prompt
+        ...     cache.seqlen_offset = 8
+        ...     logits = model(tokens[:, 8:], inference_params=cache).logits  # continues from it
+        >>> logits.shape
+        torch.Size([2, 4, 104])
     """
 
     max_seqlen: int
@@ -60,6 +74,14 @@ class GenerationOutput(NamedTuple):
         scores: for each new column of ``sequences``, (batch, vocab_size), float32: the logits after penalty and temperature
             and, where tokens are drawn, with -inf for those that top_k, top_p and min_p leave out. After the end of a sequence
             its rows have no meaning.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+        >>> output = model.generate(torch.randint(100, (2, 10)), max_new_tokens=5, output_scores=True)
+        >>> output.sequences.shape, len(output.scores), output.scores[0].shape
+        (torch.Size([2, 15]), 5, torch.Size([2, 100]))
     """
 
     sequences: Tensor

@@ -35,6 +35,14 @@ class CausalLMOutput(NamedTuple):
 
     Attributes:
         logits: (batch, seqlen, padded vocabulary).
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+        >>> output = model(torch.randint(100, (4, 32)))
+        >>> output.logits.shape
+        torch.Size([4, 32, 104])
     """
 
     logits: Tensor
@@ -46,6 +54,16 @@ class CausalLMLossOutput(NamedTuple):
     Attributes:
         loss: the mean cross entropy of the next tokens, float32 (float64 in a float64 model).
         logits: (batch, seqlen, padded vocabulary).
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+        >>> tokens = torch.randint(100, (4, 32))
+        >>> loss, logits = model(tokens, labels=tokens)
+        >>> loss.backward()
+        >>> logits.shape
+        torch.Size([4, 32, 104])
     """
 
     loss: Tensor
@@ -78,6 +96,16 @@ class MambaLM(NamesNoDecay, nn.Module):
     Raises:
         ValueError: ``config.ssm_cfg`` has a value that the mixer refuses.
         TypeError: ``config`` is not a :class:`MambaConfig`, or ``config.ssm_cfg`` has a name that the mixer does not know.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=2, vocab_size=100, mixer="Mamba2", ssm_cfg={"headdim": 16}))
+        >>> tokens = torch.randint(100, (4, 33))
+        >>> logits = model(tokens[:, :-1]).logits
+        >>> logits.shape  # (batch, seqlen, padded vocabulary)
+        torch.Size([4, 32, 104])
+        >>> torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     """
 
     def __init__(
@@ -343,6 +371,16 @@ class MambaLM(NamesNoDecay, nn.Module):
             ValueError: an argument is not as above.
             TypeError: an argument is of another type.
             RuntimeError: an argument is on another device than the model.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import MambaConfig, MambaLM
+            >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+            >>> prompt = torch.randint(100, (2, 10))
+            >>> model.generate(prompt, max_new_tokens=5, temperature=0.8, top_p=0.95).shape  # with the prompt
+            torch.Size([2, 15])
+            >>> model.generate(prompt, max_length=15, temperature=0).shape  # the likeliest tokens
+            torch.Size([2, 15])
         """
         name = "MambaLM.generate"
         eos_ids = check_eos(name, eos_token_id, self.config.vocab_size)
@@ -390,6 +428,15 @@ class MambaLM(NamesNoDecay, nn.Module):
                 damaged, holds other things than tensors or refers to places outside of the folder.
             RuntimeError: the parameters in the folder do not fit the model that ``config.json`` describes.
             TypeError: an argument is of another type, or ``config_overrides`` has a name that is not a field.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import MambaConfig, MambaLM
+            >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+            >>> model.save_pretrained("checkpoint")
+            >>> same = MambaLM.from_pretrained("checkpoint", dtype=torch.float32)
+            >>> same.config == model.config
+            True
         """
         check_dtype("MambaLM.from_pretrained", dtype)
         found = find_folder(folder)
@@ -401,6 +448,15 @@ class MambaLM(NamesNoDecay, nn.Module):
 
         ``mamba_ssm``'s ``MambaLMHeadModel.from_pretrained`` reads them if the mixer is ``"Mamba"`` or ``"Mamba2"`` and the
         discretization ``"zoh"``.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import MambaConfig, MambaLM
+            >>> import os
+            >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+            >>> model.save_pretrained("checkpoint")
+            >>> sorted(os.listdir("checkpoint"))
+            ['config.json', 'pytorch_model.bin']
         """
         save(Path(folder), self.config, self.state_dict())
 

@@ -94,6 +94,13 @@ class MixerModel(NamesNoDecay, nn.Module):
             ``n_residuals_per_layer`` (1, with an MLP 2).
         device: where the parameters are made.
         dtype: dtype of the model. Parameters that the mixers keep in a wider dtype are float32 (float64 in a float64 model).
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MixerModel
+        >>> model = MixerModel(MambaConfig(d_model=64, n_layer=2, vocab_size=100))
+        >>> model(torch.randint(100, (4, 32))).shape  # (batch, seqlen, d_model)
+        torch.Size([4, 32, 64])
     """
 
     def __init__(

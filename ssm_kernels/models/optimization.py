@@ -46,6 +46,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Raises:
         TypeError: ``model`` is not a module, or ``weight_decay`` not a number.
         ValueError: ``weight_decay`` is negative or not finite, or FSDP1 has flattened the parameters into one.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import MambaConfig, MambaLM, parameter_groups
+        >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+        >>> groups = parameter_groups(model, weight_decay=0.1)
+        >>> [group["weight_decay"] for group in groups]
+        [0.1, 0.0]
+        >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
     """
     name = "parameter_groups"
     if not isinstance(model, nn.Module):

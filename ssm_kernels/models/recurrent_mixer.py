@@ -67,6 +67,12 @@ class RecurrentMixer(PackedMixer):
     Raises:
         ValueError: an argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import RecurrentMixer
+        >>> RecurrentMixer(64, rnn="MinLSTM")(torch.randn(2, 100, 64)).shape  # (batch, seqlen, d_model)
+        torch.Size([2, 100, 64])
     """
 
     def __init__(

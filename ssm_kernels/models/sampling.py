@@ -53,6 +53,15 @@ def sample(
     Raises:
         ValueError: an argument is not as above.
         TypeError: an argument is of another type.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.models import sample
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0], [9.0, 0.0, 0.0]])
+        >>> sample(logits, temperature=0)
+        tensor([1, 0])
+        >>> sample(logits, temperature=0.8, top_k=2, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([2])
     """
     check_shape("sample", "logits", logits, "(batch, vocab_size)", (None, None))
     if logits.shape[1] == 0 or not logits.is_floating_point():
