@@ -169,6 +169,16 @@ def linked(folder: Path) -> None:
     os.symlink(folder.parent / "outside.bin", folder / "pytorch_model-link.bin")
 
 
+class Reduces:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
 INDEX = f"{PICKLED}.index.json"
 NORM = "backbone__norm_f__weight"
 FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
@@ -201,6 +211,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
     "layers from one": (layers_from_one, RuntimeError, [PICKLED, "bytes of parameters", "got"]),
     "claims more": (claims_more, ValueError, [PICKLED]),
     "compressed": (compressed, ValueError, [PICKLED, "uncompressed"]),
+    "storage": (save_object({"a": Reduces(torch.UntypedStorage, (2**40,))}), ValueError, [PICKLED, "UntypedStorage"]),
+    "no weights": (save_object({"a": Reduces(torch.Tensor, (2**20, 2**20))}), ValueError, [PICKLED, "torch.Tensor"]),
     "bytes object": (save_object({"a": bytearray(2**10)}), ValueError, [PICKLED, "bytearray"]),
     "tensor": (save_object(torch.ones(3)), ValueError, [PICKLED, "expected a state_dict", "got Tensor"]),
     "empty": (lambda folder: (folder / PICKLED).write_bytes(b""), ValueError, [PICKLED]),
@@ -240,20 +252,10 @@ def test_bad_folders(name, folder, little_memory):
     assert not any(word in text for word in ("weights_only=False", "alloc", "memory", "Memory"))
 
 
-class Touches:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.path),))
-
-
 @pytest.mark.parametrize("as_file", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors"])
 def test_nothing_is_executed(as_file, folder):
     made, content = folder.parent / "made", io.BytesIO()
-    torch.save(weights_of(folder) | {"a": Touches(made)}, content)
+    torch.save(weights_of(folder) | {"a": Reduces(os.mkdir, (str(made),))}, content)
     (folder / PICKLED).unlink()
     (folder / as_file).write_bytes(content.getvalue())
     if "of" in as_file:

@@ -44,8 +44,8 @@ class Packing:
         self.cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
         # A stable sort by "is padding" keeps the order of tokens; its inverse is where each position went.
         self._order = self.is_token.logical_not().flatten().to(torch.uint8).argsort(stable=True)
-        self._place = torch.empty_like(self._order)
-        self._place[self._order] = torch.arange(self._order.numel(), device=self._order.device)
+        positions = torch.arange(self._order.numel(), device=self._order.device)
+        self._place = torch.empty_like(self._order).scatter_(0, self._order, positions)
 
     def cu_seqlens_of_all(self) -> Tensor:
         """``cu_seqlens`` with the padding as one more sequence, for layers that have no cache of one row a sequence."""
@@ -79,7 +79,7 @@ def next_token_loss(
     if cu_seqlens is not None:
         check_tensor(name, "cu_seqlens", cu_seqlens)
         begins = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)
-        begins[cu_seqlens.long()] = True
+        begins.scatter_(0, cu_seqlens.long(), True)
         targets = targets.masked_fill(begins[1:-1], _IGNORED)
     if seq_idx is not None:
         check_shape(name, "seq_idx", seq_idx, "(batch, seqlen)", labels.shape)

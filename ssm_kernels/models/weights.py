@@ -44,12 +44,9 @@ _SAFE_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# What torch.save writes for a dict of tensors and parameters. PyTorch's own list is longer: it has functions that allocate.
-_PICKLED_GLOBALS = {
-    "collections OrderedDict",
-    "torch.storage UntypedStorage",
-    *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
-}
+# What torch.save writes for a dict of tensors and parameters, besides the types of their storages. PyTorch's own list also has
+# functions and classes that allocate.
+_PICKLED_GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -212,8 +209,7 @@ def _is_tensor_part(name: str) -> bool:
     if name in _PICKLED_GLOBALS:
         return True
     module, _, attribute = name.partition(" ")
-    is_storage = attribute.endswith("Storage") and attribute.isalnum()
-    return module == "torch" and (is_storage or isinstance(getattr(torch, attribute, None), torch.dtype))
+    return module == "torch" and attribute.endswith("Storage") and attribute.isalnum() and attribute != "UntypedStorage"
 
 
 # ----- safetensors
