@@ -21,6 +21,7 @@ from ..nn.initialization import Initialization, linear, reset_all
 from ..nn.weight_decay import NamesNoDecay
 from .checkpoints import find_folder, load_config, load_model, override, save
 from .config import MambaConfig
+from .gathering import check_is_whole, write_whole
 from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check_generation, generate
 from .mixer_model import MixerModel
 from .padding import next_token_loss
@@ -449,6 +450,13 @@ class MambaLM(NamesNoDecay, nn.Module):
         ``mamba_ssm``'s ``MambaLMHeadModel.from_pretrained`` reads them if the mixer is ``"Mamba"`` or ``"Mamba2"`` and the
         discretization ``"zoh"``.
 
+        If ``fully_shard`` or :class:`ssm_kernels.distributed.TensorParallel` has distributed the parameters, every rank calls
+        this method. Rank 0 writes the files of the whole model, and the others wait for it.
+
+        Raises:
+            RuntimeError: the model has only a part of its parameters here, as under FSDP1; ``tie_embeddings`` is true and
+                embedding and head have different values; or the rank that writes has failed.
+
         Examples:
             >>> import torch
             >>> from ssm_kernels.models import MambaConfig, MambaLM
@@ -458,7 +466,19 @@ class MambaLM(NamesNoDecay, nn.Module):
             >>> sorted(os.listdir("checkpoint"))
             ['config.json', 'pytorch_model.bin']
         """
-        save(Path(folder), self.config, self.state_dict())
+        name = f"{type(self).__name__}.save_pretrained"
+        check_is_whole(name, self)
+        state = self.state_dict()
+        head, embedding = "lm_head.weight", "backbone.embedding.weight"
+        is_tied = self.config.tie_embeddings and head in state and embedding in state
+        fault = None
+        if is_tied and are_different(state[head], state[embedding]):
+            fault = (
+                f"expected {head!r} and {embedding!r} to be one parameter, because tie_embeddings is true, got different "
+                "values: call tie_weights() to keep the embedding's"
+            )
+        same = {head: embedding} if is_tied else {}
+        write_whole(name, state, same, fault, functools.partial(save, Path(folder), self.config))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the CUDA graph, which can be neither copied nor pickled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -39,22 +39,22 @@ def restore_shared(places: Places) -> None:
 
 
 def are_different(one: Any, other: Any) -> bool:
-    """Whether two entries of a state dict are weights of different values; on every rank the same for DTensors."""
+    """Whether two entries of a state dict are weights of different values; of DTensors, whether this rank's shards are."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one is other or one.shape != other.shape:
         return False
-    is_plain = all(type(value) in (Tensor, nn.Parameter) for value in (one, other))
-    if not (is_plain or (is_distributed(one) and is_distributed(other))) or one.is_meta or other.is_meta:
+    if is_distributed(one) and is_distributed(other):
+        if getattr(one, "placements", None) != getattr(other, "placements", None):
+            return False
+        # torch.equal of DTensors waits for all ranks of the default group, those outside of the mesh too.
+        one, other = (cast(Any, value).to_local() for value in (one, other))
+    if any(type(value) not in (Tensor, nn.Parameter) or value.is_meta for value in (one, other)):
         return False
-    is_alike = is_plain and (one.device, one.dtype, one.stride()) == (other.device, other.dtype, other.stride())
+    is_alike = (one.device, one.dtype, one.stride()) == (other.device, other.dtype, other.stride())
     if is_alike and one.data_ptr() == other.data_ptr():
         return False
-    one, other = one.detach(), other.detach().to(one.dtype)
-    if is_plain:
-        other = other.to(one.device)
-    if torch.equal(one, other):
-        return False
+    one, other = one.detach(), other.detach().to(one)
     # NaN is unequal to itself.
-    return not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+    return not (torch.equal(one, other) or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
 
 
 class TiedInitialization(Initialization):
