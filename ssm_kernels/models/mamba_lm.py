@@ -141,22 +141,22 @@ class MambaLM(NamesNoDecay, nn.Module):
     def init_weights(self) -> None:
         """Initializes all parameters as the constructor does, for a model that was made on ``meta``.
 
-        .. code-block:: python
-
-            with torch.device("meta"):
-                model = MambaLM(config)
-            for block in model.backbone.layers:
-                fully_shard(block)
-            fully_shard(model)
-            model.to_empty(device="cuda")
-            model.init_weights()
-
         Every module's ``reset_parameters`` initializes the module's own parameters, so that FSDP1 and a loop over
         ``model.modules()`` give the same distribution. With sharded parameters (DTensors) every rank calls this method.
 
         Raises:
             RuntimeError: a module that was added to the model has parameters and no ``reset_parameters``.
             NotImplementedError: :class:`ssm_kernels.distributed.TensorParallel` has distributed the parameters.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import MambaConfig, MambaLM
+            >>> with torch.device("meta"):
+            ...     model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+            >>> model = model.to_empty(device="cpu")  # after fully_shard, if the model is sharded
+            >>> model.init_weights()
+            >>> model.lm_head.weight is model.backbone.embedding.weight
+            True
         """
         self.tie_weights()
         reset_all(self, f"{type(self).__name__}.init_weights")

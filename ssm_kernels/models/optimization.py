@@ -31,10 +31,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ``DistributedDataParallel``, ``torch.compile``, copies, ``to_empty`` and conversions of dtype give the same groups. Call
     this function after them, because they replace parameters.
 
-    .. code-block:: python
-
-        optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
-
     Args:
         model: contains any layers; parameters with several names are in one group once.
         weight_decay: of the first group.

@@ -27,6 +27,11 @@ class NamesNoDecay:
 
         They are the parameters of the recurrence, such as ``A_log`` and ``D``. Biases and the weights of norms are not
         among them: :func:`ssm_kernels.models.parameter_groups` and timm exempt vectors by their shape.
+
+        Examples:
+            >>> from ssm_kernels.nn import Mamba2
+            >>> sorted(Mamba2(16, headdim=8).no_weight_decay())
+            ['A_log', 'D', 'dt_bias']
         """
         module = cast(nn.Module, self)
         return {
