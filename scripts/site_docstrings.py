@@ -12,7 +12,8 @@ from typing import Any
 
 import griffe
 
-_ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`+)~?([\w.]+)\1")
+# A name after a tilde is shown without the modules before it.
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`+)(?:~[\w.]*\.(?=\w))?\.?([\w.]+)\1")
 _INLINE_FORMULA = re.compile(r":math:`([^`]+)`")
 _FORMULA = re.compile(r"^( *)\.\. math::\n+((?:\1 +.*\n?|\n)+)", re.MULTILINE)
 _PAGE = re.compile(r"(`{1,2})docs/([\w/]+)\.md\1")
