@@ -314,6 +314,26 @@ class MambaLM(NamesNoDecay, nn.Module):
         pad_token_id: int | None = None,
         output_scores: Literal[True],
     ) -> GenerationOutput: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        cg: bool | None = None,
+        streamer: Streamer | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        pad_token_id: int | None = None,
+        output_scores: bool,
+    ) -> Tensor | GenerationOutput: ...
     def generate(
         self,
         input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
