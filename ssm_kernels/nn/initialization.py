@@ -141,8 +141,8 @@ def _draw_(tensor: Tensor, draw: Callable[[Tensor, torch.Generator | None], Any]
         values = local.new_empty(last - first, *tensor.shape[1:])
         draw(values, generator.manual_seed(seed + block))
         begin, end = max(first, own.start), min(last, own.stop)
-        drawn = values[(slice(begin - first, end - first), *columns)]
-        local[begin - own.start : end - own.start].copy_(drawn)
+        index = (slice(begin - first, end - first), *columns)
+        local[begin - own.start : end - own.start].copy_(values[index])
 
 
 @torch.no_grad()
