@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ UNITS = {"host": 2, "kernels": 1}  # of the host's files, and of the CPU kernels
 ROOT = Path(__file__).parent.resolve()
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
+# Folders into which pip, python -m build and uv unpack sources.
+TEMPORARY_FOLDER = re.compile(r"pip-(install|req-build|wheel|download)-|build-via-sdist-|(sdists|git|builds)-v\d")
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 REQUESTED = "CUDA kernels are asked for (SSM_KERNELS_CUDA=1 or FORCE_CUDA=1)"
 
@@ -86,6 +89,14 @@ def find_torch(paths: list[str]) -> Torch | None:
         return None
     facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return Torch(str(facts["__version__"]), facts["cuda"])
+
+
+def check_torch(torch: Torch | None) -> None:
+    """Stops at a torch that is older than the package requires: what is built with it could not be installed."""
+    least = tuple(map(int, TORCH_REQUIREMENT.split(">=")[1].split(".")))
+    # A pre-release counts as its release: some containers have no other.
+    if torch is not None and tuple(map(int, re.match(r"(\d+)\.(\d+)", torch.version).groups())) < least:
+        stop(f"expected {TORCH_REQUIREMENT}, got torch {torch.version} in this environment: pip install '{TORCH_REQUIREMENT}'")
 
 
 def find_compiler() -> Compiler:
@@ -258,15 +269,20 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
 
 def rebuild_with_cuda(sources: Path | str, variable: str = "FORCE_CUDA") -> str:
     """The command that builds CUDA kernels on any machine, the same in messages, ``python -m ssm_kernels`` and the docs."""
-    return f"{variable}=1 pip install --no-deps -e {sources}"
+    return f"{variable}=1 pip install --no-deps -e {shlex.quote(str(sources))}"
+
+
+def is_temporary(sources: Path) -> bool:
+    """Whether pip, uv or build unpacked the sources, and will delete them."""
+    return any(map(TEMPORARY_FOLDER.match, sources.parts))
 
 
 def cpu_only_notice(plan: CudaPlan, sources: Path) -> str:
     """The last line of a build without CUDA kernels against a torch with CUDA."""
-    return (
-        f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: "
-        f"{rebuild_with_cuda(sources, plan.variable)}"
-    )
+    command = rebuild_with_cuda(sources, plan.variable)
+    if is_temporary(sources):
+        command = f"repeat the command of this installation with {plan.variable}=1 and pip's --no-cache-dir --force-reinstall"
+    return f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: {command}"
 
 
 def toolkit_requirement(torch: Torch) -> str:
@@ -305,6 +321,7 @@ def build_requirements() -> list[str]:
     find_compiler()
     see_environment()
     torch = find_torch(sys.path)
+    check_torch(torch)
     plan = plan_cuda(torch, find_toolkit(sys.path), cuda_request(), has_nvidia_driver())
     if torch is None:
         return torch_with_toolkit() if plan.decision == "fetch" else [TORCH_REQUIREMENT]

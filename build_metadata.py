@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Distribution
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 FACTS = "_build_facts.py"
@@ -23,7 +24,7 @@ LINK = re.compile(
     (?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)|`[^`\n]+`)             # code stays
     | !?\[(?P<text>(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()\s]*\))?)*)\]      # [text], with an image or a bracket in it
       \((?P<target>[^()\s]*)(?:\s+"[^"]*")?\)
-    | (?P<definition>^\[[^\]]+\]:[ ]*(?P<defined>\S+).*\n?)             # [name]: target
+    | (?P<definition>^\[[^\]]+\]:[ ]*(?P<defined>\S+)[^\n]*\n?)         # [name]: target
     | <img\b[^>]*?\bsrc="(?P<image>[^"]*)"[^>]*>
     | <a\b[^>]*?\bhref="(?P<anchor>[^"]*)"[^>]*>(?P<anchored>.*?)</a>
     """,
@@ -104,10 +105,16 @@ def distribution_class(torch_version: str | None, cuda: str | None) -> type[Dist
             # One wheel for every Python: the library has no Python symbol.
             return "py3", "none", super().get_tag()[2]
 
+    class Modules(build_py):
+        def find_package_modules(self, package, package_dir):
+            # The facts of a build in place are neither sources nor those of this build.
+            found = super().find_package_modules(package, package_dir)
+            return [module for module in found if Path(module[2]).name != FACTS]
+
     class BuiltDistribution(Distribution):
         def parse_config_files(self, *arguments, **keywords):
             super().parse_config_files(*arguments, **keywords)
-            self.cmdclass.setdefault("bdist_wheel", Wheel)
+            self.cmdclass.update(bdist_wheel=Wheel, build_py=Modules)
             self.metadata.long_description = without_relative_links((ROOT / "README.md").read_text())
             if torch_version is None:
                 return

@@ -54,6 +54,8 @@ if torch_found is None:
     setup(distclass=build_metadata.distribution_class(None, None))
     sys.exit()
 
+if {"egg_info", "sdist"}.isdisjoint(sys.argv):
+    build_backend.check_torch(torch_found)
 try:
     import ninja
 

@@ -10,7 +10,8 @@ import torch
 
 import ssm_kernels
 
-from ._build_info import rebuild_command, rebuild_with_cuda_command, runs_on
+from ._build_info import runs_on
+from ._rebuild import rebuild_command, rebuild_with_cuda_command
 
 
 def nvidia_driver() -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
 import torch
+
+from ._rebuild import rebuild_command, release_of, remedy
 
 __all__ = ["BuildInfo", "build_info", "load_operators"]
 
@@ -27,19 +27,6 @@ class BuildInfo(TypedDict):
     cpu_capabilities: tuple[str, ...]  # instruction sets of the CPU kernels
     discretizations: tuple[str, ...]
     compiler: str  # of the host code
-
-
-def rebuild_command() -> str:
-    """The command that builds the package against the torch that is installed."""
-    if (PACKAGE.parent / "setup.py").exists():
-        return f"pip install --no-deps -e {shlex.quote(str(PACKAGE.parent))}"
-    return "pip install --no-deps --force-reinstall <folder of the ssm_kernels sources>"
-
-
-def rebuild_with_cuda_command() -> str:
-    """The command that builds CUDA kernels too, with or without a GPU, and even if SSM_KERNELS_CUDA is exported."""
-    variable = "SSM_KERNELS_CUDA" if "SSM_KERNELS_CUDA" in os.environ else "FORCE_CUDA"
-    return f"{variable}=1 {rebuild_command()}"
 
 
 def _facts() -> ModuleType:
@@ -73,12 +60,6 @@ def build_info() -> BuildInfo:
     )
 
 
-def _release(version: str) -> str:
-    """``2.15`` of ``2.15.1+cu132``; all of a pre-release, whose interface changes from day to day."""
-    released = re.match(r"(\d+\.\d+)(?:\.\d+)*(?=\+|$)", version)
-    return released[1] if released else version
-
-
 def check_torch(built: str, running: str, cuda: str | None = None, running_cuda: str | None = None) -> None:
     """Raises ImportError unless the running torch has the C++ interface of the build.
 
@@ -87,15 +68,15 @@ def check_torch(built: str, running: str, cuda: str | None = None, running_cuda:
         cuda: CUDA version of the compiler of the CUDA kernels; None if there are none.
         running_cuda: CUDA version of the running torch. Its major version must be that of ``cuda``.
     """
-    if _release(built) != _release(running):
+    if release_of(built) != release_of(running):
         raise ImportError(
-            f"ssm_kernels was built with torch {built}, but the torch that is installed is {running}. "
-            f"Rebuild it: {rebuild_command()}"
+            f"ssm_kernels was built with torch {built}, but the torch that is installed is {running}. {remedy(built)}"
         )
     if cuda is not None and (running_cuda is None or running_cuda.split(".")[0] != cuda.split(".")[0]):
+        kind = f"with CUDA {running_cuda}" if running_cuda else "without CUDA"
         raise ImportError(
-            f"ssm_kernels was built with CUDA {cuda}, but the torch that is installed, {running}, is a build "
-            f"{f'with CUDA {running_cuda}' if running_cuda else 'without CUDA'}. Rebuild it: {rebuild_command()}"
+            f"ssm_kernels was built with CUDA {cuda}, but the torch that is installed, {running}, is a build {kind}. "
+            f"Rebuild it: {rebuild_command()}; or install a torch with CUDA {cuda.split('.')[0]}"
         )
 
 
@@ -116,7 +97,7 @@ def load_operators() -> None:
         # Newer versions of PyTorch keep the loader's own message, with the undefined symbol, in the cause.
         reason = str(error.__cause__ or error).removeprefix(f"{library}: ")
         raise ImportError(
-            f"{library} does not load under torch {torch.__version__}: {reason}. Rebuild it: {rebuild_command()}"
+            f"{library} does not load under torch {torch.__version__}: {reason}. {remedy(facts.torch)}"
         ) from error
 
 

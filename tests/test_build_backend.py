@@ -198,6 +198,14 @@ def test_misspelt_request_stops(monkeypatch, variable):
         build_backend.cuda_request()
 
 
+@pytest.mark.parametrize("folder", ["pip-install-x1/ssm_kernels_2", "pip-req-build-x1", "build-via-sdist-x1/ssm_kernels-0.1.0"])
+def test_messages_name_no_folder_that_pip_deletes(folder):
+    plan = build_backend.CudaPlan("no", "this machine has no NVIDIA driver")
+    notice = build_backend.cpu_only_notice(plan, Path("/tmp") / folder)
+    assert folder not in notice and "FORCE_CUDA=1" in notice and "--no-cache-dir --force-reinstall" in notice
+    assert build_backend.cpu_only_notice(plan, Path("/tmp/my sources")).endswith(" -e '/tmp/my sources'")
+
+
 @pytest.mark.parametrize(("script", "expected"), [("echo 'GPU 0: an A100'", True), ("echo 'no driver'; exit 9", False)])
 def test_driver_is_one_that_nvidia_smi_reaches(monkeypatch, tmp_path, script, expected):
     monkeypatch.setattr(build_backend, "DRIVER_FILES", (str(tmp_path / "nvidiactl"),))
@@ -225,6 +233,21 @@ def test_build_requires_no_torch_where_there_is_one(monkeypatch, tmp_path, cuda,
     monkeypatch.setattr(sys, "path", [str(make_torch(tmp_path, "2.11.0", cuda))])
     monkeypatch.setattr(build_backend, "environment_paths", lambda: [])
     assert build_backend.build_requirements() == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "stops_at"),
+    [("2.10.0+cu128", True), ("1.13.1", True), ("2.11.0", False), ("2.11.0a0+nv", False), ("3.0.0", False)],
+)
+def test_torch_below_the_bound_stops_before_the_build(monkeypatch, tmp_path, version, stops_at):
+    monkeypatch.setenv("SSM_KERNELS_CUDA", "0")
+    monkeypatch.setattr(sys, "path", [str(make_torch(tmp_path, version, None))])
+    monkeypatch.setattr(build_backend, "environment_paths", lambda: [])
+    if stops_at:
+        with stops(rf"expected torch>=2\.11, got torch {re.escape(version)} in this environment: pip install 'torch>=2\.11'"):
+            build_backend.get_requires_for_build_wheel()
+    else:
+        assert build_backend.get_requires_for_build_wheel() == []
 
 
 def pip_chooses(**versions: str) -> str:

@@ -1,71 +1,92 @@
-"""setup.py in a copy of the sources, with a compiler that compiles an empty file in place of each source."""
+"""setup.py: how many compilers run, how the library is linked, what is written beside it."""
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from build_helpers import ROOT
+import torch
+from build_helpers import FACTS, OPS, ROOT
+from stub_build import build_environment, copy_sources, make_stub, run
 
 import build_backend
+import build_linking
+from ssm_kernels._build_info import build_info
 
 pytest.importorskip("setuptools", reason="setup.py needs setuptools")
-
-# Logs when it starts and ends, and leaves other calls than compilations to the real compiler.
-STUB = """#!{python}
-import os, sys, time
-arguments = sys.argv[1:]
-if "-c" not in arguments:
-    if {keep!r} is not None:
-        arguments = [argument for argument in arguments if not argument.startswith({keep!r})]
-    os.execvp({compiler[0]!r}, {compiler!r} + arguments)
-sources = [argument for argument in arguments if argument.endswith(".cpp")]
-log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-os.write(log, f"+ {{' '.join(sources)}}\\n".encode())
-time.sleep(0.3)
-arguments = [argument for argument in arguments if argument not in sources and not argument.startswith("-I")]
-status = os.spawnvp(os.P_WAIT, {compiler[0]!r}, {compiler!r} + arguments + ["-x", "c++", os.devnull])
-os.write(log, f"- {{' '.join(sources)}}\\n".encode())
-sys.exit(status)
-"""
 
 
 @pytest.fixture
 def sources(tmp_path) -> Path:
-    """A copy of what the build reads, in a folder whose name has a space."""
-    folder = tmp_path / "my sources"
-    (folder / "ssm_kernels").mkdir(parents=True)
-    names = ("build_backend.py", "build_linking.py", "build_metadata.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-    for name in names:
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.cu", "*.cuh"))
-    return folder
+    return copy_sources(tmp_path / "my sources")
 
 
-def make_stub(folder: Path, compiler: list[str], left_out: str | None = None) -> Path:
-    path = folder / "stub"
-    path.write_text(STUB.format(python=sys.executable, compiler=compiler, keep=left_out, log=str(folder / "log")))
-    path.chmod(0o755)
-    return path
-
-
-def build(sources: Path, compiler: Path, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "CXX": str(compiler), "SSM_KERNELS_CUDA": "0", "CCACHE_DISABLE": "1", **environment}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=300)
+def build_in_place(sources: Path, stub: Path, **variables: str):
+    return run(
+        sys.executable, "setup.py", "-q", "build_ext", "--inplace", env=build_environment(stub, **variables), cwd=sources
+    )
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_compilers_that_run_at_a_time_are_at_most_max_jobs(sources, tmp_path, jobs):
-    result = build(sources, make_stub(tmp_path, ["c++"]), MAX_JOBS=str(jobs))
+    result = build_in_place(sources, make_stub(tmp_path, seconds=0.3), MAX_JOBS=str(jobs))
     assert result.returncode == 0, result.stdout + result.stderr
     events = [line.split(maxsplit=1) for line in (tmp_path / "log").read_text().splitlines()]
-    running = [sum(1 if sign == "+" else -1 for sign, *_ in events[: i + 1]) for i in range(len(events))]
+    running = [sum(1 if sign == "+" else -1 for sign, _ in events[: i + 1]) for i in range(len(events))]
     assert max(running) == jobs and running[-1] == 0
-    compiled = [Path(source).stem for sign, source in events if sign == "+"]
-    units = [f"{name}_{number}" for name, count in build_backend.UNITS.items() for number in range(1, count + 1)]
-    assert set(compiled) == set(units)
+    units = {f"{name}_{number}" for name, count in build_backend.UNITS.items() for number in range(1, count + 1)}
+    assert {Path(source).stem for _, source in events} == units
+
+    facts = (sources / "ssm_kernels" / FACTS.name).read_text()
+    for value in (torch.__version__, build_info()["version"], f"cuda = {None}"):
+        assert str(value) in facts
+    if torch.version.cuda is not None:
+        notice = result.stdout.splitlines()[-1]
+        assert notice.startswith("ssm_kernels: CPU kernels only were built: SSM_KERNELS_CUDA=0 is set")
+        assert notice.endswith(f" SSM_KERNELS_CUDA=1 pip install --no-deps -e '{sources}'")
+
+
+def test_failed_build_leaves_no_facts_beside_an_older_library(sources, tmp_path):
+    """A tree that was built for another torch has its library and its facts, or neither."""
+    package = sources / "ssm_kernels"
+    (package / FACTS.name).write_text("torch = '2.11.0'\n")
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"INPUT(-lc)")
+    assert build_in_place(sources, make_stub(tmp_path, library=broken)).returncode == 1
+    assert (package / FACTS.name).read_text() == "torch = '2.11.0'\n" and not list(package.glob("*.so"))
+    assert build_in_place(sources, make_stub(tmp_path)).returncode == 0
+    assert torch.__version__ in (package / FACTS.name).read_text()
+
+
+def test_setup_links_the_shared_libstdcxx_and_checks_it(sources, tmp_path):
+    """With a compiler that prefers the static one: setup.py with and without its arguments of the link."""
+    compiler = shutil.which("g++")
+    found = run(compiler, "-print-file-name=libstdc++.a").stdout.strip() if compiler else ""
+    if not Path(found).is_absolute():
+        pytest.skip("g++ with libstdc++.a is not installed")
+    (tmp_path / "static").mkdir()
+    (tmp_path / "static" / "libstdc++.a").symlink_to(found)
+    wrapper = tmp_path / "wrapped-g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} -B{tmp_path}/static -L{tmp_path}/static "$@"\n')
+    wrapper.chmod(0o755)
+    stub = make_stub(tmp_path, compiler=str(wrapper), library=None)
+
+    linked = build_in_place(sources, stub)
+    assert linked.returncode == 0, linked.stdout + linked.stderr
+    library = build_linking.read_shared_library(sources / "ssm_kernels" / OPS.name)
+    assert library.exported == [] and "libstdc++.so.6" in library.needed
+
+    (sources / "ssm_kernels" / OPS.name).unlink()
+    text = (sources / "build_linking.py").read_text()
+    (sources / "build_linking.py").write_text(text.replace("*SHARED_LIBSTDCXX,", '"-lstdc++",'))
+    stopped = build_in_place(sources, stub)
+    assert stopped.returncode == 1 and "Traceback" not in stopped.stderr, stopped.stdout + stopped.stderr
+    assert re.search(r"ssm_kernels: expected _ops\.abi3\.so to use the shared libstdc\+\+\.so\.6", stopped.stderr)
+    assert not list((sources / "ssm_kernels").glob("*.so"))
+
+
+def test_requirement_of_the_build_is_that_of_the_sources():
+    assert f'dependencies = ["{build_backend.TORCH_REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
