@@ -113,7 +113,8 @@ def test_api_reference_has_every_public_name():
 def test_docstrings_of_the_site():
     pytest.importorskip("griffe", reason="the extra [docs]")
     as_markdown = importlib.import_module("site_docstrings").as_markdown
-    docstring = ":func:`linear_scan`, :class:`~.common.Mixer`, see ``docs/ssd.md``: :math:`a_t`\n\n    .. math::\n        a &= 1 \\\\\n        b &= 2\n\nEnd"
+    formula = "    .. math::\n        a &= 1 \\\\\n        b &= 2\n\n"
+    docstring = f":func:`linear_scan`, :class:`~.common.Mixer`, see ``docs/ssd.md``: :math:`a_t`\n\n{formula}End"
     assert as_markdown(docstring) == (
         "`linear_scan`, `Mixer`, see [docs/ssd.md](../ssd.md): $a_t$\n\n"
         "    $$\n    \\begin{aligned}a &= 1 \\\\\n    b &= 2\\end{aligned}\n    $$\n\nEnd"
