@@ -32,6 +32,7 @@ from ._transformers_functions import (
     make_causal_conv1d_update,
 )
 from ._transformers_mixers import DT_PROJ, forward_457, forward_with_dt_proj, mixers_457, mixers_that_read_dt_proj
+from ._transformers_packing import PACKING, forward_that_checks_packing, models_with_attention
 
 __all__ = ["Served", "patch", "patched", "served", "unpatch"]
 
@@ -78,8 +79,9 @@ def patch() -> Served:
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
     contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind and convolutions take packed sequences, as
     ``seq_idx`` or, in one row, as ``cu_seqlens``; those of Mamba's kind raise an error for them, because transformers does not
-    pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence, and those
-    of GraniteMoeHybrid FlashAttention too.
+    pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence,
+    ``use_cache=False`` and no ``attention_mask``, and those of GraniteMoeHybrid FlashAttention. A patched model raises a
+    ValueError where its attention would mix the sequences.
 
     Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train. A plain layer with hooks of accelerate
     is not called, because the mixer runs those.
@@ -162,7 +164,7 @@ def served() -> Served:
     with _lock:
         modules: dict[str, dict[str, str]] = {}
         for place in _state.places:
-            if place.kernel not in (*FUSED, DT_PROJ):
+            if place.kernel not in (*FUSED, DT_PROJ, PACKING):
                 modules.setdefault(place.name, {})[place.attribute] = place.kernel
         return Served(_state.version, _state.active, modules)
 
@@ -297,6 +299,9 @@ class _State:
         elif any(kernel == "selective_scan_fn" for kernel, _ in found.values()):
             for name, forward in mixers_that_read_dt_proj(module).items():
                 forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
+        if any(kernel == "mamba_chunk_scan_combined" for kernel, _ in found.values()):
+            for name, forward in models_with_attention(module).items():
+                forwards[name] = (PACKING, forward_that_checks_packing(forward, ignores_positions=self.is_457))
         for attribute, (kernel, function) in found.items():
             self._assign(module, module.__name__, attribute, kernel, function)
         for name, (kernel, forward) in forwards.items():

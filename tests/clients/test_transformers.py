@@ -33,7 +33,7 @@ from transformers_models import (
 )
 
 from ssm_kernels.integrations._transformers_mixers import calls_dt_proj
-from ssm_kernels.integrations.transformers import patched
+from ssm_kernels.integrations.transformers import patched, served
 
 CLIENT, OPERATOR = "transformers", "ssd_chunk_scan"
 SEQLEN, NEW = 37, 6
@@ -198,6 +198,42 @@ def test_packed_sequences_equal_separate_ones(model: str, by: str, device: str) 
     close(packed["logits"], hidden, rounding(of, SEQLEN))
     for name, parameter in net.named_parameters():
         close(packed[name], parameter.grad, rounding(of, SEQLEN), name)
+
+
+HYBRIDS = ("Bamba", "Zamba2", "NemotronH", "FalconH1")
+
+
+@pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_hybrids_refuse_packing_that_attention_would_mix(model: str, by: str) -> None:
+    """The result of the one call that they take is that of separate sequences; the others differ from it without patch()."""
+    net, ids = MODELS[model].make("cpu").base_model.train(), tokens(1, 16, "cpu")
+    seq_idx, positions = (torch.arange(16) >= 9).int()[None], torch.cat([torch.arange(9), torch.arange(7)])[None]
+    packing = {"seq_idx": seq_idx} if by == "seq_idx" else {"cu_seqlens": torch.tensor([0, 9, 16])}
+    right = {"position_ids": positions, "use_cache": False}
+    own = torch.ones(1, 1, 16, 16).tril().bool() & (seq_idx[:, None, :, None] == seq_idx[:, None, None, :])
+    with patched(), torch.no_grad():
+        out = net(ids, **packing, **right)[0]
+        close(out[:, 9:], net(ids[:, 9:], use_cache=False)[0], rounding(MODELS[model], 16))
+        # A mask of four dimensions is the caller's own.
+        close(net(ids, **packing, **right, attention_mask=own)[0][:, 9:], out[:, 9:], rounding(MODELS[model], 16))
+        for wrong, words in (
+            ({"use_cache": None}, "expected use_cache=False"),
+            ({"use_cache": True}, "expected use_cache=False"),
+            ({"attention_mask": torch.ones_like(ids)}, "expected no attention_mask"),
+            ({"position_ids": None}, "expected position_ids that restart"),
+            ({"position_ids": torch.arange(16)[None]}, "got some that go on"),
+        ):
+            with pytest.raises(ValueError, match=f"{words}.*otherwise attention mixes the sequences that {by} packs"):
+                net(ids, **packing, **right | wrong)
+    assert "packing" not in str(served())
+
+
+def test_granite_refuses_packing_without_flash_attention() -> None:
+    net, ids = MODELS["GraniteMoeHybrid"].make("cpu").base_model, tokens(1, 16, "cpu")
+    positions, seq_idx = torch.arange(16)[None] % 8, torch.arange(16)[None] // 8
+    with patched(), pytest.raises(ValueError, match="GraniteMoeHybridModel: expected FlashAttention"):
+        net(ids, seq_idx=seq_idx.int(), position_ids=positions, use_cache=False)
 
 
 def test_the_convolution_of_mambas_kind_refuses_packed_sequences(device: str) -> None:
