@@ -105,6 +105,30 @@ def test_shards(kind, tmp_path):
     torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [4000, "4KB", "1"])
+def test_saves_shards(size, tmp_path):
+    model = make_model("Mamba", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    files = sorted(path.name for path in tmp_path.glob("*.bin"))
+    assert files == [f"pytorch_model-{i + 1:05d}-of-{len(files):05d}.bin" for i in range(len(files))] and len(files) > 2
+    index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
+    parameters = sum(value.numel() * value.element_size() for value in model.parameters())
+    assert index["metadata"]["total_size"] == parameters and {*index["weight_map"]} == {*model.state_dict()}
+    # The shared weight is written once, and no shard is larger but for one tensor.
+    assert index["weight_map"]["lm_head.weight"] == index["weight_map"]["backbone.embedding.weight"]
+    for file in files:
+        shard = torch.load(tmp_path / file, weights_only=True)
+        assert sum(v.numel() * 4 for name, v in shard.items() if name != "lm_head.weight") <= 4000 or len(shard) == 1
+    loaded = MambaLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+    model.save_pretrained(tmp_path, max_shard_size="5GiB")
+    assert (tmp_path / "pytorch_model.bin").is_file() and not [*tmp_path.glob("*.index.json")]
+    for bad, error in (("5 tons", ValueError), (0, ValueError), (1.5, TypeError), ("-1", ValueError)):
+        with pytest.raises(error, match=says("MambaLM.save_pretrained: expected max_shard_size")):
+            model.save_pretrained(tmp_path, max_shard_size=bad)
+
+
 def test_snapshots_of_the_hub_link_to_blobs(tmp_path):
     """As the cache of huggingface_hub keeps them."""
     snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"

@@ -16,11 +16,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ..nn.checks import check_int
 from .config import MambaConfig
 from .transformers_format import convert_config, is_transformers_config, rename_weights
 from .weights import INDEXES, PICKLED, SAFE, find_weights, open_weights, read_json
 
-__all__ = ["find_folder", "load_config", "load_model", "load_weights", "override", "save"]
+__all__ = ["find_folder", "load_config", "load_model", "load_weights", "override", "parse_size", "save"]
 
 _CONFIG, _NAME, _DISCRETIZATION = "config.json", "MambaLM.from_pretrained", "discretization_name"
 # What is fetched from the hub: weights in one file, or in shards with an index.
@@ -159,13 +160,64 @@ def _check_fit(model: nn.Module, weights: dict[str, Tensor], held: int, path: Pa
         raise RuntimeError(f"{_NAME}: expected {needed} bytes of parameters in {path}, got {held} bytes")
 
 
-def save(folder: Path, config: MambaConfig, state_dict: dict[str, Any]) -> None:
-    """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing.
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-    Removes a ``model.safetensors`` or its index, which :func:`load_weights` would prefer to the new weights.
+
+def parse_size(name: str, argument: str, size: Any) -> int | None:
+    """Bytes from None, an int, or a string as transformers takes it, such as ``"5GB"`` or ``"200MiB"``.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
+    if size is None:
+        return None
+    if isinstance(size, str):
+        found = re.fullmatch(r"([0-9]{1,18}) ?([KMG]I?B|)", size.upper())
+        if found is None:
+            raise ValueError(f"{name}: expected {argument} such as '5GB' or '200MiB', got {size!r}")
+        size = int(found[1]) * _UNITS[found[2]]
+    check_int(name, argument, size, expected="an int, a string such as '5GB' or None")
+    return int(size)
+
+
+def save(folder: Path, config: MambaConfig, max_shard_size: int | None, state_dict: dict[str, Any]) -> None:
+    """Writes ``config.json`` and the weights, in shards if they are larger; makes the folder if it is missing.
+
+    Removes other files of weights and indexes, which :func:`load_weights` would prefer to the new ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SAFE, *INDEXES):
+    for name in (SAFE, PICKLED, *INDEXES):
         (folder / name).unlink(missing_ok=True)
-    torch.save(state_dict, folder / PICKLED)
+    shards = _split(state_dict, max_shard_size)
+    if len(shards) == 1:
+        torch.save(state_dict, folder / PICKLED)
+    else:
+        places: dict[str, str] = {}
+        for i, shard in enumerate(shards, 1):
+            file = f"pytorch_model-{i:05d}-of-{len(shards):05d}.bin"
+            torch.save(shard, folder / file)
+            places |= dict.fromkeys(shard, file)
+        sizes = {value.data_ptr(): value.numel() * value.element_size() for value in state_dict.values()}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / f"{PICKLED}.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (folder / _CONFIG).write_text(json.dumps(config.to_dict(), indent=4) + "\n")
+
+
+def _split(state_dict: dict[str, Any], max_shard_size: int | None) -> list[dict[str, Any]]:
+    """Groups of tensors of at most ``max_shard_size`` bytes, or of one tensor; tensors that share memory stay together."""
+    if max_shard_size is None:
+        return [state_dict]
+    shards: list[dict[str, Any]] = [{}]
+    size = 0
+    homes: dict[int, dict[str, Any]] = {}
+    for name, value in state_dict.items():
+        nbytes = value.numel() * value.element_size()
+        home = homes.get(value.data_ptr()) if nbytes else shards[-1]
+        if home is None:
+            if shards[-1] and size + nbytes > max_shard_size:
+                shards.append({})
+                size = 0
+            home = homes[value.data_ptr()] = shards[-1]
+            size += nbytes
+        home[name] = value
+    return shards

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..nn.checks import check_dtype, check_int
 from ..nn.initialization import Initialization, linear, reset_all
 from ..nn.weight_decay import NamesNoDecay
-from .checkpoints import find_folder, load_config, load_model, override, save
+from .checkpoints import find_folder, load_config, load_model, override, parse_size, save
 from .config import MambaConfig
 from .gathering import check_is_whole, write_whole
 from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check_generation, generate
@@ -464,8 +464,13 @@ class MambaLM(NamesNoDecay, nn.Module):
         config = override(load_config(found), config_overrides)
         return load_model(found, config, functools.partial(cls, config, None, dtype=dtype), device)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
         """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing.
+
+        Args:
+            folder: where the files are written. Other files of weights in it are removed.
+            max_shard_size: bytes, or a string such as ``"5GB"``: larger weights are written in shards,
+                ``pytorch_model-00001-of-00003.bin`` and so on, with ``pytorch_model.bin.index.json``. ``None``: one file.
 
         ``mamba_ssm``'s ``MambaLMHeadModel.from_pretrained`` reads them if the mixer is ``"Mamba"`` or ``"Mamba2"`` and the
         discretization ``"zoh"``.
@@ -474,6 +479,7 @@ class MambaLM(NamesNoDecay, nn.Module):
         this method. Rank 0 writes the files of the whole model, and the others wait for it.
 
         Raises:
+            ValueError, TypeError: ``max_shard_size`` is not as above.
             RuntimeError: the model has only a part of its parameters here, as under FSDP1; ``tie_embeddings`` is true and
                 embedding and head have different values; or the rank that writes has failed.
 
@@ -487,6 +493,7 @@ class MambaLM(NamesNoDecay, nn.Module):
             ['config.json', 'pytorch_model.bin']
         """
         name = f"{type(self).__name__}.save_pretrained"
+        shard_size = parse_size(name, "max_shard_size", max_shard_size)
         check_is_whole(name, self)
         state = self.state_dict()
         head, embedding = "lm_head.weight", "backbone.embedding.weight"
@@ -498,7 +505,7 @@ class MambaLM(NamesNoDecay, nn.Module):
                 "values: call tie_weights() to keep the embedding's"
             )
         same = {head: embedding} if is_tied else {}
-        write_whole(name, state, same, fault, functools.partial(save, Path(folder), self.config))
+        write_whole(name, state, same, fault, functools.partial(save, Path(folder), self.config, shard_size))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the CUDA graph, which can be neither copied nor pickled."""
