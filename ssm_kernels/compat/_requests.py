@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import dis
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -136,6 +137,17 @@ def _is_finder(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__") == "ssm_kernels.compat"
 
 
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Whether an import reads ``__spec__``, and not a tool that looks through all modules, as ``inspect`` does."""
+    file = frame.f_code.co_filename
+    if file.startswith("<frozen importlib") or file in _IMPORT_FILES:
+        return True
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_NAME
+
+
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """``known`` names, those that resemble ``name`` most first."""
     return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
@@ -153,7 +165,8 @@ class RecordedModule(ModuleType):
         own: dict[str, Any] = ModuleType.__getattribute__(self, "__dict__")
         module = own.get("__name__", "")
         if name == "__spec__":
-            record(module, "served", "module of ssm_kernels.compat")
+            if _is_import(sys._getframe(1)):
+                record(module, "served", "module of ssm_kernels.compat")
             return own[name]
         try:
             value = ModuleType.__getattribute__(self, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 import warnings
 from types import ModuleType
@@ -166,6 +167,9 @@ def test_the_account_names_what_clients_asked_for(fork):
     assert found["mamba_ssm.ops.cute"] == ("missing", "no such module")
     request = next(request for request in compat.served().missing if request.name == "mamba_ssm.ops.cute")
     assert request.place == f"{client.__file__}:10"
+    count = len(compat.served().requests)
+    inspect.getmodule(client.RMSNorm, "unknown.py")  # reads attributes of all modules
+    assert [vars(sys.modules[part])["__spec__"] for part in PARTS] and len(compat.served().requests) == count
     text = str(compat.served())
     assert "3 missing" in text and f"missing    mamba_ssm.ops.cute: no such module; asked by client ({request.place})" in text
     compat.uninstall()

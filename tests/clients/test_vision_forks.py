@@ -61,7 +61,7 @@ def plain_layer(options, p, s):
         order = torch.arange(s.shape[1]).view(options["nslices"], -1).T.flatten()
         sliced = plain_mixer(p, xz[:, order], "_s")
         y = y + torch.empty_like(sliced).index_copy(1, order.to(s.device), sliced)
-    if options.get("if_divide_out") or options.get("if_devide_out"):
+    if kind == "v2" and (options.get("if_divide_out") or options.get("if_devide_out")):
         y = y / 2
     out = y @ p["out_proj.weight"].T
     return out * p["gamma"] if "gamma" in p else out
