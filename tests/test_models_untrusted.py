@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Lets the process map 256 MiB more than it has."""
+    """Lets the process map 2 GiB more than it has: what the folders claim is larger by far."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
