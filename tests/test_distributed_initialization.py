@@ -99,6 +99,32 @@ def check_copies(mesh: Mesh) -> None:
         assert torch.equal(local, first), name
 
 
+def check_tying(mesh: Mesh) -> None:
+    """Conversions and assign=True of distributed models."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import TensorParallel
+
+    future = torch.__future__
+    for distribute in (shard, lambda model, mesh: parallelize_module(model, mesh, TensorParallel())):
+        for is_overwritten in (False, True):
+            model: Any = distribute(MAKERS["MambaLM-Mamba"](), mesh)
+            future.set_overwrite_module_params_on_conversion(is_overwritten)
+            try:
+                model.double()
+            finally:
+                future.set_overwrite_module_params_on_conversion(False)
+            assert model.lm_head.weight is model.backbone.embedding.weight
+            assert model.lm_head.weight.dtype == torch.float64
+            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(weights, assign=True)
+            assert model.lm_head.weight is model.backbone.embedding.weight
+            model(make_tokens(1, 4, device=mesh.device_type)).logits.sum().backward()
+            weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+            with pytest.raises(RuntimeError, match=r"backbone\.embedding\.weight.*lm_head\.weight"):
+                model.load_state_dict(weights)
+
+
 def check_numbers(mesh: Mesh, expected: list[list[float]]) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -149,6 +175,10 @@ def test_fully_shard_on_meta(processes: Processes, place: Place):
 @pytest.mark.parametrize("place", [param(Place((2,))), param(TWO_GPUS)])
 def test_the_documented_path(processes: Processes, place: Place):
     processes.check(place, check_training)
+
+
+def test_tied_weights_stay_tied(processes: Processes):
+    processes.check(Place((2,)), check_tying)
 
 
 def test_dtypes(processes: Processes):

@@ -87,6 +87,14 @@ def test_init_weights_needs_modules_that_can_be_initialized():
         model.init_weights()
 
 
+def test_init_weights_of_a_model_with_attention_of_pytorch():
+    model = make_model("Mamba", dtype=torch.float32)
+    model.backbone.layers[1].mixer = nn.MultiheadAttention(16, 2)
+    nn.init.constant_(model.backbone.layers[1].mixer.in_proj_weight, math.nan)
+    model.init_weights()
+    assert model.backbone.layers[1].mixer.in_proj_weight.isfinite().all()
+
+
 # ----- tied weights
 
 

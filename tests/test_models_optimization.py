@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,21 @@ def test_arguments():
     ):
         with pytest.raises(error, match=says("parameter_groups", *words)):
             parameter_groups(model, weight_decay)
+
+
+def test_optimizer_of_the_examples(monkeypatch):
+    """A copy's parameters have no marks."""
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    model = copy.deepcopy(Mamba2(8, headdim=4, d_state=4))
+    optimizer, _ = importlib.import_module("training").make_optimizer(model, 1e-3, 10, weight_decay=0.1)
+    decayed = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
+    assert names == {"in_proj.weight", "conv1d.weight", "out_proj.weight"}
+    layer = copy.deepcopy(Mamba(8, d_state=4))
+    optimizer, _ = importlib.import_module("training").make_optimizer(layer, 1e-3, 10, weight_decay=0.1)
+    assert all(parameter is not layer.A_log for parameter in optimizer.param_groups[0]["params"])
 
 
 def check_sharded(mesh: Mesh) -> None:

@@ -93,7 +93,8 @@ def reset_all(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        reset = getattr(module, "reset_parameters", None)
+        # nn.MultiheadAttention's has an underscore.
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if not callable(reset):
             raise RuntimeError(
                 f"{name}: expected {path or 'the model'} to have reset_parameters, got {type(module).__name__}, whose "
@@ -111,10 +112,19 @@ def _agreed_seed(mesh: Any) -> int:
     """A seed from the random numbers of the mesh's first rank."""
     import torch.distributed as dist
 
-    seed = torch.randint(2**62, (1,)).to(mesh.device_type)
+    seed = torch.randint(2**62, (1,), device="cpu").to(mesh.device_type)
     for dimension in range(mesh.ndim):
         dist.broadcast(seed, group_src=0, group=mesh.get_group(dimension))
     return int(seed)
+
+
+def _own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """The place in the whole tensor of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    parameter: Any = tensor
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def _draw_(tensor: Tensor, draw: Callable[[Tensor, torch.Generator | None], Any]) -> None:
@@ -126,23 +136,20 @@ def _draw_(tensor: Tensor, draw: Callable[[Tensor, torch.Generator | None], Any]
     if not is_distributed(tensor):
         draw(tensor, None)
         return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     parameter: Any = tensor
-    local, mesh = parameter.to_local(), parameter.device_mesh
+    local = parameter.to_local()
     if local.is_meta:
         return
-    seed, generator = _agreed_seed(mesh), torch.Generator(local.device)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, parameter.placements)
-    columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
-    own, rows = range(offsets[0], offsets[0] + sizes[0]), max(1, _BLOCK // max(1, tensor.shape[1:].numel()))
+    seed, generator = _agreed_seed(parameter.device_mesh), torch.Generator(local.device)
+    own, *columns = _own_part(tensor)
+    rows = max(1, _BLOCK // max(1, tensor.shape[1:].numel()))
     for block in range(own.start // rows, -(-own.stop // rows)):
         first, last = block * rows, min((block + 1) * rows, tensor.shape[0])
         values = local.new_empty(last - first, *tensor.shape[1:])
         draw(values, generator.manual_seed(seed + block))
         begin, end = max(first, own.start), min(last, own.stop)
-        index = (slice(begin - first, end - first), *columns)
-        local[begin - own.start : end - own.start].copy_(values[index])
+        place = (slice(begin - first, end - first), *columns)
+        local[begin - own.start : end - own.start].copy_(values[place])
 
 
 @torch.no_grad()
@@ -161,16 +168,14 @@ def normal_(tensor: Tensor, std: float) -> Tensor:
 
 @torch.no_grad()
 def fill_(tensor: Tensor, value: Tensor) -> Tensor:
-    """Copies ``value``, of the shape of ``tensor`` or one that broadcasts to it; every rank takes its part of it."""
-    if is_distributed(tensor) and not tensor.is_meta:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        parameter: Any = tensor
-        mesh, value = parameter.device_mesh, value.expand(tensor.shape)
-        whole = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        parameter.to_local().copy_(whole.redistribute(placements=parameter.placements).to_local())
+    """Copies ``value``, which broadcasts to the shape of ``tensor``; every rank takes its part of it."""
+    if tensor.is_meta:
         return tensor
-    return tensor if tensor.is_meta else tensor.copy_(value)
+    if is_distributed(tensor):
+        parameter: Any = tensor
+        parameter.to_local().copy_(value.expand(tensor.shape)[_own_part(tensor)])
+        return tensor
+    return tensor.copy_(value)
 
 
 @torch.no_grad()
@@ -188,17 +193,20 @@ def uniform_rows_(
     """
     if tensor.is_meta:
         return
+    parameter: Any = tensor
+    local, generator, whole = tensor, None, tensor
     if is_distributed(tensor):
-        parameter: Any = tensor
-        whole = parameter.full_tensor().clone()
-        generator = torch.Generator(whole.device).manual_seed(_agreed_seed(parameter.device_mesh))
-    else:
-        whole, generator = tensor, None
+        local = parameter.to_local()
+        generator = torch.Generator(local.device).manual_seed(_agreed_seed(parameter.device_mesh))
+        whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=local.device)
     target = whole[rows]
     values = torch.empty_like(target, dtype=dtype).uniform_(low, high, generator=generator)
     target.copy_(values if transform is None else transform(values))
     if whole is not tensor:
-        fill_(tensor, whole)
+        is_drawn = torch.zeros(tensor.shape, dtype=torch.bool, device=local.device)
+        is_drawn[rows] = True
+        own = _own_part(tensor)
+        local.copy_(torch.where(is_drawn[own], whole[own], local))
 
 
 def inverse_softplus(x: Tensor) -> Tensor:
