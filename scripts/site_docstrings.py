@@ -1,16 +1,20 @@
 """Griffe extension for the site: what docstrings write for Sphinx becomes Markdown.
 
-References such as :func:`linear_scan` become code, formulas (``.. math::`` and :math:) go between dollar signs, and names of
-pages such as ``docs/cuda.md`` become links.
+References such as :func:`linear_scan` become links where docs/api has the name, and code elsewhere. Formulas (``.. math::`` and
+:math:) go between dollar signs, and names of pages such as ``docs/cuda.md`` become links.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
+NAMES = {line[4:].strip() for page in PAGES.glob("*.md") for line in page.read_text().splitlines() if line.startswith("::: ")}
 
 # A name after a tilde is shown without the modules before it.
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`+)(?:~[\w.]*\.(?=\w))?\.?([\w.]+)\1")
@@ -26,15 +30,30 @@ def _displayed(formula: re.Match[str]) -> str:
     return textwrap.indent(f"$$\n{lines}\n$$\n\n", formula[1])
 
 
-def as_markdown(docstring: str) -> str:
-    """The docstring for a page in docs/api/."""
+def _target(name: str, path: str) -> str | None:
+    """The name in docs/api that a docstring of the object ``path`` means by ``name``."""
+    if name in NAMES:
+        return name
+    module = ".".join(path.split(".")[:2])
+    modules = ["ssm_kernels.reference" if module.startswith("ssm_kernels.reference") else module]
+    modules += ["ssm_kernels", "ssm_kernels.nn", "ssm_kernels.models", ".".join(path.split(".")[:3])]
+    return next((f"{module}.{name}" for module in modules if f"{module}.{name}" in NAMES), None)
+
+
+def as_markdown(docstring: str, path: str) -> str:
+    """The docstring of the object ``path`` for a page in docs/api/."""
+
+    def reference(role: re.Match[str]) -> str:
+        target = _target(role[2], path)
+        return f"`{role[2]}`" if target is None else f"[`{role[2]}`][{target}]"
+
     docstring = _FORMULA.sub(_displayed, docstring)
     docstring = _INLINE_FORMULA.sub(r"$\1$", docstring)
-    docstring = _ROLE.sub(r"`\2`", docstring)
+    docstring = _ROLE.sub(reference, docstring)
     return _PAGE.sub(r"[docs/\2.md](../\2.md)", docstring)
 
 
 class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            obj.docstring.value = as_markdown(obj.docstring.value, obj.path)

@@ -33,14 +33,14 @@ def objects() -> dict[str, Any]:
 
 
 def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The object and, of a class, its own public methods."""
+    """The object and, of a class, its public methods that this package defines."""
     yield name, value
     if inspect.isclass(value):
-        for attribute, member in vars(value).items():
-            if not attribute.startswith("_") and (
-                inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod))
-            ):
-                yield f"{name}.{attribute}", getattr(value, attribute)
+        for attribute, member in inspect.getmembers(
+            value, lambda member: inspect.isfunction(member) or inspect.ismethod(member)
+        ):
+            if not attribute.startswith("_") and (member.__module__ or "").startswith("ssm_kernels."):
+                yield f"{name}.{attribute}", member
 
 
 def examples(name: str, value: Any) -> list[doctest.DocTest]:

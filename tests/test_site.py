@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,14 +80,16 @@ def test_lists_of_the_site():
 
 
 def public_names() -> set[str]:
-    """The public names of the package and of its public modules, those of integrations' modules included."""
+    """The public names of the package and of its public modules, those of compat's and integrations' modules included."""
+    modules = ["", "nn", "models", "distributed", "compat", "reference"]
+    modules += [f"integrations.{module}" for module in ssm_kernels.integrations.__all__]
+    modules += [
+        f"compat.{name}" for name in dir(ssm_kernels.compat) if isinstance(getattr(ssm_kernels.compat, name), ModuleType)
+    ]
     names = set()
-    for module in ("", "nn", "models", "distributed", "compat", "reference"):
+    for module in modules:
         name = f"ssm_kernels.{module}".rstrip(".")
         names |= {f"{name}.{member}" for member in importlib.import_module(name).__all__ if not member.startswith("__")}
-    for module in ssm_kernels.integrations.__all__:
-        name = f"ssm_kernels.integrations.{module}"
-        names |= {f"{name}.{member}" for member in importlib.import_module(name).__all__}
     return names - {"ssm_kernels.nn", "ssm_kernels.models", "ssm_kernels.reference"}
 
 
@@ -115,10 +118,19 @@ def test_docstrings_of_the_site():
     as_markdown = importlib.import_module("site_docstrings").as_markdown
     formula = "    .. math::\n        a &= 1 \\\\\n        b &= 2\n\n"
     docstring = f":func:`linear_scan`, :class:`~.common.Mixer`, see ``docs/ssd.md``: :math:`a_t`\n\n{formula}End"
-    assert as_markdown(docstring) == (
-        "`linear_scan`, `Mixer`, see [docs/ssd.md](../ssd.md): $a_t$\n\n"
+    assert as_markdown(docstring, "ssm_kernels.recurrences.mingru_scan") == (
+        "[`linear_scan`][ssm_kernels.linear_scan], `Mixer`, see [docs/ssd.md](../ssd.md): $a_t$\n\n"
         "    $$\n    \\begin{aligned}a &= 1 \\\\\n    b &= 2\\end{aligned}\n    $$\n\nEnd"
     )
+    # The name of the same module comes first, then the package's.
+    for path, target in (
+        ("ssm_kernels.distributed.functions.mingru_scan", "ssm_kernels.distributed.linear_scan"),
+        ("ssm_kernels.reference_recurrences.mingru_scan", "ssm_kernels.reference.linear_scan"),
+        ("ssm_kernels.nn.minrnn.MinGRU", "ssm_kernels.linear_scan"),
+    ):
+        assert as_markdown(":func:`linear_scan`", path) == f"[`linear_scan`][{target}]"
+    assert as_markdown(":func:`ssm_kernels.linear_scan`", path) == "[`ssm_kernels.linear_scan`][ssm_kernels.linear_scan]"
+    assert as_markdown(":class:`torch.nn.GRU`, :meth:`step`", path) == "`torch.nn.GRU`, `step`"
 
 
 def test_citation_has_the_version_of_the_package():

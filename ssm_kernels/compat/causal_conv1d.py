@@ -63,6 +63,13 @@ def causal_conv1d_fn(
         NotImplementedError: another activation.
         ValueError: a shape is not as above, or ``final_states_out`` without ``return_final_states``.
         RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn
+        >>> x, weight = torch.randn(2, 8, 100), torch.randn(8, 4)  # (batch, dim, seqlen)
+        >>> causal_conv1d_fn(x, weight, activation="silu").shape
+        torch.Size([2, 8, 100])
     """
     if isinstance(seq_idx, str) and seq_idx in _ACTIVATIONS:
         activation = _older_activation("seq_idx", seq_idx, activation)
@@ -183,6 +190,13 @@ def causal_conv1d_update(
     Raises:
         NotImplementedError: another activation.
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d_update`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.causal_conv1d import causal_conv1d_update
+        >>> state, weight = torch.zeros(2, 8, 4), torch.randn(8, 4)  # the state is updated in place
+        >>> causal_conv1d_update(torch.randn(2, 8), state, weight).shape
+        torch.Size([2, 8])
     """
     _check_activation("causal_conv1d_update", activation)
     common_dtype("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
@@ -284,6 +298,13 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         ValueError: a shape, ``state_len`` or, on the CPU, a value of ``cu_seqlens`` is not as above.
         RuntimeError: a dtype or device is not as above.
         TypeError: an argument is not a tensor where one is expected, or ``state_len`` is not an integer.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.causal_conv1d import causal_conv1d_varlen_states
+        >>> x, cu_seqlens = torch.randn(100, 8), torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> causal_conv1d_varlen_states(x, cu_seqlens, state_len=4).shape
+        torch.Size([2, 8, 4])
     """
     name = "causal_conv1d_varlen_states"
     common_dtype(name, x=x)

@@ -64,6 +64,13 @@ def layer_norm_fn(
     Raises:
         ValueError: ``x1`` with ``rowscale``, ``bias1`` without ``weight1``, or a shape or ``dropout_p`` is not as above.
         RuntimeError, TypeError: as :func:`ssm_kernels.add_rms_norm`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.layer_norm import layer_norm_fn
+        >>> x = torch.randn(2, 10, 64)
+        >>> layer_norm_fn(x, torch.ones(64), torch.zeros(64), residual=x).shape
+        torch.Size([2, 10, 64])
     """
     name = "layer_norm_fn"
     if x1 is not None and rowscale is not None:
@@ -145,7 +152,16 @@ def rms_norm_fn(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """:func:`layer_norm_fn` with ``is_rms_norm``."""
+    """:func:`layer_norm_fn` with ``is_rms_norm``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.layer_norm import rms_norm_fn
+        >>> x = torch.randn(2, 10, 64)
+        >>> y, residual = rms_norm_fn(x, torch.ones(64), None, residual=x, prenorm=True)
+        >>> torch.equal(residual, x + x)
+        True
+    """
     return layer_norm_fn(
         x,
         weight,
@@ -168,6 +184,14 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm with a residual and dropout before it; parameters as in ``mamba_ssm``, whose models all have these norms.
 
     As an ``nn.RMSNorm`` it also is a norm of :class:`ssm_kernels.nn.Block` with ``fused_add_norm``, which reads weight and eps.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.layer_norm import RMSNorm
+        >>> norm, x = RMSNorm(64), torch.randn(2, 10, 64)
+        >>> y, residual = norm(x, residual=x, prenorm=True)
+        >>> y.shape, residual.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 64]))
     """
 
     eps: float

@@ -30,6 +30,13 @@ def layernorm_fn(
 
     Raises:
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.rms_norm_gated`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.norms import layernorm_fn
+        >>> x, z = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> layernorm_fn(x, torch.ones(64), torch.zeros(64), z).shape
+        torch.Size([2, 10, 64])
     """
     common_dtype("layernorm_fn", x=x, weight=weight, bias=bias)
     dtype = common_dtype("layernorm_fn", x=x, z=z)
@@ -57,7 +64,15 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """:func:`layernorm_fn` with ``is_rms_norm``."""
+    """:func:`layernorm_fn` with ``is_rms_norm``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.norms import rmsnorm_fn
+        >>> x, z = torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> rmsnorm_fn(x, torch.ones(64), None, z, norm_before_gate=False).shape
+        torch.Size([2, 10, 64])
+    """
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 
 
@@ -89,7 +104,15 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """Gated RMSNorm of groups of ``group_size`` columns, without a bias; parameters as in ``mamba_ssm``."""
+    """Gated RMSNorm of groups of ``group_size`` columns, without a bias; parameters as in ``mamba_ssm``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.norms import RMSNorm
+        >>> norm, x, z = RMSNorm(64, group_size=32), torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> norm(x, z).shape
+        torch.Size([2, 10, 64])
+    """
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """``norm(x) * silu(z)``, or ``norm(x * silu(z))`` unless ``norm_before_gate``."""
@@ -97,7 +120,15 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Gated LayerNorm of groups of ``group_size`` columns; parameters as in ``mamba_ssm``."""
+    """Gated LayerNorm of groups of ``group_size`` columns; parameters as in ``mamba_ssm``.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.norms import LayerNorm
+        >>> norm, x, z = LayerNorm(64), torch.randn(2, 10, 64), torch.randn(2, 10, 64)
+        >>> norm(x, z).shape
+        torch.Size([2, 10, 64])
+    """
 
     def _make_bias(self) -> nn.Parameter:
         return nn.Parameter(torch.empty_like(self.weight))

@@ -64,6 +64,14 @@ def selective_scan_fn(
     Raises:
         NotImplementedError: a complex tensor.
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import selective_scan_fn
+        >>> u, delta = torch.randn(2, 8, 100), torch.rand(2, 8, 100)
+        >>> A, B, C = -torch.rand(8, 16), torch.randn(2, 16, 100), torch.randn(2, 16, 100)
+        >>> selective_scan_fn(u, delta, A, B, C, delta_softplus=True).shape
+        torch.Size([2, 8, 100])
     """
     out, last_state = _selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, discretization)
     return (out, last_state) if return_last_state else out
@@ -185,6 +193,16 @@ def mamba_inner_fn(
         ValueError: a shape or ``checkpoint_lvl`` is not as above.
         NotImplementedError: a complex tensor.
         RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import mamba_inner_fn
+        >>> batch, dim, seqlen, dstate, rank, out = 2, 8, 100, 4, 3, 6
+        >>> xz, A = torch.randn(batch, 2 * dim, seqlen), -torch.rand(dim, dstate)
+        >>> conv, x_proj = torch.randn(dim, 1, 4), torch.randn(rank + 2 * dstate, dim)
+        >>> dt_proj, out_proj = torch.randn(dim, rank), torch.randn(out, dim)
+        >>> mamba_inner_fn(xz, conv, None, x_proj, dt_proj, out_proj, None, A, D=torch.ones(dim)).shape
+        torch.Size([2, 100, 6])
     """
     name = "mamba_inner_fn"
     y = _inner_scan(
@@ -237,6 +255,16 @@ def mamba_inner_fn_no_out_proj(
 
     Raises:
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`mamba_inner_fn`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import mamba_inner_fn_no_out_proj
+        >>> batch, dim, seqlen, dstate, rank = 2, 8, 100, 4, 3
+        >>> xz, A = torch.randn(batch, 2 * dim, seqlen), -torch.rand(dim, dstate)
+        >>> conv, x_proj = torch.randn(dim, 1, 4), torch.randn(rank + 2 * dstate, dim)
+        >>> dt_proj = torch.randn(dim, rank)
+        >>> mamba_inner_fn_no_out_proj(xz, conv, None, x_proj, dt_proj, A, D=torch.ones(dim)).shape
+        torch.Size([2, 8, 100])
     """
     return _inner_scan(
         "mamba_inner_fn_no_out_proj",
@@ -293,6 +321,16 @@ def bimamba_inner_fn(
 
     Raises:
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`mamba_inner_fn`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import bimamba_inner_fn
+        >>> batch, dim, seqlen, dstate, rank, out = 2, 8, 100, 4, 3, 6
+        >>> xz, A = torch.randn(batch, 2 * dim, seqlen), -torch.rand(dim, dstate)
+        >>> conv, x_proj = torch.randn(dim, 1, 4), torch.randn(rank + 2 * dstate, dim)
+        >>> dt_proj, out_proj = torch.randn(dim, rank), torch.randn(out, dim)
+        >>> bimamba_inner_fn(xz, conv, None, x_proj, dt_proj, out_proj, None, A, A, D=torch.ones(dim)).shape
+        torch.Size([2, 100, 6])
     """
     check_shape("bimamba_inner_fn", "A_b", A_b, "(dim, dstate)", A.shape)
     y = _inner_scan(
@@ -447,6 +485,14 @@ def selective_state_update(
 
     Raises:
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_state_update`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import selective_state_update
+        >>> state, x, dt = torch.zeros(2, 8, 16), torch.randn(2, 8), torch.rand(2, 8)  # the state is updated in place
+        >>> A, B, C = -torch.rand(8, 16), torch.randn(2, 16), torch.randn(2, 16)
+        >>> selective_state_update(state, x, dt, A, B, C).shape
+        torch.Size([2, 8])
     """
     name = "selective_state_update"
     common_dtype(name, state=state, A=A, D=D, dt_bias=dt_bias)

@@ -72,6 +72,14 @@ def mamba_chunk_scan_combined(
             comes without ``return_varlen_states`` and ``seq_idx``.
         NotImplementedError: a complex tensor.
         RuntimeError, TypeError: as :func:`ssm_kernels.ssd_chunk_scan`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.ssd import mamba_chunk_scan_combined
+        >>> x, dt = torch.randn(2, 100, 4, 16), torch.rand(2, 100, 4)
+        >>> A, B, C = -torch.rand(4), torch.randn(2, 100, 1, 32), torch.randn(2, 100, 1, 32)
+        >>> mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size=64).shape
+        torch.Size([2, 100, 4, 16])
     """
     name = "mamba_chunk_scan_combined"
     _check_state_dtype(name, state_dtype)
@@ -214,6 +222,16 @@ def mamba_split_conv1d_scan_combined(
         NotImplementedError: an activation other than None, ``"silu"`` and ``"swish"``.
         ValueError: a shape is not as above, or ``outproj_bias`` comes without ``outproj_weight``.
         RuntimeError, TypeError: as :func:`ssm_kernels.ssd_chunk_scan`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.ssd import mamba_split_conv1d_scan_combined
+        >>> batch, seqlen, heads, headdim, dstate = 2, 100, 4, 16, 32
+        >>> dim = heads * headdim
+        >>> zxbcdt = torch.randn(batch, seqlen, 2 * dim + 2 * dstate + heads)
+        >>> conv, dt_bias, A, D = torch.randn(dim + 2 * dstate, 4), torch.zeros(heads), -torch.rand(heads), torch.ones(heads)
+        >>> mamba_split_conv1d_scan_combined(zxbcdt, conv, None, dt_bias, A, D, chunk_size=64, headdim=headdim).shape
+        torch.Size([2, 100, 64])
     """
     name = "mamba_split_conv1d_scan_combined"
     common_dtype(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, dt_bias=dt_bias, A=A, D=D)

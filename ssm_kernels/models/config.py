@@ -144,6 +144,11 @@ class MambaConfig(MambaSsmFields):
     def to_dict(self) -> dict[str, Any]:
         """Fields for a ``config.json``: ``mamba_ssm``'s, and ``mixer`` and ``discretization`` only if ``mamba_ssm`` has no such
         model.
+
+        Examples:
+            >>> from ssm_kernels.models import MambaConfig
+            >>> MambaConfig(d_model=64, n_layer=2, vocab_size=100).to_dict()["d_model"]
+            64
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mixer, discretization = fields.pop("mixer"), fields.pop("discretization")
@@ -162,6 +167,12 @@ class MambaConfig(MambaSsmFields):
         Raises:
             ValueError: there are other fields, or a value is not as above.
             TypeError: a value is of another type.
+
+        Examples:
+            >>> from ssm_kernels.models import MambaConfig
+            >>> config = MambaConfig.from_dict({"d_model": 64, "n_layer": 2, "vocab_size": 100})
+            >>> config.d_model
+            64
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"{cls.__name__}: expected fields to be a dict, got {type(fields).__name__}")

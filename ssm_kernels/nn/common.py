@@ -243,6 +243,13 @@ class ConvMixer(NamesNoDecay, nn.Module):
         Raises:
             ValueError: ``batch_size`` is negative, or ``dtype`` is not a floating-point dtype.
             TypeError: ``batch_size`` is not an int, or ``dtype`` not a dtype.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> conv_state, ssm_state = nn.Mamba(32).allocate_inference_cache(batch_size=2, max_seqlen=10)
+            >>> conv_state.shape, ssm_state.shape
+            (torch.Size([2, 64, 4]), torch.Size([2, 64, 16]))
         """
         name = f"{type(self).__name__}.allocate_inference_cache"
         check_int(name, "batch_size", batch_size, low=0)

@@ -219,6 +219,16 @@ class Liquid(RecurrentBase):
         Raises:
             ValueError: a shape is not as above, ``dt`` is a negative number or NaN, or the layers are bidirectional.
             TypeError: an argument is not a tensor (``dt``: nor a number).
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, state = nn.Liquid(8, 16), None
+            >>> with torch.no_grad():
+            ...     for dt in (1.0, 0.1, 3.0):
+            ...         y, state = layer.step(torch.randn(2, 8), state, dt=dt)
+            >>> y.shape, state.shape
+            (torch.Size([2, 16]), torch.Size([1, 2, 16]))
         """
         self._check_step_input(x)
         if not isinstance(dt, Tensor):

@@ -120,6 +120,16 @@ class _MinRNN(RecurrentBase):
         Raises:
             ValueError: a shape is not as above, or the layers are bidirectional.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, state = nn.MinGRU(8, 16), None
+            >>> with torch.no_grad():
+            ...     for token in range(3):
+            ...         y, state = layer.step(torch.randn(2, 8), state)
+            >>> y.shape, state.shape
+            (torch.Size([2, 16]), torch.Size([1, 2, 16]))
         """
         return self._run_step(x, state)
 

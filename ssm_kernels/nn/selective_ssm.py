@@ -361,7 +361,14 @@ class SelectiveSSM(SelectiveBase):
         check_shape("SelectiveSSM", name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
 
     def allocate_state(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given."""
+        """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> nn.SelectiveSSM(32).allocate_state(2).shape
+            torch.Size([2, 32, 16])
+        """
         check_int("SelectiveSSM.allocate_state", "batch_size", batch_size, low=0)
         return self._zero_state(batch_size, dtype)
 
