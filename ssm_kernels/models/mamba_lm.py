@@ -109,6 +109,9 @@ class MambaLM(NamesNoDecay, nn.Module):
         >>> torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     """
 
+    # transformers' Trainer reads it: keyword arguments that forward does not know are the mixers', not the loss's.
+    accepts_loss_kwargs = False
+
     def __init__(
         self,
         config: MambaConfig,

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers_models import MODELS, tokens, without_tf32
 
-from ssm_kernels.models import MambaLM
+from ssm_kernels.models import MambaConfig, MambaLM
 from ssm_kernels.models.sampling import SeenTokens, process
 
 CLIENT = "transformers"
@@ -77,6 +77,46 @@ def test_generate_is_that_of_transformers(model, tmp_path):
     arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0}
     padded = ids.masked_fill(mask == 0, 0)
     assert torch.equal(ours.generate(padded, temperature=0, **arguments), theirs.generate(padded, do_sample=False, **arguments))
+
+
+def test_trainer(tmp_path):
+    """transformers' Trainer with padded batches: it finds the loss, and the logits of an evaluation."""
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = MambaLM(MambaConfig(d_model=16, n_layer=1, vocab_size=40))
+    before = model.lm_head.weight.detach().clone()
+    lengths = [9, 4, 7, 2]
+    rows = [{"input_ids": torch.randint(40, (9,)), "attention_mask": (torch.arange(9) < length).long()} for length in lengths]
+    data = [row | {"labels": row["input_ids"]} for row in rows]
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=1, per_device_eval_batch_size=4, learning_rate=1e-2, **options
+    )
+
+    class Trainer(transformers.Trainer):
+        """As docs/models.md says: its own saving knows no tied weights."""
+
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            self.model.save_pretrained(output_dir)
+
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, before)
+    saved = MambaLM.from_pretrained(tmp_path / "checkpoint-1")
+    torch.testing.assert_close(saved.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
+    Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    found = trainer.predict(data)
+    ids, mask = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, labels=ids)
+    torch.testing.assert_close(torch.from_numpy(found.predictions), expected.logits)
+    assert found.metrics["test_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
