@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -55,15 +56,17 @@ def check_training(mesh: Mesh) -> None:
     sharded, single = make_sharded("MambaLM-Mamba", mesh), MAKERS["MambaLM-Mamba"](device=mesh.device_type)
     sharded.init_weights()
     single.load_state_dict({name: value.full_tensor() for name, value in sharded.state_dict().items()})
-    for model in (single, sharded):
-        optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2)
-        for _ in range(3):
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.setdefault(model is single, []).append(loss.item())
-        assert model.lm_head.weight is model.backbone.embedding.weight
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "MambaLM: expected embedding and head to share")
+        for model in (single, sharded):
+            optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2)
+            for _ in range(3):
+                loss = nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.setdefault(model is single, []).append(loss.item())
+            assert model.lm_head.weight is model.backbone.embedding.weight
     assert losses[True] == pytest.approx(losses[False], rel=1e-4) and losses[True][2] < losses[True][0]
 
 
@@ -152,6 +155,10 @@ def check_fsdp1(mesh: Mesh) -> None:
             assert_initialized(copy.deepcopy(wrapped.module))
             if isinstance(wrapped.module, MambaLM) and wrapped.module.config.tie_embeddings:
                 assert wrapped.module.lm_head.weight is wrapped.module.backbone.embedding.weight
+        if isinstance(wrapped.module, MambaLM):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "MambaLM: expected embedding and head to share")
+                wrapped(make_tokens(1, 4, device=mesh.device_type)).logits.sum().backward()
 
 
 def test_numbers_depend_on_the_seed_alone(processes: Processes):

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -173,6 +174,32 @@ def test_a_tied_checkpoint_of_two_weights(tmp_path):
     weights["lm_head.weight"] = weights["backbone.embedding.weight"].clone()
     weights["lm_head.weight"][0, 0] = weights["backbone.embedding.weight"][0, 0] = math.nan
     make_model("Mamba").load_state_dict(weights)
+
+
+@pytest.mark.parametrize("part", ["backbone", "lm_head"])
+def test_a_part_that_is_changed_alone(part, tmp_path):
+    """Nobody tells the model; it warns in training, and saves nothing else than it trains."""
+    model = make_model("Mamba")
+    weights = {name: value.clone() for name, value in getattr(model, part).state_dict().items()}
+    getattr(model, part).load_state_dict(weights, assign=True)
+    assert not is_tied(model)
+    with pytest.warns(UserWarning, match=says("embedding and head", "two parameters", "tie_weights()")):
+        model(make_tokens(1, 4))
+    model.tie_weights()
+    assert is_tied(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(make_tokens(1, 4))
+
+
+def test_a_model_on_meta_is_not_saved(tmp_path):
+    with pytest.raises(RuntimeError, match=says("save_pretrained", "on meta", "init_weights")):
+        MambaLM(make_config("Mamba"), device="meta").save_pretrained(tmp_path)
+
+
+def test_options_of_the_initialization():
+    with pytest.raises(TypeError, match=says("MixerModel", "initializer_cfg", "'initializer_range'", "'initalizer_range'")):
+        MambaLM(make_config("Mamba"), {"initalizer_range": 1.0})
 
 
 def test_tied_weights_are_initialized_as_an_embedding_is():

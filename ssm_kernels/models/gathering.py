@@ -20,8 +20,11 @@ def check_is_whole(name: str, model: nn.Module) -> None:
     """Checks that no parameter is a part of one, as FSDP1 and DeepSpeed leave them: nothing says which part.
 
     Raises:
-        RuntimeError: a parameter is a part.
+        RuntimeError: a parameter is a part, or on meta.
     """
+    on_meta = next((path for path, parameter in model.named_parameters() if parameter.is_meta), None)
+    if on_meta is not None:
+        raise RuntimeError(f"{name}: expected parameters with memory, got {on_meta} on meta: call to_empty and init_weights")
     for path, module in model.named_modules():
         dimensions = next((number for kind, number in _DIMENSIONS.items() if isinstance(module, kind)), None)
         weight = module._parameters.get("weight")

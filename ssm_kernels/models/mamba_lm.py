@@ -26,7 +26,7 @@ from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check
 from .mixer_model import MixerModel
 from .padding import next_token_loss
 from .prompts import check_eos, check_pad, check_tokens, read_prompts
-from .tying import TiedInitialization, are_different, places_of_shared, restore_shared
+from .tying import TiedInitialization, are_different, places_of_shared, restore_shared, warn_if_apart
 
 __all__ = ["CausalLMLossOutput", "CausalLMOutput", "MambaLM", "MixerModel"]
 
@@ -260,6 +260,8 @@ class MambaLM(NamesNoDecay, nn.Module):
             raise ValueError(f"{name}: expected labels or num_last_tokens, got both")
         if labels is not None:
             self.backbone._check_is_local("labels")
+        if self.training and self.config.tie_embeddings and not torch.compiler.is_compiling():
+            warn_if_apart(self)
         optional = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         optional = {key: value for key, value in optional.items() if value is not None}
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **optional, **mixer_kwargs)
@@ -517,6 +519,8 @@ class MambaLM(NamesNoDecay, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._keep_tied()
+        if _restore_after_loading not in self._load_state_dict_post_hooks.values():
+            self.register_load_state_dict_post_hook(_restore_after_loading)
 
     def _graphed_step(self, batch_size: int) -> GraphedStep:
         if self._graphed is None or self._graphed.key != GraphedStep.make_key(self, batch_size):

@@ -36,6 +36,9 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
     return functools.partial(RecurrentMixer, rnn=cast(str, config.mixer), **config.ssm_cfg)
 
 
+_INITIALIZER_OPTIONS = ("initializer_range", "rescale_prenorm_residual", "n_residuals_per_layer")
+
+
 def _own_initializations(
     backbone: nn.Module,
     n_layer: int,
@@ -136,8 +139,13 @@ class MixerModel(NamesNoDecay, nn.Module):
             for i in range(config.n_layer)
         )
         self.norm_f = norm_cls(config.d_model)
-        residuals = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1}
-        _own_initializations(self, config.n_layer, **(residuals | (initializer_cfg or {})))
+        options = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1} | dict(initializer_cfg or {})
+        unknown = [key for key in options if key not in _INITIALIZER_OPTIONS]
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__}: expected initializer_cfg with keys of {[*_INITIALIZER_OPTIONS]}, got {unknown[0]!r}"
+            )
+        _own_initializations(self, config.n_layer, **options)
 
     def init_weights(self) -> None:
         """As :meth:`.mamba_lm.MambaLM.init_weights`."""

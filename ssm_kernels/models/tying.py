@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..nn.initialization import Initialization, is_distributed
 
-__all__ = ["TiedInitialization", "are_different", "places_of_shared", "restore_shared"]
+__all__ = ["TiedInitialization", "are_different", "places_of_shared", "restore_shared", "warn_if_apart"]
 
 Places = list[list[tuple[nn.Module, str]]]
 
@@ -55,6 +56,23 @@ def are_different(one: Any, other: Any) -> bool:
     one, other = one.detach(), other.detach().to(one)
     # NaN is unequal to itself.
     return not (torch.equal(one, other) or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
+
+
+def warn_if_apart(model: Any) -> None:
+    """Warns where an optimizer would train embedding and head apart, though the configuration makes them one parameter.
+
+    Only parameters with memory count: accelerate and FSDP1 give each module a tensor of its own while it runs.
+    """
+    weights = [getattr(module, "weight", None) for module in (model.backbone.embedding, model.lm_head)]
+    if weights[0] is weights[1]:
+        return
+    if all(isinstance(weight, nn.Parameter) and weight.requires_grad and not weight.is_meta for weight in weights):
+        warnings.warn(
+            "MambaLM: expected embedding and head to share their weight, because tie_embeddings is true, got two parameters: "
+            "call tie_weights() and then make the optimizer, or choose MambaConfig(tie_embeddings=False)",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class TiedInitialization(Initialization):
