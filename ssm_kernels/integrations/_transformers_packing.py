@@ -40,9 +40,11 @@ def _names(forward: Function) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def forward_that_checks_packing(forward: Function, ignores_positions: bool) -> Function:
+def forward_that_checks_packing(forward: Function) -> Function:
     """``forward`` that raises a ValueError where attention would mix packed sequences."""
     names = [*inspect.signature(forward).parameters][1:]
+    # Models of transformers 4.57 that make their masks themselves.
+    ignores_positions = "create_causal_mask" not in _names(forward)
 
     @functools.wraps(forward)
     def on_separate_sequences(self: Any, *args: Any, **kwargs: Any) -> Any:

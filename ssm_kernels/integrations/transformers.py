@@ -301,7 +301,7 @@ class _State:
                 forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
         if any(kernel == "mamba_chunk_scan_combined" for kernel, _ in found.values()):
             for name, forward in models_with_attention(module).items():
-                forwards[name] = (PACKING, forward_that_checks_packing(forward, ignores_positions=self.is_457))
+                forwards[name] = (PACKING, forward_that_checks_packing(forward))
         for attribute, (kernel, function) in found.items():
             self._assign(module, module.__name__, attribute, kernel, function)
         for name, (kernel, forward) in forwards.items():
