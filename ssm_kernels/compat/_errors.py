@@ -4,10 +4,12 @@ operator raises them."""
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from .._arguments import argument_error, is_autocast_enabled
@@ -37,7 +39,7 @@ def peer_arguments(
         def restate(error: Exception) -> None:
             message = error.args[0] if error.args else None
             operator, separator, text = message.partition(": ") if isinstance(message, str) else ("", "", "")
-            if separator and operator.isidentifier():
+            if separator and operator.removesuffix(" backward").isidentifier():
                 text = text if words is None else words.sub(lambda match: names[match[0]], text)
                 error.args = (f"{function.__name__}: {text}", *error.args[1:])
 
@@ -49,15 +51,41 @@ def peer_arguments(
                 restate(error)
                 raise
             except (AttributeError, RuntimeError, TypeError) as error:
-                of_argument = argument_error(function, args, kwargs)
+                of_argument: Exception | None = argument_error(function, args, kwargs)
                 if of_argument is None:
                     restate(error)
+                    if str(error).startswith(f"{function.__name__}: "):
+                        raise
+                    of_argument = _kernel_error(function, args, kwargs, str(error))
+                if of_argument is None:
                     raise
             raise of_argument
 
         return call
 
     return decorate
+
+
+_NO_KERNEL = re.compile(r"Could not run '[\w:.]+' with arguments from the '(\w+)' backend")
+
+
+def _kernel_error(function: Callable[..., object], args: object, kwargs: object, message: str) -> RuntimeError | None:
+    """The error for tensors without kernels, where PyTorch's own names the operator that it could not call, or nothing."""
+    assert isinstance(args, tuple) and isinstance(kwargs, dict)
+    for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+        if isinstance(value, Tensor) and (kind := unsupported_kind(value)) is not None:
+            return RuntimeError(f"{function.__name__}: expected {name} to be a dense tensor of numbers, got a {kind} tensor")
+    found = _NO_KERNEL.match(message)
+    return None if found is None else RuntimeError(f"{function.__name__}: there are no kernels for tensors of {found[1]}")
+
+
+def unsupported_kind(tensor: Tensor) -> str | None:
+    """What a tensor is that no operator takes: sparse, nested or quantized."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    return None if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.").replace("_", " ")
 
 
 def check_shape(function: str, name: str, tensor: Tensor, axes: str, shape: Sequence[int | None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._errors import check_device, check_shape, peer_arguments
+from ._errors import check_device, check_shape, peer_arguments, unsupported_kind
 from ._promotion import cast, common_dtype, no_autocast, readable
 from .causal_conv1d import causal_conv1d_fn
 from .causal_conv1d import causal_conv1d_update as _update
@@ -99,7 +99,12 @@ def causal_conv1d_fwd(*args: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-@peer_arguments("causal_conv1d_cuda.causal_conv1d_bwd")
+@peer_arguments(
+    "causal_conv1d_cuda.causal_conv1d_bwd",
+    grad_out="dout",
+    grad_final_state="dfinal_states",
+    initial_state="initial_states",
+)
 def causal_conv1d_bwd(*args: Any) -> list[Tensor | None] | None:
     """``causal_conv1d_cuda.causal_conv1d_bwd``: the gradients of :func:`causal_conv1d_fwd`, which runs again.
 
@@ -257,7 +262,11 @@ def _named(function: str, forms: dict[int, tuple[str, str]], args: tuple[Any, ..
     given = dict(zip(forms[len(args)][1].split(), args, strict=True))
     optional = ("bias", "seq_idx", "initial_states", "final_states_out", "dfinal_states", "dx", "dbias", "dinitial_states")
     for name, value in given.items():
-        if name in ("silu_activation", "return_dinitial_states") or isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            if (kind := unsupported_kind(value)) is not None:
+                raise RuntimeError(f"{function}: expected {name} to be a dense tensor of numbers, got a {kind} tensor")
+            continue
+        if name in ("silu_activation", "return_dinitial_states"):
             continue
         if value is None and (name in optional or name in ("cache_seqlens", "conv_state_indices")):
             continue

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._errors import check_device, check_shape, peer_arguments
-from ._promotion import cast, no_autocast, wide_dtype
+from ._promotion import cast, common_dtype, no_autocast, wide_dtype
 from .selective_scan import operator_arguments, selective_scan_fn
 
 __all__ = ["core_bwd", "core_fwd", "oflex_bwd", "oflex_fwd", "selective_scan_bwd", "selective_scan_fwd"]
@@ -69,7 +69,7 @@ def selective_scan_fwd(
 
 
 @torch.no_grad()
-@peer_arguments("selective_scan_cuda.bwd")
+@peer_arguments("selective_scan_cuda.bwd", grad_out="dout")
 def selective_scan_bwd(
     u: Tensor,
     delta: Tensor,
@@ -190,7 +190,7 @@ def _make_bwd(name: str) -> Callable[..., list[Tensor | None]]:
     Raises:
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`selective_scan_bwd`.
     """
-    return torch.no_grad()(peer_arguments(name)(bwd))
+    return torch.no_grad()(peer_arguments(name, grad_out="dout")(bwd))
 
 
 core_fwd = _make_fwd("selective_scan_cuda_core.fwd", False)
@@ -238,6 +238,7 @@ def _gradients(
     delta_softplus: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output, and the gradients of ``u, delta, A, B, C, D, z, delta_bias``."""
+    common_dtype(name, u=u, dout=dout)
     check_shape(name, "dout", dout, "(batch, dim, seqlen)", u.shape)
     u_wide = cast(u, torch.promote_types(u.dtype, dout.dtype))
     tensors = _over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
