@@ -7,18 +7,22 @@ program that an environment variable names.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ssm_kernels.compat import install
+from ssm_kernels.compat import install, served
 
 _VARIABLE = "SSM_KERNELS_COMPAT_MAIN"
+# The parts that spawned processes install; all without it.
+_PARTS = "SSM_KERNELS_COMPAT_PARTS"
 
 
 class _Spec(ModuleSpec):
@@ -31,18 +35,27 @@ class _Spec(ModuleSpec):
         self.parent = package
 
 
-def run_main(arguments: list[str], as_module: bool) -> None:
+def run_main(arguments: list[str], as_module: bool, only: Sequence[str] | None = None, prints_served: bool = False) -> None:
     """Installs, and runs a script or, ``as_module``, a module as ``__main__``.
 
     Args:
         arguments: the script's path or the module's name, and then the program's own.
+        only: as for :func:`ssm_kernels.compat.install`.
+        prints_served: print :func:`ssm_kernels.compat.served` to stderr as the process ends.
 
     Raises:
-        SystemExit: the script or the module does not exist.
+        SystemExit: the script, the module or a part does not exist.
     """
     if not as_module and not Path(arguments[0]).exists():
         sys.exit(f"python -m ssm_kernels.compat: expected a script, got {arguments[0]}, which does not exist")
-    install()
+    try:
+        install(only)
+    except ValueError as error:
+        sys.exit(str(error).replace("ssm_kernels.compat.install", "python -m ssm_kernels.compat --only", 1))
+    if only is not None:
+        os.environ[_PARTS] = ",".join(only)
+    if prints_served:
+        atexit.register(lambda: print(served(), file=sys.stderr))
     sys.argv = arguments
     if as_module:
         os.environ[_VARIABLE] = f"-m {arguments[0]}"
@@ -87,7 +100,7 @@ def _load(program: str) -> tuple[CodeType, str, str]:
 
 
 if __name__ == "__mp_main__":
-    install()
+    install(os.environ[_PARTS].split(",") if _PARTS in os.environ else None)
     program: dict[str, Any] = {"__name__": __name__}
     _run(program)
     globals().update(program)

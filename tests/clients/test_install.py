@@ -335,10 +335,13 @@ def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
         ([], 2, "expected a script, or -m and a module, got nothing"),
         (["-c", "pass"], 2, "expected a script, or -m and a module, got -c"),
         (["missing.py"], 1, "expected a script, got missing.py, which does not exist"),
+        (["--only", "mamba", "-"], 2, "expected a script, or -m and a module, got -"),
+        (["--only"], 2, "expected a script, or -m and a module, got nothing"),
+        (["--served"], 2, "expected a script, or -m and a module, got nothing"),
         (["-m", "missing"], 1, "expected a module that Python can run, got missing"),
         (["-m", "missing.part"], 1, "expected a module that Python can run, got missing.part"),
     ],
-    ids=["nothing", "code", "script", "module", "submodule"],
+    ids=["nothing", "code", "script", "only code", "only", "served", "module", "submodule"],
 )
 def test_the_command_without_a_program_says_how_to_use_it(arguments, code, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compat", *arguments])
@@ -349,6 +352,50 @@ def test_the_command_without_a_program_says_how_to_use_it(arguments, code, messa
     usage = capsys.readouterr().err
     message = f"python -m ssm_kernels.compat: {message}"
     if code == 2:
-        assert stop.value.code == 2 and "python -m ssm_kernels.compat script.py" in usage and message in usage
+        assert (
+            stop.value.code == 2
+            and "python -m ssm_kernels.compat [--only PARTS] [--served] script.py" in usage
+            and message in usage
+        )
     else:
         assert stop.value.code == message  # Python prints it and exits with 1
+
+
+def test_the_command_installs_parts_and_prints_the_account(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import multiprocessing
+        import sys
+        import selective_scan_cuda
+
+        def work():
+            try:
+                import mamba_ssm
+            except ImportError:
+                print(__name__, selective_scan_cuda.fwd.__module__, sys.argv[1:], flush=True)
+
+        if __name__ == "__main__":
+            work()
+            process = multiprocessing.get_context("spawn").Process(target=work)
+            process.start()
+            process.join()
+        """)
+    )
+    command = ["-m", "ssm_kernels.compat", "--served", "--only", "selective_scan_cuda,causal_conv1d_cuda"]
+    result = run_python(*command, str(script), "--only", "x")
+    rest = "ssm_kernels.compat.scan_extensions ['--only', 'x']"
+    assert result.stdout.splitlines() == [f"__main__ {rest}", f"__mp_main__ {rest}"], result.stderr
+    assert "installed: selective_scan_cuda, causal_conv1d_cuda; " in result.stderr
+    assert (
+        f"missing    mamba_ssm: not among the installed parts, so left to other packages; asked by __main__ ({script}:"
+        in result.stderr
+    )
+
+
+def test_the_command_names_parts_that_do_not_exist(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compat", "--only", "mamba_sm", __file__])
+    with pytest.raises(
+        SystemExit, match=r"^python -m ssm_kernels\.compat --only: expected parts out of mamba_ssm, .* got mamba_sm$"
+    ):
+        main()
