@@ -236,13 +236,13 @@ def _check_no_other_package(call: str, parts: tuple[str, ...]) -> None:
 
 def _report_clients_without(call: str, parts: tuple[str, ...]) -> None:
     """Warns of modules that were imported before and have None in the place of what is installed now."""
-    names = {*parts, *(name for part in parts for name in FUNCTIONS.get(part, ()))}
+    names = sorted({*parts, *(name for part in parts for name in FUNCTIONS.get(part, ()))})
     found: dict[str, list[str]] = {}
     for module in [*sys.modules.values()]:
         members = getattr(module, "__dict__", None)
         if type(members) is not dict or not isinstance(module, ModuleType):
             continue
-        for name in sorted(name for name in names if name in members and members[name] is None):
+        for name in [name for name in names if members.get(name, module) is None]:
             record(name, "missing", "None since an import before install()", module)
             found.setdefault(module.__name__, []).append(name)
     if found:

@@ -168,11 +168,18 @@ class RecordedModule(ModuleType):
             if _is_import(sys._getframe(1)):
                 record(module, "served", "module of ssm_kernels.compat")
             return own[name]
+        # A call such as selective_scan_cuda.fwd(...) in a model's forward is recorded once for each place.
+        place = name, id(sys._getframe(1).f_code)
+        seen = own.setdefault("__seen__", set())
+        if place in seen and name in own:
+            return own[name]
         try:
             value = ModuleType.__getattribute__(self, name)
         except AttributeError:
             record(f"{module}.{name}", "missing", "no such name")
             raise
+        if name in own:
+            seen.add(place)
         if not isinstance(value, RecordedModule):
             record(f"{module}.{name}", *_describe(value))
         return value
