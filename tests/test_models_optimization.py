@@ -136,6 +136,15 @@ def test_names_of_timm(mixer):
     assert Liquid(3, 4, 2, input_dependent_tau=False).no_weight_decay() == {"raw_tau_l0", "raw_tau_l1"}
 
 
+def test_parameters_that_are_elsewhere():
+    """DeepSpeed's ZeRO-3 keeps the shape of a parameter in an attribute."""
+    layer = Mamba(8, d_state=4)
+    expected = exempt_names(layer)
+    for parameter in layer.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert exempt_names(layer) == expected
+
+
 def test_arguments():
     for model, weight_decay, error, words in (
         ([], 0.1, TypeError, ["model", "nn.Module", "list"]),

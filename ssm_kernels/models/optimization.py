@@ -65,7 +65,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             raise ValueError(
                 f"{name}: expected FSDP1 with use_orig_params=True, got {path}, which holds many parameters in one vector"
             )
-        is_vector = dimensions.get(id(parameter), parameter.dim()) < 2
+        # DeepSpeed's ZeRO-3 leaves empty vectors.
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        is_vector = dimensions.get(id(parameter), len(shape)) < 2
         is_exempt = is_vector or id(parameter) in exempt or getattr(parameter, "_no_weight_decay", False)
         (no_decay if is_exempt else decay).append(parameter)
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
