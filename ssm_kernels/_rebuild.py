@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 __all__ = ["rebuild_command", "rebuild_with_cuda_command", "release_of", "remedy"]
 
 PACKAGE = Path(__file__).parent
+BUILD_TOOLS = "'setuptools>=77,<82' wheel ninja"
 
 
 def _distribution() -> metadata.Distribution | None:
@@ -36,7 +38,7 @@ def _requirement(distribution: metadata.Distribution) -> str | None:
 
 
 def rebuild_command(variables: str = "") -> str:
-    """The command that builds the package against the torch that is installed, without the caches of pip or uv.
+    """The command that builds the package against the torch that is installed, without what pip or uv cached.
 
     Both keep a wheel under the address of its sources alone. They take it again under another torch, and with FORCE_CUDA=1.
 
@@ -44,21 +46,39 @@ def rebuild_command(variables: str = "") -> str:
         variables: assignments of environment variables, as ``"FORCE_CUDA=1 "``.
     """
     distribution = _distribution()
-    with_uv = distribution is not None and (distribution.read_text("INSTALLER") or "").strip() == "uv"
+    installed_by_uv = distribution is not None and (distribution.read_text("INSTALLER") or "").strip() == "uv"
     if (PACKAGE.parent / "setup.py").exists():
-        sources = shlex.quote(str(PACKAGE.parent))
-        # Only in this folder does uv read that it builds against the torch that is installed.
-        command = f"uv pip install --directory {sources} --no-deps -e ." if with_uv else f"pip install --no-deps -e {sources}"
-        return variables + command
-    command = "uv pip install --no-deps --no-cache --reinstall-package ssm_kernels"
-    if not with_uv:
-        command = "pip install --no-deps --no-cache-dir --force-reinstall"
-    requirement = None if distribution is None else _requirement(distribution)
-    if requirement is None:
-        return f"{variables}{command} . (in the folder of the sources)"
-    if requirement.startswith("ssm_kernels=="):
-        command += " --no-binary ssm_kernels"
-    return f"{variables}{command} {shlex.quote(requirement)}"
+        requirement: str | None = str(PACKAGE.parent)
+        is_editable = True
+    else:
+        requirement = None if distribution is None else _requirement(distribution)
+        is_editable = False
+    command = _uv(requirement, is_editable, variables) if installed_by_uv else _pip(requirement, is_editable, variables)
+    return command if requirement else f"{command} (in the folder of the sources)"
+
+
+def _no_binary(requirement: str) -> str:
+    return " --no-binary ssm_kernels" if requirement.startswith("ssm_kernels==") else ""
+
+
+def _pip(requirement: str | None, is_editable: bool, variables: str) -> str:
+    requirement = requirement or "."
+    # pip caches no editable install.
+    options = " -e" if is_editable else f" --no-cache-dir --force-reinstall{_no_binary(requirement)}"
+    return f"{variables}pip install --no-deps{options} {shlex.quote(requirement)}"
+
+
+def _uv(requirement: str | None, is_editable: bool, variables: str) -> str:
+    command = f"uv pip install --python {shlex.quote(sys.executable)}"
+    # Without --no-deps, because uv then does not find the version of torch.
+    rebuilds = "--reinstall-package ssm_kernels"
+    if requirement is None or os.path.isabs(requirement):
+        # In this folder alone uv reads that it builds against the torch that is installed.
+        directory = f" --directory {shlex.quote(requirement)}" if requirement else ""
+        return f"{variables}{command}{directory} {rebuilds} {'-e ' if is_editable else ''}."
+    # Elsewhere uv would build against the newest torch.
+    tools = f"{command} {BUILD_TOOLS} && "
+    return f"{tools}{variables}{command} --no-build-isolation --no-cache {rebuilds}{_no_binary(requirement)} {shlex.quote(requirement)}"
 
 
 def rebuild_with_cuda_command() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -239,6 +240,7 @@ UNKNOWN_SOURCES = ". (in the folder of the sources)"
         ("pip", None, "--no-binary ssm_kernels ssm_kernels==1.0"),
         ("uv", {"url": "https://a.org/x", "vcs_info": {"vcs": "git", "commit_id": "1f"}}, "git+https://a.org/x@1f"),
         ("uv", None, "--no-binary ssm_kernels ssm_kernels==1.0"),
+        ("uv", {"url": "file:///nonexistent/folder", "dir_info": {}}, UNKNOWN_SOURCES),
     ],
 )
 def test_rebuild_command_fits_the_installation(monkeypatch, tmp_path, installer, url, command):
@@ -251,8 +253,14 @@ def test_rebuild_command_fits_the_installation(monkeypatch, tmp_path, installer,
     if url is not None:
         (metadata / "direct_url.json").write_text(json.dumps(url))
     pip = "pip install --no-deps --no-cache-dir --force-reinstall"
-    uv = "uv pip install --no-deps --no-cache --reinstall-package ssm_kernels"
-    assert _rebuild.rebuild_command() == f"{uv if installer == 'uv' else pip} {command}"
+    if installer == "pip":
+        assert _rebuild.rebuild_command() == f"{pip} {command}"
+        return
+    uv, rebuilds = f"uv pip install --python {shlex.quote(sys.executable)}", "--reinstall-package ssm_kernels"
+    tools = "" if command == UNKNOWN_SOURCES else f"{uv} {_rebuild.BUILD_TOOLS} && "
+    assert (
+        _rebuild.rebuild_command() == f"{tools}{uv}{' --no-build-isolation --no-cache' if tools else ''} {rebuilds} {command}"
+    )
 
 
 def test_rebuild_command_names_the_folder_that_was_installed(monkeypatch, tmp_path):
@@ -265,6 +273,8 @@ def test_rebuild_command_names_the_folder_that_was_installed(monkeypatch, tmp_pa
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ssm_kernels\nVersion: 1.0\n")
     (metadata / "direct_url.json").write_text(json.dumps({"url": (tmp_path / "my sources").as_uri(), "dir_info": {}}))
     assert _rebuild.rebuild_command().endswith(f" --force-reinstall '{tmp_path}/my sources'")
+    (metadata / "INSTALLER").write_text("uv\n")
+    assert f" --directory '{tmp_path}/my sources' --reinstall-package" in _rebuild.rebuild_command()
 
 
 @pytest.mark.parametrize("state", ["nothing built", "no operators", "unloadable operators", "undefined symbol"])
