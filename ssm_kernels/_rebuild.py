@@ -78,7 +78,8 @@ def _uv(requirement: str | None, is_editable: bool, variables: str) -> str:
         return f"{variables}{command}{directory} {rebuilds} {'-e ' if is_editable else ''}."
     # Elsewhere uv would build against the newest torch.
     tools = f"{command} {BUILD_TOOLS} && "
-    return f"{tools}{variables}{command} --no-build-isolation --no-cache {rebuilds}{_no_binary(requirement)} {shlex.quote(requirement)}"
+    rebuilds = f"--no-build-isolation --no-cache {rebuilds}{_no_binary(requirement)}"
+    return f"{tools}{variables}{command} {rebuilds} {shlex.quote(requirement)}"
 
 
 def rebuild_with_cuda_command() -> str:
