@@ -189,6 +189,8 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
     if kind is nn.Module:
         kinds = ", ".join(known.__name__ for known in _DISTRIBUTE)
         raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {type(layer).__name__}")
+    if getattr(layer, "bimamba_type", "none") != "none":
+        raise ValueError(f"{name}: expected a Mamba of one direction, got bimamba_type {layer.bimamba_type!r}")
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(f"{name}: expected parameters that are not distributed yet: apply it once, and before fully_shard")
     for projection in ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"):

@@ -16,6 +16,7 @@ from ssm_kernels.compat.bidirectional import Mamba
 from ssm_kernels.compat.mixer_seq_simple import BlockWithoutMLP, MixerModel, create_block
 from ssm_kernels.compat.references import bimamba_inner_ref
 from ssm_kernels.compat.selective_scan import bimamba_inner_fn, mamba_inner_fn, mamba_inner_fn_no_out_proj
+from ssm_kernels.distributed import tensor_parallel
 
 CLIENT = "mamba_ssm"
 CLIENT_VERSION = COMPAT_VERSION
@@ -161,6 +162,19 @@ def test_what_several_directions_cannot_do():
         layer(s[:, :6])
     with pytest.raises(ValueError, match="hidden_states"):
         layer(s[..., :3])
+
+
+def test_tensor_and_context_parallelism_refuse_several_directions(monkeypatch):
+    layer = Mamba(16, bimamba_type="v2")
+    with pytest.raises(ValueError, match="^TensorParallel: mixer: expected a Mamba of one direction, got bimamba_type 'v2'"):
+        tensor_parallel._check("TensorParallel: mixer", layer, 1)
+    tensor_parallel._check("TensorParallel: mixer", Mamba(16), 1)
+    monkeypatch.setattr(layer, "context", object())
+    with pytest.raises(NotImplementedError, match="^Mamba: expected bimamba_type 'none' in a context-parallel group"):
+        layer(torch.randn(1, 8, 16))
+    # FSDP2 and TensorParallel derive classes from a layer's class.
+    derived = type("FSDPMamba", (type("FSDPModule", (), {}), Mamba), {})
+    assert isinstance(derived(16), Mamba) and not isinstance(layer, derived)
 
 
 def inner_arguments(device="cpu"):
