@@ -166,11 +166,11 @@ def test_what_several_directions_cannot_do():
 
 def test_tensor_and_context_parallelism_refuse_several_directions(monkeypatch):
     layer = Mamba(16, bimamba_type="v2")
-    with pytest.raises(ValueError, match="^TensorParallel: mixer: expected a Mamba of one direction, got bimamba_type 'v2'"):
+    with pytest.raises(ValueError, match=r"^TensorParallel: mixer: expected a Mamba of one direction, got bimamba_type 'v2'"):
         tensor_parallel._check("TensorParallel: mixer", layer, 1)
     tensor_parallel._check("TensorParallel: mixer", Mamba(16), 1)
     monkeypatch.setattr(layer, "context", object())
-    with pytest.raises(NotImplementedError, match="^Mamba: expected bimamba_type 'none' in a context-parallel group"):
+    with pytest.raises(NotImplementedError, match=r"^Mamba: expected bimamba_type 'none' in a context-parallel group"):
         layer(torch.randn(1, 8, 16))
     # FSDP2 and TensorParallel derive classes from a layer's class.
     derived = type("FSDPMamba", (type("FSDPModule", (), {}), Mamba), {})
