@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.metadata
+import importlib.util
 import sys
 import threading
 import warnings
@@ -40,6 +41,8 @@ _lock = threading.RLock()
 _installed: dict[str, ModuleType] = {}
 # The holders that keep the modules installed: install(), under its own name, and every open context of installed().
 _holders: set[object] = set()
+# The packages that the installed modules hide, by name, with their files.
+_hidden: dict[str, str] = {}
 
 
 def install(only: Sequence[str] | None = None) -> None:
@@ -146,7 +149,7 @@ def served() -> Served:
         ()
     """
     with _lock:
-        return Served(tuple(part for part in PARTS if part in _installed), requests())
+        return Served(tuple(part for part in PARTS if part in _installed), requests(), tuple(_hidden.items()))
 
 
 def _read_parts(call: str, only: Sequence[str] | None) -> tuple[str, ...]:
@@ -194,6 +197,7 @@ def _release(holder: object) -> None:
 
 def _add_modules(call: str, parts: tuple[str, ...]) -> None:
     _check_no_other_package(call, parts)
+    _hidden.update({part: file for part in parts if (file := _file_of(part)) is not None})
     modules = {name: _make_module(name, MODULES[name]) for name in MODULES if name.partition(".")[0] in parts}
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
@@ -211,8 +215,17 @@ def _remove_modules() -> None:
         if sys.modules.get(name) is module:
             del sys.modules[name]
     _installed.clear()
+    _hidden.clear()
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
+
+
+def _file_of(name: str) -> str | None:
+    """The file of a top-level module that imports would find now, without an import."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or "no file"
 
 
 def _check_no_other_package(call: str, parts: tuple[str, ...]) -> None:

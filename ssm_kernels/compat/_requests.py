@@ -56,6 +56,8 @@ class Served:
     Attributes:
         installed: the parts that are installed now.
         requests: one for each name and file that asked for it, in the order of the first request.
+        hidden: packages of the installed parts' names that imports do not find until ``uninstall``, such as a project's own
+            copy of ``mamba_ssm``, with their files.
 
     Examples:
         >>> import ssm_kernels
@@ -70,6 +72,7 @@ class Served:
 
     installed: tuple[str, ...]
     requests: tuple[Request, ...]
+    hidden: tuple[tuple[str, str], ...] = ()
 
     @property
     def missing(self) -> tuple[Request, ...]:
@@ -79,6 +82,7 @@ class Served:
     def __str__(self) -> str:
         state = f"installed: {', '.join(self.installed)}" if self.installed else "nothing installed"
         lines = [f"ssm_kernels.compat: {state}; {len(self.requests)} names asked for, {len(self.missing)} missing"]
+        lines += [f"  hidden     {name}: {file}" for name, file in self.hidden]
         lines += [f"  {request}" for request in self.requests]
         return "\n".join(lines)
 

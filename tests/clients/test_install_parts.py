@@ -178,6 +178,15 @@ def test_the_account_names_what_clients_asked_for(fork):
     assert answers("client") == {}
 
 
+def test_the_account_names_packages_that_are_hidden(fork):
+    with compat.installed():
+        assert ("mamba_ssm", str(fork / "__init__.py")) in compat.served().hidden
+        assert f"hidden     mamba_ssm: {fork / '__init__.py'}" in str(compat.served())
+    assert compat.served().hidden == ()
+    with compat.installed(only=KERNELS):
+        assert "mamba_ssm" not in dict(compat.served().hidden)
+
+
 def test_the_account_tells_what_other_packages_answer(fork):
     compat.install(only=KERNELS)
     own = importlib.import_module("mamba_ssm")
