@@ -251,6 +251,17 @@ class MambaLM(NamesNoDecay, nn.Module):
                 each other.
             TypeError: an argument is of another type, or the mixers do not take it.
             RuntimeError: an argument is on another device than the model or ``input_ids``.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import MambaConfig, MambaLM
+            >>> model = MambaLM(MambaConfig(d_model=64, n_layer=1, vocab_size=100))
+            >>> tokens = torch.randint(100, (2, 10))
+            >>> mask = torch.ones(2, 10)
+            >>> mask[0, :3] = 0  # the first prompt has padding before it
+            >>> model(tokens, attention_mask=mask, num_last_tokens=1).logits.shape
+            torch.Size([2, 1, 104])
+            >>> model(tokens, labels=tokens).loss.backward()
         """
         name = "MambaLM"
         if inputs_embeds is None and input_ids is not None:

@@ -143,6 +143,16 @@ class RecurrentMixer(PackedMixer):
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
             RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels.models import RecurrentMixer
+            >>> layer, x = RecurrentMixer(32), torch.randn(2, 10, 32)
+            >>> states = layer.allocate_inference_cache(2, 10)
+            >>> with torch.no_grad():
+            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
+            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+            True
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         x = hidden_states[:, 0]

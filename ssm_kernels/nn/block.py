@@ -193,6 +193,15 @@ class Block(NamesNoDecay, nn.Module):
         Raises:
             ValueError: ``hidden_states`` or ``residual`` is not of the shape above.
             TypeError: one of them is not a tensor, or the mixer does not take an argument.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> blocks, x, residual = [nn.Block(32, nn.Mamba) for _ in range(2)], torch.randn(2, 10, 32), None
+            >>> for block in blocks:
+            ...     x, residual = block(x, residual)
+            >>> (x + residual).shape
+            torch.Size([2, 10, 32])
         """
         check_shape("Block", "hidden_states", hidden_states, "(batch, seqlen, dim)", (None, None, self.dim))
         if residual is not None:

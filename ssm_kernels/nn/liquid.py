@@ -186,6 +186,15 @@ class Liquid(RecurrentBase):
         Raises:
             ValueError: a shape is not as above, or ``dt`` is a negative number or NaN.
             TypeError: an argument is not a tensor (``dt``: nor a number).
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Liquid(8, 16, batch_first=True), torch.randn(2, 10, 8)
+            >>> output, h_n = layer(x, dt=0.5)  # a step length for all samples
+            >>> output, h_n = layer(x, h_n, dt=torch.rand(2, 10))  # or one for each; continues
+            >>> output.shape, h_n.shape
+            (torch.Size([2, 10, 16]), torch.Size([1, 2, 16]))
         """
         hx = self._initial_state(hx, h_0)
         if isinstance(input, PackedSequence):

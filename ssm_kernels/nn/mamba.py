@@ -145,6 +145,22 @@ class Mamba(SelectiveBase, PackedMixer):
             ValueError: a shape is not as above, the layer has no ``layer_idx`` for ``inference_params``, or arguments are given
                 together that exclude each other.
             TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
+
+        Examples:
+            >>> from types import SimpleNamespace
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32, layer_idx=0), torch.randn(2, 10, 32)
+            >>> cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+            >>> with torch.no_grad():
+            ...     first = layer(x[:, :7], inference_params=cache)  # a prompt fills the cache
+            ...     cache.seqlen_offset = 7
+            ...     rest = layer(x[:, 7:], inference_params=cache)  # continues from it
+            ...     torch.allclose(torch.cat([first, rest], dim=1), layer(x), atol=1e-5)
+            True
+            >>> cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)  # two packed sequences
+            >>> layer(x[:1], cu_seqlens=cu_seqlens).shape
+            torch.Size([1, 10, 32])
         """
         self._check_packed_tensors(seq_idx, cu_seqlens)
         self._check_sequences("hidden_states", hidden_states)

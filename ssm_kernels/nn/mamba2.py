@@ -308,6 +308,15 @@ class Mamba2(DiscretizedModule, PackedMixer):
             ValueError: a shape is not as above, ``u`` is not a multiple of ``seqlen`` steps, or arguments are given together
                 that exclude each other.
             TypeError: an argument is not a tensor, ``seqlen`` is not an int, or ``inference_params`` lacks an attribute.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba2(32, headdim=16), torch.randn(1, 10, 32)
+            >>> seq_idx = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)  # two packed sequences
+            >>> packed = layer(x, seq_idx=seq_idx)
+            >>> torch.allclose(packed[:, 4:], layer(x[:, 4:]), atol=1e-5)
+            True
         """
         self._check_packed_tensors(seq_idx, cu_seqlens)
         if seqlen is not None:

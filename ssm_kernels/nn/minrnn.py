@@ -101,6 +101,16 @@ class _MinRNN(RecurrentBase):
         Raises:
             ValueError: a shape is not as above.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.MinGRU(8, 16, batch_first=True), torch.randn(2, 10, 8)
+            >>> reset = torch.zeros(2, 10, dtype=torch.bool)
+            >>> reset[:, 4] = True  # a sequence begins at step 4
+            >>> output, h_n = layer(x, reset=reset)
+            >>> torch.allclose(output[:, 4:], layer(x[:, 4:])[0], atol=1e-5)
+            True
         """
         hx = self._initial_state(hx, h_0)
         if isinstance(input, PackedSequence):

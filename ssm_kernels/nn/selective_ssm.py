@@ -313,6 +313,15 @@ class SelectiveSSM(SelectiveBase):
         Raises:
             ValueError: a shape is not as above.
             TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.SelectiveSSM(32), torch.randn(2, 10, 32)
+            >>> y, state = layer(x[:, :7], return_last_state=True)
+            >>> rest = layer(x[:, 7:], initial_state=state)  # continues
+            >>> torch.allclose(torch.cat([y, rest], dim=1), layer(x), atol=1e-5)
+            True
         """
         self._check_sequence("x", x)
         if z is not None:
