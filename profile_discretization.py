@@ -5,7 +5,8 @@ Without arguments it measures everything, at sizes that finish within a minute:
 
 1. the elementary operations of the rules;
 2. each rule's forward and backward through ``ssm_kernels.selective_scan``, against a loop over time in PyTorch;
-3. each rule's error against the exact solution of the continuous system, for a known input or a recorded one (``--input``).
+3. each rule's error against the exact solution of the continuous system, for a known input or a recorded one (``--input``):
+   that of a model on samples, which reads the input at the end of each step.
 
 Tables go to standard output, a figure to ``--plot``, all numbers to ``--json`` and ``--csv``. ``docs/discretizations.md``
 explains the rules and how to choose.
@@ -103,27 +104,46 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     switch = {"action": argparse.BooleanOptionalAction, "default": True}
     sizes = parser.add_argument_group("sizes (each chosen to fit the time if not given)")
-    sizes.add_argument("--batch", type=at_least(1), metavar="B")
-    sizes.add_argument("--dim", type=at_least(1), metavar="D")
-    sizes.add_argument("--seqlen", type=at_least(1), metavar="L")
+    sizes.add_argument("--batch", type=at_least(1), metavar="B", help="sequences")
+    sizes.add_argument("--dim", type=at_least(1), metavar="D", help="channels")
+    sizes.add_argument("--seqlen", type=at_least(1), metavar="L", help="steps of a sequence")
     sizes.add_argument("--dstate", type=at_least(1, 256), metavar="N", help="states per channel, in the accuracy part too")
-    sizes.add_argument("--n_trials", type=at_least(1), metavar="T", help=f"trials of each benchmark (default: up to {TRIALS})")
+    sizes.add_argument("--n-trials", type=at_least(1), metavar="T", help=f"trials of each benchmark (default: up to {TRIALS})")
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--methods", nargs="+", default=["all"], metavar="NAME", help=f"'all' or a list of {', '.join(DISCRETIZATIONS)}"
     )
-    what.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    what.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of parts 1 and 2; errors use float64")
-    what.add_argument("--profile_ops", **switch, help="part 1, the elementary operations")
-    what.add_argument("--profile_scan", **switch, help="part 2, time of each method")
-    what.add_argument("--profile_accuracy", **switch, help="part 3, error of each method")
-    what.add_argument("--backward", **switch, help="time backward as well as forward")
-    what.add_argument("--seed", type=at_least(0, 2**31 - 1), default=0)
-    record = parser.add_argument_group("recorded input")
-    record.add_argument(
-        "--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled; A is -1 .. -dstate in its time unit"
+    what.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where the kernels run (default: a usable GPU, else the CPU)",
     )
-    record.add_argument("--hold", choices=list(signals.HOLDS), default="linear", help="the input between its samples")
+    what.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of parts 1 and 2; errors use float64")
+    what.add_argument("--profile-ops", **switch, help="part 1, the elementary operations")
+    what.add_argument("--profile-scan", **switch, help="part 2, time of each method")
+    what.add_argument("--profile-accuracy", **switch, help="part 3, error of each method")
+    what.add_argument("--backward", **switch, help="time backward as well as forward")
+    what.add_argument("--seed", type=at_least(0, 2**31 - 1), default=0, help="of all random numbers (default: %(default)s)")
+    what.add_argument(
+        "--sampling",
+        choices=list(signals.SAMPLINGS),
+        default="end",
+        help="where a step reads the input, in the figure and the advice: 'end', as a model on samples does (default), or "
+        "'middle', which shows the rule itself, but which no model on samples does",
+    )
+    what.add_argument(
+        "--A-range",
+        type=positive,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="smallest and largest |A| of part 3, one over the time constants in the unit of the steps (default: 1 and dstate)",
+    )
+    record = parser.add_argument_group("recorded input")
+    record.add_argument("--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled; A is in its time unit")
+    record.add_argument(
+        "--hold", choices=list(signals.HOLDS), default="linear", help="the input between its samples (default: %(default)s)"
+    )
     record.add_argument(
         "--channel",
         type=at_least(0),
@@ -145,18 +165,24 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=".png, .pdf or .svg (default: %(default)s); or 'none'",
     )
     output.add_argument("--layout", choices=["page", "column"], default="page", help="panels side by side, or stacked")
-    output.add_argument("--json", type=Path, metavar="FILE")
-    output.add_argument("--csv", type=Path, metavar="FILE")
+    output.add_argument("--json", type=Path, metavar="FILE", help="receives all numbers")
+    output.add_argument("--csv", type=Path, metavar="FILE", help="receives all numbers, one a line")
     output.add_argument("--quiet", action="store_true", help="print only the paths of written files")
-    options = parser.parse_args(arguments)
+    # One spelling of options; the first versions of this program wrote --n_trials.
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args([with_hyphens(word) for word in words])
 
     options.methods = chosen_methods(options.methods)
     if not (options.profile_ops or options.profile_scan or options.profile_accuracy):
         raise UsageError("nothing to measure: every part is switched off")
     if options.input is not None and not options.profile_accuracy:
-        raise UsageError("--input is for the accuracy part, which --no-profile_accuracy switches off")
+        raise UsageError("--input is for the accuracy part, which --no-profile-accuracy switches off")
     if options.input is None and options.step is not None:
         raise UsageError("--step is for a recorded input: give --input FILE")
+    if options.A_range is not None and not options.profile_accuracy:
+        raise UsageError("--A-range is for the accuracy part, which --no-profile-accuracy switches off")
+    if options.A_range is not None and options.A_range[0] > options.A_range[1]:
+        raise UsageError(f"--A-range: expected MIN up to MAX, got {options.A_range[0]:g} and {options.A_range[1]:g}")
     options.plot = None if options.plot.lower() == "none" else Path(options.plot)
     if options.plot is not None and options.plot.suffix.lower().removeprefix(".") not in plots.FORMATS:
         raise UsageError(f"--plot {options.plot}: expected a name that ends in .{', .'.join(plots.FORMATS)}, or 'none'")
@@ -167,6 +193,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if len({path.resolve() for path in files}) < len(files):
         raise UsageError("--input, --plot, --json and --csv: expected different files")
     return options
+
+
+def with_hyphens(word: str) -> str:
+    """``--n_trials=3`` as ``--n-trials=3``; anything but the name of an option as it is."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def chosen_methods(words: Sequence[str]) -> list[str]:
@@ -306,11 +338,11 @@ def profile(options: argparse.Namespace) -> report.Report:
     fixed_trials = options.n_trials is not None
     trials = options.n_trials or TRIALS
     methods, seed = options.methods, options.seed
-    found = report.Report(machine(device), {})
+    found = report.Report(machine(device), {}, sampling=options.sampling)
 
     response = system = None
     if options.profile_accuracy:  # before the long parts, to report a bad file at once
-        system = signals.System.random(ACCURACY_DIM, options.dstate or SIZES["cpu"][0][3], seed)
+        system = signals.System.random(ACCURACY_DIM, options.dstate or SIZES["cpu"][0][3], seed, options.A_range)
         if options.input is None:
             response = signals.sinusoids(system, seed)
             found.signal = response.description
@@ -334,6 +366,7 @@ def profile(options: argparse.Namespace) -> report.Report:
         "seed": seed,
         "input": None if options.input is None else str(options.input),
         "hold": None if options.input is None else options.hold,
+        "A_range": None if system is None else [system.A.abs().min().item(), system.A.abs().max().item()],
     }
     if options.profile_scan:
         memory, needed = available_memory(device), needed_bytes(size, dtype)
@@ -372,6 +405,8 @@ def profile(options: argparse.Namespace) -> report.Report:
             found.accuracies = accuracy.measure_accuracy(
                 methods, system, response, device=device, dtype=dtype, on_method=start("error", len(methods))
             )
+            step = found.accuracies[0].headline_step(found.sample_spacing)
+            found.advice = accuracy.advice(found.accuracies, system, step, options.sampling)
     return found
 
 

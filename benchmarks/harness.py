@@ -24,6 +24,9 @@ Stages = Sequence[Callable[..., Any]]
 
 _CACHE_WRITES = 8
 
+UNRELIABLE_SPREAD = 0.2
+"""The spread above which a timing says little: on a machine without other load it is a few hundredths."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -43,6 +46,11 @@ class Timing:
     def spread(self) -> float:
         """Half the distance of the two percentiles, relative to the median."""
         return (self.p80 - self.p20) / (2 * self.median) if self.median > 0 else 0.0
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether the spread is small enough to compare the median with another."""
+        return self.spread <= UNRELIABLE_SPREAD
 
     def scaled(self, factor: float) -> Timing:
         """The same timing for ``factor`` times the work."""

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +31,8 @@ from plot_helpers import assert_legible
 OPERATOR = "selective_scan"
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "profile_discretization.py"
-SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n_trials", "3"]
-ACCURACY_ONLY = ["--device", "cpu", "--dstate", "4", "--no-profile_ops", "--no-profile_scan"]
+SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n-trials", "3"]
+ACCURACY_ONLY = ["--device", "cpu", "--dstate", "4", "--no-profile-ops", "--no-profile-scan"]
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +248,97 @@ def test_sample_rate_is_the_step(profiler, measure, arguments, spacing):
     assert written["accuracies"][0]["steps"][-1] == pytest.approx(spacing / profiler.signals.REFINEMENT)
 
 
+def test_recorded_input_ends_in_advice_at_its_own_step(measure, capsys):
+    np.save("signal.npy", np.random.default_rng(0).standard_normal(257).cumsum())
+    arguments = ["--input", "signal.npy", "--hold", "zero", "--step", "0.05", "--plot", "none"]
+    found = measure(*ACCURACY_ONLY, *arguments, "--A-range", "0.5", "20", "--methods", "zoh,foh,bilinear,euler")
+    assert found["settings"]["A_range"] == pytest.approx([0.5, 20.0])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0.05, the sample spacing" in printed and found["advice"] in printed
+    # The input is constant over a step, which zoh_exact integrates exactly.
+    assert found["advice"].startswith("At step 0.05 zoh_exact has the smallest error")
+    assert "|delta A| reaches 1;" in found["advice"]
+    slow = measure(*ACCURACY_ONLY, *arguments, "--A-range", "0.01", "0.02", "--methods", "bilinear,highorder")
+    assert slow["advice"].startswith("At step 0.05 bilinear has the smallest error")
+    coarse = measure(*ACCURACY_ONLY, *arguments, "--A-range", "900", "1000", "--methods", "euler,highorder")
+    assert coarse["advice"].startswith("No rule resolves this input at step 0.05")
+
+
+def test_headline_is_the_error_of_a_model_on_samples(profiler, measure):
+    """The recurrences in NumPy, with coefficients from SciPy: each step reads the input at its own end."""
+    signal = pytest.importorskip("scipy.signal")
+    scipy_names = {"zoh_exact": ("zoh", None), "bilinear": ("gbt", 0.5), "euler": ("gbt", 0.0), "backward_euler": ("gbt", 1.0)}
+    system = profiler.signals.System.random(3, 4, 0)
+    response = profiler.signals.sinusoids(system, 0)
+    found = profiler.accuracy.measure_accuracy(
+        list(scipy_names), system, response, device=torch.device("cpu"), dtype=torch.float64
+    )
+    assert profiler.report.Report({}, {}).sampling == "end"
+    step = found[0].headline_step(None)
+    assert step == pytest.approx(0.064)
+    y = response.y[:, 63::64].numpy()
+    u = response.u[:, 63::64].numpy()
+    for accuracy in found:
+        method, alpha = scipy_names[accuracy.method]
+        out = np.zeros_like(y)
+        for d in range(3):
+            A, B, C = (np.asarray(values[d]) for values in (system.A, system.B, system.C))
+            for n in range(4):
+                continuous = (A[n : n + 1, None], np.eye(1), np.eye(1), np.zeros((1, 1)))
+                Abar, gain, *_ = signal.cont2discrete(continuous, step, method, alpha)
+                h = 0.0
+                for k in range(u.shape[1]):
+                    h = Abar[0, 0] * h + gain[0, 0] * B[n] * u[d, k]
+                    out[d, k] += C[n] * h
+        expected = np.sqrt(np.mean((out - y) ** 2) / np.mean(y**2))
+        assert accuracy.error_at(step, "end") == pytest.approx(expected, rel=1e-6)
+    assert min(found, key=lambda accuracy: accuracy.error_at(step, "end")).method == "backward_euler"
+
+
+def test_figure_and_advice_follow_the_sampling(measure, monkeypatch, profiler):
+    drawn = []
+    figure_of = profiler.plots.figure_of
+    monkeypatch.setattr(profiler.plots, "figure_of", lambda *a, **k: drawn.append(figure_of(*a, **k)) or drawn[-1])
+    end, middle = (
+        measure(*ACCURACY_ONLY[:2], *ACCURACY_ONLY[4:], "--methods", "zoh,foh", "--sampling", place)
+        for place in ("end", "middle")
+    )
+    ratios = {}
+    for found, place in ((end, "end"), (middle, "middle")):
+        assert found["sampling"] == place
+        zoh, exact = (accuracy[f"sampled_at_{place}"]["errors"] for accuracy in found["accuracies"])
+        at = [abs(step - 0.064) < 1e-9 for step in found["accuracies"][0]["steps"]].index(True)
+        ratios[place] = zoh[at] / exact[at]
+    # With 16 states, as the front page shows it.
+    assert ratios == pytest.approx({"end": 1.34, "middle": 17.5}, rel=0.05)
+    labels = [figure.axes[0].get_xlabel() for figure in drawn]
+    assert "step's end" in labels[0] and "mid-step" in labels[1]
+
+
 # --- figures ---
+
+
+def scan_with(profiler: ModuleType, spread: float = 0.0, **seconds: float):
+    """A scan with made-up timings."""
+    timing = {
+        name: profiler.scans.Timing(value, (1 - spread) * value, (1 + spread) * value, 20) for name, value in seconds.items()
+    }
+    size = profiler.scans.ScanSize(1, 2, 3, 4)
+    return profiler.scans.Scan("zoh", size, timing["forward"], timing["backward"], timing["both"], 1, 1, 0, None, None)
+
+
+@pytest.mark.parametrize(("spread", "printed"), [(0.01, "1.23   1"), (0.1, "1.2  10"), (0.42, "1  42")])
+def test_noise_is_judged(profiler, spread, printed):
+    scan = scan_with(profiler, spread, forward=0.001234, backward=0.005, both=0.009)
+    found = profiler.report.Report({}, {"dtype": "float32"}, scans=[scan])
+    console = profiler.Console(file=io.StringIO(), width=110)
+    found.print_tables(console)
+    text = console.file.getvalue()
+    row = next(line for line in text.splitlines() if line.startswith("zoh"))
+    assert re.search(rf"\s{re.escape(printed)}\s", row), row
+    expected = ["zoh forward", "zoh backward", "zoh both"] if spread > 0.2 else []
+    assert found.unreliable == expected
+    assert ("unreliable: rerun" in text) == bool(expected)
 
 
 @pytest.mark.parametrize("layout", ["page", "column"])
@@ -272,6 +363,45 @@ def test_figures_are_legible(profiler, monkeypatch, parts, layout):
     monkeypatch.setattr(profiler.plots.plt, "close", lambda _: None)
     assert profiler.main([*SMALL, "--layout", layout, *parts, "--quiet"]) == 0
     assert_legible(drawn[0])
+
+
+def test_every_option_has_help_and_one_spelling(profiler, measure, capsys):
+    with pytest.raises(SystemExit):
+        profiler.main(["--help"])
+    printed = capsys.readouterr().out.partition("options:")[2]
+    options = [line for line in printed.splitlines() if line.startswith("  -")]
+    assert len(options) > 20
+    assert not [line for line in options if "_" in line.split()[0]]
+    for line, following in pairwise([*printed.splitlines(), ""]):
+        if line.startswith("  -"):
+            assert re.search(r"\S {2,}\S", line.strip()) or re.match(r" {10,}\S", following), line
+    # The spelling of the first versions.
+    parts = ["--profile_ops", "--no-profile_scan", "--no-profile_accuracy", "--n_trials=2", "--plot", "none"]
+    assert measure("--device", "cpu", "--dstate", "4", *parts)["settings"]["n_trials"] == 2
+
+
+def test_figure_shows_the_numbers_of_the_table(profiler):
+    """The dark bar ends at forward, the light one at both, although forward is faster without a graph than with one."""
+    scan = scan_with(profiler, forward=0.001, backward=0.005, both=0.009)
+    figure = profiler.plots.figure_of(profiler.report.Report({}, {}, scans=[scan]), list(DISCRETIZATIONS))
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    assert widths == pytest.approx([9.0, 1.0])
+
+
+def test_legend_lists_the_curves_that_are_visible(profiler):
+    steps = (0.4, 0.2, 0.1)
+    lines = {"zoh": (30.0, 20.0, 0.1), "euler": (math.inf, 1e9, 1e7)}
+    accuracies = [
+        profiler.accuracy.Accuracy(
+            name, steps, {place: profiler.accuracy.Convergence(errors, None, False) for place in ("end", "middle")}, 0.0, None
+        )
+        for name, errors in lines.items()
+    ]
+    figure = profiler.plots.figure_of(profiler.report.Report({}, {}, accuracies=accuracies), list(DISCRETIZATIONS))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "zoh" in names and "euler" not in names
+    # An error above 1 is not cut off.
+    assert figure.axes[0].get_ylim()[1] > 30
 
 
 def test_methods_and_parts_can_be_chosen(measure, tmp_path):
@@ -308,7 +438,7 @@ def test_unstable_methods_and_many_states_are_reported(measure, capsys, layout):
         (["--dim", "-3"], "--dim"),
         (["--seqlen", "ten"], "--seqlen: expected an integer of at least 1, got 'ten'"),
         (["--dstate", "257"], "expected an integer from 1 to 256, got '257'"),
-        (["--n_trials", "2.5"], "--n_trials"),
+        (["--n_trials", "2.5"], "--n-trials"),
         (["--seed", "-1"], "--seed"),
         (["--methods", "tustin"], "unknown discretization 'tustin', expected 'all' or some of zoh, zoh_exact"),
         (["--methods", ","], "--methods"),
@@ -329,6 +459,10 @@ def test_unstable_methods_and_many_states_are_reported(measure, capsys, layout):
         (["--input", "absent.npy", "--no-profile_accuracy"], "--input"),
         (["--input", "absent.npy", "--step", "0"], "--step: expected a number above 0, got '0'"),
         (["--step", "0.1"], "--step is for a recorded input"),
+        (["--A-range", "4", "2"], "--A-range: expected MIN up to MAX, got 4 and 2"),
+        (["--A-range", "0", "2"], "--A-range: expected a number above 0, got '0'"),
+        (["--A-range", "1", "2", "--no-profile-accuracy"], "--A-range is for the accuracy part"),
+        (["--sampling", "start"], "--sampling"),
         (["--batch", "4000000000", "--seqlen", "4000000000"], "GiB"),
     ],
 )

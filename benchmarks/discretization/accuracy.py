@@ -53,6 +53,11 @@ class Accuracy:
     dc_gain_error: float
     rounding: float | None
 
+    def headline_step(self, spacing: float | None) -> float:
+        """The step of the table's and the figure's errors: the recording's, else the largest of Mamba's initialization."""
+        largest = DC_STEP if spacing is None else spacing
+        return max((step for step in self.steps if step <= largest * (1 + 1e-9)), default=self.steps[-1])
+
     def error_at(self, step: float, sampling: str) -> float:
         """The error at the step nearest to ``step``."""
         errors = self.convergence[sampling].errors
@@ -153,3 +158,47 @@ def measure_accuracy(
         if on_method is not None:
             on_method()
     return results
+
+
+_LARGE_DIFFERENCE = 1.5
+"""Errors whose ratio is smaller count as about equal."""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def advice(accuracies: Sequence[Accuracy], system: System, step: float, sampling: str) -> str:
+    """Says in two or three sentences what the errors at one step mean for the choice of a rule."""
+    errors = {accuracy.method: accuracy.error_at(step, sampling) for accuracy in accuracies}
+    fastest = step * system.A.abs().max().item()
+    useful = {method: error for method, error in errors.items() if math.isfinite(error) and error < 1}
+    if not useful:
+        return (
+            f"No rule resolves this input at step {step:g}, where |delta A| reaches {fastest:.2g}: use a smaller step, or a "
+            "smaller |A|."
+        )
+    best = min(useful, key=lambda method: useful[method])
+    close = [method for method in useful if useful[method] <= _LARGE_DIFFERENCE * max(useful[best], _ROUNDING)]
+    sentences = []
+    if len(errors) == 1:
+        sentences.append(f"At step {step:g} the error of {best} is {useful[best]:.1e}.")
+    elif len(close) == len(errors):
+        sentences.append(
+            f"At step {step:g} all rules are within a factor of {max(useful.values()) / useful[best]:.2f}: take the fastest, "
+            "and a smaller step for a smaller error."
+        )
+    else:
+        others = [method for method in errors if method not in close]
+        worst = max(others, key=lambda method: errors[method])
+        times = errors[worst] / max(useful[best], _ROUNDING)
+        compared = f"{worst} diverges" if not math.isfinite(errors[worst]) else f"that of {worst} is {times:.3g} times as large"
+        if len(close) == 1:
+            sentences.append(f"At step {step:g} {best} has the smallest error, {useful[best]:.1e}; {compared}.")
+        else:
+            sentences.append(
+                f"At step {step:g} {best} has the smallest error, {useful[best]:.1e}; within a factor of {_LARGE_DIFFERENCE:g} "
+                f"of it: {_listed([method for method in close if method != best])}; {compared}."
+            )
+    sentences.append(f"|delta A| reaches {fastest:.2g}; docs/discretizations.md has the range in which each rule is safe.")
+    return " ".join(sentences)

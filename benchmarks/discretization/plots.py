@@ -18,9 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from benchmarks.discretization.accuracy import DC_STEP, Accuracy
+from benchmarks.discretization.accuracy import Accuracy
 from benchmarks.discretization.report import Report
-from benchmarks.discretization.scans import Scan
+from benchmarks.discretization.signals import SAMPLINGS
 from benchmarks.labels import label
 from benchmarks.style import COLORS, STYLE
 
@@ -72,18 +72,21 @@ def _spread_apart(positions: Sequence[float], gap: float, low: float, high: floa
     return result
 
 
-def _clipped(error: float, largest: float = 10.0) -> float:
-    return min(error, largest) if math.isfinite(error) else largest
+_PLACES = {"end": "step's end", "middle": "mid-step"}
+_LARGEST_ERROR = 1e3
+"""Above it a curve ends: its rule diverges."""
 
 
-def _speed_against_error(
-    axes: Axes, scans: Sequence[Scan], accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None
-) -> None:
+def _clipped(error: float) -> float:
+    return min(error, _LARGEST_ERROR) if math.isfinite(error) else _LARGEST_ERROR
+
+
+def _speed_against_error(axes: Axes, report: Report, looks: dict[str, _Look]) -> None:
+    scans, accuracies = report.scans, report.accuracies
     errors_of = {accuracy.method: accuracy for accuracy in accuracies}
-    largest = DC_STEP if spacing is None else min(DC_STEP, spacing)
-    step = max((step for step in accuracies[0].steps if step <= largest * (1 + 1e-9)), default=accuracies[0].steps[-1])
+    step = accuracies[0].headline_step(report.sample_spacing)
     times = [1e3 * scan.step.median for scan in scans]
-    errors = [max(_clipped(errors_of[scan.method].error_at(step, "middle")), 1e-16) for scan in scans]
+    errors = [max(_clipped(errors_of[scan.method].error_at(step, report.sampling)), 1e-16) for scan in scans]
     for scan, time, error in zip(scans, times, errors, strict=True):
         look = looks[scan.method]
         whiskers = [[time - 1e3 * scan.step.p20], [1e3 * scan.step.p80 - time]]
@@ -113,11 +116,11 @@ def _speed_against_error(
             arrowprops={"arrowstyle": "-", "color": look.color, "lw": 0.4, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3},
         )
     axes.set_xlabel("forward + backward [ms]" if scans[0].training else "forward [ms]")
-    axes.set_ylabel(f"relative error at step {step:g}")
+    axes.set_ylabel(f"relative error at step {step:.3g},\ninput at {_PLACES[report.sampling]}")
     axes.set_title("Speed against error", loc="left")
 
 
-def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> list[int]:
+def _order_guides(axes: Axes, accuracies: Sequence[Accuracy], sampling: str) -> list[int]:
     """Draws a dashed line for each observed order: for order 1 above its curves, for higher orders below them.
 
     Returns the orders.
@@ -125,70 +128,77 @@ def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> list[int]:
     fine = accuracies[0].steps[-1]
     ends: dict[int, list[float]] = {}
     for accuracy in accuracies:
-        found = accuracy.convergence["middle"]
+        found = accuracy.convergence[sampling]
         if found.order is not None and 0 < found.errors[-1] < 1 and abs(found.order - round(found.order)) < 0.2:
             ends.setdefault(round(found.order), []).append(found.errors[-1])
-    ends_of_steps = [error for accuracy in accuracies if (error := accuracy.convergence["end"].errors[-1]) < 1]
+    finest = [error for accuracy in accuracies for found in accuracy.convergence.values() if (error := found.errors[-1]) < 1]
     for order, errors in ends.items():
-        start = 2.2 * max(errors + ends_of_steps) if order == 1 else min(errors) / 2.2
+        start = 2.2 * max(errors + finest) if order == 1 else min(errors) / 2.2
         end = (8 * fine, start * 8**order)
         axes.plot((fine, end[0]), (start, end[1]), color="#444444", lw=0.7, ls=(0, (4, 3)), zorder=0)
     return sorted(ends)
 
 
-def _error_against_step(
-    axes: Axes, accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None
-) -> list[Line2D]:
-    """Returns legend entries besides the methods."""
+def _error_against_step(axes: Axes, report: Report, looks: dict[str, _Look]) -> tuple[list[Line2D], list[Line2D]]:
+    """Returns legend entries: of the methods whose curves are visible, and of the other lines."""
+    accuracies, sampling = report.accuracies, report.sampling
+    other = next(place for place in SAMPLINGS if place != sampling)
     steps = accuracies[0].steps
     shown: list[float] = []
+    visible = []
     for index, accuracy in enumerate(accuracies):
         look = looks[accuracy.method]
-        for sampling, style in (("end", {"color": "#BBBBBB", "lw": 0.7, "zorder": 1}), ("middle", {"color": look.color})):
-            errors = [error if error < 10.0 else math.nan for error in accuracy.convergence[sampling].errors]
+        for place, style in ((other, {"color": "#BBBBBB", "lw": 0.7, "zorder": 1}), (sampling, {"color": look.color})):
+            errors = [error if error <= _LARGEST_ERROR else math.nan for error in accuracy.convergence[place].errors]
             errors = [max(error, 1e-16) for error in errors]
-            shown += [error for error in errors if math.isfinite(error)]
-            # Each curve has its markers at other steps, so that coinciding curves stay legible.
-            marked = {"marker": look.marker, "markevery": (index % 3, 3)} if sampling == "middle" else {}
-            axes.plot(steps, errors, **style, **marked)
+            finite = [error for error in errors if math.isfinite(error)]
+            shown += finite
+            if place == other:
+                axes.plot(steps, errors, **style)
+            elif finite:
+                # Each curve has its markers at other steps, so that coinciding curves stay legible.
+                marked = {"marker": look.marker, "markevery": (index % 3, 3) if len(finite) > 3 else 1}
+                axes.plot(steps, errors, **style, **marked)
+                visible.append(Line2D([], [], color=look.color, marker=look.marker, label=label(accuracy.method)))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(min(shown, default=1e-3) / 3, 10.0)
-    explained = [Line2D([], [], color="#BBBBBB", lw=0.7, label="any, input at step's end")]
-    if orders := _order_guides(axes, accuracies):
-        label = f"slope of order {', '.join(map(str, orders))}"
-        explained.append(Line2D([], [], color="#444444", lw=0.7, ls=(0, (4, 3)), label=label))
-    if spacing is not None:
-        explained.append(axes.axvline(spacing, color="#444444", lw=0.6, ls=":", zorder=0, label="sample spacing"))
-    axes.set_xlabel("step size; colors: input at mid-step")
+    axes.set_ylim(min(shown, default=1e-3) / 3, 2 * max(shown, default=1.0))
+    explained = [Line2D([], [], color="#BBBBBB", lw=0.7, label=f"any, input at {_PLACES[other]}")]
+    if orders := _order_guides(axes, accuracies, sampling):
+        text = f"slope of order {', '.join(map(str, orders))}"
+        explained.append(Line2D([], [], color="#444444", lw=0.7, ls=(0, (4, 3)), label=text))
+    if report.sample_spacing is not None:
+        axes.axvline(report.sample_spacing, color="#444444", lw=0.6, ls=":", zorder=0)
+        explained.append(Line2D([], [], color="#444444", lw=0.6, ls=":", label="sample spacing"))
+    axes.set_xlabel(f"step size; colors: input at {_PLACES[sampling]}")
     axes.set_ylabel("relative error")
     axes.set_title("Error against step size", loc="left")
-    return explained
+    return visible, explained
 
 
-def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
+def _times(axes: Axes, report: Report, looks: dict[str, _Look]) -> None:
+    """Bars from zero to the table's numbers: the light one is forward and backward together, the dark one in it forward."""
+    scans = report.scans
     for row, scan in enumerate(scans):
         color = looks[scan.method].color
-        forward = (
-            max(0.0, scan.training.median - scan.backward.median) if scan.training and scan.backward else scan.forward.median
-        )
-        axes.barh(row, 1e3 * forward, color=color, height=0.65)
-        if scan.backward:
-            axes.barh(row, 1e3 * scan.backward.median, left=1e3 * forward, color=color, alpha=0.45, height=0.65)
+        if scan.training:
+            axes.barh(row, 1e3 * scan.training.median, color=color, alpha=0.4, height=0.65)
+        axes.barh(row, 1e3 * scan.forward.median, color=color, height=0.4 if scan.training else 0.65)
         whiskers = [[1e3 * (scan.step.median - scan.step.p20)], [1e3 * (scan.step.p80 - scan.step.median)]]
         axes.errorbar(1e3 * scan.step.median, row, xerr=whiskers, color="#333333", elinewidth=0.7, capsize=1.5)
         if scan.speedup is not None:
             place = (1e3 * scan.step.p80, row)
             faster = f"{scan.speedup:.0f}x" if scan.speedup >= 10 else f"{scan.speedup:.1f}x"
+            faster += " (unreliable)" if scan.unreliable() else ""
             axes.annotate(faster, place, xytext=(4, 0), textcoords="offset points", va="center", fontsize=6.5)
     axes.set_yticks(range(len(scans)), [label(scan.method) for scan in scans])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.margins(x=0.18)
+    axes.margins(x=0.45 if any(scan.unreliable() for scan in scans) else 0.18)
     axes.set_xlim(left=0)
     axes.set_xlabel("time [ms]" + ("; label: loop / kernel" if scans[0].speedup is not None else ""))
-    axes.set_title("Forward and backward (light)" if scans[0].backward else "Forward", loc="left")
+    axes.set_title("Forward (dark), both (light)" if scans[0].training else "Forward", loc="left")
 
 
 def _operations(axes: Axes, report: Report) -> list[Patch]:
@@ -227,18 +237,13 @@ def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> 
     looks = _looks(methods, known)
     panels: list[Any] = []
     if report.scans and report.accuracies:
-        panels.append(lambda axes: _speed_against_error(axes, report.scans, report.accuracies, looks, report.sample_spacing))
+        panels.append(lambda axes: _speed_against_error(axes, report, looks))
     if report.accuracies:
-        panels.append(lambda axes: _error_against_step(axes, report.accuracies, looks, report.sample_spacing))
+        panels.append(lambda axes: _error_against_step(axes, report, looks))
     if report.scans:
-        panels.append(lambda axes: _times(axes, report.scans, looks))
+        panels.append(lambda axes: _times(axes, report, looks))
     if not panels:
         panels.append(lambda axes: _operations(axes, report))
-    handles: list[Any] = []
-    if report.accuracies:
-        handles = [
-            Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=label(method)) for method in methods
-        ]
     across = 1 if column else len(panels)
     legend_columns = (2, 3, 5)[across - 1]
     width = 3.5 if across == 1 else 2.45 * across
@@ -246,8 +251,10 @@ def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> 
         figure, grid = plt.subplots(
             *((len(panels), 1) if column else (1, len(panels))), squeeze=False, layout="constrained", figsize=(width, 2.55)
         )
+        handles: list[Any] = []
         for axes, panel in zip(grid.flat, panels, strict=True):
-            handles += panel(axes) or ()
+            found = panel(axes) or ()
+            handles += [handle for group in found for handle in group] if isinstance(found, tuple) else found
         # The legend is below the panels, so that it covers no data.
         legend_height = 0.15 * math.ceil(len(handles) / legend_columns) + 0.15 if handles else 0.0
         figure.set_size_inches(width, 2.55 * len(panels) / across + legend_height)

@@ -15,7 +15,8 @@ from rich.text import Text
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy, Convergence
 from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
-from benchmarks.harness import Timing
+from benchmarks.discretization.signals import SAMPLINGS
+from benchmarks.harness import UNRELIABLE_SPREAD, Timing
 from benchmarks.labels import label
 from benchmarks.tables import Column, Table, show
 
@@ -29,6 +30,8 @@ class Report:
         settings: the run's parameters.
         signal: description of the input of the accuracy part.
         sample_spacing: sample spacing of a recorded signal.
+        sampling: the place in a step of the sample that the figure's and the advice's errors are for, a key of ``SAMPLINGS``.
+        advice: what the errors mean for the choice of a rule.
     """
 
     machine: dict[str, str | int]
@@ -38,6 +41,14 @@ class Report:
     accuracies: list[Accuracy] = field(default_factory=list)
     signal: str = ""
     sample_spacing: float | None = None
+    sampling: str = "end"
+    advice: str = ""
+
+    @property
+    def unreliable(self) -> list[str]:
+        """The timings whose spread is too large to compare them, by name."""
+        operations = [operation.name for operation in self.operations if not operation.timing.is_reliable]
+        return operations + [name for scan in self.scans for name in scan.unreliable()]
 
     def write_json(self, path: Path) -> None:
         content = {
@@ -45,6 +56,9 @@ class Report:
             "settings": self.settings,
             "signal": self.signal,
             "sample_spacing": self.sample_spacing,
+            "sampling": self.sampling,
+            "advice": self.advice,
+            "unreliable": self.unreliable,
             "operations": [operation.to_dict() for operation in self.operations],
             "scans": [scan.to_dict() for scan in self.scans],
             "accuracies": [accuracy.to_dict() for accuracy in self.accuracies],
@@ -104,7 +118,14 @@ class Report:
         if self.scans:
             _print_scans(console, self.scans, str(self.settings["dtype"]))
         if self.accuracies:
-            _print_accuracies(console, self.accuracies, self.signal, str(self.settings["dtype"]))
+            _print_accuracies(
+                console, self.accuracies, self.signal, str(self.settings["dtype"]), self.sampling, self.sample_spacing
+            )
+            console.print(Text(self.advice, "bold"))
+        if names := self.unreliable:
+            listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+            limit = f"{100 * UNRELIABLE_SPREAD:.0f} %"
+            console.print(Text(f"unreliable: rerun on a machine without other load. Spread above {limit}: {listed}.", "bold"))
 
 
 def _note(console: Console, *sentences: str) -> None:
@@ -121,10 +142,15 @@ def _number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits - 1}e}"
 
 
+def _digits(timing: Timing) -> int:
+    """The digits that the spread leaves meaningful."""
+    return 3 if timing.spread < 0.05 else 2 if timing.is_reliable else 1
+
+
 def _milliseconds(timing: Timing | None) -> str:
     if timing is None:
         return "-"
-    return f"{_number(1e3 * timing.median)} {_spread(timing):>3}"
+    return f"{_number(1e3 * timing.median, _digits(timing))} {_spread(timing):>3}"
 
 
 def _spread(timing: Timing) -> str:
@@ -136,8 +162,8 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
         Column("operation", lambda found: found.name),
         Column("A", lambda found: found.form),
         Column("dtype", lambda found: found.dtype),
-        Column("ns per\nelement", lambda found: _number(found.per_element)),
-        Column("ns per channel,\nstep", lambda found: _number(found.per_step)),
+        Column("ns per\nelement", lambda found: _number(found.per_element, _digits(found.timing))),
+        Column("ns per channel,\nstep", lambda found: _number(found.per_step, _digits(found.timing))),
         Column("%", lambda found: _spread(found.timing)),
     ]
     show(Table(f"1. Elementary operations, dstate {dstate}", columns, operations), console)
@@ -198,26 +224,28 @@ def _gain(value: float) -> str:
     return "0" if abs(value) < 1e-12 else f"{100 * value:+.3g}%"
 
 
-def _print_accuracies(console: Console, accuracies: Sequence[Accuracy], signal: str, dtype: str) -> None:
+def _print_accuracies(
+    console: Console, accuracies: Sequence[Accuracy], signal: str, dtype: str, sampling: str, spacing: float | None
+) -> None:
     steps, rounded = accuracies[0].steps, accuracies[0].rounding is not None
+    headline = accuracies[0].headline_step(spacing)
+    names = {"end": "end", "middle": "mid"}
     columns = [Column("method", lambda accuracy: label(accuracy.method))]
-    for sampling, name in (("end", "end"), ("middle", "mid")):
-        for place in (0, -1):
-            columns.append(
-                Column(
-                    f"{name}\n{steps[place]:g}", lambda accuracy, s=sampling, i=place: _error(accuracy.convergence[s].errors[i])
-                )
-            )
-        columns.append(Column(f"{name}\norder", lambda accuracy, s=sampling: _order(accuracy.convergence[s])))
+    for place in (sampling, *(other for other in SAMPLINGS if other != sampling)):
+        # The other place only for comparison: at the same step, and its order.
+        for step in dict.fromkeys((steps[0], headline, steps[-1]) if place == sampling else (headline,)):
+            columns.append(Column(f"{names[place]}\n{step:.4g}", lambda found, s=step, at=place: _error(found.error_at(s, at))))
+        columns.append(Column(f"{names[place]}\norder", lambda found, at=place: _order(found.convergence[at])))
     columns.append(Column("DC gain\nerror", lambda accuracy: _gain(accuracy.dc_gain_error)))
     columns += [Column(dtype, lambda accuracy: _error(accuracy.rounding))] * rounded
     show(Table("3. Error against the exact solution", columns, accuracies), console)
     _note(console, f"Input: {signal}.")
     _note(
         console,
-        "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest and finest step;",
-        "order: its slope where the input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a",
-        "model on samples does (half a step early on average: first order for every rule). 'mid': at its middle,",
-        f"which shows the rule itself. DC gain: for a constant input, step {DC_STEP:g}, worst of A = -1 .. -dstate.",
+        "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest step,",
+        f"at {headline:.4g}{'' if spacing is None else ', the sample spacing'}, and at the finest; order: its slope where the",
+        "input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a model on samples does (half",
+        "a step early on average: first order for every rule). 'mid': at its middle, which no model on samples does; it shows",
+        f"the rule itself. DC gain: for a constant input, step {DC_STEP:g}, worst of A = -1 .. -dstate.",
         f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )

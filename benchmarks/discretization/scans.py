@@ -83,6 +83,11 @@ class Scan:
         """Speed-up over the loop, per token."""
         return None if self.loop_step is None else self.loop_step.median / self.step.median
 
+    def unreliable(self) -> list[str]:
+        """The operator's timings whose spread is too large to compare them, by name."""
+        timings = {"forward": self.forward, "backward": self.backward, "both": self.training}
+        return [f"{self.method} {name}" for name, timing in timings.items() if timing is not None and not timing.is_reliable]
+
     def to_dict(self) -> dict[str, object]:
         def timing(value: Timing | None) -> dict[str, float] | None:
             return None if value is None else value.to_dict()
@@ -100,6 +105,7 @@ class Scan:
             "loop_forward_scaled": timing(self.loop_forward),
             "loop_forward_backward_scaled": timing(self.loop_training),
             "speedup_over_loop": self.speedup,
+            "unreliable": self.unreliable(),
         }
 
 

@@ -2,9 +2,9 @@
 
 The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``. Step k goes from ``t_{k-1}`` to
 ``t_k = k * step``; its result is compared with ``y(t_k)``. A rule with one input sample per step holds that sample over the
-step, so the place of the sample in the step matters as much as the rule (``SAMPLINGS``). A sample from the end is half a step
-early on average, an error of first order that hides the differences of the rules. A sample from the middle leaves an error of
-second order.
+step, so the place of the sample in the step matters as much as the rule (``SAMPLINGS``). A model on samples reads the one at
+the step's end, which is half a step early on average: an error of first order that no rule removes. A sample from the middle
+leaves an error of second order and shows the rule itself, but no model has it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ class System:
     C: Tensor
 
     @classmethod
-    def random(cls, dim: int, dstate: int, seed: int) -> System:
-        """A is log-uniform in [-dstate, -1] and includes both ends in every channel; B and C are normal."""
+    def random(cls, dim: int, dstate: int, seed: int, A_range: tuple[float, float] | None = None) -> System:
+        """A is log-uniform in a range and includes both ends in every channel; B and C are normal.
+
+        Args:
+            A_range: the smallest and the largest ``|A|``; None for 1 and ``dstate``.
+        """
+        low, high = (1.0, float(dstate)) if A_range is None else A_range
         generator = torch.Generator().manual_seed(seed)
         exponent = torch.rand(dim, dstate, generator=generator, dtype=torch.float64)
         exponent[:, 0], exponent[:, -1] = 0.0, 1.0
         B, C = torch.randn(2, dim, dstate, generator=generator, dtype=torch.float64)
-        return cls(-(float(dstate) ** exponent), B, C)
+        return cls(-low * (high / low) ** exponent, B, C)
 
 
 @dataclass(frozen=True)
