@@ -55,8 +55,8 @@ def install(only: Sequence[str] | None = None) -> None:
 
     Args:
         only: the parts to install, top-level modules: ``"mamba_ssm"``, ``"causal_conv1d"`` and the extension modules
-            ``"selective_scan_cuda"``, ``"causal_conv1d_cuda"``, ``"selective_scan_cuda_core"`` and
-            ``"selective_scan_cuda_oflex"``. All other names are left to other packages, such as a project's own copy of
+            ``"selective_scan_cuda"``, ``"causal_conv1d_cuda"`` and, of VMamba, ``"selective_scan_cuda_core"``, ``_oflex``,
+            ``_nrow`` and ``_ndstate``. All other names are left to other packages, such as a project's own copy of
             ``mamba_ssm``, which then calls the extension modules of this package. None: all parts.
 
     One selection holds in a process: a second call for the same parts changes nothing, and one for others raises an error.

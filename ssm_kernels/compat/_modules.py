@@ -126,6 +126,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "causal_conv1d_cuda": _CONVOLUTION_KERNELS,
     "selective_scan_cuda_core": {"fwd": scan_extensions.core_fwd, "bwd": scan_extensions.core_bwd},
     "selective_scan_cuda_oflex": {"fwd": scan_extensions.oflex_fwd, "bwd": scan_extensions.oflex_bwd},
+    "selective_scan_cuda_nrow": {"fwd": scan_extensions.nrow_fwd, "bwd": scan_extensions.nrow_bwd},
+    "selective_scan_cuda_ndstate": {"fwd": scan_extensions.ndstate_fwd, "bwd": scan_extensions.ndstate_bwd},
 }
 
 PARTS = tuple(dict.fromkeys(name.partition(".")[0] for name in MODULES))

@@ -1,5 +1,5 @@
-"""The functions of the extension modules ``selective_scan_cuda`` (mamba_ssm 1.0 to 2.3), ``selective_scan_cuda_core`` and
-``selective_scan_cuda_oflex`` (VMamba), which copies of those packages call from autograd functions of their own.
+"""The functions of the extension modules ``selective_scan_cuda`` (mamba_ssm 1.0 to 2.3) and, of VMamba and its copies,
+``selective_scan_cuda_core``, ``_oflex``, ``_nrow`` and ``_ndstate``. Clients call them from autograd functions of their own.
 
 Arguments are positional, results are lists, and a buffer for a gradient is filled in place, as in the modules. Autograd records
 nothing. The modules save states in ``x`` for backward. Here ``x`` has the same shape, and only the last state in it, at
@@ -18,7 +18,18 @@ from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
 from .selective_scan import operator_arguments, selective_scan_fn
 
-__all__ = ["core_bwd", "core_fwd", "oflex_bwd", "oflex_fwd", "selective_scan_bwd", "selective_scan_fwd"]
+__all__ = [
+    "core_bwd",
+    "core_fwd",
+    "ndstate_bwd",
+    "ndstate_fwd",
+    "nrow_bwd",
+    "nrow_fwd",
+    "oflex_bwd",
+    "oflex_fwd",
+    "selective_scan_bwd",
+    "selective_scan_fwd",
+]
 
 _forward = torch.ops.ssm_kernels._selective_scan_fwd.default
 _backward = torch.ops.ssm_kernels._selective_scan_bwd.default
@@ -195,6 +206,10 @@ def _make_bwd(name: str) -> Callable[..., list[Tensor | None]]:
 
 core_fwd = _make_fwd("selective_scan_cuda_core.fwd", False)
 core_bwd = _make_bwd("selective_scan_cuda_core.bwd")
+nrow_fwd = _make_fwd("selective_scan_cuda_nrow.fwd", False)
+nrow_bwd = _make_bwd("selective_scan_cuda_nrow.bwd")
+ndstate_fwd = _make_fwd("selective_scan_cuda_ndstate.fwd", False)
+ndstate_bwd = _make_bwd("selective_scan_cuda_ndstate.bwd")
 oflex_fwd = _make_fwd("selective_scan_cuda_oflex.fwd", True)
 oflex_bwd = _make_bwd("selective_scan_cuda_oflex.bwd")
 

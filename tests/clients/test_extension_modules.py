@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ssm_kernels import compat
 from ssm_kernels.compat import conv_extensions
+from ssm_kernels.compat._modules import PARTS
 
 CLIENT = "mamba_ssm"
 CLIENT_VERSION = COMPAT_VERSION
@@ -23,9 +24,7 @@ OPERATOR = "selective_scan"
 
 @pytest.fixture(autouse=True)
 def extension_modules():
-    with compat.installed(
-        only=["selective_scan_cuda", "causal_conv1d_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"]
-    ):
+    with compat.installed(only=[part for part in PARTS if part.partition("_cuda")[1]]):
         yield
 
 
@@ -182,6 +181,7 @@ def as_oflex(cuda, name, u, delta, A, B, C, D, delta_bias):
 VMAMBA = {
     "selective_scan_cuda": as_mamba,
     "selective_scan_cuda_core": as_core,
+    "selective_scan_cuda_nrow": as_core,
     "selective_scan_cuda_oflex": as_oflex,
 }
 
@@ -207,11 +207,12 @@ def test_vmamba_has_the_values_and_gradients_of_plain_formulas(name, shared, dev
         torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_the_kernel_for_one_state_has_matrices_without_their_axis(device):
+@pytest.mark.parametrize("name", ["selective_scan_cuda_ndstate", "selective_scan_cuda_core"])
+def test_the_kernel_for_one_state_has_matrices_without_their_axis(name, device):
     inputs = make_inputs(device, groups=2)
     u, delta, D = inputs["xz"][:, :6], inputs["delta"], inputs["D"]
     A, B, C = inputs["A"][:, 0], inputs["B"][:, :, 0], inputs["C"][:, :, 0]
-    cuda = importlib.import_module("selective_scan_cuda_core")
+    cuda = importlib.import_module(name)
     out, x = cuda.fwd(u, delta, A, B, C, D, None, True, 1)
     torch.testing.assert_close(out.double(), scan(u, delta, A, B, C, D, delta_softplus=True)[0], rtol=1e-5, atol=1e-5)
     grads = cuda.bwd(u, delta, A, B, C, D, None, out, x, True, 1)
@@ -313,6 +314,31 @@ def test_functions_work_where_autograd_does_not_record():
     gradient(x, weight, dout, dx, dweight)
     expected = torch.autograd.grad(convolve(x, weight, torch.zeros(2)), x, dout.double())[0]
     torch.testing.assert_close(dx, expected)
+
+
+def test_a_fork_compiles_as_one_graph():
+    scan_cuda = importlib.import_module("selective_scan_cuda")
+
+    class Scan(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, u, A, B):
+            out, x = scan_cuda.fwd(u, u, A, B, B, None, None, None, True)
+            ctx.save_for_backward(u, A, B, x)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            u, A, B, x = ctx.saved_tensors
+            du, ddelta, dA, dB, dC, *_ = scan_cuda.bwd(u, u, A, B, B, None, None, None, dout, x, None, None, True, False)
+            return du + ddelta, dA, dB + dC
+
+    leaves = [torch.randn(1, 2, 5), -torch.rand(2, 3), torch.randn(1, 1, 3, 5)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    call = torch.compile(lambda *tensors: Scan.apply(*tensors).square().sum(), fullgraph=True, backend="aot_eager")
+    expected = scan(leaves[0], *leaves[:2], leaves[2], leaves[2], delta_softplus=True)[0].square().sum()
+    torch.testing.assert_close(call(*leaves).double(), expected, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad(call(*leaves), leaves)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves), rtol=1e-4, atol=1e-4)
 
 
 def test_functions_of_the_package_have_the_form_of_1_2():
