@@ -15,13 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.errors import BaseError
 
 import build_backend
-import build_metadata
 from build_backend import stop
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    stop(f"expected setuptools>=77, got setuptools {setuptools.__version__}: pip install 'setuptools>=77,<82' wheel ninja")
+
+import build_metadata
 from build_linking import check_library, link_arguments
 
 ROOT = Path(__file__).parent.resolve()

@@ -31,6 +31,14 @@ def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
     )
 
 
+def skip_without_build_requirements() -> None:
+    """Skips a test or a module where setup.py cannot build: a fresh environment has an older setuptools, or none."""
+    pytest.importorskip("setuptools", minversion="77", reason="setup.py needs setuptools>=77")
+    for program in ("ninja", "c++"):
+        if shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
+            pytest.skip(f"{program} is not installed", allow_module_level=True)
+
+
 def binutil(*command) -> str:
     """Returns what a program of binutils prints; skips the test where the program is not installed."""
     if shutil.which(command[0]) is None:

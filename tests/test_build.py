@@ -307,7 +307,7 @@ def test_incomplete_build_is_an_import_error(tmp_path, state):
 
 def test_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
     """setuptools' own default for this layout is an import hook, ``__editable___..._finder``."""
-    pytest.importorskip("setuptools", reason="builds with setuptools")
+    pytest.importorskip("setuptools", minversion="77", reason="builds with setuptools")
     source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "ssm_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

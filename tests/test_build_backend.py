@@ -294,7 +294,7 @@ def test_environment_is_seen_through_build_isolation(monkeypatch, tmp_path):
     ],
 )
 def test_setup_stops_with_one_message(variable, value, match):
-    pytest.importorskip("setuptools", reason="setup.py needs setuptools")
+    pytest.importorskip("setuptools", minversion="77", reason="setup.py needs setuptools")
     result = run_python("setup.py", "build_ext", env={variable: value}, cwd=ROOT)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr and "running build_ext" not in result.stdout

@@ -7,7 +7,7 @@ import re
 import pytest
 from build_helpers import ROOT
 
-pytest.importorskip("setuptools", reason="build_metadata.py needs setuptools")
+pytest.importorskip("setuptools", minversion="77", reason="build_metadata.py needs setuptools>=77")
 import build_metadata
 from ssm_kernels._build_info import check_torch
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import FACTS, OPS, ROOT
+from build_helpers import FACTS, OPS, ROOT, run_python, skip_without_build_requirements
 from stub_build import build_environment, copy_sources, make_stub, run
 
 import build_backend
 import build_linking
 from ssm_kernels._build_info import build_info
 
-pytest.importorskip("setuptools", reason="setup.py needs setuptools")
+skip_without_build_requirements()
 
 
 @pytest.fixture
@@ -90,3 +90,14 @@ def test_setup_links_the_shared_libstdcxx_and_checks_it(sources, tmp_path):
 
 def test_requirement_of_the_build_is_that_of_the_sources():
     assert f'dependencies = ["{build_backend.TORCH_REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_old_setuptools_stops_with_one_message(tmp_path):
+    (tmp_path / "setuptools").mkdir()
+    (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
+    (tmp_path / "setuptools" / "command").mkdir()
+    (tmp_path / "setuptools" / "command" / "build.py").write_text("build = object\n")
+    (tmp_path / "setuptools" / "errors.py").write_text("BaseError = Exception\n")
+    result = run_python("setup.py", "build_ext", env={"PYTHONPATH": str(tmp_path)}, cwd=ROOT)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "ssm_kernels: expected setuptools>=77, got setuptools 65.5.0: pip install 'setuptools>=77,<82'" in result.stderr

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import ROOT
+from build_helpers import ROOT, skip_without_build_requirements
 from stub_build import build_environment, copy_sources, make_stub, run
 
 import build_backend
-import build_metadata
 from ssm_kernels._build_info import build_info
 
-pytest.importorskip("setuptools", reason="setup.py needs setuptools")
+skip_without_build_requirements()
 pytest.importorskip("pip", reason="installs with pip")
+import build_metadata  # noqa: E402
 
 VERSION = build_info()["version"]
 PIN = build_metadata.torch_pin(torch.__version__)
