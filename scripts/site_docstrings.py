@@ -19,7 +19,9 @@ NAMES = {line[4:].strip() for page in PAGES.glob("*.md") for line in page.read_t
 # A name after a tilde is shown without the modules before it.
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`+)(?:~[\w.]*\.(?=\w))?\.?([\w.]+)\1")
 _INLINE_FORMULA = re.compile(r":math:`([^`]+)`")
-_FORMULA = re.compile(r"^( *)\.\. math::\n+((?:\1 +.*\n?|\n)+)", re.MULTILINE)
+_FORMULA = re.compile(r"^( *)\.\. math::(.*\n+(?:\1 +.*\n?|\n)*)", re.MULTILINE)
+# The parser would take a result's description up to its first colon for a type.
+_RETURNS = re.compile(r"^( *)Returns:\n((?:\1 +.*(?:\n|$)|\n)+)", re.MULTILINE)
 _PAGE = re.compile(r"(`{1,2})docs/([\w/]+)\.md\1")
 
 
@@ -28,6 +30,10 @@ def _displayed(formula: re.Match[str]) -> str:
     if "&" in lines:
         lines = f"\\begin{{aligned}}{lines}\\end{{aligned}}"
     return textwrap.indent(f"$$\n{lines}\n$$\n\n", formula[1])
+
+
+def _dedented(text: str, indent: str) -> str:
+    return textwrap.indent(textwrap.dedent(text).strip(), indent)
 
 
 def _target(name: str, path: str) -> str | None:
@@ -47,6 +53,7 @@ def as_markdown(docstring: str, path: str) -> str:
         target = _target(role[2], path)
         return f"`{role[2]}`" if target is None else f"[`{role[2]}`][{target}]"
 
+    docstring = _RETURNS.sub(lambda section: f"{section[1]}**Returns:**\n\n{_dedented(section[2], section[1])}\n\n", docstring)
     docstring = _FORMULA.sub(_displayed, docstring)
     docstring = _INLINE_FORMULA.sub(r"$\1$", docstring)
     docstring = _ROLE.sub(reference, docstring)

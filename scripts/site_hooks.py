@@ -96,15 +96,16 @@ def with_site_links(markdown: str, repository_path: str, src_uri: str) -> str:
 
 def with_wide_indents(markdown: str) -> str:
     """The page with what belongs to an item of a list indented by four columns, as Python-Markdown wants it."""
-    result, width, before = [], 0, ""
+    result, width, before, is_loose = [], 0, "", False
     for line, is_code in lines_of(markdown):
         item = None if is_code else _ITEM.match(line)
         if item:
-            if not width and before.strip():
-                result.append("")  # a list may follow a paragraph without a blank line
-            width = len(item[0])
+            if before.strip() and (not width or is_loose):
+                result.append("")  # an item may follow a paragraph without a blank line
+            width, is_loose = len(item[0]), is_loose and bool(before.strip())
         elif line.strip() and not line.startswith(" ") and not (width and before.strip()):
             width = 0
+        is_loose = bool(width) and (is_loose or not line.strip())
         indented = width and not item and line.startswith(" " * width)
         result.append(" " * max(4 - width, 0) + line if indented else line)
         before = line

@@ -74,8 +74,8 @@ def test_links_of_the_site():
 
 
 def test_lists_of_the_site():
-    page = "Text\n1. one\n   two\n\n   ```python\n   x\n   ```\n\n* a\n  b\n\nEnd\n   kept"
-    wide = "Text\n\n1. one\n    two\n\n    ```python\n    x\n    ```\n\n* a\n    b\n\nEnd\n   kept"
+    page = "Text\n1. one\n   two\n\n   ```python\n   x\n   ```\n2. c\n\n* a\n  b\n* c\n\nEnd\n   kept"
+    wide = "Text\n\n1. one\n    two\n\n    ```python\n    x\n    ```\n\n2. c\n\n* a\n    b\n* c\n\nEnd\n   kept"
     assert site_hooks.with_wide_indents(page) == wide
 
 
@@ -121,6 +121,9 @@ def test_docstrings_of_the_site():
     assert as_markdown(docstring, "ssm_kernels.recurrences.mingru_scan") == (
         "[`linear_scan`][ssm_kernels.linear_scan], `Mixer`, see [docs/ssd.md](../ssd.md): $a_t$\n\n"
         "    $$\n    \\begin{aligned}a &= 1 \\\\\n    b &= 2\\end{aligned}\n    $$\n\nEnd"
+    )
+    assert as_markdown("A.\n\n.. math:: a_t = 1\n\nReturns:\n    b: c.\n\nRaises:\n    D: e.", "") == (
+        "A.\n\n$$\na_t = 1\n$$\n\n**Returns:**\n\nb: c.\n\nRaises:\n    D: e."
     )
     # The name of the same module comes first, then the package's.
     for path, target in (
