@@ -19,8 +19,12 @@ BUILD_TOOLS = "'setuptools>=77,<82' wheel ninja"
 
 def _distribution() -> metadata.Distribution | None:
     """The metadata beside the package, or of its editable install, which is beside no package."""
-    beside = metadata.distributions(name="ssm_kernels", path=[str(PACKAGE.parent)])
-    return next(iter(beside), None) or next(iter(metadata.distributions(name="ssm_kernels")), None)
+    found = [
+        *metadata.distributions(name="ssm_kernels", path=[str(PACKAGE.parent)]),
+        *metadata.distributions(name="ssm_kernels"),
+    ]
+    # A build leaves metadata without an installer in the sources.
+    return next((one for one in found if one.read_text("INSTALLER")), found[0] if found else None)
 
 
 def _requirement(distribution: metadata.Distribution) -> str | None:

@@ -263,6 +263,20 @@ def test_rebuild_command_fits_the_installation(monkeypatch, tmp_path, installer,
     )
 
 
+def test_rebuild_command_is_of_the_installer_of_an_editable_install(monkeypatch, tmp_path):
+    """Beside the sources there are metadata of the build, which no installer wrote."""
+    sources, packages = tmp_path / "sources", tmp_path / "site-packages"
+    (sources / "ssm_kernels.egg-info").mkdir(parents=True)
+    (sources / "setup.py").touch()
+    (packages / "ssm_kernels-1.0.dist-info").mkdir(parents=True)
+    for file in (sources / "ssm_kernels.egg-info" / "PKG-INFO", packages / "ssm_kernels-1.0.dist-info" / "METADATA"):
+        file.write_text("Metadata-Version: 2.1\nName: ssm_kernels\nVersion: 1.0\n")
+    (packages / "ssm_kernels-1.0.dist-info" / "INSTALLER").write_text("uv\n")
+    monkeypatch.setattr(_rebuild, "PACKAGE", sources / "ssm_kernels")
+    monkeypatch.setattr(sys, "path", [str(packages)])
+    assert _rebuild.rebuild_command().startswith("uv pip install ") and f" --directory {sources} " in _rebuild.rebuild_command()
+
+
 def test_rebuild_command_names_the_folder_that_was_installed(monkeypatch, tmp_path):
     """Its library is a copy in site-packages; the folder is still there."""
     (tmp_path / "my sources").mkdir()
