@@ -19,11 +19,11 @@ BUILD_TOOLS = "'setuptools>=77,<82' wheel ninja"
 
 def _distribution() -> metadata.Distribution | None:
     """The metadata beside the package, or of its editable install, which is beside no package."""
-    found = [
-        *metadata.distributions(name="ssm_kernels", path=[str(PACKAGE.parent)]),
-        *metadata.distributions(name="ssm_kernels"),
-    ]
-    # A build leaves metadata without an installer in the sources.
+    beside = next(iter(metadata.distributions(name="ssm_kernels", path=[str(PACKAGE.parent)])), None)
+    if beside is not None and not (PACKAGE.parent / "setup.py").exists():
+        return beside
+    # A build leaves metadata beside the sources, too, without an installer.
+    found = list(metadata.distributions(name="ssm_kernels"))
     return next((one for one in found if one.read_text("INSTALLER")), found[0] if found else None)
 
 
