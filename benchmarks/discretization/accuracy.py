@@ -191,14 +191,15 @@ def advice(accuracies: Sequence[Accuracy], system: System, step: float, sampling
     else:
         others = [method for method in errors if method not in close]
         worst = max(others, key=lambda method: errors[method])
-        times = errors[worst] / max(useful[best], _ROUNDING)
-        compared = f"{worst} diverges" if not math.isfinite(errors[worst]) else f"that of {worst} is {times:.3g} times as large"
-        if len(close) == 1:
-            sentences.append(f"At step {step:g} {best} has the smallest error, {useful[best]:.1e}; {compared}.")
+        size = f"{useful[best]:.1e}"
+        if not math.isfinite(errors[worst]):
+            compared = f"{worst} diverges"
+        elif useful[best] <= _ROUNDING:
+            size, compared = "that of rounding", f"that of {worst} is {errors[worst]:.1e}"
         else:
-            sentences.append(
-                f"At step {step:g} {best} has the smallest error, {useful[best]:.1e}; within a factor of {_LARGE_DIFFERENCE:g} "
-                f"of it: {_listed([method for method in close if method != best])}; {compared}."
-            )
+            compared = f"that of {worst} is {errors[worst] / useful[best]:.3g} times as large"
+        near = [method for method in close if method != best]
+        within = f"within a factor of {_LARGE_DIFFERENCE:g} of it: {_listed(near)}; " if near else ""
+        sentences.append(f"At step {step:g} {best} has the smallest error, {size}; {within}{compared}.")
     sentences.append(f"|delta A| reaches {fastest:.2g}; docs/discretizations.md has the range in which each rule is safe.")
     return " ".join(sentences)
