@@ -7,8 +7,9 @@ last tenth of the text is for testing. The loss is in bits per byte; an untraine
     python examples/char_lm.py --model mingru --text book.txt --steps 3000
     python examples/char_lm.py --discretization zoh_exact --prompt "def "
 
-Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and tests depend
-only on the seed and the number of steps, so the result equals a run that was never stopped.
+Ctrl-C saves the run and prints the command that resumes it. Batches, learning rate and tests depend only on the seed and the
+number of steps, so the result equals a run that was never stopped. A larger ``--steps`` lengthens a run, also a finished one.
+No file is replaced without ``--overwrite``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ import argparse
 import hashlib
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Ctrl-C while the packages load ends the script without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +37,7 @@ from ssm_kernels.models import MambaConfig, MambaLM
 try:
     import training
     from matplotlib.figure import Figure
-    from training import Mistake, describe, number
+    from training import Mistake, Session, describe, number
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install tqdm matplotlib")
 
@@ -42,8 +48,6 @@ def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> M
     """A model whose tokens are bytes."""
     # Mamba2's defaults, 64 channels a head and 128 states, suit larger models.
     sizes = {"mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32}}
-    if name in ("mingru", "minlstm"):
-        discretization = "zoh"  # these recurrences have no discretization
     return MambaLM(
         MambaConfig(
             d_model=d_model,
@@ -102,14 +106,22 @@ def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
     return sum(bits_per_byte(model, batch.to(args.device)).item() * len(batch) for batch in batches) / count
 
 
-def write(model: MambaLM, args: argparse.Namespace) -> str:
+def write(model: MambaLM, args: argparse.Namespace) -> bytes:
     """Returns the prompt and the bytes that the model samples after it."""
     prompt = torch.tensor([[*args.prompt.encode()]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = model.generate(
         prompt, max_new_tokens=args.sample, temperature=args.temperature, top_p=args.top_p, generator=generator
     )
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    return bytes(tokens[0].tolist())
+
+
+def printable(text: bytes) -> str:
+    """The text for a terminal: a model of bytes also samples control characters, which are escaped."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text.decode(errors="replace")
+    )
 
 
 class History(NamedTuple):
@@ -149,13 +161,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=8, help="sequences of a step; default: 8")
     parser.add_argument("--seqlen", type=number(int, 1, 10**6), default=256, help="bytes of a sequence; default: 256")
     training.add_options(parser, ssm_kernels.discretizations, lr=6e-3, d_model=128, checkpoint="eight times")
-    parser.add_argument("--prompt", default="The ", help="beginning of the sample; default: 'The '")
+    parser.add_argument("--prompt", help="beginning of the sample; default: 'The '")
     parser.add_argument("--sample", type=number(int, 0, 10**6), default=400, help="bytes to write at the end; default: 400")
-    parser.add_argument("--temperature", type=number(float, 0, 100), default=0.8, help="of the sample; default: 0.8")
-    parser.add_argument("--top-p", type=number(float, 0, 1), default=0.95, help="of the sample; default: 0.95")
+    parser.add_argument(
+        "--sample-file", type=Path, metavar="FILE", help="write the sample's bytes there; the terminal escapes some"
+    )
+    parser.add_argument("--temperature", type=number(float, 0, 100), help="of the sample; default: 0.8")
+    parser.add_argument("--top-p", type=number(float, 0, 1), help="of the sample; default: 0.95")
     args = parser.parse_args(argv)
 
-    training.check_paths(parser, args)
+    training.check_rule(parser, args, [args.model])
+    args.discretization = args.discretization or "zoh"
+    of_the_sample = ("prompt", "sample_file", "temperature", "top_p")
+    training.check_effect(parser, args, of_the_sample if args.sample == 0 else (), "--sample 0")
+    training.check_effect(parser, args, ("top_p",) if args.temperature == 0 else (), "--temperature 0")
+    args.prompt = "The " if args.prompt is None else args.prompt
+    args.temperature = 0.8 if args.temperature is None else args.temperature
+    args.top_p = 0.95 if args.top_p is None else args.top_p
+    training.check_paths(parser, args, sample_file=args.sample_file)
     if args.text is not None and not (args.text.is_file() and os.access(args.text, os.R_OK)):
         parser.error(f"argument --text: cannot read {args.text}")
     if not args.prompt:
@@ -169,7 +192,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def train(args: argparse.Namespace) -> tuple[MambaLM, History]:
+def train(args: argparse.Namespace, session: Session) -> tuple[MambaLM, History]:
     """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_text, test_text = load_text(args.text, args.seqlen)
     torch.manual_seed(args.seed)
@@ -188,26 +211,33 @@ def train(args: argparse.Namespace) -> tuple[MambaLM, History]:
         loss=lambda step: bits_per_byte(model, training_batch(train_text, step, args)),
         test=lambda: test_loss(model, test_text, args),
         settings=settings,
+        length="steps",
+        label="",
         loss_format="{:.2f}".format,
         test_format="{:.2f}".format,
     )
-    history, duration = training.train(run, args, History)
+    history, seconds = training.train(run, args, History, session)
+    duration = training.duration(seconds, args.device)
     print(f"test loss: {history.tests[-1][1]:.2f} bits per byte after {len(history.losses)} steps, {duration}, {name}")
     return model, history
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
-    with training.mistakes_in_one_line(__file__):
-        model, history = train(args)
-    if args.plot is not None:
-        source = "Python's reference pages" if args.text is None else args.text.name
-        title = f"{describe(args.model, args.discretization)} on {source}"
-        training.save_figure(args.plot, lambda: learning_curve(history, title))
-        print(f"learning curve: {args.plot}")
-    if args.sample:
-        print(f"sample:\n{write(model, args)}")
+    with Session(__file__, argv) as session:
+        args = parse_arguments(argv)
+        torch.set_num_threads(args.threads)
+        model, history = train(args, session)
+        if args.plot is not None:
+            source = "Python's reference pages" if args.text is None else args.text.name
+            title = f"{describe(args.model, args.discretization)} on {source}"
+            training.save_figure(args.plot, lambda: learning_curve(history, title))
+            print(f"learning curve: {args.plot}")
+        if args.sample:
+            sample = write(model, args)
+            training.say(f"sample:\n{printable(sample)}")
+            if args.sample_file is not None:
+                args.sample_file.write_bytes(sample)
+                print(f"the sample's bytes: {args.sample_file}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ optimizer are sharded (``fully_shard``). The text is the one of ``char_lm.py``:
     torchrun --nproc-per-node 2 examples/long_context.py --plot curve.png
     torchrun --nproc-per-node 4 examples/long_context.py --seqlen 65536 --device cuda
 
-Stop and continue with ``--checkpoint folder`` and ``--checkpoint folder --resume``, on any number of processes: sequences and
-learning rate depend only on the seed and the number of steps. The losses of a resumed run equal those of a run that was never
-stopped, up to rounding if the number of processes changes.
+Ctrl-C saves the run and prints the command that resumes it, on any number of processes. Sequences and learning rate depend
+only on the seed and the number of steps. The losses of a resumed run equal those of a run that was never stopped, up to
+rounding if the number of processes changes. A larger ``--steps`` lengthens a run, also a finished one. No file is replaced
+without ``--overwrite``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while the packages load ends the script without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -43,7 +49,7 @@ try:
     import training
     from char_lm import MIXERS, History, learning_curve, load_text, make_model, windows
     from tqdm import tqdm
-    from training import Mistake, describe, number
+    from training import Mistake, Session, describe, number
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install tqdm matplotlib")
 
@@ -136,17 +142,33 @@ def restore(folder: Path) -> None:
     dist.barrier()
 
 
-def load_history(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def load_history(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The history of a checkpoint of a run with these settings, and whether this run is longer."""
     try:
         history = json.loads((folder / HISTORY).read_text())
-        saved = history["run"]
-        other = {name: (saved[name], value) for name, value in settings.items() if saved[name] != value}
+        longer = training.check_run(folder, history["run"], settings, "steps")
+        len(history["losses"]), len(history["tests"])
     except (OSError, ValueError, LookupError, TypeError):
         raise Mistake(f"{folder} is not a checkpoint of this script") from None
-    if other:
-        differences = ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items())
-        raise Mistake(f"{folder} belongs to another run: {differences}")
-    return history
+    return history, longer
+
+
+def check_folder(parser: training.Parser, args: argparse.Namespace) -> None:
+    """Ends the script if ``--checkpoint`` or ``--resume`` cannot work, or would overwrite a checkpoint or another folder."""
+    folder = args.checkpoint
+    if folder is not None and folder.exists() and not folder.is_dir():
+        parser.error(f"argument --checkpoint: {folder} is a file, expected a folder")
+    if folder is not None and not os.access(folder.absolute().parent, os.W_OK):
+        parser.error(f"argument --checkpoint: cannot write {folder}")
+    found = None if folder is None else find_checkpoint(folder)
+    if args.resume and found is None:
+        parser.error(f"argument --resume: no checkpoint to continue from: {folder or 'give --checkpoint FOLDER'}")
+    if found is not None and not args.resume:
+        # An overwritten folder disappears with all that is in it.
+        if not steps_of(found) and any(found.iterdir()):
+            parser.error(f"argument --checkpoint: {found} has other files than a checkpoint: choose another folder")
+        if steps_of(found) and not args.overwrite:
+            parser.error(f"argument --checkpoint: {found} exists: continue it with --resume, or replace it with --overwrite")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -159,16 +181,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     rules = ssm_kernels.discretizations
     training.add_options(parser, rules, lr=6e-3, d_model=128, checkpoint="four times", metavar="FOLDER")
     args = parser.parse_args(argv)
+    training.check_rule(parser, args, [args.model])
+    args.discretization = args.discretization or "zoh"
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/long_context.py")
     if args.device not in ("cpu", "cuda"):
         parser.error(f"argument --device: expected cpu or cuda, got {args.device}")
-    if args.resume and (args.checkpoint is None or find_checkpoint(args.checkpoint) is None):
-        parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FOLDER'}")
+    check_folder(parser, args)
+    training.check_outputs(parser, args, {"plot": args.plot})
     return args
 
 
-def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+def any_process(flag: bool, mesh: DeviceMesh) -> bool:
+    flags = torch.tensor(float(flag), device=mesh.device_type)
+    dist.all_reduce(flags)
+    return flags.item() > 0
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh, session: Session) -> dict[str, Any]:
+    """Trains from scratch or from a checkpoint until the last step or ``--max-steps``; returns the history."""
     train_text, test_text = load_text(args.text, args.seqlen)
     if args.seqlen < mesh.size():
         raise Mistake(f"--seqlen {args.seqlen} is too short for {mesh.size()} processes, which need a step each")
@@ -180,22 +211,37 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     model.init_weights()
     optimizer, schedule = training.make_optimizer(model, args.lr, args.steps, weight_decay=0.1, betas=(0.9, 0.95), last_lr=0.1)
     options = ("model", "discretization", "steps", "batch_size", "seqlen", "lr", "d_model", "n_layers", "seed")
-    history: dict[str, Any] = {"run": {name: getattr(args, name) for name in options}, "losses": [], "tests": []}
+    settings = {name: getattr(args, name) for name in options}
+    (rate,) = set(schedule.lr_lambdas)
+    history: dict[str, Any] = {"run": settings, "losses": [], "tests": [], "lengths": rate.lengths}
     last_step = min(args.max_steps or args.steps, args.steps)
     if args.checkpoint is not None:
         restore(args.checkpoint)
     if args.resume:
-        history = load_history(args.checkpoint, history["run"])
+        loaded, longer = load_history(args.checkpoint, settings)
+        history |= {name: loaded[name] for name in history if name in loaded and name != "run"}
+        rate.lengths = history["lengths"]
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.checkpoint)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         for _ in history["losses"]:
             schedule.step()
+        if longer:
+            training.lengthen(schedule, len(history["losses"]), args.steps)
     done = len(history["losses"])
-    if done >= last_step:
-        raise Mistake(f"{args.checkpoint} has done {done} steps already, and this run ends after {last_step}")
+
+    def save_run(folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        save(folder, {"model": model_state, "optimizer": optimizer_state}, history)
+
+    def tell_session() -> None:
+        session.progress = f"after {len(history['losses'])} of {args.steps} steps of {name}"
+
     name = describe(args.model, args.discretization)
     interval = max(1, args.steps // 4)
+    tell_session()
+    session.checkpoint = args.checkpoint
+    session.saves.append(save_run)
     with tqdm(total=last_step, initial=done, unit="step", desc=name, mininterval=0.5, disable=dist.get_rank() != 0) as progress:
         for step in range(done, last_step):
             loss, part = loss_of(model, training_batch(train_text, step, args), mesh)
@@ -210,45 +256,49 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
             if (step + 1) % interval == 0 or step + 1 == last_step:
                 history["tests"].append((step + 1, test_loss(model, test_text, mesh, args)))
                 if args.checkpoint is not None:
-                    model_state, optimizer_state = get_state_dict(model, optimizer)
-                    save(args.checkpoint, {"model": model_state, "optimizer": optimizer_state}, history)
+                    save_run(args.checkpoint)
+                    session.saved = f"{args.checkpoint} has {step + 1} steps"
             test = f"{history['tests'][-1][1]:.2f}" if history["tests"] else "-"
             progress.set_postfix(loss=f"{history['losses'][-1]:.2f}", test=test, refresh=False)
             progress.update()
+            tell_session()
+            session.pause(lambda requested: any_process(requested, mesh))
+    session.saves.clear()  # From here on the processes do not stop together.
     return history
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        start = time.perf_counter()
-        mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("context",))
-        with training.mistakes_in_one_line(__file__):
-            history = train(args, mesh)
-        if dist.get_rank() == 0:
-            seconds, processes = time.perf_counter() - start, f"{mesh.size()} process{'es' if mesh.size() > 1 else ''}"
-            print(
-                f"test loss: {history['tests'][-1][1]:.2f} bits per byte after {len(history['losses'])} steps, "
-                f"{seconds:.0f} s on {processes}, {describe(args.model, args.discretization)}"
-            )
-            if args.plot is not None:
-                title = f"{describe(args.model, args.discretization)}, {args.seqlen} bytes on {processes}"
-                curve = History(history["losses"], history["tests"])
-                training.save_figure(args.plot, lambda: learning_curve(curve, title))
-                print(f"learning curve: {args.plot}")
-    except KeyboardInterrupt:
-        if os.environ["RANK"] == "0":
-            saved = args.checkpoint and find_checkpoint(args.checkpoint)
-            steps = steps_of(saved) if saved else 0
-            print(f"stopped: {f'{saved} has the checkpoint of step {steps}' if steps else 'there is no checkpoint'}")
-        sys.exit(130)
+        with Session(__file__, argv, speaks=os.environ.get("RANK") == "0") as session:
+            args = parse_arguments(argv)
+            torch.set_num_threads(args.threads)
+            if args.device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            with session.deferred():
+                run(args, session)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, session: Session) -> None:
+    """Trains, and prints and draws the result in the first process."""
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    start = time.perf_counter()
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("context",))
+    history = train(args, mesh, session)
+    if dist.get_rank() > 0:
+        return
+    seconds, processes = time.perf_counter() - start, f"{mesh.size()} process{'es' if mesh.size() > 1 else ''}"
+    name = describe(args.model, args.discretization)
+    print(
+        f"test loss: {history['tests'][-1][1]:.2f} bits per byte after {len(history['losses'])} steps, "
+        f"{seconds:.0f} s on {processes}, {name}"
+    )
+    if args.plot is not None:
+        curve = History(history["losses"], history["tests"])
+        training.save_figure(args.plot, lambda: learning_curve(curve, f"{name}, {args.seqlen} bytes on {processes}"))
+        print(f"learning curve: {args.plot}")
 
 
 if __name__ == "__main__":

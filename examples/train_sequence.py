@@ -1,25 +1,32 @@
 """Classifies handwritten digits read pixel by pixel, with a small stack of Mamba, Mamba-2, minGRU or minLSTM blocks.
 
 The images are scikit-learn's digits (8 x 8 pixels, 10 classes, part of the package: nothing is downloaded). Each is a sequence
-of 64 numbers. ``--model`` chooses the model and ``--discretization`` Mamba's discretization. Several models are trained one
-after another and compared in one plot:
+of 64 numbers. ``--model`` chooses the model and ``--discretization`` Mamba's discretization. Several models or discretizations
+are trained one after another and compared in one table and one plot:
 
     python examples/train_sequence.py --model mingru
     python examples/train_sequence.py --discretization bilinear --plot curve.png
     python examples/train_sequence.py --model mamba mamba2 mingru minlstm --plot curves.png
+    python examples/train_sequence.py --discretization zoh zoh_exact bilinear
 
-Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and evaluations
-depend only on the seed and the number of steps, so the result equals a run that was never stopped.
+Ctrl-C saves the run and prints the command that resumes it. Batches, learning rate and tests depend only on the seed and the
+number of steps, so the result equals a run that was never stopped. A larger ``--epochs`` lengthens a run, also a finished one.
+No file is replaced without ``--overwrite``.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Ctrl-C while the packages load ends the script without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.nn as nn
@@ -34,7 +41,7 @@ try:
     from matplotlib.figure import Figure
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
-    from training import Mistake, describe, number
+    from training import RULED, Diverged, Mistake, Session, describe, number
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install scikit-learn tqdm matplotlib")
 
@@ -131,6 +138,13 @@ class History(NamedTuple):
     accuracies: list[tuple[int, float]]
 
 
+class Result(NamedTuple):
+    """A run's history, or None if its loss was not finite, and the seconds of its steps."""
+
+    history: History | None
+    seconds: float
+
+
 def learning_curves(histories: dict[str, History], title: str) -> Figure:
     """Draws training loss (every step and running mean) and test accuracy of every epoch, for each run."""
     figure = Figure(figsize=(7.35, 2.9), layout="constrained")
@@ -159,23 +173,37 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=16, help="default: 16")
-    training.add_options(parser, ssm_kernels.discretizations, lr=4e-3, d_model=48, checkpoint="after every epoch")
+    training.add_options(
+        parser, ssm_kernels.discretizations, lr=4e-3, d_model=48, checkpoint="after every epoch", several_rules=True
+    )
     args = parser.parse_args(argv)
 
     args.model = list(dict.fromkeys(args.model))
-    if args.checkpoint is not None and len(args.model) > 1:
-        parser.error(f"argument --checkpoint: holds one model, not {' and '.join(args.model)}")
-    training.check_paths(parser, args)
+    training.check_rule(parser, args, args.model)
+    args.discretization = list(dict.fromkeys(args.discretization or ["zoh"]))
+    training.check_paths(parser, args, labels_of(runs_of(args)))
 
     def attempt(device: torch.device) -> None:
-        for model in args.model:
-            MIXERS[model](8, args.discretization).to(device)(torch.zeros(1, 2, 8, device=device)).sum().item()
+        for model, rule in runs_of(args):
+            MIXERS[model](8, rule).to(device)(torch.zeros(1, 2, 8, device=device)).sum().item()
 
     training.check_device(parser, args, attempt)
     return args
 
 
-def train(model_name: str, args: argparse.Namespace) -> History:
+def runs_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The models to train, each with every discretization if it has one."""
+    return [(model, rule) for model in args.model for rule in (args.discretization if model in RULED else ["zoh"])]
+
+
+def labels_of(runs: list[tuple[str, str]]) -> list[str]:
+    """Parts of the names of the runs' checkpoints."""
+    if len(runs) == 1:
+        return [""]
+    return [f"{model}-{rule}" if model in RULED else model for model, rule in runs]
+
+
+def train(model_name: str, discretization: str, label: str, args: argparse.Namespace, session: Session) -> Result:
     """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):
@@ -184,7 +212,7 @@ def train(model_name: str, args: argparse.Namespace) -> History:
     total_steps = args.epochs * steps_per_epoch
 
     torch.manual_seed(args.seed)
-    model = SequenceClassifier(model_name, args.d_model, args.n_layers, n_classes=10, discretization=args.discretization)
+    model = SequenceClassifier(model_name, args.d_model, args.n_layers, n_classes=10, discretization=discretization)
     model = model.to(args.device)
     optimizer, schedule = training.make_optimizer(model, args.lr, total_steps, weight_decay=0.05)
 
@@ -192,9 +220,10 @@ def train(model_name: str, args: argparse.Namespace) -> History:
         batch = batch_indices(step, len(train_x), args.batch_size, args.seed)
         return F.cross_entropy(model(train_x[batch]), train_y[batch])
 
-    options = ("discretization", "epochs", "batch_size", "lr", "d_model", "n_layers", "seed")
+    options = ("epochs", "batch_size", "lr", "d_model", "n_layers", "seed")
+    settings = {"model": model_name, "discretization": discretization}
     run = training.Run(
-        name=(name := describe(model_name, args.discretization)),
+        name=(name := describe(model_name, discretization)),
         model=model,
         optimizer=optimizer,
         schedule=schedule,
@@ -202,28 +231,59 @@ def train(model_name: str, args: argparse.Namespace) -> History:
         test_every=steps_per_epoch,
         loss=loss,
         test=lambda: accuracy(model, test_x, test_y),
-        settings={"model": model_name} | {option: getattr(args, option) for option in options},
+        settings=settings | {option: getattr(args, option) for option in options},
+        length="epochs",
+        label=label,
         loss_format="{:.3f}".format,
         test_format=lambda share: f"{100 * share:.1f} %",
     )
-    history, duration = training.train(run, args, History)
+    try:
+        history, seconds = training.train(run, args, History, session)
+    except Diverged as reason:
+        if not label:
+            raise
+        print(f"{name}: {reason}")
+        return Result(None, 0.0)
     steps = len(history.losses)
     print(
         f"test accuracy: {100 * history.accuracies[-1][1]:.1f} % after {steps} steps ({steps / steps_per_epoch:.3g} epochs), "
-        f"{duration}, {name}"
+        f"{training.duration(seconds, args.device)}, {name}"
     )
-    return history
+    return Result(history, seconds)
+
+
+def comparison(results: dict[str, Result]) -> str:
+    """A table of the runs' results."""
+    rows = [("", "test accuracy", "training loss", "seconds")]
+    for name, (history, seconds) in results.items():
+        if history is None:
+            rows.append((name, "diverges", "", ""))
+        else:
+            recent = history.losses[-50:]
+            loss = sum(recent) / len(recent)
+            rows.append((name, f"{100 * history.accuracies[-1][1]:.1f} %", f"{loss:.3f}", f"{seconds:.0f}"))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{name:<{width}}" + "".join(f"{value:>15}" for value in values) for name, *values in rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
-    with training.mistakes_in_one_line(__file__):
-        histories = {name: train(name, args) for name in args.model}
-    if args.plot is not None:
-        names = ", ".join(describe(name, args.discretization) for name in args.model)
-        training.save_figure(args.plot, lambda: learning_curves(histories, f"digits pixel by pixel: {names}"))
-        print(f"{'learning curve' if len(histories) == 1 else 'learning curves'}: {args.plot}")
+    with Session(__file__, argv) as session:
+        args = parse_arguments(argv)
+        torch.set_num_threads(args.threads)
+        runs = runs_of(args)
+        results = {}
+        for (model, rule), label in zip(runs, labels_of(runs), strict=True):
+            both = label if len(args.model) > 1 and len(args.discretization) > 1 else ""
+            name = both or (model if len(args.discretization) == 1 else rule)
+            results[name] = train(model, rule, label, args, session)
+        if len(runs) > 1:
+            print(comparison(results))
+        histories = {name: result.history for name, result in results.items() if result.history is not None}
+        if args.plot is not None and histories:
+            rules = f" (discretization {args.discretization[0]})" if len(args.discretization) == 1 else ""
+            names = [f"{model}{rules if model in RULED else ''}" for model in args.model]
+            training.save_figure(args.plot, lambda: learning_curves(histories, f"digits pixel by pixel: {', '.join(names)}"))
+            print(f"{'learning curve' if len(histories) == 1 else 'learning curves'}: {args.plot}")
 
 
 if __name__ == "__main__":

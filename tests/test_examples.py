@@ -6,9 +6,12 @@ import json
 import os
 import re
 import runpy
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -223,7 +226,7 @@ def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, example):
 )
 def test_seed_model_and_discretization_decide_the_run(example, steps, tmp_path):
     def losses(*arguments: str) -> list[float]:
-        example.run(*example.short, "--max-steps", steps, "--checkpoint", tmp_path / "run.pt", *arguments)
+        example.run(*example.short, "--max-steps", steps, "--checkpoint", tmp_path / "run.pt", "--overwrite", *arguments)
         return read(tmp_path / "run.pt")["losses"]
 
     first, mamba2 = losses(), losses("--model", "mamba2")
@@ -258,7 +261,13 @@ BAD_ARGUMENTS = [
     "example, arguments, words",
     [
         *((script, *case) for script in (TRAIN, CHAR_LM) for case in BAD_ARGUMENTS),
-        (TRAIN, ["--model", "mamba", "mingru", "--checkpoint", "run.pt"], ["--checkpoint", "mamba", "mingru"]),
+        *(
+            (script, ["--discretization", "rk4", "--model", model], ["--discretization", model, "--model mamba"])
+            for script in (TRAIN, CHAR_LM)
+            for model in ("mingru", "minlstm")
+        ),
+        (CHAR_LM, ["--sample", "0", "--top-p", "0.5"], ["--top-p", "no effect with --sample 0"]),
+        (CHAR_LM, ["--temperature", "0", "--top-p", "0.5"], ["--top-p", "no effect with --temperature 0"]),
         (TRAIN, ["--epochs", "0"], ["--epochs", "0"]),
         (TRAIN, ["--batch-size", "10000"], ["--batch-size", "10000", "1347"]),
         (CHAR_LM, ["--steps", "0"], ["--steps", "0"]),
@@ -287,7 +296,9 @@ def test_checkpoints_that_do_not_fit(example, tmp_path):
     example.run(*options, "--max-steps", "2")
     assert "lr 0.003, not 0.5" in example.refuse(*options, "--resume", "--lr", "0.5")
     assert "model mamba, not mingru" in example.refuse(*options, "--resume", "--model", "mingru")
-    assert "2 steps already" in example.refuse(*options, "--resume", "--max-steps", "2")
+    assert "after 2 steps" in example.run(*options, "--resume", "--max-steps", "2")
+    shorter = {TRAIN: ("--epochs", "1"), CHAR_LM: ("--steps", "3")}[example.script]
+    assert "--max-steps stops a run early" in example.refuse(*options, *shorter, "--resume")
     if example.script == CHAR_LM:
         assert "text " in example.refuse(*options, "--resume", "--text", CHAR_LM)
     torch.save({"model": {}}, checkpoint)
@@ -336,25 +347,117 @@ def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process
     assert resumed["losses"] == pytest.approx(expected["losses"], abs=1e-4) and len(expected["losses"]) == 4
     assert resumed["tests"][-1] == [4, pytest.approx(expected["tests"][-1][1], abs=1e-4)]
     assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] in (["parts", "whole"], ["whole", "parts"])
-    assert "4 steps already" in example.refuse(*options, "--checkpoint", parts, "--resume")
+    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume")
+    both = example.refuse(*options, "--checkpoint", parts)
+    assert "--resume" in both and "--overwrite" in both and "--overwrite" in example.refuse(*options, "--plot", plot)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    assert "other files" in example.refuse(*options, "--checkpoint", tmp_path / "mine", "--overwrite")
     assert "lr 0.006, not 0.5" in example.refuse(*options, "--checkpoint", parts, "--resume", "--lr", "0.5")
     # As a run leaves it that is killed while the complete new checkpoint takes the old one's place.
     old = tmp_path / "parts.old"
     parts.rename(tmp_path / "parts.partial")
     old.mkdir()
     (old / "history.json").write_text(json.dumps(resumed | {"losses": resumed["losses"][:2]}))
-    assert "parts has done 4 steps already" in example.refuse(*options, "--checkpoint", parts, "--resume")
+    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume")
     assert parts.is_dir() and old.is_dir() and not (tmp_path / "parts.partial").exists()
     (parts / "history.json").write_text("{}")
     assert "is not a checkpoint" in example.refuse(*options, "--checkpoint", parts, "--resume")
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    longer = ["--steps=6", *options[1:], "--checkpoint", whole, "--resume"]
+    batch = example.main.__globals__["training_batch"]
+
+    def interrupt(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return batch(*arguments)
 
     monkeypatch.setitem(example.main.__globals__, "training_batch", interrupt)
     with pytest.raises(SystemExit) as stop:
-        example.run(*options, "--checkpoint", whole)
-    assert stop.value.code == 130 and f"stopped: {whole} has the checkpoint of step 4\n" in capsys.readouterr().out
+        example.run(*longer)
+    printed = capsys.readouterr().out
+    assert stop.value.code == 130 and "stopped after 5 of 6 steps" in printed and f"--checkpoint {whole} --resume" in printed
+    monkeypatch.setitem(example.main.__globals__, "training_batch", batch)
+    assert "after 6 steps" in example.run(*longer)
+    assert json.loads((whole / "history.json").read_text())["lengths"] == [[0, 4], [4, 6]]
+
+
+@each_example
+def test_ctrl_c_saves_and_names_the_command(example, tmp_path, capsys, monkeypatch):
+    """Pressed in the second step, with and without a checkpoint: the command that is printed gives the uninterrupted run."""
+    monkeypatch.chdir(tmp_path)
+    plot = ["--plot", "a curve.png"]
+    expected = example.run(*example.short, "--checkpoint", "whole.pt")
+    measured = training.nn.utils.clip_grad_norm_
+    for given in ([], ["--checkpoint", "run.pt"]):
+        steps = []
+
+        def press(*arguments, steps=steps):
+            steps.append(1)
+            if len(steps) == 2:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            return measured(*arguments)
+
+        monkeypatch.setattr(training.nn.utils, "clip_grad_norm_", press)
+        with pytest.raises(SystemExit) as stop:
+            example.run(*example.short, *plot, *given)
+        monkeypatch.setattr(training.nn.utils, "clip_grad_norm_", measured)
+        printed = capsys.readouterr().out
+        assert stop.value.code == 130 and "stopped after 2 of" in printed and not Path("a curve.png").exists()
+        words = shlex.split(printed.splitlines()[-1])
+        assert words[:2] == ["python", str(example.script)] and "'a curve.png'" in printed
+        resumed = example.run(*words[2:])
+        pattern = r"test accuracy: .* %|(?s:sample:.*)"
+        assert re.search(pattern, resumed)[0] == re.search(pattern, expected)[0]
+        whole, parts = read(Path("whole.pt")), read(Path(words[words.index("--checkpoint") + 1]))
+        assert whole["losses"] == parts["losses"]
+        torch.testing.assert_close(whole["model"], parts["model"], rtol=0, atol=0)
+        Path("a curve.png").unlink()
+
+
+@each_example
+def test_nothing_is_overwritten_without_the_option(example, tmp_path):
+    checkpoint, plot = tmp_path / "run.pt", tmp_path / "curve.png"
+    options = (*example.short, "--max-steps", "1")
+    example.run(*options, "--checkpoint", checkpoint, "--plot", plot)
+    files = checkpoint.read_bytes(), plot.read_bytes()
+    message = example.refuse(*options, "--checkpoint", checkpoint)
+    assert "run.pt exists" in message and "--resume" in message and "--overwrite" in message
+    outputs = ["--plot", *(["--sample-file"] if example.script == CHAR_LM else [])]
+    for option in outputs:
+        assert "--overwrite" in example.refuse(*options, option, plot)
+        assert "--overwrite" in example.refuse(*options, option, plot, "--checkpoint", checkpoint, "--resume")
+    assert files == (checkpoint.read_bytes(), plot.read_bytes())
+    example.run(*options, "--checkpoint", checkpoint, "--plot", plot, "--overwrite", "--seed", "1")
+    assert checkpoint.read_bytes() != files[0]
+
+
+@each_example
+def test_finished_run_is_lengthened(example, tmp_path):
+    """Stopped after the lengthening or not: the same bits, and a learning rate without jumps."""
+    option, length, stop = {TRAIN: ("--epochs", "3", 30), CHAR_LM: ("--steps", "8", 6)}[example.script]
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    for path in (a, b):
+        example.run(*example.short, "--checkpoint", path)
+    done = len(read(a)["losses"])
+    longer = (*example.short, option, length, "--resume", "--checkpoint")
+    example.run(*longer, a)
+    for stops in (["--max-steps", stop], []):
+        example.run(*longer, b, *stops)
+    assert len(read(a)["losses"]) > done and read(a)["losses"] == read(b)["losses"]
+    torch.testing.assert_close(read(a)["model"], read(b)["model"], rtol=0, atol=0)
+    rate = training.LearningRate(1000, 0.1)
+    before = [rate(step) for step in range(1001)]
+    rate.lengths.append([1000, 2000])
+    rates = [*before[:1000], *(rate(step) for step in range(1000, 2001))]
+    assert before[:1000] == rates[:1000] and rates[-1] == pytest.approx(0.1)
+    assert max(abs(y - x) for x, y in pairwise(rates)) < 0.025
+    assert max(rates[1000:]) == pytest.approx(training.LearningRate(2000, 0.1)(1049))
+
+
+def test_samples_for_the_terminal_have_no_control_characters():
+    printable = runpy.run_path(str(CHAR_LM))["printable"]
+    assert printable(b"a\tb\n\x1b[31m\x07\r\x7f \xe2\x80\xae\xc2\x9b \xc3\xa9") == "a\tb\n\\x1b[31m\\x07\\r\\x7f \\u202e\\x9b é"
 
 
 @pytest.mark.parametrize(
