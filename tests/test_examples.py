@@ -415,6 +415,14 @@ def test_ctrl_c_saves_and_names_the_command(example, tmp_path, capsys, monkeypat
         Path("a curve.png").unlink()
 
 
+@pytest.mark.parametrize("script", [TRAIN, CHAR_LM, LONG_CONTEXT], ids=name_of)
+def test_ctrl_c_while_packages_load_has_no_traceback(script, tmp_path):
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=environment)
+    assert run.returncode == -signal.SIGINT and run.stderr == run.stdout == ""
+
+
 @each_example
 def test_nothing_is_overwritten_without_the_option(example, tmp_path):
     checkpoint, plot = tmp_path / "run.pt", tmp_path / "curve.png"
