@@ -119,8 +119,11 @@ class Session:
         text = f"stopped {self.progress}{self.saved and f'; {self.saved}'}"
         if self.saves:
             path = self.checkpoint or unused(Path(f"{Path(self.script).stem}-stopped.pt"))
-            for save in self.saves:
-                save(path)
+            try:
+                for save in self.saves:
+                    save(path)
+            except (OSError, RuntimeError) as error:  # torch.save raises both
+                sys.exit(f"{Path(self.script).name}: error: stopped {self.progress}, but cannot write {path}: {error}")
             text = f"stopped {self.progress}, saved in {path}; continue with\n{self.resume_command(path)}"
         if self.speaks:
             print(text, flush=True)

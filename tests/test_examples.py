@@ -423,6 +423,45 @@ def test_ctrl_c_while_packages_load_has_no_traceback(script, tmp_path):
     assert run.returncode == -signal.SIGINT and run.stderr == run.stdout == ""
 
 
+@train
+def test_ctrl_c_saves_finished_runs_too(example, tmp_path, capsys, monkeypatch):
+    """Pressed in the second of three runs: the command continues that one and trains the third."""
+    monkeypatch.chdir(tmp_path)
+    options = [*example.short, "--epochs", "1", "--discretization", "zoh", "euler", "bilinear"]
+    expected = example.run(*options)
+    indices = example.main.__globals__["batch_indices"]
+    steps = []
+
+    def press(*arguments):
+        steps.append(1)
+        if len(steps) == 15:
+            signal.raise_signal(signal.SIGINT)
+        return indices(*arguments)
+
+    monkeypatch.setitem(example.main.__globals__, "batch_indices", press)
+    with pytest.raises(SystemExit):
+        example.run(*options)
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"train_sequence-stopped.mamba-{rule}.pt" for rule in ("euler", "zoh")
+    ]
+    resumed = example.run(*shlex.split(command)[2:])
+    assert len(steps) == 15 + 11 + 13
+
+    def table(printed: str) -> list[list[str]]:
+        return [line.split()[:-1] for line in printed.splitlines()[-3:]]
+
+    assert table(resumed) == table(expected) and [row[0] for row in table(resumed)] == ["zoh", "euler", "bilinear"]
+
+
+def test_ctrl_c_where_nothing_can_be_written_says_so(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop, training.Session("script.py", []) as session:
+        session.saves.append(lambda path: torch.save({}, path / "absent"))
+        session.progress = "after 3 of 4 steps"
+        raise KeyboardInterrupt
+    assert "error: stopped after 3 of 4 steps, but cannot write" in stop.value.code
+
+
 @each_example
 def test_nothing_is_overwritten_without_the_option(example, tmp_path):
     checkpoint, plot = tmp_path / "run.pt", tmp_path / "curve.png"
