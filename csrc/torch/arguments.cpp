@@ -78,8 +78,8 @@ void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   check_one_device(op, *stack);
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, public_name(op),
-      ": expected CPU tensors, as ssm_kernels was built without CUDA kernels, got CUDA tensors. In the folder of its sources, "
-      "`FORCE_CUDA=1 pip install --no-deps -e .` builds them; run `python -m ssm_kernels` to see what was built");
+      ": expected CPU tensors, as ssm_kernels was built without CUDA kernels, got CUDA tensors. `python -m ssm_kernels` "
+      "prints the command that builds them; in a checkout, `FORCE_CUDA=1 pip install --no-deps -e .` does");
 }
 
 }  // namespace ssm_kernels
