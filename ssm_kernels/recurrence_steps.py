@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import names_arguments
+from ._masks import reset_state
 
 __all__ = [
     "diag_linear_step",
@@ -35,18 +36,21 @@ def step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
 
 
 @names_arguments
-def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One decoding step of :func:`linear_scan`: a scan of seqlen 1. This docstring documents the steps of the other scans too.
 
     Args:
         a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
         state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
+        reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: in the rows where it is true, or not zero,
+            the state before the step is zero, whatever ``state`` holds. None for no reset.
 
     Returns:
         ``(h, new_state)``: the same state in the dtype of the first input and in the dtype of ``state``. Differentiable like
         the scan.
 
-    The step has the options and errors of the scan. Messages name the step and its arguments.
+    The step has the errors of the scan and, except ``reverse`` and ``cu_seqlens``, its options. Messages name the step and its
+    arguments.
 
     Examples:
         >>> import torch
@@ -57,6 +61,7 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
         >>> h
         tensor([[1.5000]])
     """
+    state = reset_state("linear_step", state, reset, a)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
     return results
 
@@ -69,6 +74,7 @@ def mingru_step(
     *,
     candidate_activation: str | None = None,
     gate_is_logit: bool = True,
+    reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`mingru_scan`; see :func:`linear_step`.
 
@@ -81,6 +87,7 @@ def mingru_step(
         >>> h
         tensor([[0.7500]])
     """
+    state = reset_state("mingru_step", state, reset, gate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_step(
         gate, candidate, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit
     )
@@ -95,6 +102,7 @@ def minlstm_step(
     state: Tensor | None = None,
     *,
     candidate_activation: str | None = None,
+    reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`minlstm_scan`; see :func:`linear_step`.
 
@@ -107,6 +115,7 @@ def minlstm_step(
         >>> h
         tensor([[0.7500]])
     """
+    state = reset_state("minlstm_step", state, reset, forget)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_step(
         forget, input, candidate, state, candidate_activation=candidate_activation
     )
@@ -114,7 +123,9 @@ def minlstm_step(
 
 
 @names_arguments
-def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def liquid_step(
+    candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None, *, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One step of :func:`liquid_scan`; see :func:`linear_step`.
 
     Examples:
@@ -126,6 +137,7 @@ def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tenso
         >>> h
         tensor([[0.6321]])
     """
+    state = reset_state("liquid_step", state, reset, candidate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_step(
         candidate, tau, step_size("liquid_step", dt, candidate), state
     )
@@ -140,6 +152,7 @@ def rglru_step(
     x: Tensor,
     recurrent_param: Tensor,
     state: Tensor | None = None,
+    reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`rglru_scan`; see :func:`linear_step`.
 
@@ -152,6 +165,7 @@ def rglru_step(
         >>> h
         tensor([[0.5248]])
     """
+    state = reset_state("rglru_step", state, reset, recurrence_gate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_step(
         recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, state=state
     )
@@ -159,7 +173,9 @@ def rglru_step(
 
 
 @names_arguments
-def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def hgrn_step(
+    log_gate: Tensor, *, x: Tensor, state: Tensor | None = None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One step of :func:`hgrn_scan`; see :func:`linear_step`.
 
     Examples:
@@ -171,12 +187,15 @@ def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tu
         >>> h
         tensor([[1.6065]])
     """
+    state = reset_state("hgrn_step", state, reset, log_gate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_step(log_gate, x=x, state=state)
     return results
 
 
 @names_arguments
-def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def elu_gru_step(
+    gate: Tensor, candidate: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One step of :func:`elu_gru_scan`; see :func:`linear_step`.
 
     Examples:
@@ -188,12 +207,15 @@ def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -
         >>> h
         tensor([[1.5000]])
     """
+    state = reset_state("elu_gru_step", state, reset, gate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_step(gate, candidate, state)
     return results
 
 
 @names_arguments
-def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def diag_linear_step(
+    gate: Tensor, x: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One step of :func:`diag_linear_scan`; see :func:`linear_step`.
 
     Examples:
@@ -205,5 +227,6 @@ def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tu
         >>> h
         tensor([[1.5000]])
     """
+    state = reset_state("diag_linear_step", state, reset, gate)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_step(gate, x, state)
     return results

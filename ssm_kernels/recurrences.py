@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import names_arguments
+from ._masks import as_mask
 from .recurrence_steps import (
     diag_linear_step,
     elu_gru_step,
@@ -42,11 +43,11 @@ __all__ = [
 _operators = torch.ops.ssm_kernels
 
 
-def _time_options(reverse: bool, cu_seqlens: Tensor | None, reset: Tensor | None) -> dict[str, Any]:
+def _time_options(operator: str, reverse: bool, cu_seqlens: Tensor | None, reset: Tensor | None) -> dict[str, Any]:
     """The keywords of a scan, none if all are defaults: the dispatcher takes half a microsecond for each."""
     if reverse is False and cu_seqlens is None and reset is None:
         return {}
-    return {"reverse": reverse, "cu_seqlens": cu_seqlens, "reset": reset}
+    return {"reverse": reverse, "cu_seqlens": cu_seqlens, "reset": as_mask(operator, reset, 2)}
 
 
 @overload
@@ -113,10 +114,11 @@ def linear_scan(
             a sequence may have no steps. Sequences are independent: ``h0`` and ``last_state`` are
             (sequences, channels). The values are not checked while a CUDA graph is captured or replayed. Wrong values then
             give wrong numbers, but no access outside the tensors.
-        reset: (batch, seqlen), bool: where true, the sequence starts anew: the state before that step is dropped, and ``h0`` of
-            that row of the batch, or zero, takes its place. With ``reverse`` the state before step t is that of step t + 1.
-            The gradient of ``h0`` sums over all starts. ``last_state`` is the state after the last step. Not together with
-            ``cu_seqlens``, whose sequences have an ``h0`` each.
+        reset: (batch, seqlen) or (batch, seqlen, 1), bool or of an integer or floating-point dtype. Where it is true, or not
+            zero, the sequence starts anew: the state before that step is dropped, and ``h0`` of that row of the batch, or zero,
+            takes its place. With ``reverse`` the state before step t is that of step t + 1. The gradient of ``h0`` sums over
+            all starts. ``last_state`` is the state after the last step. Not together with ``cu_seqlens``, whose sequences have
+            an ``h0`` each.
         return_last_state: also return the state after the last step.
 
     Returns:
@@ -151,7 +153,9 @@ def linear_scan(
         >>> linear_scan(a, b, reset=torch.tensor([[False, False, True]])).flatten()  # a sequence begins at step 2
         tensor([1.0000, 1.5000, 1.0000])
     """
-    results: tuple[Tensor, Tensor] = _operators.linear_scan.default(a, b, h0, **_time_options(reverse, cu_seqlens, reset))
+    results: tuple[Tensor, Tensor] = _operators.linear_scan.default(
+        a, b, h0, **_time_options("linear_scan", reverse, cu_seqlens, reset)
+    )
     return results if return_last_state else results[0]
 
 
@@ -241,7 +245,7 @@ def mingru_scan(
         h0,
         candidate_activation=candidate_activation,
         gate_is_logit=gate_is_logit,
-        **_time_options(reverse, cu_seqlens, reset),
+        **_time_options("mingru_scan", reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -330,7 +334,7 @@ def minlstm_scan(
         candidate,
         h0,
         candidate_activation=candidate_activation,
-        **_time_options(reverse, cu_seqlens, reset),
+        **_time_options("minlstm_scan", reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -409,7 +413,7 @@ def liquid_scan(
         tensor([0.3935, 0.9502, 0.9612])
     """
     results: tuple[Tensor, Tensor] = _operators.liquid_scan.default(
-        candidate, tau, step_size("liquid_scan", dt, candidate), h0, **_time_options(reverse, cu_seqlens, reset)
+        candidate, tau, step_size("liquid_scan", dt, candidate), h0, **_time_options("liquid_scan", reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -496,7 +500,7 @@ def rglru_scan(
         x=x,
         recurrent_param=recurrent_param,
         h0=h0,
-        **_time_options(reverse, cu_seqlens, reset),
+        **_time_options("rglru_scan", reverse, cu_seqlens, reset),
     )
     return results if return_last_state else results[0]
 
@@ -566,7 +570,7 @@ def hgrn_scan(
         tensor([1.0000, 1.6065, 1.9744])
     """
     results: tuple[Tensor, Tensor] = _operators.hgrn_scan.default(
-        log_gate, x=x, h0=h0, **_time_options(reverse, cu_seqlens, reset)
+        log_gate, x=x, h0=h0, **_time_options("hgrn_scan", reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -638,7 +642,7 @@ def elu_gru_scan(
         tensor([1.0000, 1.5000, 1.7500])
     """
     results: tuple[Tensor, Tensor] = _operators.elu_gru_scan.default(
-        gate, candidate, h0, **_time_options(reverse, cu_seqlens, reset)
+        gate, candidate, h0, **_time_options("elu_gru_scan", reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
 
@@ -705,6 +709,6 @@ def diag_linear_scan(
         tensor([1.0000, 1.5000, 1.7500])
     """
     results: tuple[Tensor, Tensor] = _operators.diag_linear_scan.default(
-        gate, x, h0, **_time_options(reverse, cu_seqlens, reset)
+        gate, x, h0, **_time_options("diag_linear_scan", reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]

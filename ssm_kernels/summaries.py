@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import finite_dt_limit, names_arguments, read_dt_limit
+from ._masks import as_mask
 from .recurrence_steps import step_size
 
 __all__ = [
@@ -172,7 +173,7 @@ def linear_scan_summary(
         a, b: as for :func:`linear_scan`.
         reverse: time runs backwards, from the last step to the first, also in each packed sequence.
         cu_seqlens: as for :func:`linear_scan`: each packed sequence has a summary of its own.
-        reset: (batch, seqlen), bool: where true, the state before that step is dropped, and zero takes its place. Not together
+        reset: as in :func:`linear_scan`: the state before a reset is dropped, and zero takes its place. Not together
             with ``cu_seqlens``.
 
     Returns:
@@ -203,7 +204,7 @@ def linear_scan_summary(
         tensor([[True]])
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(
-        a, b, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        a, b, reverse=reverse, cu_seqlens=cu_seqlens, reset=as_mask("linear_scan_summary", reset, 2)
     )
     return results
 
@@ -238,7 +239,7 @@ def mingru_scan_summary(
         gate_is_logit=gate_is_logit,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
-        reset=reset,
+        reset=as_mask("mingru_scan_summary", reset, 2),
     )
     return results
 
@@ -267,7 +268,13 @@ def minlstm_scan_summary(
         (tensor([[0.8750]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan_summary(
-        forget, input, candidate, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        forget,
+        input,
+        candidate,
+        candidate_activation=candidate_activation,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=as_mask("minlstm_scan_summary", reset, 2),
     )
     return results
 
@@ -295,7 +302,12 @@ def liquid_scan_summary(
         (tensor([[0.9612]]), tensor([[0.0388]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan_summary(
-        candidate, tau, step_size("liquid_scan_summary", dt, candidate), reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        candidate,
+        tau,
+        step_size("liquid_scan_summary", dt, candidate),
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=as_mask("liquid_scan_summary", reset, 2),
     )
     return results
 
@@ -324,7 +336,13 @@ def rglru_scan_summary(
         (tensor([[0.5261]]), tensor([[0.0001]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan_summary(
-        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        recurrence_gate,
+        input_gate,
+        x=x,
+        recurrent_param=recurrent_param,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=as_mask("rglru_scan_summary", reset, 2),
     )
     return results
 
@@ -346,7 +364,7 @@ def hgrn_scan_summary(
         (tensor([[1.9744]]), tensor([[0.2231]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan_summary(
-        log_gate, x=x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        log_gate, x=x, reverse=reverse, cu_seqlens=cu_seqlens, reset=as_mask("hgrn_scan_summary", reset, 2)
     )
     return results
 
@@ -368,7 +386,7 @@ def elu_gru_scan_summary(
         (tensor([[1.7500]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan_summary(
-        gate, candidate, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        gate, candidate, reverse=reverse, cu_seqlens=cu_seqlens, reset=as_mask("elu_gru_scan_summary", reset, 2)
     )
     return results
 
@@ -390,7 +408,7 @@ def diag_linear_scan_summary(
         (tensor([[1.7500]]), tensor([[0.1250]]))
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan_summary(
-        gate, x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+        gate, x, reverse=reverse, cu_seqlens=cu_seqlens, reset=as_mask("diag_linear_scan_summary", reset, 2)
     )
     return results
 

@@ -285,11 +285,33 @@ def test_autocast(name, input_dtype, device):
         assert parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all(), key
 
 
-def test_states_of_another_dtype_are_converted(device):
-    layer = make_layer("MinGRU", device, torch.float32, num_layers=1)
-    x, h_0 = make_sequence(3, 2, IN, device=device, dtype=torch.float32), make_sequence(1, 2, HIDDEN, device=device)
-    assert_all_close(layer(x, h_0), layer(x, h_0.float()))
-    assert_all_close(layer.step(x[0], h_0), layer.step(x[0], h_0.float()))
+@every_recurrence
+def test_dtypes_of_states(name, device):
+    """The layer's or that of its states; under autocast those that autocast casts. Others would lose digits or parts."""
+    h_0 = make_sequence(1, 2, HIDDEN, device=device)
+    refused = {
+        torch.float32: (torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool),
+        torch.bfloat16: (torch.float64, torch.float16, torch.complex64, torch.int64),
+        torch.float64: (torch.float32, torch.complex128, torch.int64),
+    }
+    for dtype, others in refused.items():
+        layer, x = make_layer(name, device, dtype, num_layers=1), make_sequence(3, 2, IN, device=device, dtype=dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        own = h_0.to(dtype)
+        assert_all_close(layer(x, own), layer(x, own.to(wide)), 0, 0)
+        assert_all_close(layer.step(x[0], own), layer.step(x[0], own.to(wide)), 0, 0)
+        for other in others:
+            message = says(f"expected hx of dtype {wide}", f", got {other}")
+            with pytest.raises(RuntimeError, match=message):
+                layer(x, h_0.to(other))
+            with pytest.raises(RuntimeError, match=says(".step: expected state of dtype", f", got {other}")):
+                layer.step(x[0], h_0.to(other))
+    layer, x = make_layer(name, device, torch.float32, num_layers=1), make_sequence(3, 2, IN, device=device).float()
+    with torch.autocast(device, torch.bfloat16):
+        assert layer(x, h_0.bfloat16())[1].dtype == torch.float32
+        for other in (torch.float64, torch.complex64):
+            with pytest.raises(RuntimeError, match=says("expected hx of dtype torch.float32", f", got {other}")):
+                layer(x, h_0.to(other))
 
 
 @every_recurrence

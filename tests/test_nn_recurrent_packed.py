@@ -147,8 +147,10 @@ def test_reset_of_one_sequence_and_bad_resets(name, device):
         ValueError, match=says("expected reset of shape (seqlen, batch) with seqlen = 7, batch = 2, got [2, 7]")
     ):
         layer(batch, reset=torch.zeros(2, 7, dtype=torch.bool, device=device))
-    with pytest.raises(RuntimeError, match=says("expected reset of dtype Bool, got Float")):
-        layer(x, reset=reset.float())
+    with pytest.raises(RuntimeError, match=says("expected reset of dtype bool, or of an integer", "got torch.complex64")):
+        layer(x, reset=reset.to(torch.complex64))
+    with pytest.raises(TypeError, match=says("expected reset to be a tensor, got list")):
+        layer(x, reset=[0] * 7)
     with pytest.raises(ValueError, match=says("expected reset or cu_seqlens, got both")):
         layer(x[:, None], reset=reset[:, None], cu_seqlens=torch.tensor([0, 7], device=device))
 
@@ -225,3 +227,21 @@ def test_bad_calls_with_a_packed_sequence(name):
             layer(packed, dt=torch.ones(9))
         with pytest.raises(ValueError, match=says("dt", "[9]", "got [8]")):
             layer(packed, dt=pack_sequence([torch.ones(4), torch.ones(2), torch.ones(2)], enforce_sorted=False))
+
+
+@pytest.mark.parametrize("form", ["indices", "hx", "sizes"])
+@every_recurrence
+def test_packed_sequences_compile_into_one_graph(name, form):
+    """The number of sequences comes from the indices or from hx, and without these from a value, a symbol of the graph."""
+    capture = torch._dynamo.config.patch(capture_scalar_outputs=form == "sizes")
+    layer = make_layer(name, bidirectional=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((5, 3, 3), (4, 4, 2, 1), (3, 1)):
+        sequences = [make_sequence(n, IN, seed=n) for n in lengths]
+        packed = pack_sequence(sequences, enforce_sorted=form != "indices")
+        hx = make_sequence(4, len(lengths), HIDDEN) if form == "hx" else None
+        with capture:
+            output, h_n = compiled(packed, hx)
+        expected = layer(packed, hx)
+        assert as_of_gru(output, expected[0])
+        assert_all_close((output.data, h_n), (expected[0].data, expected[1]), 1e-12, 1e-12)

@@ -111,8 +111,11 @@ def test_dtypes_of_indices(function, device):
 @over([*RECURRENCES.values()])
 def test_dtypes_of_resets(function, device):
     inputs = function.inputs(reset=True, device=device)
-    for dtype, got in {torch.uint8: "Byte", torch.int64: "Long", torch.float32: "Float"}.items():
-        message = f"expected reset of dtype Bool, got {got}"
+    for dtype in (torch.complex64, torch.complex128):
+        message = (
+            "expected reset of dtype bool, or of an integer or floating-point dtype in which any number but zero is a reset, "
+            f"got {dtype}"
+        )
         assert_refuses(function, inputs | {"reset": inputs["reset"].to(dtype)}, RuntimeError, message)
 
 

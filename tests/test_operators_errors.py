@@ -173,7 +173,7 @@ def recurrence_shapes(variant: Variant) -> Shapes:
         first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
         **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
         "h0": [("(batch, channels) = [2, 4]", states)],
-        "reset": [("(batch, seqlen) = [2, 5]", [(5,), (2, 4), (1, 5), (2, 1), (5, 2), (2, 5, 1), (2, 5, 4), ()])],
+        "reset": [("(batch, seqlen) = [2, 5]", [(5,), (2, 4), (1, 5), (2, 1), (5, 2), (2, 5, 2), (2, 5, 4), ()])],
     }
 
 

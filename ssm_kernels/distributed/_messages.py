@@ -126,7 +126,10 @@ class _Traffic:
             _compare(int(tag), expected, group, peer)
             return
         spare = self.spare[message.device]
-        event, on_host = spare.pop() if spare else (torch.cuda.Event(), torch.empty(1, dtype=torch.int64, pin_memory=True))
+        if spare:
+            event, on_host = spare.pop()
+        else:
+            event, on_host = torch.cuda.Event(), torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
         on_host.copy_(tag, non_blocking=True)
         event.record(torch.cuda.current_stream(message.device))
         self.arrivals.append(_Arrival(event, on_host, message.device, expected, group, peer))

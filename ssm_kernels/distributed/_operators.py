@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import convolutions, ops, recurrences, ssd
 from .._arguments import finite_dt_limit
+from .._masks import as_mask
 from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
@@ -260,6 +261,7 @@ class GroupOperators:
             inputs: in the order of the local function's arguments.
         """
         names, broadcasting = _RECURRENCES[name]
+        reset = as_mask(name, reset, 2)
         named = dict(zip(names, inputs, strict=True))
         own_options: dict[str, Any] = {}
         if name in ("mingru_scan", "minlstm_scan"):

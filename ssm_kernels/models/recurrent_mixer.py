@@ -156,7 +156,7 @@ class RecurrentMixer(PackedMixer):
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         x = hidden_states[:, 0]
-        h, h_n = self.rnn.step(self._convolve_step(x, conv_state), ssm_state[None])
+        h, h_n = self.rnn.step(self._convolve_step(x, conv_state), self._as_hx(ssm_state))
         ssm_state.copy_(h_n[0])
         return self._finish(h, x)[:, None], conv_state, ssm_state
 
@@ -181,8 +181,12 @@ class RecurrentMixer(PackedMixer):
             cu_seqlens=cu_seqlens,
             initial_state=self._initial_state(conv_state, hidden_states.dtype),
         )
-        h, h_n = self.rnn(x, None if ssm_state is None else ssm_state[None], cu_seqlens=cu_seqlens)
+        h, h_n = self.rnn(x, None if ssm_state is None else self._as_hx(ssm_state), cu_seqlens=cu_seqlens)
         return self._finish(h, hidden_states), hidden_states, h_n[0]
+
+    def _as_hx(self, ssm_state: Tensor) -> Tensor:
+        """A cached state, of any floating-point dtype, as the recurrence takes it."""
+        return ssm_state[None].to(wide_dtype(self.rnn.weight_ih_l0.dtype))
 
     def _finish(self, h: Tensor, hidden_states: Tensor) -> Tensor:
         return self.out_proj(h * F.silu(self.gate_proj(hidden_states)))

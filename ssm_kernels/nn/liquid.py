@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -137,6 +138,7 @@ class Liquid(RecurrentBase):
         dt: float | Tensor = 1.0,
         cu_seqlens: Tensor | None = None,
         reset: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
@@ -156,6 +158,7 @@ class Liquid(RecurrentBase):
         dt: float | Tensor | PackedSequence = 1.0,
         cu_seqlens: Tensor | None = None,
         reset: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
@@ -164,16 +167,22 @@ class Liquid(RecurrentBase):
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
                 input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
-                sequence; zero if absent.
+                sequence; zero if absent. Of the dtype of ``h_n`` or of the layer; under autocast of float32 or narrower.
             dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels;
                 with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing. The layer
                 does not check the values of tensors.
             cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
                 each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
-            reset: bool, of the shape of ``input`` without its channels: where true, a sequence starts anew at that step, from
-                its states of ``hx`` or from zero. No direction carries a state over such a start. ``h_n`` has the states after
-                the last step. Not together with a ``PackedSequence`` or ``cu_seqlens``.
+            reset: of the shape of ``input`` without its channels, or with one channel; bool, or of an integer or floating-point
+                dtype. Where it is true, or not zero, a sequence starts anew at that step, from its states of ``hx`` or from
+                zero. No direction carries a state over such a start. ``h_n`` has the states after the last step. Not together
+                with a ``PackedSequence`` or ``cu_seqlens``.
+            lengths: (batch,), a tensor of an integer dtype or a sequence of ints: how many steps of each row of a padded batch
+                count, 0 to seqlen. The others are padding: what they hold is ignored, and the outputs there are zero. ``h_n``
+                has the states after a row's last step that counts, and the direction ``_reverse`` begins at that step. Results
+                are those of ``pack_padded_sequence`` and ``pad_packed_sequence``. Tensors on the CPU spare a wait for the
+                device. Not together with a ``PackedSequence``, ``cu_seqlens`` or ``reset``.
             h_0: the older name of ``hx``; a FutureWarning.
 
         Returns:
@@ -184,7 +193,8 @@ class Liquid(RecurrentBase):
             ``torch.nn.GRU`` has them.
 
         Raises:
-            ValueError: a shape is not as above, or ``dt`` is a negative number or NaN.
+            ValueError: a shape or a length is not as above, or ``dt`` is a negative number or NaN.
+            RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor (``dt``: nor a number).
 
         Examples:
@@ -198,13 +208,13 @@ class Liquid(RecurrentBase):
         """
         hx = self._initial_state(hx, h_0)
         if isinstance(input, PackedSequence):
-            order = self._packed_order(input)
+            order = self._packed_order(input, hx)
             if isinstance(dt, PackedSequence):
                 self._check_dt(dt.data, input.data.shape[:-1])
                 dt = order.to_sequences(dt.data).unsqueeze(0)[..., None]
             else:
                 self._check_number(dt, "a number or a PackedSequence")
-            return self._run_packed(input, hx, cu_seqlens, order, reset, dt=dt)
+            return self._run_packed(input, hx, cu_seqlens, order, reset, lengths, dt=dt)
         self._check_input(input)
         if not isinstance(dt, Tensor):
             self._check_number(dt, "a number or a tensor")
@@ -212,21 +222,29 @@ class Liquid(RecurrentBase):
             self._check_dt(dt, input.shape[:-1])
             dt = dt if input.dim() == 3 else dt[None]
             dt = (dt if self.batch_first or input.dim() == 2 else dt.transpose(0, 1))[..., None]
+        if lengths is not None:
+            return self._run_padded(input, hx, lengths, cu_seqlens, reset, dt=dt)
         return self._run(input, hx, cu_seqlens, reset, dt=dt)
 
-    def step(self, x: Tensor, state: Tensor | None = None, *, dt: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    def step(
+        self, x: Tensor, state: Tensor | None = None, *, dt: float | Tensor = 1.0, reset: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Of a dtype
+                as ``hx``.
             dt: how long ``x`` is held, not negative: one number, or (batch,).
+            reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: where it is true, or not zero, the
+                row's states before the step are zero, whatever ``state`` holds.
 
         Returns:
             ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
 
         Raises:
             ValueError: a shape is not as above, ``dt`` is a negative number or NaN, or the layers are bidirectional.
+            RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor (``dt``: nor a number).
 
         Examples:
@@ -245,7 +263,7 @@ class Liquid(RecurrentBase):
         else:
             self._check_dt(dt, x.shape[:-1])
             dt = dt[..., None]
-        return self._run_step(x, state, dt=dt)
+        return self._run_step(x, state, reset, dt=dt)
 
     def extra_repr(self) -> str:
         words = [super().extra_repr()]

@@ -14,6 +14,7 @@ log-space form has ``candidate_activation="g"``. See ``docs/recurrences.md``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -61,6 +62,7 @@ class _MinRNN(RecurrentBase):
         *,
         cu_seqlens: Tensor | None = None,
         reset: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
@@ -74,6 +76,7 @@ class _MinRNN(RecurrentBase):
         *,
         cu_seqlens: Tensor | None = None,
         reset: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
@@ -82,13 +85,19 @@ class _MinRNN(RecurrentBase):
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
                 input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
-                sequence; zero if absent.
+                sequence; zero if absent. Of the dtype of ``h_n`` or of the layer; under autocast of float32 or narrower.
             cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
                 each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
-            reset: bool, of the shape of ``input`` without its channels: where true, a sequence starts anew at that step, from
-                its states of ``hx`` or from zero. No direction carries a state over such a start. ``h_n`` has the states after
-                the last step. Not together with a ``PackedSequence`` or ``cu_seqlens``.
+            reset: of the shape of ``input`` without its channels, or with one channel; bool, or of an integer or floating-point
+                dtype. Where it is true, or not zero, a sequence starts anew at that step, from its states of ``hx`` or from
+                zero. No direction carries a state over such a start. ``h_n`` has the states after the last step. Not together
+                with a ``PackedSequence`` or ``cu_seqlens``.
+            lengths: (batch,), a tensor of an integer dtype or a sequence of ints: how many steps of each row of a padded batch
+                count, 0 to seqlen. The others are padding: what they hold is ignored, and the outputs there are zero. ``h_n``
+                has the states after a row's last step that counts, and the direction ``_reverse`` begins at that step. Results
+                are those of ``pack_padded_sequence`` and ``pad_packed_sequence``. Tensors on the CPU spare a wait for the
+                device. Not together with a ``PackedSequence``, ``cu_seqlens`` or ``reset``.
             h_0: the older name of ``hx``; a FutureWarning.
 
         Returns:
@@ -99,7 +108,8 @@ class _MinRNN(RecurrentBase):
             ``torch.nn.GRU`` has them.
 
         Raises:
-            ValueError: a shape is not as above.
+            ValueError: a shape or a length is not as above.
+            RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor.
 
         Examples:
@@ -114,21 +124,27 @@ class _MinRNN(RecurrentBase):
         """
         hx = self._initial_state(hx, h_0)
         if isinstance(input, PackedSequence):
-            return self._run_packed(input, hx, cu_seqlens, self._packed_order(input), reset)
+            return self._run_packed(input, hx, cu_seqlens, self._packed_order(input, hx), reset, lengths)
+        if lengths is not None:
+            return self._run_padded(input, hx, lengths, cu_seqlens, reset)
         return self._run(input, hx, cu_seqlens, reset)
 
-    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(self, x: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Of a dtype
+                as ``hx``.
+            reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: where it is true, or not zero, the
+                row's states before the step are zero, whatever ``state`` holds.
 
         Returns:
             ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
 
         Raises:
             ValueError: a shape is not as above, or the layers are bidirectional.
+            RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor.
 
         Examples:
@@ -141,7 +157,7 @@ class _MinRNN(RecurrentBase):
             >>> y.shape, state.shape
             (torch.Size([2, 16]), torch.Size([1, 2, 16]))
         """
-        return self._run_step(x, state)
+        return self._run_step(x, state, reset)
 
     def extra_repr(self) -> str:
         activation = self.candidate_activation

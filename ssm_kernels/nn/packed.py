@@ -13,12 +13,17 @@ class PackedOrder:
     Attributes:
         cu_seqlens: (sequences + 1,), where each sequence begins when they follow one another. Sequences are in the order of
             ``data``, longest first.
+
+    Args:
+        packed: the sequences.
+        states: (..., sequences, channels), if a caller has any. Compiled code reads the number of sequences from its shape or
+            from that of the sorted indices: a value of ``batch_sizes`` would be a symbol without a known size.
     """
 
-    def __init__(self, packed: PackedSequence) -> None:
+    def __init__(self, packed: PackedSequence, states: Tensor | None = None) -> None:
         batch_sizes, device = packed.batch_sizes, packed.data.device  # batch_sizes is on the CPU, and does not increase
         steps, total = batch_sizes.numel(), packed.data.shape[0]
-        sequences = torch.arange(int(batch_sizes[0]) if steps else 0)
+        sequences = torch.arange(_count(packed, states) if steps else 0, device=batch_sizes.device)
         # Sequence i has step t if the batch at step t is larger than i.
         lengths = steps - torch.searchsorted(batch_sizes.flip(0), sequences, right=True)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -41,3 +46,17 @@ class PackedOrder:
         packed = self._packed
         data = x.index_select(0, self._in_sequence)
         return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def _count(packed: PackedSequence, states: Tensor | None) -> int:
+    """The number of sequences."""
+    if torch.compiler.is_compiling():
+        if packed.sorted_indices is not None:
+            return packed.sorted_indices.shape[0]
+        if states is not None and states.dim() > 1:
+            return states.shape[-2]
+        count = int(packed.batch_sizes[0])
+        torch._check(count >= 1)
+        torch._check(count <= packed.data.shape[0])
+        return count
+    return int(packed.batch_sizes[0])

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._arguments import is_autocast_enabled
+from .._masks import as_mask, read_lengths, reset_state
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
 from .initialization import uniform_
@@ -110,7 +112,13 @@ class RecurrentBase(NamesNoDecay, nn.Module):
     def _split_states(
         self, states: Tensor | None, what: str, sizes: tuple[int, ...], method: str = ""
     ) -> tuple[Tensor | None, ...]:
-        """Checks the states of every layer and direction and casts them to the recurrence's dtype. Messages name ``method``."""
+        """Checks the states of every layer and direction and casts them to the recurrence's dtype. Messages name ``method``.
+
+        Raises:
+            ValueError: the shape is not (layers and directions, *sizes, hidden_size).
+            RuntimeError: the dtype is neither that of the layer nor that of its states, nor, under autocast, a floating-point
+                dtype of at most 32 bits.
+        """
         name = type(self).__name__ + method
         layers = self.num_layers * len(self._directions)
         if states is None:
@@ -123,7 +131,14 @@ class RecurrentBase(NamesNoDecay, nn.Module):
                 f"{name}: expected {what} of shape (num_layers * num_directions, {batch}hidden_size) = "
                 f"{list(expected)}, got {list(states.shape)}"
             )
-        return states.to(wide_dtype(self.weight_ih_l0.dtype)).unbind(0)
+        own = self.weight_ih_l0.dtype
+        wide = wide_dtype(own)
+        if states.dtype not in (own, wide):
+            is_cast = states.is_floating_point() and states.dtype != torch.float64 and is_autocast_enabled(states.device.type)
+            if not is_cast or own == torch.float64:
+                also = "" if own == wide else f" or {own}"
+                raise RuntimeError(f"{name}: expected {what} of dtype {wide}{also}, got {states.dtype}")
+        return states.to(wide).unbind(0)
 
     def _check_input(self, input: Tensor) -> None:
         name = type(self).__name__
@@ -154,6 +169,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         cu_seqlens: Tensor | None,
         order: PackedOrder,
         reset: Tensor | None = None,
+        lengths: Any = None,
         **options: Any,
     ) -> tuple[PackedSequence, Tensor]:
         """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
@@ -162,8 +178,9 @@ class RecurrentBase(NamesNoDecay, nn.Module):
             raise ValueError(f"{name}: expected no PackedSequence with context parallelism: pass spans and cu_seqlens")
         if cu_seqlens is not None:
             raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
-        if reset is not None:
-            raise ValueError(f"{name}: expected a PackedSequence or reset, got both")
+        for what, value in (("reset", reset), ("lengths", lengths)):
+            if value is not None:
+                raise ValueError(f"{name}: expected a PackedSequence or {what}, got both")
         if hx is not None:
             self._split_states(hx, "hx", (order.cu_seqlens.shape[0] - 1,))
             hx = hx if input.sorted_indices is None else hx.index_select(1, input.sorted_indices)
@@ -172,23 +189,74 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         h_n = h_n if input.unsorted_indices is None else h_n.index_select(1, input.unsorted_indices)
         return order.to_packed(output.squeeze(0 if self.batch_first else 1)), h_n
 
-    def _packed_order(self, input: PackedSequence) -> PackedOrder:
+    def _packed_order(self, input: PackedSequence, hx: Tensor | None) -> PackedOrder:
         check_shape(type(self).__name__, "input.data", input.data, "(steps, input_size)", (None, self.input_size))
-        return PackedOrder(input)
+        if hx is not None:
+            check_tensor(type(self).__name__, "hx", hx)
+        return PackedOrder(input, hx)
+
+    def _run_padded(
+        self,
+        input: Tensor,
+        hx: Tensor | None,
+        lengths: Any,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward`` of a padded batch: its rows and, after each, the padding are sequences one after another.
+
+        Tensors among the options are (batch, seqlen, 1).
+        """
+        name = type(self).__name__
+        for what, value in (("cu_seqlens", cu_seqlens), ("reset", reset)):
+            if value is not None:
+                raise ValueError(f"{name}: expected lengths or {what}, got both")
+        if self.context is not None:
+            raise ValueError(f"{name}: expected no lengths with context parallelism: pass spans and cu_seqlens")
+        self._check_input(input)
+        if input.dim() != 3:
+            raise ValueError(f"{name}: expected lengths with a batch of sequences, got input of shape {list(input.shape)}")
+        x = input if self.batch_first else input.transpose(0, 1)
+        batch, seqlen, _ = x.shape
+        begins = torch.arange(batch, device=x.device) * seqlen
+        lengths = read_lengths(name, lengths, batch, seqlen, x.device)
+        borders = torch.stack([begins, begins + lengths], dim=1).flatten()
+        cu_seqlens = torch.cat([borders, borders.new_full((1,), batch * seqlen)])
+        is_padding = (torch.arange(seqlen, device=x.device) >= lengths[:, None])[..., None]
+
+        def in_a_row(values: Tensor) -> Tensor:
+            # Zero: what the padding holds, NaN included, would have a gradient of zero times that.
+            values = values.masked_fill(is_padding, 0)
+            return values.reshape(batch * seqlen, values.shape[2])
+
+        if hx is not None:
+            states = torch.stack(self._split_states(hx, "hx", (batch,)))  # type: ignore[arg-type]
+            hx = torch.stack([states, torch.zeros_like(states)], dim=2).flatten(1, 2)
+        options = {key: in_a_row(value)[None] if isinstance(value, Tensor) else value for key, value in options.items()}
+        output, h_n = self._run(in_a_row(x).unsqueeze(0 if self.batch_first else 1), hx, cu_seqlens, **options)
+        output = output.reshape(batch, seqlen, output.shape[2]).masked_fill(is_padding, 0)
+        return output if self.batch_first else output.transpose(0, 1), h_n[:, ::2]
 
     def _resets(self, reset: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the masks of both directions, (batch, seqlen).
+        """Returns the masks of both directions, (batch, seqlen), bool.
 
         A sequence that starts at step t ends for the other direction at step t - 1, where that direction starts.
         """
         if reset is None:
             return None, None
         axes = "(seqlen)" if input.dim() == 2 else "(batch, seqlen)" if self.batch_first else "(seqlen, batch)"
+        reset = as_mask(type(self).__name__, reset, input.dim() - 1)
         check_shape(type(self).__name__, "reset", reset, axes, input.shape[:-1])
+        assert reset is not None
         reset = reset[None] if input.dim() == 2 else reset if self.batch_first else reset.transpose(0, 1)
-        if self.bidirectional and self.context is not None:
+        if not self.bidirectional:
+            return reset, None
+        if self.context is not None:
             return reset, self.context.starts_backwards(reset)
-        return reset, F.pad(reset[:, 1:], (0, 1)) if self.bidirectional and reset.shape[1] > 0 else reset
+        # Not a slice, reset[:, 1:]: a program exported with it would refuse the sizes 1 and 2 of a dynamic seqlen.
+        is_last = torch.arange(reset.shape[1], device=reset.device) == reset.shape[1] - 1
+        return reset, reset.roll(-1, 1) & ~is_last
 
     def _run(
         self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None = None, **options: Any
@@ -234,14 +302,18 @@ class RecurrentBase(NamesNoDecay, nn.Module):
     def _check_step_input(self, x: Tensor) -> None:
         check_shape(f"{type(self).__name__}.step", "x", x, "(batch, input_size)", (None, self.input_size))
 
-    def _run_step(self, x: Tensor, state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    def _run_step(self, x: Tensor, state: Tensor | None, reset: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         """Implements ``step``; ``options`` go to ``_step``."""
         name = type(self).__name__
         if self.bidirectional:
             raise ValueError(f"{name}.step: a bidirectional layer needs the whole sequence")
         self._check_step_input(x)
         new_states = []
-        for layer, layer_state in enumerate(self._split_states(state, "state", (x.shape[0],), ".step")):
+        states = self._split_states(state, "state", (x.shape[0],), ".step")
+        if reset is not None:
+            before = reset_state(f"{name}.step", None if state is None else torch.stack(states), reset, x, axis=1)  # type: ignore[arg-type]
+            states = states if before is None else before.unbind(0)
+        for layer, layer_state in enumerate(states):
             x, new_state = self._step(self._project(x, f"l{layer}"), layer_state, f"l{layer}", **options)
             new_states.append(new_state)
             if self._is_dropped(layer):
