@@ -6,9 +6,9 @@ description changes, and compares it with those of the others. The descriptions 
 process group, because a rank whose description has not changed is already in the all-gather: the rank that waits for it raises
 after the group's time-out, and the other when its all-gather fails.
 
-Rank 0 reads the description of every rank and writes its finding, which each other rank reads: 2 * ranks - 1 reads. A call
-whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
-compiled makes it.
+Rank 0 reads the description of every rank and writes its finding, which each other rank reads: 2 * ranks - 1 reads. A rank
+whose own arguments are invalid writes its error in place of a description and waits for nobody. A call whose description has
+not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not compiled makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,22 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ._collectives import Group
 
-__all__ = ["Agreement", "by_rank", "calls_of_others", "compare", "describe"]
+__all__ = ["Agreement", "by_rank", "calls_of_others", "compare", "describe", "mark_as_known", "report"]
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
 _Call = tuple[Any, ...]
+_Error = TypeVar("_Error", bound=Exception)
 
 
 @dataclasses.dataclass
 class _History:
-    """How many comparisons the ranks of a process group have made, and the calls of functions that they have agreed on."""
+    """How many comparisons the ranks of a process group have made, and the calls of functions that they have agreed on.
+
+    ``unread`` has this rank's entries of the store that other ranks may not have read yet.
+    """
 
     comparisons: int = 0
+    unread: list[str] = dataclasses.field(default_factory=list)
     agreed: set[_Call] = dataclasses.field(default_factory=set)
 
 
@@ -138,21 +143,66 @@ def compare(group: Group, operator: str, description: Mapping[str, Any], validat
         TypeError: ``validate`` raised a TypeError on another rank.
         RuntimeError: a rank does not make a new call, or ``validate`` raised another error on another rank.
     """
-    error: Exception | None = None
     try:
         validate()
-    except Exception as raised:
-        error = raised
-    call: dict[str, Any] = {"operator": operator, "arguments": dict(description)}
-    if error is not None:
-        call["raised"] = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError"), str(error)
-    # A fake process group, for dry runs in one process, exchanges nothing.
-    found = None if group.size == 1 or dist.get_backend(group.process_group) == "fake" else _exchange(group, operator, call)
-    if error is not None:
-        raise error
+    except Exception as error:
+        report(group, operator, error, description)
+        raise
+    if not _exchanges(group):
+        return
+    try:
+        found = _exchange(group, operator, {"operator": operator, "arguments": dict(description)})
+    except RuntimeError as error:
+        raise mark_as_known(error) from error.__cause__
     if found is not None:
         kind, message = found
-        raise _ERRORS[kind](f"{operator}: {message}")
+        raise mark_as_known(_ERRORS[kind](f"{operator}: {message}"))
+
+
+def _exchanges(group: Group) -> bool:
+    """A fake process group, for dry runs in one process, exchanges nothing."""
+    return group.size > 1 and dist.get_backend(group.process_group) != "fake"
+
+
+def mark_as_known(error: _Error) -> _Error:
+    """Marks an error that every rank of a group raises, or of which this rank cannot tell the others. Returns it."""
+    error.__dict__["_ssm_kernels_is_known"] = True
+    return error
+
+
+def report(
+    group: Group,
+    operator: str,
+    error: Exception,
+    arguments: Mapping[str, Any] | None = None,
+    said: str | None = None,
+) -> None:
+    """Tells the other ranks of an error that this rank raises in place of a call. They raise it when they compare the call.
+
+    Does not wait for them. A rank that repeats a call on which all have agreed makes no comparison: it waits for this rank's
+    data until the group's time-out, or until this process has ended.
+
+    Args:
+        said: a message in place of that of ``error``, which is then a TypeError for the others.
+    """
+    if not _exchanges(group) or error.__dict__.get("_ssm_kernels_is_known"):
+        return
+    mark_as_known(error)
+    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
+    raised = (kind, str(error) or type(error).__name__) if said is None else ("TypeError", said)
+    history = _histories.setdefault(group.process_group, _History())
+    number = history.comparisons
+    history.comparisons += 1
+    call = {"operator": operator, "arguments": dict(arguments or {}), "raised": raised}
+    entries = {_key(number, group.rank): json.dumps(call)}
+    if group.rank == 0:
+        entries[_key(number, "result")] = json.dumps((raised[0], _raised(0, raised)))
+    history.unread += entries
+    # The store has ended with its rank.
+    with contextlib.suppress(RuntimeError):
+        store, _ = _store(group)
+        for key, value in entries.items():
+            store.set(key, value)
 
 
 def _key(number: int, of: int | str) -> str:
@@ -194,11 +244,10 @@ def _exchange_through_store(group: Group, operator: str, call: Mapping[str, Any]
         store.set(result, json.dumps(found))
     else:
         found = json.loads(store.get(result))
-    if number > 0:
-        # Every rank has begun this comparison and so has read all of the one before.
-        store.delete_key(_key(number - 1, group.rank))
-        if group.rank == 0:
-            store.delete_key(_key(number - 1, "result"))
+    # Every rank has begun this comparison and so has read all of those before.
+    for key in history.unread:
+        store.delete_key(key)
+    history.unread = [keys[group.rank], *([result] if group.rank == 0 else [])]
     return found
 
 
@@ -252,8 +301,7 @@ def _text(call: Mapping[str, Any]) -> str:
 def _difference(calls: list[dict[str, Any]]) -> tuple[str, str] | None:
     for rank, call in enumerate(calls):
         if "raised" in call:
-            kind, message = call["raised"]
-            return kind, f"rank {rank} of the group raised: {message}"
+            return call["raised"][0], _raised(rank, call["raised"])
     operators = [call["operator"] for call in calls]
     if len(set(operators)) > 1:
         return "ValueError", f"expected the same call on every rank, got {by_rank(operators)}"
@@ -262,6 +310,10 @@ def _difference(calls: list[dict[str, Any]]) -> tuple[str, str] | None:
         if len(set(values)) > 1:
             return "ValueError", f"expected the same {name} on every rank, got {by_rank(values)}"
     return None
+
+
+def _raised(rank: int, raised: Sequence[str]) -> str:
+    return f"rank {rank} of the group raised: {raised[1]}"
 
 
 def by_rank(values: Sequence[str]) -> str:

@@ -163,11 +163,13 @@ class Layout:
 
 def failure(what: str, group: Group, error: RuntimeError) -> RuntimeError:
     """The error of a collective that has failed. ``what`` names it."""
-    from ._agreement import calls_of_others
+    from ._agreement import calls_of_others, mark_as_known
 
-    return RuntimeError(
-        f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come within "
-        f"the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"
+    return mark_as_known(
+        RuntimeError(
+            f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come "
+            f"within the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"
+        )
     )
 
 

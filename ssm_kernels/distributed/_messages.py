@@ -216,13 +216,15 @@ def _receive(like: Tensor, numel: int, rank: int, size: int, group_name: str, pe
 
 
 def _failure(group: Group, tag: int, way: str, error: RuntimeError) -> RuntimeError:
-    from ._agreement import calls_of_others
+    from ._agreement import calls_of_others, mark_as_known
 
     expected = _Tag.unpack(tag)
-    return RuntimeError(
-        f"{expected.what}: the message {way} failed on rank {group.rank} of {group.size}: a rank has died, has made "
-        "another call, has skipped a call or a backward, or has not come within the time-out of the group. The "
-        f"message: {expected}.{calls_of_others(group)} PyTorch's message: {error}"
+    return mark_as_known(
+        RuntimeError(
+            f"{expected.what}: the message {way} failed on rank {group.rank} of {group.size}: a rank has died, has made "
+            "another call, has skipped a call or a backward, or has not come within the time-out of the group. The "
+            f"message: {expected}.{calls_of_others(group)} PyTorch's message: {error}"
+        )
     )
 
 

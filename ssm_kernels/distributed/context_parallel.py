@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from ..nn.common import ConvMixer
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
-from ._agreement import Agreement
+from ._agreement import Agreement, report
 from ._casts import Casts
 from ._collectives import Gathering, Group, GroupLike, check_dimensions, failure
 from ._convolution import MambaConv, is_gate
@@ -209,6 +210,7 @@ class ContextParallel(ParallelStyle):
         for number, layer in enumerate(layers, 1):
             if layer.context is None:
                 layer.register_forward_pre_hook(_begin_layer)
+                layer.register_forward_hook(_report_error, always_call=True)
             layer.context = _Context(group, self.exchange, number, forward_count)
         return module
 
@@ -216,6 +218,15 @@ class ContextParallel(ParallelStyle):
 def _begin_layer(layer: nn.Module, args: Any) -> None:
     """A forward pre-hook."""
     cast(_Context, layer.context).begin()
+
+
+def _report_error(layer: nn.Module, args: Any, result: Any) -> None:
+    """A forward hook, also called where forward has raised: the other ranks get the error of this one."""
+    if torch.compiler.is_compiling() or result is not None:
+        return
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        report(cast(_Context, layer.context).group, type(layer).__name__, error)
 
 
 @torch.no_grad()

@@ -22,22 +22,25 @@ And:
 - ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
 
 Every rank has to make the same calls in the same order, in backward too. The ranks compare shapes, dtypes and options of each
-call that is new; a difference is an error on every rank. Compiled code makes no comparison. Along a chain a rank that receives
+call that is new; a difference is an error on every rank. A rank with invalid arguments raises at once, and so do the others if
+they compare the call. Compiled code makes no comparison. Along a chain a rank that receives
 the message of another call raises a RuntimeError. On CUDA its results are NaN then, and one of its later calls or backwards
 raises. With summaries ranks combine different calls without an error if they have compared both before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
-from .._arguments import names_arguments
+from .._arguments import argument_error, names_arguments
 from ..recurrence_steps import step_size
-from ._agreement import Agreement
+from ._agreement import Agreement, report
 from ._collectives import Group, GroupLike
 from ._operators import GroupOperators
 
@@ -56,12 +59,42 @@ __all__ = [
 ]
 
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _on_every_rank(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorator: the other ranks of the group get the error of a rank whose arguments are invalid, and do not wait for it."""
+
+    @functools.wraps(function)
+    def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not torch.compiler.is_compiling():
+                _tell_others(error, function, args, kwargs)
+            raise
+
+    return operator
+
+
+def _tell_others(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        group = Group.of(kwargs.get("group"))
+    except (RuntimeError, TypeError, ValueError):  # not a group of this process
+        return
+    is_of_types = isinstance(error, (AttributeError, RuntimeError, TypeError))
+    named = argument_error(function, args, kwargs) if is_of_types else None
+    report(group, function.__name__, error, said=None if named is None else str(named))
+
+
 def _of(group: GroupLike | Group, exchange: str | None, operator: str) -> GroupOperators:
     ranks = Group.of(group)
     return GroupOperators(ranks, Agreement(ranks), exchange, operator)
 
 
 @names_arguments
+@_on_every_rank
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -121,6 +154,7 @@ def selective_scan(
 
 
 @names_arguments
+@_on_every_rank
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -186,6 +220,7 @@ def ssd_chunk_scan(
 
 
 @names_arguments
+@_on_every_rank
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -228,6 +263,7 @@ def causal_conv1d(
 
 
 @names_arguments
+@_on_every_rank
 def linear_scan(
     a: Tensor,
     b: Tensor,
@@ -271,6 +307,7 @@ def linear_scan(
 
 
 @names_arguments
+@_on_every_rank
 def mingru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -311,6 +348,7 @@ def mingru_scan(
 
 
 @names_arguments
+@_on_every_rank
 def minlstm_scan(
     forget: Tensor,
     input: Tensor,
@@ -350,6 +388,7 @@ def minlstm_scan(
 
 
 @names_arguments
+@_on_every_rank
 def liquid_scan(
     candidate: Tensor,
     tau: Tensor,
@@ -387,6 +426,7 @@ def liquid_scan(
 
 
 @names_arguments
+@_on_every_rank
 def rglru_scan(
     recurrence_gate: Tensor,
     input_gate: Tensor,
@@ -425,6 +465,7 @@ def rglru_scan(
 
 
 @names_arguments
+@_on_every_rank
 def hgrn_scan(
     log_gate: Tensor,
     *,
@@ -461,6 +502,7 @@ def hgrn_scan(
 
 
 @names_arguments
+@_on_every_rank
 def elu_gru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -497,6 +539,7 @@ def elu_gru_scan(
 
 
 @names_arguments
+@_on_every_rank
 def diag_linear_scan(
     gate: Tensor,
     x: Tensor,
