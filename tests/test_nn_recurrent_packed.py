@@ -233,6 +233,7 @@ def test_bad_calls_with_a_packed_sequence(name):
 @every_recurrence
 def test_packed_sequences_compile_into_one_graph(name, form):
     """The number of sequences comes from the indices or from hx, and without these from a value, a symbol of the graph."""
+    torch._dynamo.reset()  # the parameters of this test share the code of forward, and so its limit of recompilations
     capture = torch._dynamo.config.patch(capture_scalar_outputs=form == "sizes")
     layer = make_layer(name, bidirectional=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -226,7 +226,7 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
     header.pop("__metadata__", None)
     data = torch.UntypedStorage.from_file(str(path), False, size) if size > 8 + length else torch.UntypedStorage(0)
     # A mapped tensor of bytes; a view of it shares the mapping.
-    everything = torch.empty(0, dtype=torch.uint8).set_(data)  # type: ignore[arg-type]
+    everything = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data)  # type: ignore[arg-type]
     return {name: _view_safetensor(everything, 8 + length, name, entry, path) for name, entry in header.items()}
 
 
