@@ -271,8 +271,8 @@ def test_shapes_of_convolution_states(layer_type):
         if wrong.shape[0] != 2:
             continue  # the batch of the cache has a message of its own
         cache = SimpleNamespace(seqlen_offset=1, key_value_memory_dict={0: (wrong, ssm_state)})
-        for sequence, where in ((hidden.expand(2, 3, 8), name), (hidden, f"{name}.step")):
-            with torch.no_grad(), pytest.raises(ValueError, match="^" + re.escape(f"{where}: {expected}") + "$"):
+        for sequence in (hidden.expand(2, 3, 8), hidden):
+            with torch.no_grad(), pytest.raises(ValueError, match="^" + re.escape(f"{name}: {expected}") + "$"):
                 layer(sequence, inference_params=cache)
 
 

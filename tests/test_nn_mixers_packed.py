@@ -113,7 +113,7 @@ def test_a_packed_cache_has_a_row_for_each_sequence(name, device):
     assert [len(state) for state in before] == [2, 2]
     with pytest.raises(ValueError, match=says(f"{name}: expected a batch of 2 as in the cache, got 3")):
         layer(u, cu_seqlens=torch.tensor([0, 2, 4, 5], device=device), inference_params=cache)
-    with pytest.raises(ValueError, match=says("expected batch 1 with cu_seqlens, got 2")):
+    with pytest.raises(ValueError, match=says("expected a batch of 1 with cu_seqlens, got 2")):
         layer(u.expand(2, -1, -1), cu_seqlens=offsets, inference_params=cache)
     layer(u[:, :0], cu_seqlens=torch.zeros_like(offsets), inference_params=cache)
     assert all(not state.any() for state in cache.key_value_memory_dict[0])  # offset 0: the sequences start anew

@@ -146,14 +146,17 @@ class _Traffic:
 
 def _compare(tag: int, expected: int, group: Group, peer: int) -> None:
     if tag != expected:
+        from ._agreement import mark_as_known
+
         wanted, got = _Tag.unpack(expected), _Tag.unpack(tag)
         is_same = (got.what, got.layer) == (wanted.what, wanted.layer)
         other = ", with other arguments" if is_same and got.description != wanted.description else ""
-        raise RuntimeError(
+        error = RuntimeError(
             f"{wanted.what}: expected from rank {peer} on rank {group.rank} of {group.size}: {wanted}; got: {got}{other}. One "
             "of the two ranks has skipped a call or backward that the other one has made, or has called with other arguments. "
             "Every rank must make the same calls in the same order, and call backward for them"
         )
+        raise mark_as_known(error)
 
 
 # By the process group itself: a later one may have the same name.

@@ -25,6 +25,7 @@ from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check
 from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
 from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
+from ..nn.naming import names_layer
 from ..nn.recurrent import RecurrentBase
 
 __all__ = ["RecurrentMixer"]
@@ -42,6 +43,7 @@ def _reset_rnn(rnn: RecurrentBase) -> None:
     _draw_input_gate(rnn)
 
 
+@names_layer
 class RecurrentMixer(PackedMixer):
     """A causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model) around a minGRU or minLSTM, called as ``nn.Mamba`` is.
 

@@ -21,14 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..norms import add_layer_norm, add_rms_norm
-from .checks import check_bools, check_dtype, check_int, check_optional_int, check_shape
+from .checks import check_bools, check_callable, check_dtype, check_int, check_optional_int, check_shape
 from .common import wide_dtype
 from .initialization import linear
+from .naming import names_layer
 from .weight_decay import NamesNoDecay
 
 __all__ = ["Block", "GatedMLP", "add_norm"]
 
 
+@names_layer
 class GatedMLP(NamesNoDecay, nn.Module):
     """A gated MLP (SwiGLU with the default activation), ``fc2(value * activation(gate))`` with ``(value, gate) = fc1(x)``.
 
@@ -74,6 +76,7 @@ class GatedMLP(NamesNoDecay, nn.Module):
         check_optional_int("GatedMLP", "out_features", out_features)
         check_int("GatedMLP", "multiple_of", multiple_of)
         check_bools("GatedMLP", bias=bias)
+        check_callable("GatedMLP", "activation", activation, "torch.nn.functional.silu")
         check_dtype("GatedMLP", dtype)
         hidden = 8 * in_features // 3 if hidden_features is None else hidden_features
         hidden = -(-hidden // multiple_of) * multiple_of
@@ -122,6 +125,7 @@ def check_fused_norm(layer: str, norm: nn.Module) -> None:
         raise ValueError(f"{layer}: expected a norm of the last axis with an eps with fused_add_norm, got {norm}")
 
 
+@names_layer
 class Block(NamesNoDecay, nn.Module):
     """A residual block: add, norm, mixer and, with ``mlp_cls``, add, norm, MLP. See the formulas of ``block.py``.
 
@@ -164,6 +168,12 @@ class Block(NamesNoDecay, nn.Module):
     ) -> None:
         super().__init__()
         check_int("Block", "dim", dim)
+        for name, make, example in (
+            ("mixer_cls", mixer_cls, "functools.partial(Mamba, d_state=16)"),
+            ("mlp_cls", mlp_cls, "ssm_kernels.nn.GatedMLP"),
+            ("norm_cls", norm_cls, "torch.nn.RMSNorm"),
+        ):
+            check_callable("Block", name, make, example)
         check_bools("Block", fused_add_norm=fused_add_norm, residual_in_fp32=residual_in_fp32)
         self.dim, self.fused_add_norm, self.residual_in_fp32 = dim, fused_add_norm, residual_in_fp32
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.

@@ -96,6 +96,11 @@ def check_dtype(layer: str, dtype: Any) -> None:
         raise ValueError(f"{layer}: expected a floating-point dtype, got {dtype}")
 
 
+def check_callable(layer: str, name: str, value: Any, example: str) -> None:
+    if not callable(value):
+        raise _wrong_type(layer, name, f"a callable, such as {example}", value)
+
+
 def check_tensor(layer: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise _wrong_type(layer, name, "a tensor", value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -207,11 +207,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
         self._check_dtypes(layer, conv_state, ssm_state)
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))
         self._check_conv_state(layer, conv_state, hidden_states.shape[0])
-        expected = [hidden_states.shape[0], *self._state_shape()]
-        if [*ssm_state.shape] != expected:
-            raise ValueError(
-                f"{layer}: expected ssm_state of shape {self._state_axes} = {expected}, got {list(ssm_state.shape)}"
-            )
+        self._check_ssm_state(layer, ssm_state, hidden_states.shape[0])
 
     def _check_dtypes(self, layer: str, conv_state: Tensor, ssm_state: Tensor) -> None:
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
@@ -223,6 +219,13 @@ class ConvMixer(NamesNoDecay, nn.Module):
         if [*conv_state.shape] != expected:
             raise ValueError(
                 f"{layer}: expected conv_state of shape (batch, channels, d_conv) = {expected}, got {list(conv_state.shape)}"
+            )
+
+    def _check_ssm_state(self, layer: str, ssm_state: Tensor, batch_size: int) -> None:
+        expected = [batch_size, *self._state_shape()]
+        if [*ssm_state.shape] != expected:
+            raise ValueError(
+                f"{layer}: expected ssm_state of shape {self._state_axes} = {expected}, got {list(ssm_state.shape)}"
             )
 
     def allocate_inference_cache(
@@ -286,15 +289,39 @@ class ConvMixer(NamesNoDecay, nn.Module):
         if self.layer_idx is None:
             raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
         cache = inference_params.key_value_memory_dict
+        if not isinstance(cache, MutableMapping):
+            raise TypeError(
+                f"{layer}: expected inference_params.key_value_memory_dict to be a dict, got {type(cache).__name__}"
+            )
+        offset = inference_params.seqlen_offset
+        if not isinstance(offset, (torch.SymInt, Tensor)):
+            check_int(layer, "inference_params.seqlen_offset", offset, low=0)
         if self.layer_idx not in cache:
             cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
-        conv_state, ssm_state = cache[self.layer_idx]
-        self._check_dtypes(layer, conv_state, ssm_state)
-        if conv_state.shape[0] != batch_size:
-            raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
+        conv_state, ssm_state = self._check_cache_entry(cache[self.layer_idx], batch_size)
         if initialize_states:
             conv_state.zero_()
             ssm_state.zero_()
+        return conv_state, ssm_state
+
+    def _check_cache_entry(self, entry: Any, batch_size: int) -> tuple[Tensor, Tensor]:
+        """``conv_state`` and ``ssm_state`` of this layer's entry in a cache, which a caller may have replaced or damaged."""
+        layer, what = type(self).__name__, f"entry {self.layer_idx} of the cache"
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            got = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list)) else type(entry).__name__
+            raise TypeError(f"{layer}: expected {what} to be a pair of conv_state and ssm_state, got {got}")
+        conv_state, ssm_state = entry
+        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            check_tensor(layer, f"{name} of {what}", state)
+        self._check_dtypes(layer, conv_state, ssm_state)
+        if conv_state.dim() > 0 and conv_state.shape[0] != batch_size:
+            raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
+        self._check_conv_state(layer, conv_state, batch_size)
+        self._check_ssm_state(layer, ssm_state, batch_size)
+        device = self.conv1d.weight.device
+        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            if state.device != device:
+                raise RuntimeError(f"{layer}: expected {name} of {what} on {device} (the layer's device), got {state.device}")
         return conv_state, ssm_state
 
 
@@ -377,5 +404,7 @@ class PackedMixer(ConvMixer):
         if cu_seqlens is not None:
             if cu_seqlens.dim() != 1:
                 raise ValueError(f"{layer}: expected cu_seqlens of shape (sequences + 1,), got {[*cu_seqlens.shape]}")
+            if hidden_states.shape[0] != 1:
+                raise ValueError(f"{layer}: expected a batch of 1 with cu_seqlens, got {hidden_states.shape[0]}")
             if cu_seqlens.device != hidden_states.device:
                 raise RuntimeError(f"{layer}: expected cu_seqlens on {hidden_states.device}, got {cu_seqlens.device}")

@@ -31,6 +31,7 @@ from ..recurrences import liquid_scan, liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
 from .initialization import inverse_softplus, uniform_rows_
+from .naming import names_layer
 from .recurrent import RecurrentBase
 
 __all__ = ["Liquid"]
@@ -43,6 +44,7 @@ def _raw_tau(log_tau: Tensor) -> Tensor:
     return inverse_softplus(log_tau.exp() - _TAU_MIN)
 
 
+@names_layer
 class Liquid(RecurrentBase):
     """Relaxation with input-dependent ("liquid") time constants, for samples at regular or irregular times.
 

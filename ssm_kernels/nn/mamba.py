@@ -22,6 +22,7 @@ from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int
 from .common import PackedMixer, conv_parameters, expanded, short_convolution
 from .initialization import linear
+from .naming import names_layer
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -29,6 +30,7 @@ __all__ = ["Mamba"]
 _mamba_conv = torch.ops.ssm_kernels._mamba_conv.default
 
 
+@names_layer
 class Mamba(SelectiveBase, PackedMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 

@@ -52,6 +52,7 @@ from .common import (
 )
 from .discretized import DiscretizedModule
 from .initialization import init_dt_bias, linear, uniform_
+from .naming import names_layer
 from .weight_decay import NamesNoDecay
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -102,6 +103,7 @@ class GatedRMSNorm(NamesNoDecay, nn.Module):
         )
 
 
+@names_layer
 class Mamba2(DiscretizedModule, PackedMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
 from .checks import check_choice
+from .naming import names_layer
 from .recurrent import RecurrentBase
 
 __all__ = ["MinGRU", "MinLSTM"]
@@ -164,6 +165,7 @@ class _MinRNN(RecurrentBase):
         return super().extra_repr() + ("" if activation is None else f", candidate_activation={activation!r}")
 
 
+@names_layer
 class MinGRU(_MinRNN):
     """minGRU, with the constructor, the shapes and the calls of ``torch.nn.GRU``.
 
@@ -229,6 +231,7 @@ class MinGRU(_MinRNN):
         return mingru_step(gate, candidate, state, candidate_activation=self.candidate_activation)
 
 
+@names_layer
 class MinLSTM(_MinRNN):
     """minLSTM, with the constructor of ``torch.nn.LSTM`` and, having one state, the shapes and the calls of ``torch.nn.GRU``.
 

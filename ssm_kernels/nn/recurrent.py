@@ -159,7 +159,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         if hx is not None:
             raise TypeError(f"{name}: expected hx or h_0, its older name, got both")
         # Not a DeprecationWarning: Python hides it outside __main__, and the caller's frame is nn.Module.__call__.
-        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning, stacklevel=3)
+        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning, stacklevel=4)
         return h_0
 
     def _run_packed(

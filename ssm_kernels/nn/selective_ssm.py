@@ -37,6 +37,7 @@ from .checks import (
 from .common import is_only_a_product, mark_parameters, readable, update_state, wide_dtype
 from .discretized import DiscretizedModule
 from .initialization import fill_, initialized, linear, reset_step_projection
+from .naming import names_layer
 
 __all__ = ["SelectiveSSM"]
 
@@ -188,6 +189,7 @@ class SelectiveBase(DiscretizedModule):
         return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)
 
 
+@names_layer
 class SelectiveSSM(SelectiveBase):
     """The selective state-space model with its projections: a causal map of sequences with ``d_inner`` channels.
 

@@ -1,0 +1,97 @@
+"""Errors of the layers name the layer: those of PyTorch about dtypes and devices, those of operators, and Python's of calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .._arguments import is_autocast_enabled
+
+__all__ = ["names_layer"]
+
+_Layer = TypeVar("_Layer", bound=type[nn.Module])
+
+_METHODS = ("forward", "step")
+_INHERITED = ("__init__", "forward", "step", "allocate_inference_cache", "allocate_state", "flatten_parameters")
+_ERRORS = (RuntimeError, TypeError, ValueError)
+
+# The start of an operator's message. Layers begin with a capital letter.
+_OF_OPERATOR = re.compile(r"[a-z_]\w*: ")
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|not implemented for")
+_ABOUT_DEVICES = re.compile(r"device|Tensor on|backend")
+
+
+def names_layer(layer: _Layer) -> _Layer:
+    """Class decorator. Only failing calls cost time; compiled code keeps the errors as they are."""
+    for name in _INHERITED:
+        function = getattr(layer, name, None)
+        is_inherited = name not in layer.__dict__ and isinstance(function, types.FunctionType)
+        if isinstance(function, types.FunctionType) and is_inherited and function.__module__.startswith("ssm_kernels."):
+            # Python's message of a wrong call has the qualified name.
+            own = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+            functools.update_wrapper(own, function)
+            own.__dict__.pop("__wrapped__")
+            own.__kwdefaults__, own.__qualname__ = function.__kwdefaults__, f"{layer.__qualname__}.{name}"
+            setattr(layer, name, own)
+    for name in _METHODS:
+        if name in layer.__dict__:
+            setattr(layer, name, _explained(layer.__dict__[name]))
+    return layer
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    first = [*inspect.signature(method).parameters][1]
+
+    @functools.wraps(method)
+    def explained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which cannot resume inside of a try after a break of its graph
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except _ERRORS as error:
+            value = args[0] if args else kwargs.get(first)
+            layer = type(self).__name__ + ("" if method.__name__ == "forward" else f".{method.__name__}")
+            other = _explain(self, layer, first, value, error)
+            if other is None:
+                raise
+            raise other from error
+
+    return explained
+
+
+def _explain(module: nn.Module, layer: str, name: str, value: Any, error: Exception) -> Exception | None:
+    """The error of a layer for one of PyTorch or of an operator; None to leave it."""
+    if type(error) not in _ERRORS:
+        return None
+    message = str(error)
+    value = value.data if isinstance(value, PackedSequence) else value
+    weight = _first_weight(module)
+    if type(error) is RuntimeError and isinstance(value, Tensor) and weight is not None:
+        if value.device != weight.device and _ABOUT_DEVICES.search(message):
+            return RuntimeError(f"{layer}: expected {name} on {weight.device} (the layer's device), got {value.device}")
+        is_castable = value.is_floating_point() and value.dtype != torch.float64 and weight.dtype != torch.float64
+        is_cast = is_castable and is_autocast_enabled(value.device.type)
+        if value.dtype != weight.dtype and not is_cast and _ABOUT_DTYPES.search(message):
+            remedy = "; or use autocast" if is_castable else ""
+            return RuntimeError(f"{layer}: expected {name} of dtype {weight.dtype} (the layer's{remedy}), got {value.dtype}")
+    return type(error)(f"{layer}: {message}") if _OF_OPERATOR.match(message) else None
+
+
+def _first_weight(module: nn.Module) -> Tensor | None:
+    """The weight of the projection that reads the input, if it has a floating-point dtype: quantized ones take several."""
+    for name in ("in_proj", "x_proj", "fc1", "gate_proj"):
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if weight is not None:
+            break
+    else:
+        weight = getattr(module, "weight_ih_l0", None)
+    return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
