@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ._collectives import Group
 
-__all__ = ["Agreement", "by_rank", "calls_of_others", "compare", "describe", "mark_as_known", "report"]
+__all__ = ["Agreement", "by_rank", "calls_begun", "calls_of_others", "compare", "describe", "mark_as_known", "report"]
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
 _Call = tuple[Any, ...]
@@ -46,6 +46,15 @@ class _History:
     comparisons: int = 0
     unread: list[str] = dataclasses.field(default_factory=list)
     agreed: set[_Call] = dataclasses.field(default_factory=set)
+
+
+# How many calls this process has begun to compare, or knows to be agreed on, in all groups.
+_begun = [0]
+
+
+def calls_begun() -> int:
+    """Changes when a call reaches its comparison. From there on an error is that of every rank, or of the exchange of data."""
+    return _begun[0]
 
 
 # By the process group itself: a later one may have the same name.
@@ -103,6 +112,7 @@ class Agreement:
         process_group = self._group.process_group
         if self._last is None:
             description = describe()
+            _begun[0] += 1
             key = (operator, *description.items())
             agreed = _histories.setdefault(process_group, _History()).agreed
             if key not in agreed:
@@ -114,8 +124,10 @@ class Agreement:
         place = (operator, torch.is_grad_enabled(), reverse)
         known, agreed_on, checksum = last.get(place, ((), (), 0))
         if arguments and arguments == known:
+            _begun[0] += 1
             return checksum
         description = describe()
+        _begun[0] += 1
         key = (operator, *description.items())
         if key != agreed_on:
             compare(self._group, operator, description, validate)

@@ -21,7 +21,7 @@ from ..nn.common import ConvMixer
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
-from ._agreement import Agreement, report
+from ._agreement import Agreement, calls_begun, report
 from ._casts import Casts
 from ._collectives import Gathering, Group, GroupLike, check_dimensions, failure
 from ._convolution import MambaConv, is_gate
@@ -42,6 +42,7 @@ class _Context(GroupOperators):
 
     def __init__(self, group: Group, exchange: str | None, layer: int, forward_count: ForwardCount | None) -> None:
         super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer, forward_count)
+        self.begun = 0  # calls when the layer's forward began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         # A copy has agreed on nothing.
@@ -49,7 +50,10 @@ class _Context(GroupOperators):
 
     def begin(self) -> None:
         """The layer's forward begins. Compiled code and backward, which may recompute it, count no forward passes."""
-        if self._forward_count is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling():
+            return
+        self.begun = calls_begun()
+        if self._forward_count is not None and torch._C._current_graph_task_id() == -1:
             self._forward_count.begin(self._layer)
 
     def __reduce__(self) -> Any:
@@ -224,9 +228,9 @@ def _report_error(layer: nn.Module, args: Any, result: Any) -> None:
     """A forward hook, also called where forward has raised: the other ranks get the error of this one."""
     if torch.compiler.is_compiling() or result is not None:
         return
-    error = sys.exc_info()[1]
-    if isinstance(error, Exception):
-        report(cast(_Context, layer.context).group, type(layer).__name__, error)
+    context, error = cast(_Context, layer.context), sys.exc_info()[1]
+    if isinstance(error, Exception) and context.begun == calls_begun():
+        report(context.group, type(layer).__name__, error)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from .._arguments import argument_error, names_arguments
 from ..recurrence_steps import step_size
-from ._agreement import Agreement, report
+from ._agreement import Agreement, calls_begun, report
 from ._collectives import Group, GroupLike
 from ._operators import GroupOperators
 
@@ -68,10 +68,13 @@ def _on_every_rank(function: Callable[_Parameters, _Result]) -> Callable[_Parame
 
     @functools.wraps(function)
     def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        begun = calls_begun()
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not torch.compiler.is_compiling():
+            if calls_begun() == begun:
                 _tell_others(error, function, args, kwargs)
             raise
 
