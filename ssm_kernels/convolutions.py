@@ -183,8 +183,9 @@ def causal_conv1d_update(
         num_accepted_tokens: (batch,), int32 or int64: how many steps of the previous call speculative decoding has accepted;
             the text below says what the state then holds. 0 counts as 1.
         cu_seqlens: (sequences + 1,), int32 or int64: the steps of all sequences are packed one after another. ``x`` is then
-            (tokens, channels), and a row is a sequence. A sequence without steps touches no state. vLLM's name is
-            ``query_start_loc``.
+            (tokens, channels), and a row is a sequence. A sequence without steps touches no state. Steps after
+            ``cu_seqlens[-1]`` are padding, for CUDA graphs, which keep one shape: they touch no state, and their output is
+            zero, or in ``out``, if given, what it was. vLLM's name is ``query_start_loc``.
         intermediate_conv_window: (entries, seqlen, channels, width - 1), dtype of ``conv_state``: receives the last
             ``width - 1`` inputs after each step. Row ``b`` writes to entry ``b`` or, with ``intermediate_state_indices``, to
             entry ``intermediate_state_indices[b]``, unless that is padding.
@@ -240,7 +241,7 @@ def causal_conv1d_update(
             x, conv_state, weight, bias, activation=activation, state_batch_indices=state_batch_indices
         )
         return result
-    result = empty_output(x) if out is None else out
+    result = empty_output(x, cu_seqlens) if out is None else out
     torch.ops.ssm_kernels.causal_conv1d_update_out.default(
         x,
         conv_state,

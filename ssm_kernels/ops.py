@@ -341,6 +341,8 @@ def selective_state_update(
         cu_seqlens: (sequences + 1,), int32 or int64: the tokens of all sequences are packed one after another. ``x``, ``dt``
             and ``z`` are then (tokens, dim) or (tokens, heads, headdim), ``B`` and ``C`` (tokens, dstate) or (tokens, groups,
             dstate); a row is a sequence. A sequence without tokens touches no state.
+            Tokens after ``cu_seqlens[-1]`` are padding, for CUDA graphs, which keep one shape: they touch no state, and their
+            output is zero, or in ``out``, if given, what it was.
         intermediate_states_buffer: (entries, tokens, dim, dstate) or (entries, tokens, heads, headdim, dstate), dtype of
             ``state``: receives the state after each token. Row ``b`` writes to entry ``b`` or, with
             ``intermediate_state_indices``, to entry ``intermediate_state_indices[b]``, unless that is padding.
@@ -422,7 +424,7 @@ def selective_state_update(
             A_is_log=A_is_log,
         )
         return result
-    result = empty_output(x) if out is None else out
+    result = empty_output(x, cu_seqlens) if out is None else out
     torch.ops.ssm_kernels.selective_state_update_out.default(
         state,
         x,

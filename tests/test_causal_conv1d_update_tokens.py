@@ -343,3 +343,25 @@ def test_cuda_graph(call):
         expected = run(draw | {"conv_state": state})
         state = expected["conv_state"]
         assert all(torch.equal(static[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"destination": True, "intermediate": 3}, {"slots": False}], ids=["slots", "tables", "rows"]
+)
+def test_steps_after_the_last_sequence_are_padding(options, out, device):
+    """They hold NaN, touch no state, and their output is zero, or in ``out`` what it was."""
+    inputs = make_conv_token_inputs(packed=(0, 2, 5), out=out, device=device, **options)
+    expected = decode(inputs, causal_conv1d_update)
+    for padding in (0, 1, 4):
+        x = inputs["x"]
+        padded = inputs | {"x": torch.cat([x, x.new_full((padding, *x.shape[1:]), torch.nan)])}
+        if out:
+            padded["out"] = x.new_full(padded["x"].shape, 7)
+        results = decode(padded, causal_conv1d_update)
+        tail = results["out"][5:]
+        assert torch.equal(tail, torch.full_like(tail, 7 if out else 0))
+        results["out"] = results["out"][:5]
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    inputs["cu_seqlens"] = torch.zeros_like(inputs["cu_seqlens"])
+    assert torch.equal(decode(inputs, causal_conv1d_update)["conv_state"], inputs["conv_state"])

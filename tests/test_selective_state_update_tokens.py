@@ -288,7 +288,7 @@ def test_entry_that_two_rows_use(device):
     [
         ((1, 2, 5), "expected cu_seqlens to start at 0, got 1"),
         ((0, 6, 5), "expected cu_seqlens not to decrease, got 6 before 5"),
-        ((0, 2, 6), "expected cu_seqlens to end at seqlen = 5, got 6"),
+        ((0, 2, 6), "expected cu_seqlens to end at 5, the number of tokens, or before, got 6"),
     ],
 )
 def test_values_of_cu_seqlens(value, message, device):
@@ -300,6 +300,30 @@ def test_values_of_cu_seqlens(value, message, device):
     else:
         decode(inputs)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("options", [{}, {"destination": 3, "intermediate": 3}, {"heads": 2}], ids=["slots", "tables", "heads"])
+def test_tokens_after_the_last_sequence_are_padding(options, out, device):
+    """They hold NaN, touch no state, and their output is zero, or in ``out`` what it was."""
+    inputs = make_token_inputs(packed=(0, 2, 5), out=out, device=device, **options)
+    expected = decode(inputs)
+    for padding in (0, 1, 4):
+        padded = dict(inputs)
+        for name in ("x", "dt", "z", "B", "C"):
+            if inputs.get(name) is not None:
+                value = inputs[name]
+                padded[name] = torch.cat([value, value.new_full((padding, *value.shape[1:]), torch.nan)])
+        if out:
+            padded["out"] = inputs["out"].new_full(padded["x"].shape, 7)
+        results = decode(padded)
+        tail = results["out"][5:]
+        assert torch.equal(tail, torch.full_like(tail, 7 if out else 0))
+        results["out"] = results["out"][:5]
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    # Nothing but padding.
+    inputs["cu_seqlens"] = torch.zeros_like(inputs["cu_seqlens"])
+    assert torch.equal(decode(inputs)["state"], inputs["state"])
 
 
 def test_sequence_longer_than_a_table(device):

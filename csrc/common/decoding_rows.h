@@ -1,8 +1,9 @@
 // The rows of a decoding call, for kernels on CPU and CUDA: the tokens of each row, and the slots of a cache of states that it
 // reads from and writes to.
 //
-// A row has one token, `tokens` of them, or those from cu_seqlens[b] to cu_seqlens[b + 1] - 1 of packed tokens. A negative
-// slot, and the slot `pad_slot`, are padding.
+// A row has one token, `tokens` of them, or those from cu_seqlens[b] to cu_seqlens[b + 1] - 1 of packed tokens. Packed
+// tokens after the last row's are padding, which no kernel reads or writes. A negative slot, and the slot `pad_slot`, are
+// padding.
 #pragma once
 
 #include <cstdint>

@@ -25,14 +25,19 @@ void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tenso
   TORCH_CHECK_VALUE(shape[0] >= 2 || seqlen == 0, op, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got 0 sequences");
 }
 
-void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen) {
+void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen, bool has_padding) {
   const at::Tensor values = cu_seqlens.to(at::kLong).contiguous();
   const int64_t* const begin = values.const_data_ptr<int64_t>();
   const int64_t* const end = begin + values.numel();
   TORCH_CHECK_VALUE(*begin == 0, op, ": expected cu_seqlens to start at 0, got ", *begin);
   const int64_t* const decrease = std::adjacent_find(begin, end, [](int64_t a, int64_t b) { return a > b; });
   TORCH_CHECK_VALUE(decrease == end, op, ": expected cu_seqlens not to decrease, got ", decrease[0], " before ", decrease[1]);
-  TORCH_CHECK_VALUE(end[-1] == seqlen, op, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got ", end[-1]);
+  if (has_padding) {
+    TORCH_CHECK_VALUE(end[-1] <= seqlen, op, ": expected cu_seqlens to end at ", seqlen,
+                      ", the number of tokens, or before, got ", end[-1]);
+  } else {
+    TORCH_CHECK_VALUE(end[-1] == seqlen, op, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got ", end[-1]);
+  }
 }
 
 c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch) {

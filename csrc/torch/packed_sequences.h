@@ -15,8 +15,8 @@ namespace ssm_kernels {
 // with a batch of one entry. Does not read their values.
 void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tensor>& seq_idx,
                      const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch, const c10::SymInt& seqlen);
-// Raises unless the values of cu_seqlens, on the CPU, increase from 0 to seqlen.
-void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen);
+// Raises unless the values of cu_seqlens, on the CPU, increase from 0 to seqlen; with `has_padding`, to at most seqlen.
+void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen, bool has_padding = false);
 
 // The number of states: one for each packed sequence or, without cu_seqlens, for each row of the batch.
 c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch);

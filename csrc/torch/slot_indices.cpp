@@ -130,7 +130,7 @@ DecodingRows make_decoding_rows(const DecodingOptions& options, int64_t rows, in
 
 void check_decoding_values(const char* op, const DecodingOptions& options, const DecodingRows& rows, int64_t slots,
                            int64_t most_accepted) {
-  if (is_present(options.cu_seqlens)) check_cu_seqlens_values(op, *options.cu_seqlens, rows.tokens);
+  if (is_present(options.cu_seqlens)) check_cu_seqlens_values(op, *options.cu_seqlens, rows.tokens, /*has_padding=*/true);
   std::vector<Use> used_slots, used_entries;
   const auto add = [&](std::vector<Use>& uses, const char* name, const char* what, int64_t slot, int64_t count, int64_t row,
                        bool is_written) {

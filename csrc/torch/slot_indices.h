@@ -39,9 +39,9 @@ c10::SymInt count_rows(const ArgumentChecks& checks, const std::optional<at::Ten
 // `tokens` is the number of tokens of each row or, with cu_seqlens, of all rows.
 DecodingRows make_decoding_rows(const DecodingOptions& options, int64_t rows, int64_t tokens);
 
-// For tensors on the CPU: raises unless the values of cu_seqlens increase from 0 to the number of tokens, num_accepted_tokens
-// are from 0 to `most_accepted`, tables have a column for each token, indices are below the numbers of slots and of entries,
-// and no slot or entry that a row writes to is used by another row.
+// For tensors on the CPU: raises unless the values of cu_seqlens increase from 0 to at most the number of tokens,
+// num_accepted_tokens are from 0 to `most_accepted`, tables have a column for each token, indices are below the numbers of
+// slots and of entries, and no slot or entry that a row writes to is used by another row.
 void check_decoding_values(const char* op, const DecodingOptions& options, const DecodingRows& rows, int64_t slots,
                            int64_t most_accepted);
 
