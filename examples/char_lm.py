@@ -108,7 +108,7 @@ def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
 
 def write(model: MambaLM, args: argparse.Namespace) -> bytes:
     """Returns the prompt and the bytes that the model samples after it."""
-    prompt = torch.tensor([[*args.prompt.encode()]], device=args.device)
+    prompt = torch.tensor([[*args.prompt.encode(errors="surrogateescape")]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = model.generate(
         prompt, max_new_tokens=args.sample, temperature=args.temperature, top_p=args.top_p, generator=generator
@@ -225,6 +225,7 @@ def train(args: argparse.Namespace, session: Session) -> tuple[MambaLM, History]
 def main(argv: list[str] | None = None) -> None:
     with Session(__file__, argv) as session:
         args = parse_arguments(argv)
+        session.outputs = [args.plot, args.sample_file]
         torch.set_num_threads(args.threads)
         model, history = train(args, session)
         if args.plot is not None:

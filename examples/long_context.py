@@ -187,8 +187,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/long_context.py")
     if args.device not in ("cpu", "cuda"):
         parser.error(f"argument --device: expected cpu or cuda, got {args.device}")
+    if args.device == "cuda" and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+        parser.error(
+            f"argument --device cuda: expected a GPU for each process of this machine, got {torch.cuda.device_count()}"
+        )
     check_folder(parser, args)
     training.check_outputs(parser, args, {"plot": args.plot})
+
+    def attempt(_: torch.device) -> None:
+        with torch.device("meta"):
+            make_model(args.model, 16, 1, args.discretization)
+
+    device = args.device
+    training.check_device(parser, args, attempt)
+    args.device = device  # the name, which init_device_mesh takes
     return args
 
 
@@ -219,6 +231,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, session: Session) -> dict[
         restore(args.checkpoint)
     if args.resume:
         loaded, longer = load_history(args.checkpoint, settings)
+        training.check_last_step(args.checkpoint, len(loaded["losses"]), args.max_steps)
         history |= {name: loaded[name] for name in history if name in loaded and name != "run"}
         rate.lengths = history["lengths"]
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -263,6 +276,8 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, session: Session) -> dict[
             progress.update()
             tell_session()
             session.pause(lambda requested: any_process(requested, mesh))
+    if not history["tests"] or history["tests"][-1][0] < done:  # Ctrl-C stopped the run here, and nothing is left to train.
+        history["tests"].append((done, test_loss(model, test_text, mesh, args)))
     session.saves.clear()  # From here on the processes do not stop together.
     return history
 
@@ -271,6 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with Session(__file__, argv, speaks=os.environ.get("RANK") == "0") as session:
             args = parse_arguments(argv)
+            session.outputs = [args.plot]
             torch.set_num_threads(args.threads)
             if args.device == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

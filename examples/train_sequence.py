@@ -270,7 +270,12 @@ def main(argv: list[str] | None = None) -> None:
     with Session(__file__, argv) as session:
         args = parse_arguments(argv)
         torch.set_num_threads(args.threads)
+        session.outputs = [args.plot]
         runs = runs_of(args)
+        if args.checkpoint is not None and not args.resume:
+            # With --overwrite. A resumed run would take the older checkpoints of its later models for its own.
+            for label in labels_of(runs):
+                training.labelled(args.checkpoint, label).unlink(missing_ok=True)
         results = {}
         for (model, rule), label in zip(runs, labels_of(runs), strict=True):
             both = label if len(args.model) > 1 and len(args.discretization) > 1 else ""

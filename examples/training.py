@@ -55,6 +55,7 @@ class Session:
     Attributes:
         saves: a function for each run that writes its checkpoint, given ``--checkpoint`` or a name in its place.
         checkpoint: ``--checkpoint``, if given.
+        outputs: files that the script writes after the training; the command that resumes replaces those that exist by then.
         progress: the steps done, in words.
         saved: the last checkpoint, in words.
     """
@@ -63,6 +64,7 @@ class Session:
         self.script, self.argv, self.speaks = script, argv, speaks
         self.saves: list[Callable[[Path], None]] = []
         self.checkpoint: Path | None = None
+        self.outputs: list[Path | None] = []
         self.progress, self.saved = "before the first step", ""
         self._is_deferring = self._is_ending = False
         self._requested: float | None = None
@@ -102,8 +104,10 @@ class Session:
     def deferred(self) -> Iterator[None]:
         """Delays Ctrl-C to the next :meth:`pause` or the end of the block."""
         self._is_deferring = True
-        yield
-        self._is_deferring = False
+        try:
+            yield
+        finally:
+            self._is_deferring = False
         self.pause()
 
     def pause(self, agree: Callable[[bool], bool] = bool) -> None:
@@ -135,6 +139,8 @@ class Session:
             words += ["--checkpoint", str(checkpoint)]
         if "--resume" not in words:
             words.append("--resume")
+        if "--overwrite" not in words and any(path is not None and path.exists() for path in self.outputs):
+            words.append("--overwrite")
         return shlex.join([*_start_of_command(self.script, self.argv), *words])
 
 
@@ -256,6 +262,12 @@ def load_checkpoint(path: Path, keys: set[str], settings: dict[str, Any], length
         raise Mistake(f"{path} is not a checkpoint of this script") from None
 
 
+def check_last_step(path: Path, done: int, max_steps: int | None) -> None:
+    """Ends the script if the checkpoint is past ``--max-steps``."""
+    if max_steps is not None and done > max_steps:
+        raise Mistake(f"{path} has done {done} steps already: choose a larger --max-steps than {max_steps}, or leave it out")
+
+
 class Run(NamedTuple):
     """A training run.
 
@@ -311,6 +323,7 @@ def train(run: Run, args: argparse.Namespace, history_type: type, session: Sessi
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         history = history_type(*(checkpoint[name] for name in history._fields))
+        check_last_step(path, len(history[0]), args.max_steps)
         if longer:
             lengthen(run.schedule, len(history[0]), run.total_steps)
     losses, tests = history
@@ -352,6 +365,8 @@ def train(run: Run, args: argparse.Namespace, history_type: type, session: Sessi
             progress.update()
             tell_session()
             session.pause()
+        if not tests or tests[-1][0] < len(losses):  # Ctrl-C stopped the run here, and nothing is left to train.
+            tests.append((len(losses), run.test()))
     return history, time.perf_counter() - start
 
 
@@ -463,9 +478,10 @@ def check_outputs(parser: Parser, args: argparse.Namespace, outputs: dict[str, P
         if path is not None and path.exists() and not args.overwrite:
             resumed = " (with --resume it leaves the checkpoint alone)" if args.checkpoint is not None else ""
             parser.error(f"argument --{option.replace('_', '-')}: {path} exists: replace it with --overwrite{resumed}")
-    given = [path.resolve() for path in (args.checkpoint, *outputs.values()) if path is not None]
-    if len(set(given)) < len(given):
-        parser.error(f"arguments --checkpoint, --{', --'.join(outputs)}: expected different files".replace("_", "-"))
+    files = {"checkpoint": args.checkpoint, **outputs, "text": getattr(args, "text", None)}
+    given = {option: path.resolve() for option, path in files.items() if path is not None}
+    if len(set(given.values())) < len(given):
+        parser.error(f"arguments --{', --'.join(given)}: expected different files".replace("_", "-"))
 
 
 def check_rule(parser: Parser, args: argparse.Namespace, models: Sequence[str]) -> None:

@@ -415,6 +415,57 @@ def test_ctrl_c_saves_and_names_the_command(example, tmp_path, capsys, monkeypat
         Path("a curve.png").unlink()
 
 
+@pytest.fixture
+def stopped(tmp_path, capsys, monkeypatch):
+    """Runs an example with Ctrl-C in a call of one of a module's functions; returns the last line that is printed."""
+
+    def run(example: Example, module: object, function: str, *arguments: str | Path) -> str:
+        original = getattr(module, function)
+
+        def press(*args):
+            monkeypatch.setattr(module, function, original)
+            signal.raise_signal(signal.SIGINT)
+            return original(*args)
+
+        monkeypatch.setattr(module, function, press)
+        with pytest.raises(SystemExit) as stop:
+            example.run(*arguments)
+        assert stop.value.code == 130
+        return capsys.readouterr().out.splitlines()[-1]
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+@each_example
+def test_ctrl_c_before_the_first_test_or_after_the_plot(example, stopped, monkeypatch):
+    """A run without a test is tested before its result is printed; the command to resume replaces the plot it has drawn."""
+    options = (*example.short, "--checkpoint", "run.pt")
+    if example.script == CHAR_LM:
+        options = (*options, "--steps", "30")  # a test after 3 steps
+    stopped(example, training.nn.utils, "clip_grad_norm_", *options)
+    assert len(read(Path("run.pt"))["losses"]) == 1
+    assert "after 1 steps" in example.run(*options, "--resume", "--max-steps", "1")
+    stopped(example, training.nn.utils, "clip_grad_norm_", *options, "--resume")
+    assert "2 steps already" in example.refuse(*options, "--resume", "--max-steps", "1")
+    draw = training.save_figure
+    monkeypatch.setattr(training, "save_figure", lambda *args: (draw(*args), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(SystemExit):
+        example.run(*options, "--resume", "--plot", "curve.png")
+    command = shlex.split(example.capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.setattr(training, "save_figure", draw)
+    assert "learning curve: curve.png" in example.run(*command[2:])
+
+
+@train
+def test_overwritten_comparison_resumes_without_older_checkpoints(example, stopped):
+    options = (*example.short, "--max-steps", "1", "--model", "mingru", "minlstm", "--checkpoint", "run.pt")
+    example.run(*options)
+    command = stopped(example, training.nn.utils, "clip_grad_norm_", *options, "--overwrite", "--lr", "0.01")
+    example.run(*shlex.split(command)[2:])
+    assert {read(Path(f"run.{model}.pt"))["run"]["lr"] for model in ("mingru", "minlstm")} == {0.01}
+
+
 @pytest.mark.parametrize("script", [TRAIN, CHAR_LM, LONG_CONTEXT], ids=name_of)
 def test_ctrl_c_while_packages_load_has_no_traceback(script, tmp_path):
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
@@ -475,6 +526,11 @@ def test_nothing_is_overwritten_without_the_option(example, tmp_path):
         assert "--overwrite" in example.refuse(*options, option, plot)
         assert "--overwrite" in example.refuse(*options, option, plot, "--checkpoint", checkpoint, "--resume")
     assert files == (checkpoint.read_bytes(), plot.read_bytes())
+    if example.script == CHAR_LM:
+        book = tmp_path / "book.txt"
+        book.write_bytes(TEXT.read_bytes())
+        message = example.refuse(*options, "--text", book, "--sample-file", book, "--overwrite")
+        assert "--sample-file, --text: expected different files" in message
     example.run(*options, "--checkpoint", checkpoint, "--plot", plot, "--overwrite", "--seed", "1")
     assert checkpoint.read_bytes() != files[0]
 
@@ -514,9 +570,12 @@ def test_samples_for_the_terminal_have_no_control_characters():
         (["--resume", "--checkpoint", "missing"], ["--resume", "missing"]),
         (["--seqlen", "1000000"], ["--seqlen 1000000", "bytes are too few"]),
         (["--steps", "0"], ["--steps", "0"]),
+        (["--discretization", "bilinear"], ["--discretization", "bilinear", "zoh_exact"]),
+        (["--device", "cuda"], ["--device cuda", "GPU for each process"]),
     ],
 )
-def test_bad_arguments_of_long_context(arguments, words, process_of_torchrun, capsys):
+def test_bad_arguments_of_long_context(arguments, words, process_of_torchrun, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     message = long_context(capsys).refuse(*arguments)
     assert all(word in message for word in words), message
 
