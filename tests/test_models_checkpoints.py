@@ -122,8 +122,10 @@ def test_saves_shards(size, tmp_path):
         assert sum(v.numel() * 4 for name, v in shard.items() if name != "lm_head.weight") <= 4000 or len(shard) == 1
     loaded = MambaLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"of another save")
+    (tmp_path / "pytorch_model-best.bin").write_bytes(b"the user's")
     model.save_pretrained(tmp_path, max_shard_size="5GiB")
-    assert (tmp_path / "pytorch_model.bin").is_file() and not [*tmp_path.glob("*.index.json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model-best.bin", "pytorch_model.bin"]
     for bad, error in (("5 tons", ValueError), (0, ValueError), (1.5, TypeError), ("-1", ValueError)):
         with pytest.raises(error, match=says("MambaLM.save_pretrained: expected max_shard_size")):
             model.save_pretrained(tmp_path, max_shard_size=bad)

@@ -26,6 +26,7 @@ __all__ = ["find_folder", "load_config", "load_model", "load_weights", "override
 _CONFIG, _NAME, _DISCRETIZATION = "config.json", "MambaLM.from_pretrained", "discretization_name"
 # What is fetched from the hub: weights in one file, or in shards with an index.
 _PATTERNS = [_CONFIG, PICKLED, SAFE, *INDEXES, "pytorch_model-*.bin", "model-*.safetensors"]
+_SHARD = re.compile(r"(pytorch_model-[0-9]{5,}-of-[0-9]{5,}\.bin|model-[0-9]{5,}-of-[0-9]{5,}\.safetensors)")
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:
@@ -183,11 +184,12 @@ def parse_size(name: str, argument: str, size: Any) -> int | None:
 def save(folder: Path, config: MambaConfig, max_shard_size: int | None, state_dict: dict[str, Any]) -> None:
     """Writes ``config.json`` and the weights, in shards if they are larger; makes the folder if it is missing.
 
-    Removes other files of weights and indexes, which :func:`load_weights` would prefer to the new ones.
+    Removes other files of weights and indexes, which :func:`load_weights` would prefer to the new ones, and old shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SAFE, PICKLED, *INDEXES):
-        (folder / name).unlink(missing_ok=True)
+    old = [path for path in folder.iterdir() if path.name in (SAFE, PICKLED, *INDEXES) or _SHARD.fullmatch(path.name)]
+    for path in old:
+        path.unlink()
     shards = _split(state_dict, max_shard_size)
     if len(shards) == 1:
         torch.save(state_dict, folder / PICKLED)
