@@ -203,8 +203,8 @@ class MixerModel(NamesNoDecay, nn.Module):
         given = input_ids if inputs_embeds is None else inputs_embeds
         embedding = self.embedding
         # Hooks and wrappers, as of FSDP and offloading, bring weights to the device of the input when the module is called.
-        is_at_rest = type(embedding) is not nn.Embedding or embedding._forward_pre_hooks or self._forward_pre_hooks
-        if not is_at_rest and "forward" not in embedding.__dict__ and given.device != embedding.weight.device:
+        may_move = type(embedding) is not nn.Embedding or embedding._forward_pre_hooks or self._forward_pre_hooks
+        if not may_move and "forward" not in embedding.__dict__ and given.device != embedding.weight.device:
             argument = "input_ids" if inputs_embeds is None else "inputs_embeds"
             raise RuntimeError(
                 f"{name}: expected {argument} on the model's device, {embedding.weight.device}, got {given.device}"
