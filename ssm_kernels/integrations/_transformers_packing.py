@@ -1,8 +1,9 @@
-"""Packed sequences in hybrid models of transformers, whose attention layers separate them under conditions only.
+"""Packed sequences in models of transformers: hybrid ones separate them under conditions only, others never.
 
 Mixers read ``seq_idx`` or ``cu_seqlens``, attention reads neither. transformers builds a mask that separates the sequences from
 ``position_ids``, unless there is a cache or an ``attention_mask``. The model then mixes the sequences without an error, so that
-its ``forward`` is replaced by one that checks these arguments first.
+its ``forward`` is replaced by one that checks these arguments first. Models of Mamba's kind and ``Mamba2ForCausalLM`` drop
+``seq_idx`` and ``cu_seqlens``: their ``forward`` is replaced by one that refuses them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,39 @@ from torch import Tensor
 
 from ._transformers_functions import Function
 
-__all__ = ["PACKING", "forward_that_checks_packing", "models_with_attention"]
+__all__ = [
+    "PACKING",
+    "forward_that_checks_packing",
+    "forward_that_refuses_packing",
+    "models_that_drop_packing",
+    "models_with_attention",
+]
 
 PACKING = "packing"
 _MASKS = ("create_causal_mask", "_update_causal_mask")
 _PACKED, _CACHES = ("seq_idx", "cu_seqlens"), ("cache", "past_key_values", "cache_params")
 # Layers that are no attention, in the lists of types of the configurations.
 _OTHER_LAYERS = ("linear_attention", "mamba", "mamba2", "mlp", "moe")
+# Their backbone takes what they drop.
+_DROP_PACKING = ("Mamba2ForCausalLM",)
 # Models whose masks ignore position_ids.
 _IGNORE_POSITIONS = ("GraniteMoeHybrid",)
 
 
 def models_with_attention(module: ModuleType) -> dict[str, Function]:
     """The forwards that make masks for attention layers, by the model's class."""
+    return {name: forward for name, forward in _forwards(module).items() if any(mask in _names(forward) for mask in _MASKS)}
+
+
+def models_that_drop_packing(module: ModuleType, has_packing: bool) -> dict[str, Function]:
+    """The forwards of models that drop packed sequences, by the class; of all models unless the mixers take them."""
+    ends = _DROP_PACKING if has_packing else ("Model", "ForCausalLM")
+    return {name: forward for name, forward in _forwards(module).items() if name.endswith(ends)}
+
+
+def _forwards(module: ModuleType) -> dict[str, Function]:
     classes = {name: vars(value) for name, value in list(vars(module).items()) if isinstance(value, type)}
-    forwards = {name: members["forward"] for name, members in classes.items() if "forward" in members}
-    return {name: forward for name, forward in forwards.items() if any(mask in _names(forward) for mask in _MASKS)}
+    return {name: members["forward"] for name, members in classes.items() if "forward" in members}
 
 
 def _names(forward: Function) -> tuple[str, ...]:
@@ -48,7 +66,7 @@ def forward_that_checks_packing(forward: Function) -> Function:
 
     @functools.wraps(forward)
     def on_separate_sequences(self: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = next((name for name in _PACKED if kwargs.get(name) is not None), None)
+        packed = _packed(kwargs)
         if packed is not None:
             fault = _fault(self, dict(zip(names, args, strict=False)) | kwargs, ignores_positions)
             if fault is not None:
@@ -58,6 +76,26 @@ def forward_that_checks_packing(forward: Function) -> Function:
         return forward(self, *args, **kwargs)
 
     return on_separate_sequences
+
+
+def forward_that_refuses_packing(forward: Function) -> Function:
+    """``forward`` that raises a NotImplementedError for packed sequences."""
+
+    @functools.wraps(forward)
+    def on_one_sequence(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (packed := _packed(kwargs)) is not None:
+            name = type(self).__name__
+            remedy = "pass it to model.base_model" if name in _DROP_PACKING else "pad the sequences to rows of a batch"
+            raise NotImplementedError(
+                f"{name}: {packed} is not supported, because transformers does not pass it to the mixers: {remedy}"
+            )
+        return forward(self, *args, **kwargs)
+
+    return on_one_sequence
+
+
+def _packed(given: dict[str, Any]) -> str | None:
+    return next((name for name in _PACKED if given.get(name) is not None), None)
 
 
 def _restart(given: dict[str, Any]) -> bool:

@@ -32,7 +32,13 @@ from ._transformers_functions import (
     make_causal_conv1d_update,
 )
 from ._transformers_mixers import DT_PROJ, forward_457, forward_with_dt_proj, mixers_457, mixers_that_read_dt_proj
-from ._transformers_packing import PACKING, forward_that_checks_packing, models_with_attention
+from ._transformers_packing import (
+    PACKING,
+    forward_that_checks_packing,
+    forward_that_refuses_packing,
+    models_that_drop_packing,
+    models_with_attention,
+)
 
 __all__ = ["Served", "patch", "patched", "served", "unpatch"]
 
@@ -78,7 +84,7 @@ def patch() -> Served:
 
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
     contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind and convolutions take packed sequences, as
-    ``seq_idx`` or, in one row, as ``cu_seqlens``; those of Mamba's kind raise an error for them, because transformers does not
+    ``seq_idx`` or, in one row, as ``cu_seqlens``; models of Mamba's kind raise an error for them, because transformers does not
     pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence,
     ``use_cache=False`` and no ``attention_mask``, and those of GraniteMoeHybrid FlashAttention. A patched model raises a
     ValueError where its attention would mix the sequences.
@@ -299,9 +305,14 @@ class _State:
         elif any(kernel == "selective_scan_fn" for kernel, _ in found.values()):
             for name, forward in mixers_that_read_dt_proj(module).items():
                 forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
-        if any(kernel == "mamba_chunk_scan_combined" for kernel, _ in found.values()):
+        kernels = {kernel for kernel, _ in found.values()}
+        has_packing = "mamba_chunk_scan_combined" in kernels
+        if has_packing:
             for name, forward in models_with_attention(module).items():
                 forwards[name] = (PACKING, forward_that_checks_packing(forward))
+        if has_packing or "selective_scan_fn" in kernels:
+            for name, forward in models_that_drop_packing(module, has_packing).items():
+                forwards[name] = (PACKING, forward_that_refuses_packing(forward))
         for attribute, (kernel, function) in found.items():
             self._assign(module, module.__name__, attribute, kernel, function)
         for name, (kernel, forward) in forwards.items():

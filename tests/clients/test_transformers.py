@@ -237,11 +237,25 @@ def test_granite_refuses_packing_without_flash_attention() -> None:
 
 
 def test_the_convolution_of_mambas_kind_refuses_packed_sequences(device: str) -> None:
-    """Zamba passes seq_idx to the convolution only: its scan would continue the state of the sequence before."""
-    net, ids = MODELS["Zamba"].make(device), tokens(1, SEQLEN, device)
+    """Zamba's mixer passes seq_idx to the convolution only: its scan would continue the state of the sequence before."""
+    net = MODELS["Zamba"].make(device)
+    mixer = next(module for module in net.modules() if type(module).__name__ == "ZambaMambaMixer")
     seq_idx = (torch.arange(SEQLEN, device=device) > 10).int()[None]
     with patched(), pytest.raises(NotImplementedError, match="causal_conv1d_fn: seq_idx is not supported"):
-        net(ids, seq_idx=seq_idx, use_cache=False)
+        mixer(torch.zeros(1, SEQLEN, 32, device=device), seq_idx=seq_idx)
+
+
+@pytest.mark.parametrize("model", ["Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2"])
+def test_models_that_drop_packed_sequences_refuse_them(model: str) -> None:
+    net, ids = MODELS[model].make("cpu"), tokens(1, 16, "cpu")
+    packings = {"seq_idx": torch.arange(16)[None].int() // 8, "cu_seqlens": torch.tensor([0, 8, 16])}
+    with patched(), torch.no_grad():
+        for by, packing in packings.items():
+            for owner in (net,) if model == "Mamba2" else (net, net.base_model):
+                words = f"{type(owner).__name__}: {by} is not supported, because transformers does not pass it to the mixers"
+                with pytest.raises(NotImplementedError, match=words):
+                    owner(ids, **{by: packing}, use_cache=False)
+        net(ids, seq_idx=None, use_cache=False)
 
 
 def test_a_step_refuses_packed_sequences(device: str) -> None:
