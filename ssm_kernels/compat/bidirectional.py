@@ -54,7 +54,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         if_divide_out: halve the sum of the two directions of ``"v2"``; other types ignore it, as the forks do.
         init_layer_scale: multiply the result by the parameter ``gamma``, (d_model,), which starts at this number.
         bimamba: VideoMamba's name: True is ``"v2"``, False ``"none"``.
-        nslices: slices of ``"v3"``, which divide the sequence; 5 by default.
+        nslices: slices of ``"v3"``, which divide the sequence; 5 by default. Other types ignore it, as SegMamba does.
         if_devide_out: another spelling of ``if_divide_out``.
 
     The ``state_dict`` has the forks' names and shapes: ``A_b_log`` (d_inner, d_state), ``D_b`` (d_inner,), ``conv1d_b.weight``
@@ -276,6 +276,4 @@ def _read_type(bimamba_type: str | None, bimamba: bool | None, nslices: int | No
         kind = "v2" if bimamba else "none"
     if nslices is not None:
         check_int("Mamba", "nslices", nslices)
-        if kind != "v3":
-            raise ValueError(f"Mamba: expected nslices with bimamba_type 'v3' only, got bimamba_type {kind!r}")
     return kind

@@ -141,13 +141,23 @@ def test_a_mixer_of_one_direction_is_our_layer():
         ({"bimamba_type": "v4"}, "unknown bimamba_type 'v4'"),
         ({"bimamba_type": "v1", "bimamba": True}, "expected bimamba or bimamba_type, got bimamba=True and bimamba_type='v1'"),
         ({"bimamba_type": "v2", "bimamba": False}, "expected bimamba or bimamba_type"),
-        ({"nslices": 4}, "expected nslices with bimamba_type 'v3' only, got bimamba_type 'none'"),
         ({"bimamba_type": "v3", "nslices": 0}, "nslices"),
+        ({"bimamba_type": "v2", "nslices": 0}, "nslices"),
     ],
 )
 def test_arguments_that_contradict_each_other(options, message):
     with pytest.raises(ValueError, match=f"^Mamba: .*{message}"):
         Mamba(16, **options)
+
+
+def test_types_without_slices_ignore_their_number():
+    """SegMamba passes nslices whatever the type is."""
+    s = torch.randn(1, 8, 16)
+    for kind in ("none", "v1", "v2"):
+        torch.manual_seed(0)
+        expected = Mamba(16, bimamba_type=kind)(s)
+        torch.manual_seed(0)
+        assert torch.equal(Mamba(16, bimamba_type=kind, nslices=3)(s), expected)
 
 
 def test_what_several_directions_cannot_do():
