@@ -56,7 +56,7 @@ def peer_arguments(
                     restate(error)
                     if str(error).startswith(f"{function.__name__}: "):
                         raise
-                    of_argument = _kernel_error(function, args, kwargs, str(error))
+                    of_argument = _call_error(function, args, kwargs, str(error))
                 if of_argument is None:
                     raise
             raise of_argument
@@ -69,10 +69,15 @@ def peer_arguments(
 _NO_KERNEL = re.compile(r"Could not run '[\w:.]+' with arguments from the '(\w+)' backend")
 
 
-def _kernel_error(function: Callable[..., object], args: object, kwargs: object, message: str) -> RuntimeError | None:
-    """The error for tensors without kernels, where PyTorch's own names the operator that it could not call, or nothing."""
+def _call_error(function: Callable[..., object], args: object, kwargs: object, message: str) -> Exception | None:
+    """The error for arguments that are too few, too many or unknown, or for tensors without kernels, where PyTorch's own names
+    the operator that it could not call; or nothing."""
     assert isinstance(args, tuple) and isinstance(kwargs, dict)
-    for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        return TypeError(f"{function.__name__}: {error}")
+    for name, value in given.items():
         if isinstance(value, Tensor) and (kind := unsupported_kind(value)) is not None:
             return RuntimeError(f"{function.__name__}: expected {name} to be a dense tensor of numbers, got a {kind} tensor")
     found = _NO_KERNEL.match(message)

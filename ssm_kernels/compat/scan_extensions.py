@@ -169,6 +169,7 @@ def _make_fwd(name: str, has_out_float: bool) -> Callable[..., list[Tensor]]:
     Raises:
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`selective_scan_fwd`.
     """
+    fwd.__qualname__ = _member(name)
     return torch.no_grad()(peer_arguments(name)(fwd))
 
 
@@ -201,7 +202,13 @@ def _make_bwd(name: str) -> Callable[..., list[Tensor | None]]:
     Raises:
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`selective_scan_bwd`.
     """
+    bwd.__qualname__ = _member(name)
     return torch.no_grad()(peer_arguments(name, grad_out="dout")(bwd))
+
+
+def _member(name: str) -> str:
+    """The name in this module of a function of an extension module: ``core_fwd`` of ``selective_scan_cuda_core.fwd``."""
+    return name.removeprefix("selective_scan_cuda_").replace(".", "_")
 
 
 core_fwd = _make_fwd("selective_scan_cuda_core.fwd", False)

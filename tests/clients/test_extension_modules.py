@@ -417,3 +417,23 @@ def test_errors_name_the_function_that_was_called(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call(*modules, torch.randn(2, 3, 4))
     assert "_fn" not in str(raised.value) and "selective_scan:" not in str(raised.value)
+
+
+def test_calls_that_no_signature_has_name_the_function():
+    """Python's message names the argument alone, or a function that the client does not know."""
+    x = torch.zeros(1, 2, 3)
+    for module, function, call, words in (
+        ("selective_scan_cuda", "fwd", lambda fwd: fwd(x, x), "missing a required argument: 'A'"),
+        ("selective_scan_cuda_oflex", "bwd", lambda bwd: bwd(*[x] * 12), "too many positional arguments"),
+        ("causal_conv1d_cuda", "causal_conv1d_fwd", lambda fwd: fwd(x=x), "got an unexpected keyword argument 'x'"),
+    ):
+        with pytest.raises(TypeError, match=f"^{module}.{function}: {words}$"):
+            call(getattr(importlib.import_module(module), function))
+
+
+def test_the_account_names_the_functions_that_answered():
+    core = importlib.import_module("selective_scan_cuda_core")
+    assert core.fwd and core.bwd
+    answers = {request.name: request.answer for request in compat.served().requests}
+    for function in ("fwd", "bwd"):
+        assert answers[f"selective_scan_cuda_core.{function}"] == f"ssm_kernels.compat.scan_extensions.core_{function}"
