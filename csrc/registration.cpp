@@ -9,6 +9,8 @@
 
 #include "linear_scan/linear_scan_op.h"
 #include "torch/arguments.h"
+#include "torch/batched_gradients.h"
+#include "torch/not_differentiable.h"
 
 namespace {
 
@@ -36,8 +38,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // derivatives.
   const auto def_below_autograd = [&](const std::string& schema) {
     def(schema);
-    m.impl(name_of(schema).c_str(),
-           torch::dispatch(at::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+    if (schema.find("!)") != std::string::npos) {  // writes to an argument, which takes no part in a graph
+      m.impl(name_of(schema).c_str(),
+             torch::dispatch(at::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+    } else {
+      m.impl(name_of(schema).c_str(),
+             torch::dispatch(at::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>()));
+    }
   };
   // Those of them that have kernels for each device.
   const auto def_kernels = [&](const std::string& schema) {
@@ -269,6 +276,11 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_kernels("_linear_recurrence_summary_fwd(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
   def_kernels("_linear_recurrence_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + summary_arguments +
               ", bool[4] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3)");
+
+  for (const char* name :
+       {"_linear_recurrence", "_linear_recurrence_bwd", "_linear_recurrence_summary", "_linear_recurrence_summary_bwd"}) {
+    implement_boxed<&call_each_sample>(m, name, at::DispatchKey::Batched);
+  }
 
   // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
   for (const std::string name : {"rms_norm_gated", "layer_norm_gated"}) {

@@ -81,9 +81,13 @@ def over(functions: list[Function]) -> pytest.MarkDecorator:
 every_function, every_packing = over(FUNCTIONS), over(PACKING)
 
 
+# What a message may add: which layout the sizes fit, what to pass instead, or the nearest of several names.
+REMEDY = r"(, which fits inputs of shape [^:\n]+)?(: pass [^\n]+|; did you mean '\w+'\?)?"
+
+
 def assert_refuses(function: Function, inputs: Inputs, error: type[Exception], message: str, *, on_meta: bool = True) -> None:
-    """With this message, and nothing after it on its line."""
+    """With this message, and nothing but a remedy after it on its line."""
     for place in (None, "meta") if on_meta else (None,):
         moved = {name: value.to(place) if place and isinstance(value, Tensor) else value for name, value in inputs.items()}
-        with pytest.raises(error, match=rf"^{re.escape(f'{function.name}: {message}')}(\n|$)"):
+        with pytest.raises(error, match=rf"^{re.escape(f'{function.name}: {message}')}{REMEDY}(\n|$)"):
             function(**moved)

@@ -291,15 +291,6 @@ def test_the_function_keeps_its_signature(operator):
     assert {*names} <= {*inspect.signature(function).parameters}
 
 
-@pytest.mark.parametrize("name", ["linear_step", "diag_linear_step", "elu_gru_step"])
-def test_scripted(name):
-    """torch.jit.script compiles operators without keyword-only arguments; it does not support their defaults."""
-    function = getattr(ssm_kernels, name)
-    a, b = torch.full((2, 3), 0.5), torch.ones(2, 3)
-    for actual, expected in zip(torch.jit.script(function)(a, b), function(a, b), strict=True):
-        assert torch.equal(actual, expected)
-
-
 def test_step_size_as_a_number_beside_a_candidate_that_is_no_tensor(device):
     tau = torch.ones(3, device=device)
     for name in ("liquid_scan", "liquid_step"):

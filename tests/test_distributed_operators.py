@@ -319,7 +319,7 @@ def check_errors(mesh: Mesh) -> None:
         raises(ValueError, rf"{shape} \[1, 3\]", lambda call=call: call(1, cu_seqlens=ends[None]))
         raises(ValueError, rf"{shape} \[\]", lambda call=call: call(1, cu_seqlens=ends[0]))
         raises(ValueError, rf"{shape} \[0\]", lambda call=call: call(1, cu_seqlens=ends[:0]))
-        expected = f"{name}: expected cu_seqlens of dtype Int or Long, got Float"
+        expected = f"{name}: expected cu_seqlens of dtype int32 or int64, got float32"
         raises(RuntimeError, expected, lambda call=call: call(1, cu_seqlens=ends.float()))
         if name != "ssd_chunk_scan":
             expected = f"{name}: expected batch 1 with cu_seqlens, got 2"

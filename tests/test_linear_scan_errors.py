@@ -116,17 +116,19 @@ def test_errors_of_steps(variant, device):
         for shape in ((3,), (3, 1), (1, 2, 4)):
             message = f"{step}: expected {name} of a shape that broadcasts to {axes} = [2, 4], got {[*shape]}"
             assert_step_raises(ValueError, message, **{name: torch.ones(shape, device=device)})
-    like = f"(with {first} of dtype Float)"
+    like = f"(with {first} of dtype float32)"
     bad = {"state": of_step["state"].double()}
-    assert_step_raises(RuntimeError, f"{step}: expected state of dtype Float {like}, got Double", **bad)
+    assert_step_raises(RuntimeError, f"{step}: expected state of dtype float32 {like}, got float64", **bad)
     bad = {"state": of_step["state"].to("meta")}
     assert_step_raises(RuntimeError, f"{step}: expected state on {of_step[first].device} (the device of {first})", **bad)
     for name in other_names(variant):
         assert_step_raises(
-            RuntimeError, f"{step}: expected {name} of dtype Float {like}, got Half", **{name: of_step[name].half()}
+            RuntimeError, f"{step}: expected {name} of dtype float32 {like}, got float16", **{name: of_step[name].half()}
         )
     bad = {first: of_step[first].long()}
-    assert_step_raises(RuntimeError, f"{step}: expected {first} of dtype Float, Half, BFloat16 or Double, got Long", **bad)
+    assert_step_raises(
+        RuntimeError, f"{step}: expected {first} of dtype float32, float16, bfloat16 or float64, got int64", **bad
+    )
     if "candidate_activation" in variant.recurrence.options:
         message = f"{step}: unknown candidate_activation 'relu', expected one of: none, g, tanh"
         assert_step_raises(ValueError, message, candidate_activation="relu")

@@ -25,9 +25,9 @@ OPERATOR = "every operator"
 
 # ----- dtypes
 
-SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-INTEGERS = {torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool"}
-FLOATS = "Float, Half, BFloat16 or Double"
+SCALARS = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+INTEGERS = {torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"}
+FLOATS = "float32, float16, bfloat16 or float64"
 # Arguments in the accumulation dtype; those that may have the dtype of the first or the accumulation dtype; the others have
 # the first one's.
 WIDE = {
@@ -44,7 +44,7 @@ EITHER = {
 
 
 def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
-    own, accumulation = SCALARS[dtype], "Double" if dtype == torch.float64 else "Float"
+    own, accumulation = SCALARS[dtype], "float64" if dtype == torch.float64 else "float32"
     if name in WIDE.get(function.name, ()):
         return [accumulation]
     return [*dict.fromkeys((own, accumulation))] if name in EITHER.get(function.name, ()) else [own]
@@ -73,7 +73,7 @@ def test_mixed_dtypes(function, dtype, device):
 @pytest.mark.parametrize("name", ["B", "C"])
 def test_constant_matrix_has_the_dtype_of_A(name, dtype, device):
     inputs = SELECTIVE.inputs(dtype=dtype, device=device, **{name: "constant"})
-    accumulation = "Double" if dtype == torch.float64 else "Float"
+    accumulation = "float64" if dtype == torch.float64 else "float32"
     for got, scalar in SCALARS.items():
         if scalar != accumulation:
             message = f"expected {name} of dtype {accumulation} (with u of dtype {SCALARS[dtype]}), got {scalar}"
@@ -84,7 +84,7 @@ def test_constant_matrix_has_the_dtype_of_A(name, dtype, device):
 def test_dtype_of_the_first_tensor(function, device):
     inputs = function.inputs(device=device)
     ones = torch.ones(inputs[function.first].shape, device=device)
-    for dtype, got in (INTEGERS | {torch.float8_e4m3fn: "Float8_e4m3fn"}).items():
+    for dtype, got in (INTEGERS | {torch.float8_e4m3fn: "float8_e4m3fn"}).items():
         message = f"expected {function.first} of dtype {FLOATS}, got {got}"
         assert_refuses(function, inputs | {function.first: ones.to(dtype)}, RuntimeError, message)
 
@@ -93,7 +93,7 @@ def test_dtype_of_the_first_tensor(function, device):
 def test_complex_is_not_supported(function, device):
     inputs = function.inputs(device=device)
     for name in tensor_names(inputs):
-        message = f"expected a real {name}, got ComplexFloat: complex tensors are not supported"
+        message = f"expected a real {name}, got complex64: complex tensors are not supported"
         assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
 
 
@@ -102,9 +102,9 @@ def test_dtypes_of_indices(function, device):
     for options in function.indices:
         inputs = function.inputs(device=device, **options)
         for name in inputs.keys() & {"seq_idx", "cu_seqlens", "state_batch_indices"}:
-            for dtype, got in {torch.int16: "Short", torch.float32: "Float", torch.bool: "Bool"}.items():
+            for dtype, got in {torch.int16: "int16", torch.float32: "float32", torch.bool: "bool"}.items():
                 if inputs[name] is not None:
-                    message = f"expected {name} of dtype Int or Long, got {got}"
+                    message = f"expected {name} of dtype int32 or int64, got {got}"
                     assert_refuses(function, inputs | {name: inputs[name].to(dtype)}, RuntimeError, message)
 
 

@@ -54,7 +54,7 @@ SELECTIVE_SHAPES: Shapes = {
     "delta": [
         (f"{BDL} = [2, 6, 5]", [(6, 5), (2, 6, 5, 1), (3, 6, 5), (2, 7, 5), (2, 6, 4), (1, 6, 5), (2, 1, 5), (2, 6, 1)]),
     ],
-    "A": [(DN, [(6,), (2, 6, 3)]), (f"{DN} = [6, 3]", [(5, 3), (1, 3)])],
+    "A": [(DN, [(6,), (2, 6, 3)]), (f"{DN} = [6, 3]", [(4, 3), (1, 3)])],
     "B": [
         (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
         (
@@ -168,12 +168,16 @@ def recurrence_shapes(variant: Variant) -> Shapes:
     axes = "(batch, seqlen, channels)"
     first, *others = (name for name in variant.recurrence.inputs if name not in variant.recurrence.broadcast)
     sizes = [(3, 5, 4), (1, 5, 4), (2, 6, 4), (2, 4, 4), (2, 1, 4), (2, 5, 3), (2, 5, 1), (5, 4), (4,), (), (1, 2, 5, 4)]
-    states = [(3, 4), (1, 4), (2, 5), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()]
+    channels_first = "beside inputs of shape (batch, seqlen, channels) = [2, 5, 4]"
+    states = [(3, 4), (1, 4), (2, 6), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()]
     return {
         first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
         **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
-        "h0": [("(batch, channels) = [2, 4]", states)],
-        "reset": [("(batch, seqlen) = [2, 5]", [(5,), (2, 4), (1, 5), (2, 1), (5, 2), (2, 5, 2), (2, 5, 4), ()])],
+        "h0": [("(batch, channels) = [2, 4]", states), (f"(batch, channels) {channels_first}", [(2, 5)])],
+        "reset": [
+            (f"(batch, seqlen) {channels_first}", [(2, 4)]),
+            ("(batch, seqlen) = [2, 5]", [(5,), (2, 3), (1, 5), (2, 1), (5, 2), (2, 5, 2), (2, 5, 4), ()]),
+        ],
     }
 
 

@@ -329,7 +329,7 @@ def test_too_little_shared_memory():
     inputs = make_inputs(dstate=256, device="cuda")
     with (
         shared_memory_of_a_block(16 * 1024),
-        pytest.raises(RuntimeError, match="for Double and dstate = 256, got one with 16384"),
+        pytest.raises(RuntimeError, match="for float64 and dstate = 256, got one with 16384"),
     ):
         selective_scan(**inputs)
 

@@ -352,7 +352,8 @@ SHAPES = {
     "num_accepted_tokens": ((3,), "expected num_accepted_tokens of shape (batch,) = [2], got [3]"),
     "intermediate_states_buffer": ((4, 2, 4, 3), "expected intermediate_states_buffer for 3 tokens, got [4, 2, 4, 3]"),
     "intermediate_state_indices": ((3,), "expected intermediate_state_indices of shape (batch,) = [2], got [3]"),
-    "cu_seqlens": ((2, 2), "expected cu_seqlens of shape (sequences + 1,), got [2, 2]"),
+    # The tokens of a packed x are not in rows.
+    "cu_seqlens": ((3,), "expected x of shape (tokens, dim), got [2, 3, 4]"),
 }
 
 
@@ -380,10 +381,12 @@ def test_arguments_that_need_another(device):
 def test_wrong_dtypes(device):
     inputs = make_token_inputs(tokens=3, columns=3, destination=3, intermediate=3, dtype=torch.float32, device=device)
     for name in ("out", "intermediate_states_buffer"):
-        with pytest.raises(RuntimeError, match=says(f"expected {name} of dtype Float (with x of dtype Float), got Half")):
+        with pytest.raises(
+            RuntimeError, match=says(f"expected {name} of dtype float32 (with x of dtype float32), got float16")
+        ):
             decode(inputs | {name: inputs[name].half()})
     for name in ("state_batch_indices", "dst_state_batch_indices", "num_accepted_tokens", "intermediate_state_indices"):
-        with pytest.raises(RuntimeError, match=says(f"expected {name} of dtype Int or Long, got Float")):
+        with pytest.raises(RuntimeError, match=says(f"expected {name} of dtype int32 or int64, got float32")):
             decode(inputs | {name: inputs[name].float()})
 
 

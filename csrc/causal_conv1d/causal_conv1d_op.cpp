@@ -10,6 +10,7 @@
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/choices.h"
 #include "torch/memory_overlap.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
@@ -23,7 +24,7 @@ constexpr char kSequence[] = "(batch, seqlen, channels)";
 bool has_silu(const char* op, OptionalName activation) {
   if (!activation.has_value() || *activation == "none") return false;
   TORCH_CHECK_VALUE(*activation == "silu" || *activation == "swish", op, ": unknown activation '", *activation,
-                    "', expected None, 'silu' or 'swish'");
+                    "', expected None, 'silu' or 'swish'", nearest_choice(*activation, {"silu", "swish", "none"}));
   return true;
 }
 
@@ -34,6 +35,15 @@ void check_parameters(const ArgumentChecks& checks, const at::Tensor& weight, co
   TORCH_CHECK_VALUE(width >= 1, checks.op(), ": expected weight of a width of at least 1, got ", weight.sym_sizes());
   checks.parameter("weight", weight, "(channels, width)", {channels, width});
   checks.parameter("bias", bias, "(channels,)", {channels});
+}
+
+// Names the layout of a sequence whose second axis, not the last, has as many entries as the weight.
+void check_layout(const char* op, const at::Tensor& x, const at::Tensor& weight) {
+  if (x.dim() != 3 || weight.dim() != 2) return;
+  const c10::SymInt channels = weight.sym_size(0);
+  TORCH_CHECK_VALUE(x.sym_size(2) == channels || x.sym_size(1) != channels, op, ": expected x of shape ", kSequence,
+                    " with channels = ", channels, ", the rows of weight, got (batch, channels, seqlen) = ", x.sym_sizes(),
+                    ": pass x.transpose(1, 2)");
 }
 
 const char* state_axes(const Inputs& in) {
@@ -53,6 +63,7 @@ at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
 void check_inputs(const Inputs& in) {
   const ArgumentChecks checks(kOp, "x", in.x);
   checks.rank("x", in.x, 3, kSequence);
+  check_layout(kOp, in.x, in.weight);
   check_parameters(checks, in.weight, in.bias, in.x.sym_size(2));
   check_sequences(checks, in.seq_idx, in.cu_seqlens, in.x.sym_size(0), in.x.sym_size(1));
   checks.tensor("initial_state", in.initial_state, state_axes(in), state_shape(in), in.x.scalar_type());
@@ -176,6 +187,7 @@ namespace {
 // The checks of all arguments but those that choose slots. `rows`: the number of states without them.
 void check_steps(const ArgumentChecks& checks, const UpdateInputs& in, const c10::SymInt& rows, const char* state_axes) {
   const c10::SymInt channels = in.x.sym_size(-1);
+  check_layout(kUpdateOp, in.x, in.weight);
   check_parameters(checks, in.weight, in.bias, channels);
   checks.rank("conv_state", in.conv_state, 3, state_axes);
   const c10::SymInt length = in.conv_state.sym_size(2);
@@ -343,14 +355,9 @@ struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
   }
 };
 
-// The step is not differentiable: raises an error if a gradient is needed.
 at::Tensor update_autograd(c10::DispatchKeySet keys, const UpdateInputs& in) {
-  const auto& op = operator_of<CausalConv1dUpdate>();
-  op.check(in);
-  check_not_differentiated(kUpdateOp, "train with causal_conv1d, and decode under torch.no_grad()", in.x, in.conv_state,
-                           in.weight, in.bias);
-  at::AutoDispatchBelowAutograd guard;
-  return op.redispatch(keys & c10::after_autograd_keyset, in);
+  operator_of<CausalConv1dUpdate>().check(in);
+  return step_below_autograd<CausalConv1dUpdate>(kUpdateOp, kOp, keys, in, in.conv_state, in.x, in.weight, in.bias);
 }
 
 struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
@@ -368,8 +375,7 @@ struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
 NoResult update_out_autograd(c10::DispatchKeySet keys, const UpdateOutInputs& in) {
   const auto& op = operator_of<CausalConv1dUpdateOut>();
   op.check(in);
-  check_not_differentiated(kUpdateOp, "train with causal_conv1d, and decode under torch.no_grad()", in.x, in.conv_state,
-                           in.weight, in.bias, in.out, in.intermediate_conv_window);
+  check_not_differentiated(kUpdateOp, kOp, in.x, in.conv_state, in.weight, in.bias, in.out, in.intermediate_conv_window);
   at::AutoDispatchBelowAutograd guard;
   return op.redispatch(keys & c10::after_autograd_keyset, in);
 }

@@ -32,6 +32,7 @@
 #include <type_traits>
 
 #include "common/activations.h"
+#include "common/limits.h"
 #include "common/math.h"
 
 namespace ssm_kernels {
@@ -294,10 +295,12 @@ struct Liquid : SingleVariant<Liquid> {
   }
   template <typename T>
   static SSM_HOST_DEVICE void gradients(const Relaxation<T>& gates, const T* x, T h, T g, T* grad) {
-    const T rate = Math<T>::reciprocal(x[1]);
+    // Bounded, as the derivatives by tau and dt have the limit zero where dt / tau is infinite.
+    const T largest(kLargestRate<typename Math<T>::Scalar>);
+    const T rate = Math<T>::min(Math<T>::reciprocal(x[1]), largest);
     const T grad_exponent = g * (h - x[0]) * gates.a * rate;  // over tau
     grad[0] = g * gates.gain;
-    grad[1] = grad_exponent * (x[2] * rate);
+    grad[1] = grad_exponent * Math<T>::min(x[2] * rate, largest);
     grad[2] = negate(grad_exponent);
   }
 };
@@ -335,7 +338,9 @@ struct RgLru : SingleVariant<RgLru> {
     constexpr Scalar kMinNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
     const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kMinNorm)));
     const T grad_log_a = g * gates.a * Math<T>::fma(input, slope, h);
-    grad[0] = grad_log_a * gates.rate * (gate * (one<T>() - gate));
+    // Bounded: where the parameter is infinite, the gradient of log a is zero.
+    const T rate = Math<T>::max(gates.rate, T(-kLargestRate<Scalar>));
+    grad[0] = grad_log_a * rate * (gate * (one<T>() - gate));
     grad[1] = g * gates.norm * input * (one<T>() - input_gate);
     grad[2] = g * gates.norm * input_gate;
     grad[3] = grad_log_a * T(Scalar(-8)) * gate * softplus_derivative(x[3]);

@@ -16,13 +16,14 @@
 #include "torch/autocast.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/choices.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {
 
-constexpr const char* kActivationNames[] = {"none", "g", "tanh"};
+constexpr std::string_view kActivationNames[] = {"none", "g", "tanh"};
 constexpr char kSequenceAxes[] = "(batch, seqlen, channels)";
 constexpr char kStateAxes[] = "(batch, channels)";
 constexpr size_t kH0 = kMaxRecurrenceInputs;  // its place in NeedsGrad
@@ -35,12 +36,26 @@ const PublicOperator& find_operator(std::string_view name) {
 }
 
 Activation parse_activation(const char* op, std::string_view name) {
-  std::string known;
   for (size_t i = 0; i < std::size(kActivationNames); ++i) {
     if (name == kActivationNames[i]) return static_cast<Activation>(i);
-    known += (i > 0 ? ", " : "") + std::string(kActivationNames[i]);
   }
-  TORCH_CHECK_VALUE(false, op, ": unknown candidate_activation '", name, "', expected one of: ", known);
+  raise_unknown_choice(op, "candidate_activation", name, kActivationNames);
+}
+
+// What to do about inputs in the layout (batch, channels, seqlen), if an argument whose axis fits another one tells it.
+std::string layout_remedy(const c10::SymInt& size, c10::SymIntArrayRef sequence, size_t axis) {
+  const size_t other = 3 - axis;
+  if (sequence.size() != 3 || size == 1 || size == sequence[axis] || size != sequence[other]) return "";
+  return ", which fits inputs of shape (batch, channels, seqlen): pass their transpose(1, 2)";
+}
+
+// Raises if the second axis of the tensor, an axis of the sequence too, tells the layout (batch, channels, seqlen).
+void check_second_axis(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& sequence, size_t axis) {
+  if (tensor.dim() != 2 || tensor.sym_size(1) == sequence.sym_size(axis)) return;
+  const std::string remedy = layout_remedy(tensor.sym_size(1), sequence.sym_sizes(), axis);
+  TORCH_CHECK_VALUE(remedy.empty(), op, ": expected ", name,
+                    axis == 1 ? " of shape (batch, seqlen)" : " of shape (batch, channels)", " beside inputs of shape ",
+                    kSequenceAxes, " = ", sequence.sym_sizes(), ", got ", tensor.sym_sizes(), remedy);
 }
 
 // Raises unless the tensor broadcasts to the shape.
@@ -52,7 +67,8 @@ void check_broadcasts(const char* op, const char* name, const at::Tensor& tensor
     const c10::SymInt& size = shape[shape.size() - 1 - i];
     fits = size == 1 || size == target[target.size() - 1 - i];
   }
-  TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", axes, " = ", target, ", got ", shape);
+  TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", axes, " = ", target, ", got ", shape,
+                    layout_remedy(shape.empty() ? c10::SymInt(1) : shape.back(), target, /*axis=*/2));
 }
 
 // Whether a gradient of a broadcasting input would be a sum of fp16 or bf16 numbers. Autocast casts the inputs later, so the
@@ -126,9 +142,10 @@ void check_reset(const ArgumentChecks& checks, const Inputs& in) {
   const at::Tensor& first = in.tensors[0];
   TORCH_CHECK_VALUE(!is_present(in.cu_seqlens), checks.op(),
                     ": expected reset or cu_seqlens, got both: let a sequence of cu_seqlens begin at each reset");
+  check_second_axis(checks.op(), "reset", *in.reset, first, /*axis=*/1);
   checks.shape("reset", *in.reset, "(batch, seqlen)", {first.sym_size(0), first.sym_size(1)});
-  TORCH_CHECK(in.reset->scalar_type() == at::kBool, checks.op(), ": expected reset of dtype Bool, got ",
-              in.reset->scalar_type());
+  TORCH_CHECK(in.reset->scalar_type() == at::kBool, checks.op(), ": expected reset of dtype bool, got ",
+              dtype_name(in.reset->scalar_type()));
   checks.device("reset", *in.reset);
 }
 
@@ -153,6 +170,7 @@ Member check_inputs(const Inputs& in) {
   }
   check_sequences(checks, /*seq_idx=*/std::nullopt, in.cu_seqlens, first.sym_size(0), first.sym_size(1));
   check_reset(checks, in);
+  if (is_present(in.h0)) check_second_axis(op_name, op.state_name(), *in.h0, first, /*axis=*/2);
   checks.tensor(op.state_name(), in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : kStateAxes,
                 {in.sequences(), first.sym_size(2)}, checks.accumulate());
   return {op_name, &row, {parse_activation(op_name, in.candidate_activation), in.gate_is_logit}};

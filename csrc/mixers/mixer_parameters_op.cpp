@@ -15,6 +15,7 @@
 
 #include <array>
 
+#include "common/limits.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
@@ -49,7 +50,8 @@ at::Tensor cpu(const Inputs& in) {
     first += parameter.numel();
     return view;
   };
-  next(in.A_log).exp_().neg_();
+  const double largest = in.dtype == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
+  next(in.A_log).exp_().clamp_max_(largest).neg_();
   for (const OptionalTensor* other : {&in.bias, &in.D}) {
     if (is_present(*other)) next(**other);
   }

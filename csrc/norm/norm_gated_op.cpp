@@ -9,19 +9,18 @@
 #include <utility>
 
 #include "norm/norm_call.h"
+#include "torch/choices.h"
 
 namespace ssm_kernels::norm {
 namespace {
 
-constexpr const char* kActivationNames[] = {"silu", "gelu", "gelu_tanh", "sigmoid", "none"};
+constexpr std::string_view kActivationNames[] = {"silu", "gelu", "gelu_tanh", "sigmoid", "none"};
 
 GateActivation parse_activation(const char* op, std::string_view name) {
-  std::string known;
   for (size_t i = 0; i < std::size(kActivationNames); ++i) {
     if (name == kActivationNames[i]) return static_cast<GateActivation>(i);
-    known += (i > 0 ? ", " : "") + std::string(kActivationNames[i]);
   }
-  TORCH_CHECK_VALUE(false, op, ": unknown activation '", name, "', expected one of: ", known);
+  raise_unknown_choice(op, "activation", name, kActivationNames);
 }
 
 const char* gated_name(bool subtract_mean) { return subtract_mean ? "layer_norm_gated" : "rms_norm_gated"; }

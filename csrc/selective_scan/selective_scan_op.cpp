@@ -43,7 +43,9 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
     case 3:
       return checks.tensor(name, matrix, "(batch, dstate, seqlen)", {batch, dstate, seqlen}, in.u.scalar_type());
     case 4: {
-      const c10::SymInt groups = matrix.sym_size(1);
+      // In the layout (batch, seqlen, groups, dstate) the groups are the third axis: the check then says how to reorder.
+      const bool is_swapped = matrix.sym_size(2) != dstate && matrix.sym_size(3) == dstate && matrix.sym_size(1) == seqlen;
+      const c10::SymInt groups = matrix.sym_size(is_swapped ? 2 : 1);
       checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, in.u.scalar_type());
       TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, checks.op(), ": expected the groups of ", name,
                         " to divide dim = ", dim, ", got ", groups);
@@ -64,6 +66,10 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   checks.rank("A", in.A, 2, "(dim, dstate)");
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
   const at::ScalarType dtype = in.u.scalar_type(), accumulate = checks.accumulate();
+  TORCH_CHECK_VALUE(dim == in.A.sym_size(0) || in.u.sym_size(2) != in.A.sym_size(0), op,
+                    ": expected u of shape (batch, dim, seqlen) with dim = ", in.A.sym_size(0),
+                    ", the rows of A, got (batch, seqlen, dim) = ", in.u.sym_sizes(),
+                    ": pass u.transpose(1, 2), and delta, z, B and C likewise");
   checks.tensor("delta", in.delta, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
   checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);

@@ -2,12 +2,8 @@
 
 #include "selective_state_update/selective_state_update_op.h"
 
-#include <torch/csrc/autograd/functions/basic_ops.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include <memory>
-#include <type_traits>
 #include <utility>
 
 #include "torch/allocation.h"
@@ -19,7 +15,7 @@
 namespace ssm_kernels::selective_state_update {
 namespace {
 
-constexpr char kOp[] = "selective_state_update";
+constexpr char kOp[] = "selective_state_update", kScan[] = "selective_scan";
 
 // Sizes of the two forms, by the names that the error messages use.
 struct Form {
@@ -57,11 +53,16 @@ void check_parameter(const ArgumentChecks& checks, const char* name, const Optio
   checks.tensor(name, *tensor, axes, shape, is_input_dtype ? in.x.scalar_type() : checks.accumulate());
 }
 
-// The checks of all arguments but those that choose slots. `rows`: the number of states without them.
+void check_input_rank(const ArgumentChecks& checks, const Inputs& in, const Layout& layout) {
+  const Form& form = in.state.dim() == 4 ? layout.with_heads : layout.with_channels;
+  checks.rank("x", in.x, in.state.dim() - 2 + layout.leading, form.input);
+}
+
+// The checks of all arguments but those that choose slots, after those of the ranks of state and x. `rows`: the number of
+// states without them.
 Discretization check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& layout, const c10::SymInt& rows) {
   const bool has_heads = in.state.dim() == 4;
   const Form& form = has_heads ? layout.with_heads : layout.with_channels;
-  checks.rank("x", in.x, in.state.dim() - 2 + layout.leading, form.input);
 
   const at::ScalarType dtype = in.x.scalar_type();
   const c10::SymInt dstate = in.state.sym_size(-1);
@@ -117,8 +118,9 @@ Discretization check_inputs(const Inputs& in) {
   check_defined(kOp, "state", in.state);
   check_defined(kOp, "B", in.B);
   const ArgumentChecks checks(kOp, "x", in.x);
-  if (!in.is_one_step()) return check_out_inputs(OutInputs(in, /*out=*/in.x));
   check_state_forms(in, kOneToken);
+  if (!in.is_one_step()) return check_out_inputs(OutInputs(in, /*out=*/in.x));
+  check_input_rank(checks, in, kOneToken);
   const Discretization method = check_step(checks, in, kOneToken, in.x.sym_size(0));
   checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {in.x.sym_size(0)});
   return method;
@@ -133,7 +135,7 @@ Discretization check_out_inputs(const OutInputs& in) {
   const bool has_heads = in.state.dim() == 4;
   const Form& form = has_heads ? layout.with_heads : layout.with_channels;
   const bool is_packed = is_present(in.cu_seqlens);
-  if (!is_packed) checks.rank("x", in.x, in.state.dim() - 2 + layout.leading, form.input);
+  check_input_rank(checks, in, layout);
   const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.x);
   const Discretization method = check_step(checks, in, layout, rows);
   const c10::SymInt tokens = layout.leading == 2 ? in.x.sym_size(1) : c10::SymInt(1);
@@ -310,43 +312,10 @@ struct SelectiveStateUpdate : InPlaceOp<Inputs> {
   }
 };
 
-// A node that raises when backward reaches it. PyTorch holds nodes by std::shared_ptr, in newer versions by intrusive_ptr.
-template <typename Pointer = decltype(torch::autograd::Edge::function)>
-Pointer make_error_node(torch::autograd::edge_list inputs) {
-  constexpr bool kIsShared = std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>;
-  using Node = std::enable_if_t<sizeof(Pointer) != 0, torch::autograd::Error>;  // a dependent name: one branch is looked into
-  const char message[] =
-      "selective_state_update is not differentiable: train with selective_scan, and decode under torch.no_grad()";
-  if constexpr (kIsShared) {
-    return Pointer(new Node(message, std::move(inputs)), [](Node* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<Node>(message, std::move(inputs));
-  }
-}
-
-// If an input requires a gradient, attaches an error node to the output, so that backward raises. The state gets one only if it
-// requires a gradient itself: a cache beside parameters that require gradients would collect a node in each step.
 at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
-  const auto& op = operator_of<SelectiveStateUpdate>();
-  op.check(in);
-  const auto apply = [&](const auto& function) {
-    return function(in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias);
-  };
-  TORCH_CHECK_NOT_IMPLEMENTED(!apply([](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); }),
-                              kOp, ": forward-mode differentiation is not supported");
-  const bool needs_graph = apply([](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); });
-  const bool state_needs_graph = torch::autograd::compute_requires_grad(in.state);
-  torch::autograd::check_inplace(in.state, state_needs_graph);
-  torch::autograd::edge_list edges;
-  if (needs_graph) edges = apply([](const auto&... tensors) { return torch::autograd::collect_next_edges(tensors...); });
-  at::Tensor out;
-  {
-    at::AutoDispatchBelowAutograd guard;
-    out = op.redispatch(keys & c10::after_autograd_keyset, in);
-  }
-  if (needs_graph) torch::autograd::set_history(out, make_error_node(edges));
-  if (state_needs_graph) torch::autograd::rebase_history(in.state, make_error_node(edges));
-  return out;
+  operator_of<SelectiveStateUpdate>().check(in);
+  return step_below_autograd<SelectiveStateUpdate>(kOp, kScan, keys, in, in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z,
+                                                   in.dt_bias);
 }
 
 struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
@@ -365,8 +334,8 @@ struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
 NoResult out_autograd(c10::DispatchKeySet keys, const OutInputs& in) {
   const auto& op = operator_of<SelectiveStateUpdateOut>();
   op.check(in);
-  check_not_differentiated(kOp, "train with selective_scan, and decode under torch.no_grad()", in.state, in.x, in.dt, in.A,
-                           in.B, in.C, in.D, in.z, in.dt_bias, in.out, in.intermediate_states_buffer);
+  check_not_differentiated(kOp, kScan, in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.out,
+                           in.intermediate_states_buffer);
   at::AutoDispatchBelowAutograd guard;
   return op.redispatch(keys & c10::after_autograd_keyset, in);
 }

@@ -34,6 +34,17 @@ bool is_exponential(Discretization discretization) {
   return result;
 }
 
+// Names the layout of an x whose second axis, not the third, has as many entries as A.
+void check_layout(const char* op, const Inputs& in) {
+  if (in.A.dim() != 1 || in.x.sym_size(2) == in.A.sym_size(0) || in.x.sym_size(1) != in.A.sym_size(0)) return;
+  // (batch, heads, seqlen, headdim), or with seqlen last, as the sequences of B tell.
+  const bool is_last = in.x.sym_size(3) == in.B.sym_size(1) && in.x.sym_size(2) != in.B.sym_size(1);
+  TORCH_CHECK_VALUE(false, op, ": expected x of shape ", kSequence, " with heads = ", in.A.sym_size(0),
+                    ", the size of A, got (batch, heads, ", is_last ? "headdim, seqlen" : "seqlen, headdim",
+                    ") = ", in.x.sym_sizes(), ": pass x.", is_last ? "permute(0, 3, 1, 2)" : "transpose(1, 2)",
+                    ", and dt, z, B and C likewise");
+}
+
 void check_options(const char* op, const Inputs& in) {
   if (in.chunk_size.has_value()) {
     TORCH_CHECK_VALUE(*in.chunk_size >= 1, op, ": expected chunk_size of at least 1, got ", *in.chunk_size);
@@ -50,6 +61,7 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1), heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
   const c10::SymInt groups = in.B.sym_size(2), dstate = in.B.sym_size(3);
   const at::ScalarType dtype = in.x.scalar_type(), accumulate = checks.accumulate();
+  check_layout(op, in);
   TORCH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeaddim, op, ": expected headdim from 1 to ", kMaxHeaddim, ", got ",
                     headdim);
   checks.tensor("dt", in.dt, "(batch, seqlen, heads)", {batch, seqlen, heads}, dtype);

@@ -16,6 +16,8 @@ void check_argument(const c10::OperatorHandle& op, const c10::Argument& argument
                               " to be a dense tensor (of layout Strided), got layout ", tensor.layout());
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_nested(), public_name(op), ": expected ", argument.name(),
                               " to be a dense tensor, got a nested one");
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_quantized(), public_name(op), ": expected ", argument.name(),
+                              " to be a floating-point tensor, got a quantized one: pass its dequantize()");
 }
 
 // Raises if the tensors are on several devices: one CUDA tensor among CPU tensors is dispatched here too.
@@ -43,6 +45,26 @@ std::string public_name(const c10::OperatorHandle& op) {
     const size_t end = name.size() - std::min(name.size(), suffix.size());
     if (name.substr(end) == suffix) name.erase(end);
   }
+  return name;
+}
+
+std::string public_name(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  const auto& schema = op.schema().arguments();
+  bool subtracts_mean = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema[i].name() == "recurrence") return arguments[i].toStringRef();
+    if (schema[i].name() == "subtract_mean") subtracts_mean = arguments[i].toBool();
+  }
+  std::string name = op.schema().name();
+  name.erase(0, name.find("::") + 2);
+  if (name.front() == '_') name.erase(0, 1);
+  for (const std::string_view part : {"_fwd", "_bwd", "_states", "_initial_gradient", "_squares", "_products"}) {
+    name.erase(std::min(name.size(), name.find(part)));
+  }
+  if (name == "mamba_mixer") return "Mamba";
+  if (name == "mamba2_mixer") return "Mamba2";
+  if (name == "norm_gated") return subtracts_mean ? "layer_norm_gated" : "rms_norm_gated";
+  if (name == "add_norm") return subtracts_mean ? "add_layer_norm" : "add_rms_norm";
   return name;
 }
 

@@ -18,6 +18,9 @@ namespace ssm_kernels {
 // "selective_state_update" for "selective_state_update_out".
 std::string public_name(const c10::OperatorHandle& op);
 
+// The same for a call with these arguments: internal operators serve several public ones, and mixers are named after layers.
+std::string public_name(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+
 // Raises a TypeError if `tensor` is undefined, which is how Python's None arrives.
 void check_defined(std::string_view op, std::string_view name, const at::Tensor& tensor);
 
@@ -31,8 +34,8 @@ struct AnyArgument {
   explicit AnyArgument(const Other&) {}
 };
 
-// Raises unless each required tensor is defined, and each tensor strided: neither sparse nor nested. Takes the first arguments
-// of `op`, in the order of its schema.
+// Raises unless each required tensor is defined, and each tensor strided: neither sparse, nested nor quantized. Takes the first
+// arguments of `op`, in the order of its schema.
 void check_arguments(const c10::OperatorHandle& op, std::initializer_list<AnyArgument> arguments);
 // Takes all arguments, on top of the stack.
 void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);

@@ -37,16 +37,15 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/eager.h"
+#include "torch/not_differentiable.h"
 
 namespace ssm_kernels {
 
 using torch::autograd::variable_list;
 
-// Whether a node of the graph has to be made for this input. A tangent of forward-mode differentiation counts: Function::apply
-// raises an error for it.
+// Whether a node of the graph has to be made for this input, or its tangent of forward-mode differentiation raises an error.
 inline bool needs_autograd(const at::Tensor& tensor) {
-  if (!tensor.defined()) return false;
-  return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+  return tensor.defined() && ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
 }
 inline bool needs_autograd(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && needs_autograd(*tensor); }
 inline bool needs_autograd(at::TensorList tensors) {
@@ -229,6 +228,7 @@ typename Op::Result with_graph(typename Op::Inputs& in) {
           at::AutoDispatchBelowADInplaceOrView guard;
           return Op::forward(in, nullptr);
         }
+        TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...), not_supported(Op::name(in), kForwardMode));
         variable_list results = AutogradNode<Op>::apply(in, tensors...);
         if constexpr (std::is_same_v<typename Op::Result, at::Tensor>) {
           return std::move(results[0]);
@@ -272,12 +272,38 @@ typename Op::Result count_version(c10::DispatchKeySet keys, const typename Op::I
   return result;
 }
 
-// Raises an error if a gradient of an operator that is not differentiable is needed; `advice` says what to do.
+// "<op> is not differentiable: train with <scan>, and decode under torch.no_grad()".
+inline std::string not_differentiable(const char* op, const char* scan) {
+  return c10::str(op, " is not differentiable: train with ", scan, ", and decode under torch.no_grad()");
+}
+
+// Raises an error if a gradient is needed of an operator that writes to `out` and is not differentiable.
 template <typename... Tensors>
-void check_not_differentiated(const char* op, const char* advice, const Tensors&... tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), op,
-                              ": forward-mode differentiation is not supported");
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(tensors...), op, " is not differentiable: ", advice);
+void check_not_differentiated(const char* op, const char* scan, const Tensors&... tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...), not_supported(op, kForwardMode));
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(tensors...), not_differentiable(op, scan));
+}
+
+// Calls a decoding step, which is not differentiable, for arguments of which some may require a gradient: its result then has a
+// node that raises when backward reaches it. The state gets one only if it requires a gradient itself: a cache beside
+// parameters that require gradients would collect a node in each step. `tensors`: all of them but the state.
+template <typename Op, typename... Tensors>
+at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKeySet keys, const typename Op::Inputs& in,
+                               const at::Tensor& state, const Tensors&... tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(state) || (has_tangent(tensors) || ...)), not_supported(op, kForwardMode));
+  const bool needs_graph = torch::autograd::compute_requires_grad(state, tensors...);
+  const bool state_needs_graph = torch::autograd::compute_requires_grad(state);
+  torch::autograd::check_inplace(state, state_needs_graph);
+  torch::autograd::edge_list edges;
+  if (needs_graph) edges = torch::autograd::collect_next_edges(state, tensors...);
+  at::Tensor out;
+  {
+    at::AutoDispatchBelowAutograd guard;
+    out = operator_of<Op>().redispatch(keys & c10::after_autograd_keyset, in);
+  }
+  if (needs_graph) set_error_node(out, not_differentiable(op, scan), edges);
+  if (state_needs_graph) rebase_to_error_node(state, not_differentiable(op, scan), edges);
+  return out;
 }
 
 #define SSM_AUTOCAST_OPERATOR(Op)                                                                               \

@@ -8,14 +8,77 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
 
 #include "torch/arguments.h"
+#include "torch/choices.h"
+#include "torch/not_differentiable.h"
 
 namespace ssm_kernels {
 namespace {
 
+// The sizes; nullopt if one is symbolic.
+std::optional<std::vector<int64_t>> known_sizes(c10::SymIntArrayRef shape) {
+  std::vector<int64_t> sizes;
+  for (const c10::SymInt& size : shape) {
+    if (size.is_heap_allocated()) return std::nullopt;
+    sizes.push_back(size.as_int_unchecked());
+  }
+  return sizes;
+}
+
+// The axes of the tensor in the order that gives it this shape; empty if no order does. The first axis stays first if it can.
+std::vector<int64_t> order_of_axes(const std::vector<int64_t>& sizes, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), int64_t(0));
+  const auto fits = [&] {
+    for (size_t i = 0; i < order.size(); ++i) {
+      if (sizes[order[i]] != shape[i]) return false;
+    }
+    return true;
+  };
+  while (std::next_permutation(order.begin(), order.end())) {
+    if (fits()) return order;
+  }
+  return {};
+}
+
+std::string joined(const std::vector<int64_t>& numbers) {
+  std::string list;
+  for (const int64_t number : numbers) list += (list.empty() ? "" : ", ") + std::to_string(number);
+  return list;
+}
+
+// What to pass instead of a tensor of a wrong shape: ": pass u.transpose(1, 2)" for one in another layout, ": pass
+// A[:, None].expand(4, 8)" for one that lacks the last axes; otherwise nothing.
+std::string remedy(const char* name, c10::SymIntArrayRef got, c10::SymIntArrayRef expected) {
+  constexpr size_t kMostAxes = 4;
+  const auto known = known_sizes(got), shape = known_sizes(expected);
+  if (!known.has_value() || !shape.has_value() || known->empty() || known->size() > shape->size()) return "";
+  const std::string call = std::string(": pass ") + name;
+  if (known->size() == shape->size()) {
+    if (known->size() > kMostAxes) return "";
+    const std::vector<int64_t> order = order_of_axes(*known, *shape);
+    std::vector<int64_t> moved;
+    for (size_t i = 0; i < order.size(); ++i) {
+      if (order[i] != static_cast<int64_t>(i)) moved.push_back(order[i]);
+    }
+    if (order.empty()) return "";
+    if (moved.size() > 2) return call + ".permute(" + joined(order) + ")";
+    std::sort(moved.begin(), moved.end());
+    return call + ".transpose(" + joined(moved) + ")";
+  }
+  if (!std::equal(known->begin(), known->end(), shape->begin())) return "";
+  std::string index;
+  for (size_t i = 0; i < known->size(); ++i) index += i == 0 ? ":" : ", :";
+  for (size_t i = known->size(); i < shape->size(); ++i) index += ", None";
+  return call + "[" + index + "].expand(" + joined(*shape) + ")";
+}
+
 void check_real(const char* op, const char* name, at::ScalarType dtype) {
-  TORCH_CHECK(!c10::isComplexType(dtype), op, ": expected a real ", name, ", got ", dtype,
+  TORCH_CHECK(!c10::isComplexType(dtype), op, ": expected a real ", name, ", got ", dtype_name(dtype),
               ": complex tensors are not supported");
 }
 
@@ -40,7 +103,7 @@ ScalarKind scalar_kind(at::ScalarType dtype) {
     case at::kBFloat16:
       return ScalarKind::kBFloat16;
     default:
-      TORCH_CHECK(false, "expected a tensor of dtype Float, Half, BFloat16 or Double, got ", dtype);
+      TORCH_CHECK(false, "expected a tensor of dtype float32, float16, bfloat16 or float64, got ", dtype_name(dtype));
   }
 }
 
@@ -59,9 +122,8 @@ void check_no_func_transform(const char* op) {
   try {
     transforms->checkSupportsCppAutogradFunction();
   } catch (const c10::Error&) {
-    TORCH_CHECK(false, op,
-                ": the transforms of torch.func (grad, vjp, jvp, jacrev, ...) are not supported; use torch.autograd.grad or "
-                "backward(). torch.vmap is supported");
+    TORCH_CHECK(false, not_supported(op, "a transform of torch.func other than vmap (grad, vjp, jvp, jacrev, ...)"),
+                ", and torch.autograd.grad and backward() serve the operator itself");
   }
 }
 
@@ -69,14 +131,16 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
   const auto supports = [&](Discretization method) { return is_supported == nullptr || is_supported(method); };
   const Discretization* method = find_discretization(name);
   if (method != nullptr && supports(*method)) return *method;
-  std::string supported;
+  std::vector<std::string_view> supported;
   const auto list = [&](const DiscretizationRow& row) {
-    if (supports(row.method)) supported += (supported.empty() ? "" : ", ") + std::string(row.name);
+    if (supports(row.method)) supported.push_back(row.name);
   };
   for (const DiscretizationRow& row : kDiscretizationTable) list(row);
   for (const DiscretizationRow& row : kDiscretizationAliases) list(row);
-  TORCH_CHECK_VALUE(method != nullptr, op, ": unknown discretization '", name, "', expected one of: ", supported);
-  TORCH_CHECK_VALUE(false, op, ": discretization '", name, "' is not supported, expected one of: ", supported);
+  if (method == nullptr) raise_unknown_choice(op, "discretization", name, supported);
+  std::string names;
+  for (const std::string_view each : supported) names += (names.empty() ? "" : ", ") + std::string(each);
+  TORCH_CHECK_VALUE(false, op, ": discretization '", name, "' is not supported, expected one of: ", names);
 }
 
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {
@@ -105,7 +169,7 @@ ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::
   const at::ScalarType dtype = like.scalar_type();
   check_real(op, like_name, dtype);
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble, op, ": expected ",
-              like_name, " of dtype Float, Half, BFloat16 or Double, got ", dtype);
+              like_name, " of dtype float32, float16, bfloat16 or float64, got ", dtype_name(dtype));
 }
 
 void ArgumentChecks::rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const {
@@ -118,14 +182,14 @@ void ArgumentChecks::shape(const char* name, const at::Tensor& tensor, const cha
   const c10::SymIntArrayRef got = tensor.sym_sizes();
   bool equal = got.size() == shape.size();
   for (size_t i = 0; equal && i < shape.size(); ++i) equal = is_equal(got[i], shape[i]);
-  TORCH_CHECK_VALUE(equal, op_, ": expected ", name, " of shape ", axes, " = ", shape, ", got ", got);
+  TORCH_CHECK_VALUE(equal, op_, ": expected ", name, " of shape ", axes, " = ", shape, ", got ", got, remedy(name, got, shape));
 }
 
 void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const {
   const at::ScalarType got = tensor.scalar_type();
   check_real(op_, name, got);
-  TORCH_CHECK(got == expected, op_, ": expected ", name, " of dtype ", expected, " (with ", like_name_, " of dtype ",
-              like_.scalar_type(), "), got ", got);
+  TORCH_CHECK(got == expected, op_, ": expected ", name, " of dtype ", dtype_name(expected), " (with ", like_name_,
+              " of dtype ", dtype_name(like_.scalar_type()), "), got ", dtype_name(got));
 }
 
 void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {
@@ -152,8 +216,8 @@ void ArgumentChecks::parameter(const char* name, const at::Tensor& tensor, const
     dtype(name, tensor, like);
   } else {
     check_real(op_, name, got);
-    TORCH_CHECK(got == like || got == accumulate_, op_, ": expected ", name, " of dtype ", like, " or ", accumulate_, " (with ",
-                like_name_, " of dtype ", like, "), got ", got);
+    TORCH_CHECK(got == like || got == accumulate_, op_, ": expected ", name, " of dtype ", dtype_name(like), " or ",
+                dtype_name(accumulate_), " (with ", like_name_, " of dtype ", dtype_name(like), "), got ", dtype_name(got));
   }
   device(name, tensor);
 }
@@ -168,7 +232,7 @@ void ArgumentChecks::indices(const char* name, const std::optional<at::Tensor>& 
   if (!is_present(tensor)) return;
   this->shape(name, *tensor, axes, shape);
   const at::ScalarType got = tensor->scalar_type();
-  TORCH_CHECK(got == at::kInt || got == at::kLong, op_, ": expected ", name, " of dtype Int or Long, got ", got);
+  TORCH_CHECK(got == at::kInt || got == at::kLong, op_, ": expected ", name, " of dtype int32 or int64, got ", dtype_name(got));
   device(name, *tensor);
 }
 

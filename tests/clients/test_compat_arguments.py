@@ -125,7 +125,7 @@ def test_refused_slots(update, kind):
         ([1, 1], ValueError, f"expected distinct {name}, got 1 at positions 0 and 1"),
         ([1, 5], ValueError, f"expected {name} below the number of slots, 5, got 5 at position 1"),
         ([1], ValueError, rf"expected {name} of shape \(batch,\) = \[2\], got \[1\]"),
-        ([1.0, 2.0], RuntimeError, f"expected {name} of dtype Int or Long, got Float"),
+        ([1.0, 2.0], RuntimeError, f"expected {name} of dtype int32 or int64, got float32"),
     ):
         with pytest.raises(error, match=message):
             update(kind, "cpu", torch.tensor(indices))

@@ -8,6 +8,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/activations.h"
+#include "common/limits.h"
 #include "cuda/vector_io.cuh"
 #include "mixers/cuda/launch.h"
 
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(con
   Acc* const out = static_cast<Acc*>(p.out);
   if (index < p.A_log.count) {
     // Uses the accurate exponential, not the approximation of Math<float>: the effect of an error in A grows with time.
-    out[index] = -::exp(load_parameter<Acc>(p.A_log, index));
+    out[index] = -clamp(::exp(load_parameter<Acc>(p.A_log, index)), Acc(0), kLargestRate<Acc>);
     return;
   }
   const int64_t bias_index = index - p.A_log.count, D_index = bias_index - p.bias.count;

@@ -55,6 +55,12 @@ struct BwdTiles {
   }
 };
 
+template <typename Acc>
+void bound_rates(Acc* A, int64_t count) {
+  constexpr Acc kLargest = kLargestRate<Acc>;
+  for (int64_t i = 0; i < count; ++i) A[i] = std::clamp(A[i], -kLargest, kLargest);
+}
+
 // One chunk of one block. Inputs of the scan: A, u, delta, grad_y, B, C and the first of `states`. In and out: grad_state, and
 // grad_A, grad_B_lanes and grad_C_lanes, to which the chunk adds. Outputs: y = <C, h>, grad_u, grad_delta.
 template <typename Acc>
@@ -174,6 +180,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
 
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
+    bound_rates(tiles.A, p.dstate * Vec<Acc>::size());
     load_constant(tiles.B_constant, p.B, channel, channels, p.dstate);
     load_constant(tiles.C_constant, p.C, channel, channels, p.dstate);
     if (p.saves_chunk_state(task.row, chunk)) {

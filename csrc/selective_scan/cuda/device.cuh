@@ -6,6 +6,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "common/limits.h"
 #include "cuda/carry.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"
@@ -217,6 +218,12 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t row, in
 template <typename Acc>
 __device__ __forceinline__ Acc load_optional_state(const StateView& view, int64_t row, int64_t channel, int state) {
   return view.data != nullptr && row >= 0 ? load_state<Acc>(view, row, channel, state) : Acc(0);
+}
+
+// A of a backward kernel.
+template <typename Acc>
+__device__ __forceinline__ Acc load_bounded_A(const SelectiveScanParams& p, int64_t d, int64_t state) {
+  return clamp(load_state<Acc>(p.A, 0, d, state), -kLargestRate<Acc>, kLargestRate<Acc>);
 }
 
 // Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one. A state of zero needs no decay,

@@ -51,8 +51,8 @@ void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimi
               "selective_scan: the problem is too large: expected fewer than 2^31 blocks of channels, got ", p.rows,
               p.is_packed() ? " sequences" : " batch rows", " and dim = ", p.dim);
   TORCH_CHECK(plan.shared_bytes <= device.shared_bytes_per_block, "selective_scan: expected a device with at least ",
-              plan.shared_bytes, " bytes of shared memory per block for ", dtype, " and dstate = ", p.dstate, ", got one with ",
-              device.shared_bytes_per_block);
+              plan.shared_bytes, " bytes of shared memory per block for ", dtype_name(dtype), " and dstate = ", p.dstate,
+              ", got one with ", device.shared_bytes_per_block);
 }
 
 // One allocation for several arrays.

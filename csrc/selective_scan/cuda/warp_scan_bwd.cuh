@@ -217,7 +217,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (!p.B.per_step) shared.grad_constant_B[index] = 0;
       if (!p.C.per_step) shared.grad_constant_C[index] = 0;
     }
-    shared.states[index * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
+    shared.states[index * kPerState + kA] = load_bounded_A<Acc>(p, d, state) * scale_of_A<Method, Acc>(p);
     shared.states[index * kPerState + kAdjoint] = g;
   });
 

@@ -5,6 +5,7 @@
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
 
+#include "common/limits.h"
 #include "torch/checks.h"
 #include "torch/tensor_math.h"
 
@@ -49,7 +50,8 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const TensorValue zeta(steps.zeta), basis = Rule::basis(zeta);
     const auto derivatives = Rule::derivatives(zeta, basis, current_gain(Rule(), zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
-    grad_size = grad_zeta * in.A.to(at::kDouble) + grad_gain * derivatives.z_gain.tensor;
+    grad_size = grad_zeta * in.A.to(at::kDouble).clamp(-kLargestRate<double>, kLargestRate<double>) +
+                grad_gain * derivatives.z_gain.tensor;
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);
   });
