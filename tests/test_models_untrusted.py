@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import resource
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,52 @@ def edit_pickle(folder: Path, change: Callable[[bytes], bytes], compression: int
             archive.writestr(name, change(value) if name.endswith("data.pkl") else value)
 
 
+def evil_pickle(folder: Path) -> bytes:
+    """A pickle that allocates."""
+    torch.save({"a": Reduces(torch.UntypedStorage, (2**40,))}, folder / "evil.bin")
+    with zipfile.ZipFile(folder / "evil.bin") as archive:
+        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+
+
+def second_pickle(folder: Path) -> None:
+    """PyTorch reads DATA.PKL, where it looks for data.pkl."""
+    with zipfile.ZipFile(folder / PICKLED) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    root = next(iter(members)).partition("/")[0]
+    with zipfile.ZipFile(folder / PICKLED, "w") as archive:
+        for name, value in ({f"{root}/DATA.PKL": evil_pickle(folder)} | members).items():
+            archive.writestr(name, value)
+
+
+def two_archives(folder: Path) -> None:
+    """A file in which Python's reader finds the harmless archive and PyTorch's the other one."""
+    path = folder / PICKLED
+    edit_pickle(folder, lambda pickled: pickled)
+    harmless = path.read_bytes()
+    edit_pickle(folder, lambda _: evil_pickle(folder))
+    (records, directory, _), (own_records, own_directory, end) = map(split_archive, (path.read_bytes(), harmless))
+    # The end says where PyTorch finds a directory; Python takes the last bytes before the end.
+    records += bytes(max(0, len(own_records) - len(records)))
+    # Python adds the distance between the two directories to each offset.
+    distance = len(directory) + len(own_records)
+    moved = bytearray(own_directory)
+    at = 0
+    while at < len(moved):
+        name, extra, comment = struct.unpack_from("<3H", moved, at + 28)
+        (offset,) = struct.unpack_from("<I", moved, at + 42)
+        struct.pack_into("<I", moved, at + 42, offset + len(records) + len(directory) - distance)
+        at += 46 + name + extra + comment
+    sizes = struct.pack("<II", len(directory), len(records))
+    path.write_bytes(records + directory + own_records + moved + end[:12] + sizes + b"\0\0")
+
+
+def split_archive(archive: bytes) -> tuple[bytes, bytes, bytes]:
+    """The members, the central directory and the end of an archive without a comment."""
+    end = archive.rfind(b"PK\5\6")
+    size, offset = struct.unpack_from("<II", archive, end + 12)
+    return archive[:offset], archive[offset : offset + size], archive[end:]
+
+
 def compressed(folder: Path) -> None:
     edit_pickle(folder, lambda pickled: pickled, zipfile.ZIP_DEFLATED)
 
@@ -211,6 +258,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
     "layers from one": (layers_from_one, RuntimeError, [PICKLED, "bytes of parameters", "got"]),
     "claims more": (claims_more, ValueError, [PICKLED]),
     "compressed": (compressed, ValueError, [PICKLED, "uncompressed"]),
+    "second pickle": (second_pickle, ValueError, [PICKLED, "expected one data.pkl"]),
+    "two archives": (two_archives, ValueError, [PICKLED, "got bytes before or behind one"]),
     "storage": (save_object({"a": Reduces(torch.UntypedStorage, (2**40,))}), ValueError, [PICKLED, "UntypedStorage"]),
     "no weights": (save_object({"a": Reduces(torch.Tensor, (2**20, 2**20))}), ValueError, [PICKLED, "torch.Tensor"]),
     "bytes object": (save_object({"a": bytearray(2**10)}), ValueError, [PICKLED, "bytearray"]),

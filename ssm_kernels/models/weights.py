@@ -184,10 +184,14 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
+            # Python's reader skips bytes before an archive, PyTorch's does not: they could find two different archives.
+            if archive.comment or min((member.header_offset for member in members), default=0) != 0:
+                raise ValueError(f"{_NAME}: expected an archive of torch.save in {path}, got bytes before or behind one")
             # mmap reads members as they are, and a compressed member could be of any size.
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError(f"{_NAME}: expected uncompressed members in {path}")
-            pickles = [member for member in members if member.filename.endswith("data.pkl")]
+            # PyTorch's reader does not distinguish upper and lower case.
+            pickles = [member for member in members if member.filename.lower().endswith("data.pkl")]
             if len(pickles) != 1 or pickles[0].file_size > min(_MAX_HEADER_BYTES, path.stat().st_size):
                 raise ValueError(f"{_NAME}: expected one data.pkl of at most {_MAX_HEADER_BYTES} bytes in {path}")
             pickled = archive.read(pickles[0])
