@@ -146,14 +146,31 @@ def two_archives(folder: Path) -> None:
     # Python adds the distance between the two directories to each offset.
     distance = len(directory) + len(own_records)
     moved = bytearray(own_directory)
-    at = 0
-    while at < len(moved):
-        name, extra, comment = struct.unpack_from("<3H", moved, at + 28)
-        (offset,) = struct.unpack_from("<I", moved, at + 42)
-        struct.pack_into("<I", moved, at + 42, offset + len(records) + len(directory) - distance)
-        at += 46 + name + extra + comment
+    shift_offsets(moved, 0, len(moved), len(records) + len(directory) - distance)
     sizes = struct.pack("<II", len(directory), len(records))
     path.write_bytes(records + directory + own_records + moved + end[:12] + sizes + b"\0\0")
+
+
+def second_end(folder: Path) -> None:
+    """A 64-bit archive behind another one, to whose end its locator points: PyTorch follows the locator, Python does not."""
+    harmless = bytearray((folder / PICKLED).read_bytes())
+    evil_pickle(folder)
+    evil = (folder / "evil.bin").read_bytes()
+    (size, begin), at = struct.unpack_from("<QQ", harmless, len(harmless) - 58), len(evil)
+    shift_offsets(harmless, begin, begin + size, at)
+    struct.pack_into("<Q", harmless, len(harmless) - 50, begin + at)
+    struct.pack_into("<Q", harmless, len(harmless) - 34, len(evil) - 98)
+    struct.pack_into("<I", harmless, len(harmless) - 6, begin + at)
+    (folder / PICKLED).write_bytes(evil + harmless)
+
+
+def shift_offsets(directory: bytearray, at: int, end: int, distance: int) -> None:
+    """Adds to the offsets of the members in a central directory."""
+    while at < end:
+        name, extra, comment = struct.unpack_from("<3H", directory, at + 28)
+        (offset,) = struct.unpack_from("<I", directory, at + 42)
+        struct.pack_into("<I", directory, at + 42, offset + distance)
+        at += 46 + name + extra + comment
 
 
 def split_archive(archive: bytes) -> tuple[bytes, bytes, bytes]:
@@ -259,7 +276,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
     "claims more": (claims_more, ValueError, [PICKLED]),
     "compressed": (compressed, ValueError, [PICKLED, "uncompressed"]),
     "second pickle": (second_pickle, ValueError, [PICKLED, "expected one data.pkl"]),
-    "two archives": (two_archives, ValueError, [PICKLED, "got bytes before or behind one"]),
+    "two archives": (two_archives, ValueError, [PICKLED, "got other bytes around one"]),
+    "second end": (second_end, ValueError, [PICKLED, "got other bytes around one"]),
     "storage": (save_object({"a": Reduces(torch.UntypedStorage, (2**40,))}), ValueError, [PICKLED, "UntypedStorage"]),
     "no weights": (save_object({"a": Reduces(torch.Tensor, (2**20, 2**20))}), ValueError, [PICKLED, "torch.Tensor"]),
     "bytes object": (save_object({"a": bytearray(2**10)}), ValueError, [PICKLED, "bytearray"]),

@@ -11,6 +11,7 @@ import math
 import os
 import pickletools
 import stat
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,9 +185,8 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            # Python's reader skips bytes before an archive, PyTorch's does not: they could find two different archives.
-            if archive.comment or min((member.header_offset for member in members), default=0) != 0:
-                raise ValueError(f"{_NAME}: expected an archive of torch.save in {path}, got bytes before or behind one")
+            if not _is_one_archive(path):
+                raise ValueError(f"{_NAME}: expected an archive of torch.save in {path}, got other bytes around one")
             # mmap reads members as they are, and a compressed member could be of any size.
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError(f"{_NAME}: expected uncompressed members in {path}")
@@ -207,6 +207,26 @@ def _check_archive(path: Path) -> None:
             f"{_NAME}: expected a state_dict in {path}, got a pickle that asks for {', '.join(others)}. Nothing was executed: "
             "do not load this file unless you trust its source. Save model.state_dict() to get one that loads"
         )
+
+
+def _is_one_archive(path: Path) -> bool:
+    """Whether a zip file has its directory, and the record that says where this is, at the end, so that all readers find one.
+
+    Python's reader skips bytes before an archive, PyTorch's does not. Only PyTorch's follows the locator of 64-bit archives.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - 98))
+        tail = file.read()
+    if tail[-22:-18] != b"PK\5\6":
+        return False
+    length, begin, end = *struct.unpack("<II", tail[-10:-2]), size - 22
+    if tail[-42:-38] == b"PK\6\7":
+        end = size - 98
+        if struct.unpack("<Q", tail[-34:-26])[0] != end or tail[:4] != b"PK\6\6":
+            return False
+        length, begin = struct.unpack("<QQ", tail[40:56])
+    return bool(begin + length == end)
 
 
 def _is_tensor_part(name: str) -> bool:
