@@ -72,7 +72,7 @@ STATES = "expected no inference_params with seq_idx alone"
     [
         ((1, 9, 6), {"seq_idx": NUMBERS, "inference_params": new_cache()}, STATES),
         ((1, 9, 6), {"seq_idx": NUMBERS[:, :8]}, "expected seq_idx of shape (batch, seqlen) = [1, 9], got [1, 8]"),
-        ((2, 9, 6), {"cu_seqlens": OFFSETS}, "expected batch 1 with cu_seqlens, got 2"),
+        ((2, 9, 6), {"cu_seqlens": OFFSETS}, "expected a batch of 1 with cu_seqlens, got 2"),
         ((1, 9, 6), {"cu_seqlens": torch.tensor([0, 8])}, "expected cu_seqlens to end at seqlen = 9, got 8"),
         ((1, 9, 6), {"cu_seqlens": OFFSETS[None]}, "expected cu_seqlens of shape (sequences + 1,), got [1, 3]"),
         ((9, 6), {"cu_seqlens": OFFSETS}, "expected u of shape (batch, seqlen, d_model) with d_model = 6, got [9, 6]"),

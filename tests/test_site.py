@@ -84,7 +84,9 @@ def public_names() -> set[str]:
     modules = ["", "nn", "models", "distributed", "compat", "reference"]
     modules += [f"integrations.{module}" for module in ssm_kernels.integrations.__all__]
     modules += [
-        f"compat.{name}" for name in dir(ssm_kernels.compat) if isinstance(getattr(ssm_kernels.compat, name), ModuleType)
+        f"compat.{name}"
+        for name in dir(ssm_kernels.compat)
+        if not name.startswith("_") and isinstance(getattr(ssm_kernels.compat, name), ModuleType)
     ]
     names = set()
     for module in modules:
