@@ -188,7 +188,7 @@ def causal_conv1d_update(
             zero, or in ``out``, if given, what it was. vLLM's name is ``query_start_loc``.
         intermediate_conv_window: (entries, seqlen, channels, width - 1), dtype of ``conv_state``: receives the last
             ``width - 1`` inputs after each step. Row ``b`` writes to entry ``b`` or, with ``intermediate_state_indices``, to
-            entry ``intermediate_state_indices[b]``, unless that is padding.
+            entry ``intermediate_state_indices[b]``, unless that is padding. Other entries stay as they are.
         intermediate_state_indices: (batch,), int32 or int64.
         disable_state_update: do not write to ``conv_state``, as when drafts are only verified.
 

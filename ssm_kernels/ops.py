@@ -345,7 +345,8 @@ def selective_state_update(
             output is zero, or in ``out``, if given, what it was.
         intermediate_states_buffer: (entries, tokens, dim, dstate) or (entries, tokens, heads, headdim, dstate), dtype of
             ``state``: receives the state after each token. Row ``b`` writes to entry ``b`` or, with
-            ``intermediate_state_indices``, to entry ``intermediate_state_indices[b]``, unless that is padding.
+            ``intermediate_state_indices``, to entry ``intermediate_state_indices[b]``, unless that is padding. Other entries
+            stay as they are.
         intermediate_state_indices: (batch,), int32 or int64.
         disable_state_update: do not write to ``state``, as when drafts are only verified.
 

@@ -125,6 +125,19 @@ def test_speculative_decoding_equals_decoding(device):
             window[slots[b].item()] = row[0]
 
 
+def test_windows_without_indices(device):
+    """Row b writes to entry b; a buffer may have more entries than rows, not fewer."""
+    inputs = make_conv_token_inputs(rows=3, tokens=2, intermediate=2, device=device)
+    del inputs["intermediate_state_indices"]
+    windows = inputs["intermediate_conv_window"]
+    for entries in (3, len(windows)):
+        results = assert_matches(inputs | {"intermediate_conv_window": windows[:entries]})
+        assert torch.equal(results["intermediate_conv_window"][3:], windows[3:entries])
+    message = "expected intermediate_conv_window with an entry for each of 3 rows, or intermediate_state_indices, got [2,"
+    with pytest.raises(ValueError, match=says(f"causal_conv1d_update: {message}")):
+        run(inputs | {"intermediate_conv_window": windows[:2]})
+
+
 @pytest.mark.parametrize("pad", [None, 5])
 def test_padding(pad, device):
     value = -1 if pad is None else pad

@@ -209,13 +209,18 @@ def test_no_state_update(device):
 
 
 def test_intermediate_states_without_indices(device):
-    """Row b writes to entry b."""
+    """Row b writes to entry b; a buffer may have more entries than rows, not fewer."""
     inputs = make_token_inputs(rows=3, tokens=2, intermediate=2, device=device)
-    inputs["intermediate_states_buffer"] = inputs["intermediate_states_buffer"][:3]
     del inputs["intermediate_state_indices"]
-    results = assert_matches(inputs)
-    last = results["intermediate_states_buffer"][:, 1]
-    assert torch.equal(last, results["state"][inputs["state_batch_indices"].long()])
+    buffer = inputs["intermediate_states_buffer"]
+    for entries in (3, len(buffer)):
+        results = assert_matches(inputs | {"intermediate_states_buffer": buffer[:entries]})
+        last = results["intermediate_states_buffer"][:3, 1]
+        assert torch.equal(last, results["state"][inputs["state_batch_indices"].long()])
+        assert torch.equal(results["intermediate_states_buffer"][3:], buffer[3:entries])
+    message = "expected intermediate_states_buffer with an entry for each of 3 rows, or intermediate_state_indices, got [2,"
+    with pytest.raises(ValueError, match=says(f"selective_state_update: {message}")):
+        decode(inputs | {"intermediate_states_buffer": buffer[:2]})
 
 
 BAD_SLOTS = {

@@ -232,12 +232,11 @@ void check_update_out_inputs(const UpdateOutInputs& in) {
     const at::Tensor& windows = *in.intermediate_conv_window;
     constexpr char kWindows[] = "(entries, seqlen, channels, width - 1)";
     checks.rank("intermediate_conv_window", windows, 4, kWindows);
-    checks.tensor(
-        "intermediate_conv_window", windows, kWindows,
-        {is_present(in.intermediate_state_indices) ? windows.sym_size(0) : rows, windows.sym_size(1), in.x.sym_size(-1), past},
-        in.conv_state.scalar_type());
+    checks.tensor("intermediate_conv_window", windows, kWindows,
+                  {windows.sym_size(0), windows.sym_size(1), in.x.sym_size(-1), past}, in.conv_state.scalar_type());
     TORCH_CHECK_VALUE(is_packed || windows.sym_size(1) >= tokens, kUpdateOp, ": expected intermediate_conv_window for ", tokens,
                       " tokens, got ", windows.sym_sizes());
+    check_entries(checks, "intermediate_conv_window", windows, in.intermediate_state_indices, rows);
   }
 }
 

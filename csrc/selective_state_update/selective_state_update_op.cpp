@@ -146,11 +146,12 @@ Discretization check_out_inputs(const OutInputs& in) {
     const at::Tensor& buffer = *in.intermediate_states_buffer;
     const char* const axes = has_heads ? "(entries, tokens, heads, headdim, dstate)" : "(entries, tokens, dim, dstate)";
     checks.rank("intermediate_states_buffer", buffer, in.state.dim() + 1, axes);
-    c10::SymDimVector shape{is_present(in.intermediate_state_indices) ? buffer.sym_size(0) : rows, buffer.sym_size(1)};
+    c10::SymDimVector shape{buffer.sym_size(0), buffer.sym_size(1)};
     shape.append(in.state.sym_sizes().slice(1).begin(), in.state.sym_sizes().slice(1).end());
     checks.tensor("intermediate_states_buffer", buffer, axes, shape, in.state.scalar_type());
     TORCH_CHECK_VALUE(is_packed || buffer.sym_size(1) >= tokens, kOp, ": expected intermediate_states_buffer for ", tokens,
                       " tokens, got ", buffer.sym_sizes());
+    check_entries(checks, "intermediate_states_buffer", buffer, in.intermediate_state_indices, rows);
   }
   return method;
 }

@@ -75,6 +75,12 @@ void check_decoding_options(const ArgumentChecks& checks, const DecodingOptions&
                     ": expected no intermediate_state_indices without a buffer of intermediate states");
 }
 
+void check_entries(const ArgumentChecks& checks, const char* name, const at::Tensor& buffer,
+                   const std::optional<at::Tensor>& indices, const c10::SymInt& rows) {
+  TORCH_CHECK_VALUE(is_present(indices) || buffer.sym_size(0) >= rows, checks.op(), ": expected ", name,
+                    " with an entry for each of ", rows, " rows, or intermediate_state_indices, got ", buffer.sym_sizes());
+}
+
 namespace {
 
 IndexTable table_of(const std::optional<at::Tensor>& indices) {

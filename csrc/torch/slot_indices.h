@@ -33,6 +33,10 @@ bool has_other_slots(const std::optional<at::Tensor>& state_batch_indices,
 void check_decoding_options(const ArgumentChecks& checks, const DecodingOptions& options, const c10::SymInt& rows,
                             const std::optional<c10::SymInt>& tokens, bool has_columns);
 
+// Raises unless the buffer of intermediate states has an entry for each row, where no indices choose the entries.
+void check_entries(const ArgumentChecks& checks, const char* name, const at::Tensor& buffer,
+                   const std::optional<at::Tensor>& indices, const c10::SymInt& rows);
+
 // The number of rows, from cu_seqlens or from the first axis of x.
 c10::SymInt count_rows(const ArgumentChecks& checks, const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& x);
 
