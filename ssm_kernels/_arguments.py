@@ -45,7 +45,7 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
     def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         try:
             return function(*args, **kwargs)
-        except (AttributeError, RuntimeError, TypeError):
+        except (AttributeError, OverflowError, RuntimeError, TypeError):
             error = argument_error(function, args, kwargs)
             if error is None:
                 raise
@@ -65,8 +65,8 @@ def finite_dt_limit(dt_limit: Sequence[float] | None) -> list[float]:
     return [max(min(limit, largest), -largest) for limit in dt_limit]
 
 
-def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """Describes the first argument of a wrong type, if there is one."""
+def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """Describes the first argument of a wrong type, or the first number beyond a float's range, if there is one."""
     signature = inspect.signature(function)
     try:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -78,6 +78,8 @@ def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
             continue
         kind = _expected_kind(annotation, value)
         if kind is None:
+            if "float" in annotation and _is_beyond_float(value):
+                return ValueError(f"{function.__name__}: expected {name} within a float's range, got an integer beyond it")
             continue
         kind += " or None" if "None" in annotation else ""
         got = "None" if value is None else type(value).__name__
@@ -104,11 +106,25 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     return None
 
 
+def _is_beyond_float(value: Any) -> bool:
+    given = value if isinstance(value, Sequence) else [value]
+    return any(isinstance(number, int) and abs(number) > sys.float_info.max for number in given)
+
+
 def _keyword_error(operator: str, signature: inspect.Signature, given: int) -> TypeError | None:
-    """Describes a call that passes keyword-only inputs by position: ``x`` once came before the gates."""
+    """Describes a call that passes keyword-only arguments by position.
+
+    ``x`` once came before the gates, and mamba_ssm's ``selective_scan`` takes its flags by position.
+    """
     parameters = signature.parameters.values()
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if operator == "selective_scan" and given > len(positional):
+        return TypeError(
+            f"selective_scan: expected at most {len(positional)} positional arguments, got {given}: pass delta_softplus= and "
+            "return_last_state= by keyword, or call ssm_kernels.compat.selective_scan.selective_scan_fn, which takes "
+            "mamba_ssm's order"
+        )
     if given <= len(positional) or not keywords:
         return None
     usage = ", ".join([*positional, *(f"{name}={name}" for name in keywords)])
