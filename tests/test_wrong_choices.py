@@ -35,3 +35,15 @@ def test_layers_name_the_nearest_choice(given: str, meant: str) -> None:
 def test_layers_name_no_choice_when_none_is_near() -> None:
     with pytest.raises(ValueError, match=r"^Mamba: unknown discretization 'xyzw', expected one of \[[^;]*\]$"):
         nn.Mamba(8, discretization="xyzw")
+
+
+def test_transposed_layout_names_transpose() -> None:
+    u, A, B = torch.ones(1, 7, 2), -torch.ones(2, 4), torch.ones(1, 4, 7)
+    with pytest.raises(ValueError, match=r"^selective_scan: .*u\.transpose\(1, 2\)"):
+        ssm_kernels.selective_scan(u, u, A, B, B)
+
+
+def test_step_of_mamba2_names_expand() -> None:
+    x, dt, A, B = torch.ones(1, 3, 2), torch.ones(1, 3), -torch.ones(3), torch.ones(1, 1, 4)
+    with pytest.raises(ValueError, match=r"^selective_state_update: .*expand"):
+        ssm_kernels.selective_state_update(torch.zeros(1, 3, 2, 4), x, dt, A, B, B)
