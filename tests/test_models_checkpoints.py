@@ -131,6 +131,30 @@ def test_saves_shards(size, tmp_path):
             model.save_pretrained(tmp_path, max_shard_size=bad)
 
 
+@pytest.mark.parametrize("size", [None, 4000])
+def test_interrupted_save_leaves_the_earlier_one(size, tmp_path, monkeypatch):
+    first, second = (make_model("Mamba", dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        second.backbone.norm_f.weight.fill_(2)
+    first.save_pretrained(tmp_path, max_shard_size=size)
+    save, left = torch.save, [1 if size else 0]
+
+    def interrupted(*args: Any) -> None:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        second.save_pretrained(tmp_path, max_shard_size=size)
+    for name, value in MambaLM.from_pretrained(tmp_path).state_dict().items():
+        torch.testing.assert_close(value, first.state_dict()[name], rtol=0, atol=0)
+    monkeypatch.undo()
+    second.save_pretrained(tmp_path, max_shard_size=size)
+    assert not [*tmp_path.glob("*.partial")]
+
+
 def test_snapshots_of_the_hub_link_to_blobs(tmp_path):
     """As the cache of huggingface_hub keeps them."""
     snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"

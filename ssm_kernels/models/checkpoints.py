@@ -187,22 +187,34 @@ def save(folder: Path, config: MambaConfig, max_shard_size: int | None, state_di
     Removes other files of weights and indexes, which :func:`load_weights` would prefer to the new ones, and old shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    old = [path for path in folder.iterdir() if path.name in (SAFE, PICKLED, *INDEXES) or _SHARD.fullmatch(path.name)]
-    for path in old:
-        path.unlink()
     shards = _split(state_dict, max_shard_size)
+    partial: dict[str, Path] = {}
+
+    def write(name: str, content: Any) -> None:
+        # Under another name until all files are whole: an interrupted save leaves the earlier one as it is.
+        partial[name] = folder / f"{name}.partial"
+        if isinstance(content, str):
+            partial[name].write_text(content)
+        else:
+            torch.save(content, partial[name])
+
     if len(shards) == 1:
-        torch.save(state_dict, folder / PICKLED)
+        write(PICKLED, state_dict)
     else:
         places: dict[str, str] = {}
         for i, shard in enumerate(shards, 1):
             file = f"pytorch_model-{i:05d}-of-{len(shards):05d}.bin"
-            torch.save(shard, folder / file)
+            write(file, shard)
             places |= dict.fromkeys(shard, file)
         sizes = {value.data_ptr(): value.numel() * value.element_size() for value in state_dict.values()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (folder / f"{PICKLED}.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / _CONFIG).write_text(json.dumps(config.to_dict(), indent=4) + "\n")
+        write(f"{PICKLED}.index.json", json.dumps(index, indent=2) + "\n")
+    write(_CONFIG, json.dumps(config.to_dict(), indent=4) + "\n")
+    for name, path in partial.items():
+        path.replace(folder / name)
+    for path in [*folder.iterdir()]:
+        if path.name not in partial and (path.name in (SAFE, PICKLED, *INDEXES) or _SHARD.fullmatch(path.name)):
+            path.unlink()
 
 
 def _split(state_dict: dict[str, Any], max_shard_size: int | None) -> list[dict[str, Any]]:
