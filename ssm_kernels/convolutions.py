@@ -215,7 +215,8 @@ def causal_conv1d_update(
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         RuntimeError: elements of ``conv_state``, ``out`` or ``intermediate_conv_window``, which are written to, share memory
             with each other or with another argument.
-        NotImplementedError: an argument requires a gradient, or has a tangent of forward-mode differentiation.
+        NotImplementedError: an argument has a tangent of forward-mode differentiation, or requires a gradient beside ``out``
+            or another argument after ``state_batch_indices``. Otherwise backward raises when it reaches the result.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:

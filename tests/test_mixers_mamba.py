@@ -176,7 +176,7 @@ def test_backward_twice_with_the_sequential_scan(device):
 def test_second_derivatives_raise(device):
     layer, xz = make_mixer(device)
     (grad,) = torch.autograd.grad(mixer_loss(layer, xz), xz, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward .* is not supported"):
+    with pytest.raises(RuntimeError, match=r"double backward .* is not supported"):
         grad.sum().backward()
 
 
