@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ def _sample_shape(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
 
 def _select_sample(arguments: tuple[Any, ...], in_dims: tuple[Any, ...], sample: int) -> list[Any]:
     return [
-        argument if dim is None else argument.select(dim, sample) for argument, dim in zip(arguments, in_dims, strict=False)
+        argument.select(dim, sample) if isinstance(argument, Tensor) and dim is not None else argument
+        for argument, dim in zip(arguments, in_dims, strict=False)
     ]
 
 
@@ -163,6 +165,25 @@ def _call_each_sample(operator: Any, info: Any, in_dims: tuple[Any, ...], argume
     return None, None
 
 
+def _backward_of_each_sample(operator: Any) -> Callable[..., tuple[Any, Any]]:
+    """A rule of one call per sample. Without samples a call with zeros tells the shapes."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        samples = range(info.batch_size)
+        calls = [_select_sample(arguments, in_dims, sample) for sample in samples] or [
+            [
+                argument.new_zeros(_sample_shape(argument, dim))
+                if isinstance(argument, Tensor) and dim is not None
+                else argument
+                for argument, dim in zip(arguments, in_dims, strict=True)
+            ]
+        ]
+        gradients = [torch.stack(column)[: len(samples)] for column in zip(*(operator(*call) for call in calls), strict=True)]
+        return tuple(gradients), (0,) * len(gradients)
+
+    return rule
+
+
 class _RecurrenceFold:
     """Folds samples into the batch or, if the batch is one row of packed sequences, into the channels."""
 
@@ -262,6 +283,32 @@ def _linear_recurrence_bwd(
         samples.fold_all(inputs, input_dims),
         samples.fold(h, h_dim),
         samples.fold(h0, h0_dim),
+        cu_seqlens,
+        samples.fold(reset, reset_dim),
+        recurrence,
+        *options,
+    )
+    gradients, dims = zip(*map(samples.unfold, gradients), strict=True)
+    return gradients, dims
+
+
+def _linear_recurrence_summary_bwd(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    grad_last_state: Tensor | None,
+    grad_decay: Tensor | None,
+    inputs: list[Tensor],
+    cu_seqlens: Tensor | None,
+    reset: Tensor | None,
+    recurrence: str,
+    *options: Any,
+) -> tuple[Any, Any]:
+    grad_last_state_dim, grad_decay_dim, input_dims, cu_seqlens_dim, reset_dim, *_ = in_dims
+    samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
+    gradients = torch.ops.ssm_kernels._linear_recurrence_summary_bwd(
+        samples.fold(grad_last_state, grad_last_state_dim),
+        samples.fold(grad_decay, grad_decay_dim),
+        samples.fold_all(inputs, input_dims),
         cu_seqlens,
         samples.fold(reset, reset_dim),
         recurrence,
@@ -478,6 +525,22 @@ _SUMMARIES = (*(f"{name}_summary" for name in RECURRENCES), "ssd_chunk_scan_summ
 for _name in (*RECURRENCES, *_STEPS, *_SUMMARIES, "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
+for _name in (
+    "_add_norm_bwd",
+    "_causal_conv1d_bwd",
+    "_norm_gated_bwd",
+    "_selective_scan_bwd",
+    "_selective_scan_summary_bwd",
+    "_ssd_chunk_scan_bwd",
+    "_ssd_chunk_scan_states_bwd",
+    "_ssd_chunk_scan_summary_bwd",
+    "_mamba2_mixer_bwd",
+    "_mamba_mixer_bwd",
+):
+    torch.library.register_vmap(
+        f"ssm_kernels::{_name}", _backward_of_each_sample(getattr(torch.ops.ssm_kernels, _name).default)
+    )
+
 torch.library.register_vmap("ssm_kernels::_add_norm", _add_norm)
 torch.library.register_vmap("ssm_kernels::_causal_conv1d", _causal_conv1d)
 torch.library.register_vmap("ssm_kernels::causal_conv1d_update", _causal_conv1d_update)
@@ -485,6 +548,7 @@ torch.library.register_vmap("ssm_kernels::causal_conv1d_update_out", _causal_con
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_summary", _linear_recurrence_summary)
+torch.library.register_vmap("ssm_kernels::_linear_recurrence_summary_bwd", _linear_recurrence_summary_bwd)
 torch.library.register_vmap("ssm_kernels::_norm_gated", _norm_gated)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan_summary", _ssd_chunk_scan_summary)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import FUNC_TRANSFORMS
-from operator_spec import OperatorSpec, tensor_names, with_gradients
+from operator_spec import OperatorSpec, tensor_names
 from operators import OPERATORS, SCANS, every_operator, over, over_options
-from recurrence_helpers import PLAIN
 
 OPERATOR = "every operator"
 
@@ -107,42 +105,6 @@ def test_vmap_in_vmap(operator, device, no_vmap_fallback):
     for index, result in enumerate(actual):
         expected = torch.stack([torch.stack([of_two(x[i, j], y[j])[index] for j in range(2)]) for i in range(3)])
         torch.testing.assert_close(result, expected, rtol=operator.tolerance, atol=operator.tolerance)
-
-
-def assert_batched_gradients(
-    operator: OperatorSpec, inputs: dict[str, Any], batched_by: Callable[[Callable], Callable]
-) -> None:
-    """Several vector-Jacobian products at once, of all arguments and of one, through all results and through one."""
-    leaves = with_gradients(inputs)
-    results = operator(**leaves)
-    draws = [operator.make_cotangents(leaves, seed=seed) for seed in range(3)]
-    stacked = [torch.stack(column) for column in zip(*draws, strict=True)]
-    tensors = [leaves[name] for name in tensor_names(leaves)]
-    for wanted, through in ((tensors, len(results)), (tensors[:1], len(results)), (tensors, 1)):
-
-        def product(*cotangents, wanted=wanted, through=through, **batched):
-            kept = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-            return torch.autograd.grad(results[:through], wanted, cotangents, **kept, **batched)
-
-        expected = zip(*(product(*draw[:through]) for draw in draws), strict=True)
-        for actual, column in zip(batched_by(product)(*stacked[:through]), expected, strict=True):
-            torch.testing.assert_close(actual, torch.stack(column), rtol=operator.tolerance, atol=operator.tolerance)
-
-
-def batch_and_packed(spec: OperatorSpec) -> dict[str, dict[str, Any]]:
-    return {"batch": {}} | ({"packed": {"cu_seqlens": (0, 0, 3, 9)}} if spec.packs else {})
-
-
-@over_options(PLAIN, batch_and_packed)
-def test_vmap_over_cotangents(operator, options, device, no_vmap_fallback):
-    assert_batched_gradients(operator, operator.make_inputs(**options, device=device), torch.vmap)
-
-
-@over_options({name: spec for name, spec in OPERATORS.items() if name not in PLAIN}, batch_and_packed)
-def test_batched_gradients(operator, options, device):
-    """is_grads_batched, by PyTorch's loop."""
-    inputs = operator.make_inputs(**options, device=device)
-    assert_batched_gradients(operator, inputs, lambda product: partial(product, is_grads_batched=True))
 
 
 @over({name: spec for name, spec in SCANS.items() if spec.packs})
