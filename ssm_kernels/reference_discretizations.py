@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "phi1"]
+__all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "phi1"]
 
 
 class Discretization(NamedTuple):
@@ -43,6 +44,24 @@ def _discretization(name: str, summary: str) -> Callable[[_Coefficients], _Coeff
         return function
 
     return register
+
+
+def decaying(exponent: Callable[..., Tensor], *factors: Tensor, at_plus_infinity: bool = False) -> Tensor:
+    """``exponent(*factors)``, with the gradient 0 where it is minus infinity, or, on request, infinity.
+
+    There the function of it has decayed to 0, and so has the gradient, while autograd multiplies that 0 by an infinite factor.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.reference_discretizations import decaying
+        >>> delta, A = torch.tensor(1.0, requires_grad=True), torch.tensor(-float("inf"))
+        >>> torch.autograd.grad(decaying(torch.mul, delta, A).exp(), delta)
+        (tensor(0.),)
+    """
+    value = exponent(*factors)
+    decayed = value.isinf() if at_plus_infinity else value == -math.inf
+    finite = exponent(*(torch.where(decayed, 1, factor) for factor in factors))
+    return torch.where(decayed, value.detach(), finite)
 
 
 def phi1(z: Tensor) -> Tensor:
@@ -129,5 +148,6 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
     name = ALIASES.get(discretization, discretization)
     if name not in DISCRETIZATIONS:
         raise ValueError(f"unknown discretization {discretization!r}, expected one of {sorted([*DISCRETIZATIONS, *ALIASES])}")
-    Abar, gain = DISCRETIZATIONS[name].coefficients(delta * A)
+    z = decaying(torch.mul, delta, A, at_plus_infinity=name == "backward_euler")
+    Abar, gain = DISCRETIZATIONS[name].coefficients(z)
     return Abar, delta * gain

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference_discretizations import decaying
+
 __all__ = [
     "CANDIDATE_ACTIVATIONS",
     "RECURRENCES",
@@ -199,7 +201,7 @@ def liquid_scan(candidate: Tensor, tau: Tensor, dt: Tensor | float) -> tuple[Ten
         >>> reference.liquid_scan(candidate, tau, 1.0).flatten()
         tensor([0.3935, 0.6321, 0.7769], dtype=torch.float64)
     """
-    z = -dt / tau
+    z = decaying(lambda dt, tau: -dt / tau, torch.as_tensor(dt, dtype=tau.dtype, device=tau.device), tau)
     return torch.exp(z), -torch.expm1(z) * candidate
 
 
@@ -238,7 +240,7 @@ def rglru_scan(recurrence_gate: Tensor, input_gate: Tensor, *, x: Tensor, recurr
         >>> reference.rglru_scan(gate, gate, x=x, recurrent_param=torch.tensor([0.1], dtype=torch.float64)).flatten()
         tensor([0.4994, 0.5248, 0.5261], dtype=torch.float64)
     """
-    log_a = -8 * F.softplus(recurrent_param) * _sigmoid(recurrence_gate)
+    log_a = decaying(lambda parameter, gate: -8 * F.softplus(parameter) * _sigmoid(gate), recurrent_param, recurrence_gate)
     return torch.exp(log_a), _sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
 
 

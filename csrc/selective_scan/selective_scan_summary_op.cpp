@@ -13,6 +13,7 @@
 #include <limits>
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
@@ -20,6 +21,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "common/limits.h"
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
@@ -169,9 +171,10 @@ SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd) {
   }
   const StepSum steps(in);
   const at::Tensor grad_exponent = bwd.grad_decay->to(at::kDouble) * steps.decay(in.A);
-  // An infinite sum has the decay and the gradient zero, not the NaN of zero times infinity.
+  // An infinite sum or A has the decay and the gradient zero, not the NaN of zero times infinity.
   add(kSummaryGradA, (grad_exponent * steps.sum.clamp_max(std::numeric_limits<double>::max())).sum(0));
-  at::Tensor grad_delta = (grad_exponent * in.A.to(at::kDouble)).sum(-1, /*keepdim=*/true).expand(in.delta.sizes());
+  const at::Tensor A = in.A.to(at::kDouble).clamp(-kLargestRate<double>, kLargestRate<double>);
+  at::Tensor grad_delta = (grad_exponent * A).sum(-1, /*keepdim=*/true).expand(in.delta.sizes());
   if (in.delta_softplus) grad_delta = at::softplus_backward(grad_delta, steps.biased.to(at::kDouble), 1, 20);
   add(kSummaryGradDelta, grad_delta);
   if (is_present(in.delta_bias)) add(kSummaryGradDeltaBias, grad_delta.sum(at::IntArrayRef({0, 2})));
