@@ -192,16 +192,14 @@ def test_strong_decay(seqlen):
 
 @pytest.mark.parametrize("strong", [-1e5, -math.inf])
 def test_a_step_that_forgets_everything(strong):
-    """Every gradient is finite where the reference is. The gradient of dt, a product with A, is not where A is infinite."""
+    """Every gradient is finite; beside an infinite A the gradient of dt is the limit."""
     inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False)
     inputs |= {"A": torch.tensor([strong, -1.0], device="cuda"), "dt": inputs["dt"].abs()}
     cotangents = make_cotangents(inputs)
     exact = evaluate_in_float64(inputs, cotangents)
     results = [evaluate(scan, inputs, cotangents), evaluate_natively(inputs, cotangents, exact)]
-    is_number = {name: value.isfinite() for name, value in exact.items()}
-    assert all(mask.all() for name, mask in is_number.items() if name != "grad_dt") and is_number["grad_dt"][..., 1].all()
-    compared = ({name: of[name].where(mask, 0) for name, mask in is_number.items()} for of in (*results, exact))
-    assert_all_as_accurate(*compared, inputs)
+    assert all(value.isfinite().all() for value in exact.values())
+    assert_all_as_accurate(*results, exact, inputs)
 
 
 def test_weak_decay_after_a_step_that_forgets_everything():

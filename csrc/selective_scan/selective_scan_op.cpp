@@ -35,6 +35,15 @@ at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   return ssm_kernels::allocate_states(in.cu_seqlens, in.u.sym_size(2), shape, in.A.options(), empty);
 }
 
+// Names the layout of a u whose last axis, not the second, has as many entries as A has rows, unless B says that it is time.
+void check_layout(const char* op, const Inputs& in) {
+  const c10::SymInt channels = in.A.sym_size(0), last = in.u.sym_size(2);
+  if (in.u.sym_size(1) == channels || last != channels || (in.B.dim() > 2 && in.B.sym_size(-1) == last)) return;
+  TORCH_CHECK_VALUE(false, op, ": expected u of shape (batch, dim, seqlen) with dim = ", channels,
+                    ", the rows of A, got (batch, seqlen, dim) = ", in.u.sym_sizes(),
+                    ": pass u.transpose(1, 2), and delta, z, B and C likewise");
+}
+
 void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tensor& matrix, const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   switch (matrix.dim()) {
@@ -64,12 +73,10 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   const ArgumentChecks checks(op, "u", in.u);
   checks.rank("u", in.u, 3, "(batch, dim, seqlen)");
   checks.rank("A", in.A, 2, "(dim, dstate)");
+  check_defined(op, "B", in.B);
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
   const at::ScalarType dtype = in.u.scalar_type(), accumulate = checks.accumulate();
-  TORCH_CHECK_VALUE(dim == in.A.sym_size(0) || in.u.sym_size(2) != in.A.sym_size(0), op,
-                    ": expected u of shape (batch, dim, seqlen) with dim = ", in.A.sym_size(0),
-                    ", the rows of A, got (batch, seqlen, dim) = ", in.u.sym_sizes(),
-                    ": pass u.transpose(1, 2), and delta, z, B and C likewise");
+  check_layout(op, in);
   checks.tensor("delta", in.delta, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
   checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);

@@ -50,8 +50,10 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const TensorValue zeta(steps.zeta), basis = Rule::basis(zeta);
     const auto derivatives = Rule::derivatives(zeta, basis, current_gain(Rule(), zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
-    grad_size = grad_zeta * in.A.to(at::kDouble).clamp(-kLargestRate<double>, kLargestRate<double>) +
-                grad_gain * derivatives.z_gain.tensor;
+    // From this rate on every state has decayed to zero, and so is the gradient through the decay.
+    const at::Tensor A = in.A.to(at::kDouble);
+    const double largest = in.A.scalar_type() == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
+    grad_size = (grad_zeta * A).masked_fill_(A.abs() >= largest, 0) + grad_gain * derivatives.z_gain.tensor;
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);
   });

@@ -115,7 +115,8 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
                                                      int64_t head, const TileTables<Scalar>& tables, const FragmentLane& lane,
                                                      StepGradients& grads) {
   const HeadSteps& head_steps = tables.head;
-  const float rate = clamp(head_steps.A, -kLargestRate<float>, kLargestRate<float>);
+  // From this rate on every state has decayed to zero: the gradient through the decay is zero, not A times a rounding error.
+  const bool has_decayed = !(fabsf(head_steps.A) < kLargestRate<float>);
   float grad_A = 0, grad_bias = 0;
   Scalar* const target = at.rows<Scalar>(p.grad_dt, head, 0);
 #pragma unroll
@@ -129,7 +130,8 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
       using Method = decltype(method);
       const float basis = Method::basis(zeta);
       const auto derivatives = Method::derivatives(zeta, basis, current_gain(Method(), zeta, basis));
-      by_size = fmaf(grads.zeta[i], rate, grads.gain[i] * derivatives.z_gain);
+      by_size = grads.gain[i] * derivatives.z_gain;
+      if (!has_decayed) by_size = fmaf(grads.zeta[i], head_steps.A, by_size);
       by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
     });
     float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
