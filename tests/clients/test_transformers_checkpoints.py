@@ -6,6 +6,9 @@ import json
 
 import pytest
 import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="the tests run models of transformers, in the extra [clients]")
+
 from transformers_models import MODELS, close, rounding, tokens, without_tf32
 
 from ssm_kernels.models import MambaLM

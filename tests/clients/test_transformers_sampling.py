@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
+
+pytest.importorskip("transformers", minversion="5.17", reason="the tests run models of transformers, in the extra [clients]")
+
+import transformers
 from transformers_models import MODELS, tokens, without_tf32
 
 from ssm_kernels.models import MambaConfig, MambaLM
