@@ -50,7 +50,7 @@ def test_every_recurrence_has_its_row_its_functions_and_its_reference():
 
 @every_recurrence
 def test_signatures(variant):
-    """The reference's and the step's arguments are the scan's, in its order."""
+    """The reference's and the step's arguments are the scan's, in its order; a step takes ``reset`` by name."""
     scan, of_reference, step = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (variant.scan, getattr(reference, variant.name), variant.step)
@@ -58,7 +58,8 @@ def test_signatures(variant):
     assert scan == of_reference
     inputs, options = len(variant.recurrence.inputs), len(variant.recurrence.options)
     assert [name for name, *_ in scan[:inputs]] == list(variant.recurrence.inputs)
-    assert step == [*scan[:inputs], ("state", *scan[inputs][1:]), *scan[inputs + 1 : inputs + 1 + options]]
+    state, reset = ("state", *scan[inputs][1:]), ("reset", inspect.Parameter.KEYWORD_ONLY, None)
+    assert step == [*scan[:inputs], state, *scan[inputs + 1 : inputs + 1 + options], reset]
 
 
 @dtypes()
