@@ -175,6 +175,15 @@ def test_infinity_makes_no_nan_of_channels_that_do_not_exist(name, dim, value, l
         assert torch.equal(actual[result].cpu().isinf(), expected[result].isinf()), result
 
 
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("method", ["zoh", "zoh_exact", "backward_euler"])
+def test_gradients_beside_an_infinite_rate_are_finite(method, dtype):
+    inputs = make_inputs(batch=2, dim=64, seqlen=72, dstate=13, dtype=dtype, z=True, discretization=method)
+    inputs["A"][5, 3] = -float("inf")
+    actual = assert_agrees_with_cpu(inputs)
+    assert all(result.isfinite().all() for result in actual.values())
+
+
 # ----- agreement with the CPU
 
 

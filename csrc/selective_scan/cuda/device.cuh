@@ -220,10 +220,11 @@ __device__ __forceinline__ Acc load_optional_state(const StateView& view, int64_
   return view.data != nullptr && row >= 0 ? load_state<Acc>(view, row, channel, state) : Acc(0);
 }
 
-// A of a backward kernel.
+// A of a backward kernel. NaN stays, and so does a positive infinity, beside which nothing is finite.
 template <typename Acc>
 __device__ __forceinline__ Acc load_bounded_A(const SelectiveScanParams& p, int64_t d, int64_t state) {
-  return clamp(load_state<Acc>(p.A, 0, d, state), -kLargestRate<Acc>, kLargestRate<Acc>);
+  const Acc A = load_state<Acc>(p.A, 0, d, state);
+  return A < -kLargestRate<Acc> ? -kLargestRate<Acc> : A;
 }
 
 // Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one. A state of zero needs no decay,
