@@ -34,12 +34,17 @@ def test_operators_hold_no_python_symbol():
     assert not [lib for lib in needed_libraries(OPS) if "python" in lib]
 
 
-def test_library_names_no_folder_of_the_build_machine():
-    """Messages of checks have the paths of source files: those of PyTorch's headers and ours from their roots."""
-    library = OPS.read_bytes()
-    assert b"csrc/" in library
-    for folder in (ROOT, Path(torch.__file__).parent):
-        assert f"{folder}/".encode() not in library
+def test_messages_name_no_folder_of_the_build_machine(tmp_path):
+    """Messages of checks have the paths of source files: those of PyTorch's headers and ours from their roots.
+
+    The binaries of CUDA kernels keep their full paths, by which profilers find the lines of sources (-lineinfo).
+    """
+    host_code = tmp_path / OPS.name
+    binutil("objcopy", "--remove-section=.nv_fatbin", OPS, host_code)
+    contents = host_code.read_bytes()
+    assert b"csrc/" in contents
+    for folder in (ROOT, Path(torch.__file__).parents[1]):
+        assert f"{folder}/".encode() not in contents
 
 
 def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
