@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
+from ._torchscript import refuse_script
+
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -51,7 +53,7 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
                 raise
         raise error
 
-    return operator
+    return refuse_script(operator)
 
 
 def finite_dt_limit(dt_limit: Sequence[float] | None) -> list[float]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import finite_dt_limit, is_autocast_enabled
+from ._torchscript import refuse_tracing
 
 __all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
 
@@ -254,6 +255,7 @@ def _is_transformed() -> bool:
 
 
 def _read(name: str, states_at: Positions, seqlen: int) -> list[int]:
+    refuse_tracing(name, "states_at")
     if isinstance(states_at, Tensor):
         if states_at.dim() != 1:
             raise ValueError(f"{name}: expected states_at of shape (positions,), got {list(states_at.shape)}")

@@ -19,6 +19,7 @@ recurrences in ``reference_recurrences.py``, the causal convolution in ``referen
 
 from __future__ import annotations
 
+import types
 from typing import Literal, overload
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ._states_at import Positions
 from ._submodules import public_names
+from ._torchscript import REFERENCE_LOOPS, refuse_script, refuse_tracing
 from .reference_convolution import causal_conv1d, causal_conv1d_update
 from .reference_discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -237,6 +239,7 @@ def selective_scan(
         >>> reference.selective_scan(one, one, -torch.ones(1, 1, dtype=torch.float64), one, one, discretization="zoh_exact")
         tensor([[[0.6321, 0.8647, 0.9502]]], dtype=torch.float64)
     """
+    refuse_tracing("selective_scan", REFERENCE_LOOPS)
     batch, dim, seqlen = u.shape
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
     if reverse:
@@ -336,3 +339,8 @@ def selective_state_update(
     new_state = state.clone()
     new_state[rows[~padding]] = h[~padding].to(state.dtype)
     return (out, new_state) if heads else (out[:, 0], new_state[:, 0])
+
+
+for _name in __all__:
+    if isinstance(globals()[_name], types.FunctionType):
+        refuse_script(globals()[_name])

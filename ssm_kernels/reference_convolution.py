@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._torchscript import REFERENCE_LOOPS, refuse_tracing
+
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
 
@@ -122,6 +124,7 @@ def causal_conv1d(
     padding = None if seq_idx is None else (seq_idx < 0)[..., None]
     x = _masked(x, padding)
     if cu_seqlens is not None:
+        refuse_tracing("causal_conv1d", REFERENCE_LOOPS)
         lengths = cu_seqlens.diff().tolist()
         pieces = x.split(lengths, dim=1)
         numbers = [None] * len(pieces) if seq_idx is None else seq_idx.split(lengths, dim=1)

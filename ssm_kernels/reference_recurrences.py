@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._torchscript import REFERENCE_LOOPS, refuse_tracing
 from .reference_discretizations import decaying
 
 __all__ = [
@@ -121,6 +122,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
     )
 
     def scan(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+        refuse_tracing(coefficients.__name__, REFERENCE_LOOPS)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments

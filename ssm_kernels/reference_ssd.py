@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._states_at import Positions
+from ._torchscript import REFERENCE_LOOPS, refuse_tracing
 from .reference_discretizations import coefficients
 from .reference_sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
 
@@ -199,6 +200,7 @@ def ssd_chunk_scan(
         >>> reference.ssd_chunk_scan(x, dt, A, B, C).shape
         torch.Size([2, 10, 4, 8])
     """
+    refuse_tracing("ssd_chunk_scan", REFERENCE_LOOPS)
     batch, seqlen, heads, headdim = x.shape
     dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
     if reverse:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import argument_error, is_autocast_enabled
+from .._torchscript import refuse_script
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -61,7 +62,7 @@ def peer_arguments(
                     raise
             raise of_argument
 
-        return call
+        return refuse_script(call)
 
     return decorate
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from .._torchscript import refuse_tracing
 from ._collectives import Group
 
 __all__ = ["Agreement", "by_rank", "calls_begun", "calls_of_others", "compare", "describe", "mark_as_known", "report"]
@@ -109,6 +110,7 @@ class Agreement:
         """
         if self._group.size == 1:
             return 0
+        refuse_tracing(operator, "several ranks")
         process_group = self._group.process_group
         if self._last is None:
             description = describe()

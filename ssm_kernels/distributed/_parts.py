@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from .._arguments import is_autocast_enabled
+from .._torchscript import refuse_tracing
 from ._collectives import Group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._local_tensors import LocalTensors, Run, from_local, traced_tensors
@@ -192,6 +193,7 @@ class _Reader:
 
     def read(self) -> list[list[Tensor]]:
         """The tensors of each run: one, or one for each part where the parts are not adjacent in memory."""
+        refuse_tracing("TensorParallel", "several ranks")
         return self._tensors.read(self._parameters())
 
     def _parameters(self) -> list[Any]:

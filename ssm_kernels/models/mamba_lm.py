@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._torchscript import refuse_script
 from ..nn.checks import check_dtype, check_int
 from ..nn.initialization import Initialization, linear, reset_all
 from ..nn.weight_decay import NamesNoDecay
@@ -76,6 +77,7 @@ def _restore_after_loading(model: MambaLM, incompatible_keys: Any) -> None:
     restore_shared(model.__dict__.pop("_shared_before_loading", []))
 
 
+@refuse_script
 class MambaLM(NamesNoDecay, nn.Module):
     """A language model: tokens, (batch, seqlen), to logits of the next token, (batch, seqlen, padded vocabulary).
 

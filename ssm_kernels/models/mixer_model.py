@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._torchscript import refuse_script
 from ..nn.block import Block, GatedMLP, add_norm
 from ..nn.checks import check_shape
 from ..nn.common import ConvMixer
@@ -84,6 +85,7 @@ def _init_weights(
                 projection.weight /= math.sqrt(n_residuals_per_layer * n_layer)
 
 
+@refuse_script
 class MixerModel(NamesNoDecay, nn.Module):
     """Embedding, blocks and norm: :class:`.mamba_lm.MambaLM` without its head.
 

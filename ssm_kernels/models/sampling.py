@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torchscript import refuse_script
 from ..nn.checks import check_int, check_not_negative, check_number, check_probability, check_shape
 
 __all__ = ["SeenTokens", "check_repetition_penalty", "check_sampling", "draw", "process", "sample"]
@@ -28,6 +29,7 @@ def check_repetition_penalty(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected repetition_penalty to be positive and finite, got {value}")
 
 
+@refuse_script
 def sample(
     logits: Tensor,
     temperature: float = 1.0,

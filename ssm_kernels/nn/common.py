@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._arguments import is_autocast_enabled
 from .._packing import check_same_packing, with_padding
+from .._torchscript import refuse_tracing
 from ..convolutions import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
@@ -283,6 +284,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """This layer's states in ``inference_params.key_value_memory_dict``; created if absent, cleared on request."""
         layer = type(self).__name__
+        refuse_tracing(layer, "inference_params")
         for name in ("seqlen_offset", "key_value_memory_dict"):
             if not hasattr(inference_params, name):
                 raise TypeError(f"{layer}: expected inference_params with {name}, got {type(inference_params).__name__}")

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import finite_dt_limit
+from .._torchscript import refuse_script
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
@@ -60,6 +61,7 @@ __all__ = ["GatedRMSNorm", "Mamba2"]
 _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
 
 
+@refuse_script
 class GatedRMSNorm(NamesNoDecay, nn.Module):
     """RMSNorm of each group of channels, with a gate.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._arguments import is_autocast_enabled
+from .._torchscript import refuse_script
 
 __all__ = ["names_layer"]
 
@@ -45,7 +46,7 @@ def names_layer(layer: _Layer) -> _Layer:
     for name in _METHODS:
         if name in layer.__dict__:
             setattr(layer, name, _explained(layer.__dict__[name]))
-    return layer
+    return refuse_script(layer)
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +66,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise other from error
 
-    return explained
+    return refuse_script(explained, method.__qualname__)
 
 
 def _explain(module: nn.Module, layer: str, name: str, value: Any, error: Exception) -> Exception | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from .._torchscript import is_tracing
 
 
 class PackedOrder:
@@ -48,8 +52,8 @@ class PackedOrder:
         return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
 
 
-def _count(packed: PackedSequence, states: Tensor | None) -> int:
-    """The number of sequences."""
+def _count(packed: PackedSequence, states: Tensor | None) -> Any:
+    """The number of sequences: a tensor while ``torch.jit.trace`` records, which would keep an int as a constant."""
     if torch.compiler.is_compiling():
         if packed.sorted_indices is not None:
             return packed.sorted_indices.shape[0]
@@ -59,4 +63,4 @@ def _count(packed: PackedSequence, states: Tensor | None) -> int:
         torch._check(count >= 1)
         torch._check(count <= packed.data.shape[0])
         return count
-    return int(packed.batch_sizes[0])
+    return packed.batch_sizes[0] if is_tracing() else int(packed.batch_sizes[0])
