@@ -1,4 +1,4 @@
-"""Masks of steps and lengths of sequences, in the forms in which callers have them."""
+"""Masks of steps and lengths of sequences, in the forms in which callers have them, and the options of scans over time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_mask", "read_lengths", "reset_state"]
+__all__ = ["as_mask", "read_lengths", "reset_state", "time_options"]
 
 
 def as_mask(name: str, reset: Any, axes: int) -> Any:
@@ -36,6 +36,13 @@ def as_mask(name: str, reset: Any, axes: int) -> Any:
             f"reset, got {reset.dtype}"
         )
     return reset != 0
+
+
+def time_options(operator: str, reverse: bool, cu_seqlens: Tensor | None, reset: Tensor | None) -> dict[str, Any]:
+    """The keywords of a scan, none if all are defaults: the dispatcher takes half a microsecond for each."""
+    if reverse is False and cu_seqlens is None and reset is None:
+        return {}
+    return {"reverse": reverse, "cu_seqlens": cu_seqlens, "reset": as_mask(operator, reset, 2)}
 
 
 def reset_state(name: str, state: Tensor | None, reset: Tensor | None, like: Tensor, axis: int = 0) -> Tensor | None:

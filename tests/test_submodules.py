@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 import ssm_kernels
+from ssm_kernels import recurrences
 
 # What `import ssm_kernels` must not load, so that its time does not grow, and what each name then gives.
 ON_USE = """
@@ -57,3 +59,11 @@ def test_completion_shows_public_names(name):
     }
     assert shown == {name for name in module.__all__ if not name.startswith("__")} | modules.get(module.__name__, set())
     assert {"__doc__", "__file__", "__all__"} <= {*dir(module)}
+
+
+def test_recurrences_are_found_by_every_path():
+    """A pickle holds the path of a function: that of the module which defines it, or of one that did."""
+    for name in recurrences.__all__:
+        function = getattr(ssm_kernels, name)
+        assert pickle.loads(f"cssm_kernels.recurrences\n{name}\n.".encode()) is function, name
+        assert pickle.loads(pickle.dumps(function)) is function, name
