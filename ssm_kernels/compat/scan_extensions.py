@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
-from .selective_scan import operator_arguments, selective_scan_fn
+from ._scan_arguments import operator_arguments, over_channels
+from .selective_scan import selective_scan_fn
 
 __all__ = [
     "core_bwd",
@@ -141,7 +142,7 @@ def _make_fwd(name: str, has_out_float: bool) -> Callable[..., list[Tensor]]:
         out_float: bool = False,
     ) -> list[Tensor]:
         u_wide = u.to(torch.promote_types(u.dtype, torch.float32)) if out_float else u
-        tensors = _over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
+        tensors = over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
         out, last_state = selective_scan_fn(*tensors[:6], None, tensors[6], delta_softplus, True)
         return [out, _saved_states(u, last_state)]
 
@@ -229,23 +230,6 @@ def _saved_states(u: Tensor, last_state: Tensor) -> Tensor:
     return x
 
 
-def _over_channels(
-    name: str, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, delta_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """VMamba's tensors with a step size for each channel, and axes for the states."""
-    if A.dim() == 1:
-        A, B, C = A[:, None], B.unsqueeze(-2), C.unsqueeze(-2)
-    if u.dim() == 3 and delta.dim() == 3 and delta.shape[1] != u.shape[1]:
-        dim, delta_dim = u.shape[1], delta.shape[1]
-        if delta_dim == 0 or dim % delta_dim != 0:
-            raise ValueError(f"{name}: expected delta of channels that divide those of u = {dim}, got {delta_dim}")
-        if delta_bias is not None:
-            check_shape(name, "delta_bias", delta_bias, "(delta_dim,)", (delta_dim,))
-            delta_bias = delta_bias.repeat_interleave(dim // delta_dim)
-        delta = delta.repeat_interleave(dim // delta_dim, dim=1)
-    return u, delta, A, B, C, D, delta_bias
-
-
 def _gradients(
     name: str,
     dout: Tensor,
@@ -263,8 +247,8 @@ def _gradients(
     common_dtype(name, u=u, dout=dout)
     check_shape(name, "dout", dout, "(batch, dim, seqlen)", u.shape)
     u_wide = cast(u, torch.promote_types(u.dtype, dout.dtype))
-    tensors = _over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
-    arguments = operator_arguments(*tensors[:6], z, tensors[6])
+    tensors = over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
+    arguments = operator_arguments(name, *tensors[:6], z, tensors[6])
     # The operators themselves, because torch.library.custom_op calls this function where autograd does not record.
     with no_autocast(u):
         out, _, states = _forward(*arguments, None, "zoh", bool(delta_softplus), True)

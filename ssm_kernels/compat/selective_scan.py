@@ -11,6 +11,7 @@ from ..norms import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+from ._scan_arguments import operator_arguments
 
 __all__ = [
     "bimamba_inner_fn",
@@ -90,7 +91,7 @@ def _selective_scan(
     discretization: str,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    arguments = operator_arguments(u, delta, A, B, C, D, z, delta_bias)
+    arguments = operator_arguments("selective_scan_fn", u, delta, A, B, C, D, z, delta_bias)
     with no_autocast(u):
         out, last_state = ops.selective_scan(
             *arguments,
@@ -100,35 +101,6 @@ def _selective_scan(
             return_last_state=True,
         )
     return cast(out, u.dtype), last_state
-
-
-def operator_arguments(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The tensors of :func:`selective_scan_fn` in the dtypes of :func:`ssm_kernels.selective_scan`."""
-    name = "selective_scan_fn"
-    common_dtype(name, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
-    per_step = {"u": u, "delta": delta, "z": z}
-    per_step |= {key: value for key, value in (("B", B), ("C", C)) if value.dim() > 2}
-    dtype = common_dtype(name, **per_step)
-    wide = wide_dtype(dtype)
-    return (
-        cast(u, dtype),
-        cast(delta, dtype),
-        cast(A, wide),
-        cast(B, dtype if B.dim() > 2 else wide),
-        cast(C, dtype if C.dim() > 2 else wide),
-        cast(D, wide),
-        cast(z, dtype),
-        cast(delta_bias, wide),
-    )
 
 
 _scan = peer_arguments(u="xz", delta="xz")(_selective_scan)

@@ -1,0 +1,68 @@
+"""The arguments of the selective scan, in the forms of ``mamba_ssm`` and VMamba, as :func:`ssm_kernels.selective_scan` takes
+them. The functions, the extension modules and their gradients share this file."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._errors import check_shape
+from ._promotion import cast, common_dtype, wide_dtype
+
+__all__ = ["operator_arguments", "over_channels"]
+
+
+def operator_arguments(
+    function: str,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors in the dtypes of :func:`ssm_kernels.selective_scan`.
+
+    Sequences (``u``, ``delta``, ``z``, and ``B`` and ``C`` of more than two axes) get their common dtype, and parameters the
+    wide dtype of it. Differentiable. ``function`` is the name in errors.
+
+    Raises:
+        NotImplementedError, RuntimeError, TypeError: as :func:`._promotion.common_dtype`.
+    """
+    common_dtype(function, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
+    per_step = {"u": u, "delta": delta, "z": z}
+    per_step |= {key: value for key, value in (("B", B), ("C", C)) if value.dim() > 2}
+    dtype = common_dtype(function, **per_step)
+    wide = wide_dtype(dtype)
+    return (
+        cast(u, dtype),
+        cast(delta, dtype),
+        cast(A, wide),
+        cast(B, dtype if B.dim() > 2 else wide),
+        cast(C, dtype if C.dim() > 2 else wide),
+        cast(D, wide),
+        cast(z, dtype),
+        cast(delta_bias, wide),
+    )
+
+
+def over_channels(
+    name: str, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, delta_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """VMamba's tensors with a step size for each channel, and axes for the states. Differentiable.
+
+    Raises:
+        ValueError: the channels of ``delta`` do not divide those of ``u``, or ``delta_bias`` has others than ``delta``.
+    """
+    if A.dim() == 1:
+        A, B, C = A[:, None], B.unsqueeze(-2), C.unsqueeze(-2)
+    if u.dim() == 3 and delta.dim() == 3 and delta.shape[1] != u.shape[1]:
+        dim, delta_dim = u.shape[1], delta.shape[1]
+        if delta_dim == 0 or dim % delta_dim != 0:
+            raise ValueError(f"{name}: expected delta of channels that divide those of u = {dim}, got {delta_dim}")
+        if delta_bias is not None:
+            check_shape(name, "delta_bias", delta_bias, "(delta_dim,)", (delta_dim,))
+            delta_bias = delta_bias.repeat_interleave(dim // delta_dim)
+        delta = delta.repeat_interleave(dim // delta_dim, dim=1)
+    return u, delta, A, B, C, D, delta_bias
