@@ -11,6 +11,7 @@ import torch
 from .. import nn
 from ..models import mixer_model
 from . import (
+    autograd_functions,
     bidirectional,
     causal_conv1d,
     conv_extensions,
@@ -37,6 +38,12 @@ _SELECTIVE_SCAN = {
     "bimamba_inner_fn": selective_scan.bimamba_inner_fn,
 }
 _NO_OUT_PROJ = {"mamba_inner_fn_no_out_proj": selective_scan.mamba_inner_fn_no_out_proj}
+_SELECTIVE_SCAN_CLASSES = {
+    "SelectiveScanFn": autograd_functions.SelectiveScanFn,
+    "MambaInnerFn": autograd_functions.MambaInnerFn,
+    "MambaInnerFnNoOutProj": autograd_functions.MambaInnerFnNoOutProj,
+    "BiMambaInnerFn": autograd_functions.BiMambaInnerFn,
+}
 _SELECTIVE_SCAN_REFERENCES = {
     "selective_scan_ref": references.selective_scan_ref,
     "mamba_inner_ref": references.mamba_inner_ref,
@@ -78,16 +85,35 @@ MODULES: dict[str, dict[str, Any]] = {
         "MambaLMHeadModel": models.MambaLMHeadModel,
     },
     "mamba_ssm.ops": {},
-    "mamba_ssm.ops.selective_scan_interface": {**_SELECTIVE_SCAN, **_NO_OUT_PROJ, **_SELECTIVE_SCAN_REFERENCES},
+    "mamba_ssm.ops.selective_scan_interface": {
+        **_SELECTIVE_SCAN,
+        **_NO_OUT_PROJ,
+        **_SELECTIVE_SCAN_CLASSES,
+        **_SELECTIVE_SCAN_REFERENCES,
+        "rms_norm_forward": selective_scan.rms_norm_forward,
+    },
     "mamba_ssm.ops.triton": {},
     "mamba_ssm.ops.triton.selective_state_update": _STATE_UPDATE,
-    "mamba_ssm.ops.triton.ssd_combined": _SSD,
+    "mamba_ssm.ops.triton.ssd_combined": {
+        **_SSD,
+        "MambaChunkScanCombinedFn": autograd_functions.MambaChunkScanCombinedFn,
+        "MambaSplitConv1dScanCombinedFn": autograd_functions.MambaSplitConv1dScanCombinedFn,
+    },
     "mamba_ssm.ops.triton.layernorm_gated": {
         **{name: getattr(norms, name) for name in norms.__all__},
+        "LayerNormFn": autograd_functions.GatedLayerNormFn,
         "rms_norm_ref": references.rms_norm_ref,
     },
-    "mamba_ssm.ops.triton.layer_norm": _LAYER_NORM,
-    "mamba_ssm.ops.triton.layernorm": {name: getattr(layernorm, name) for name in layernorm.__all__},
+    "mamba_ssm.ops.triton.layer_norm": {
+        **_LAYER_NORM,
+        "LayerNormFn": autograd_functions.LayerNormFn,
+        "LayerNormLinearFn": autograd_functions.LayerNormLinearFn,
+    },
+    "mamba_ssm.ops.triton.layernorm": {
+        **{name: getattr(layernorm, name) for name in layernorm.__all__},
+        "LayerNormFn": autograd_functions.LayerNormFn1x,
+        "LayerNormLinearFn": autograd_functions.LayerNormLinearFn,
+    },
     "mamba_ssm.modules": {},
     "mamba_ssm.modules.mamba_simple": {"Mamba": bidirectional.Mamba, "Block": mixer_seq_simple.BlockWithoutMLP},
     "mamba_ssm.modules.mamba2": {"Mamba2": nn.Mamba2},
@@ -119,7 +145,11 @@ MODULES: dict[str, dict[str, Any]] = {
         "reduce_scatter": unserved.reduce_scatter,
     },
     "causal_conv1d": _CONVOLUTIONS,
-    "causal_conv1d.causal_conv1d_interface": {**_CONVOLUTIONS, **_CONVOLUTION_REFERENCES},
+    "causal_conv1d.causal_conv1d_interface": {
+        **_CONVOLUTIONS,
+        **_CONVOLUTION_REFERENCES,
+        "CausalConv1dFn": autograd_functions.CausalConv1dFn,
+    },
     "causal_conv1d.causal_conv1d_varlen": _VARLEN_STATES,
     "causal_conv1d.cpp_functions": _CPP_FUNCTIONS,
     "selective_scan_cuda": {"fwd": scan_extensions.selective_scan_fwd, "bwd": scan_extensions.selective_scan_bwd},

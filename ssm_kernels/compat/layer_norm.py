@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._arguments import is_autocast_enabled
 from ..norms import add_layer_norm, add_rms_norm
-from ._errors import check_device, peer_arguments
+from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
-__all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
+__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 
 # By is_rms_norm, the norm with weight and bias, and the one with weight1 and bias1.
 _second = peer_arguments(weight="weight1", bias="bias1")
@@ -178,6 +180,66 @@ def rms_norm_fn(
         True,
         return_dropout_mask,
     )
+
+
+@peer_arguments(weight="norm_weight", bias="norm_bias")
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`layer_norm_fn`, and a projection of its result.
+
+    Args:
+        linear_weight: (out_columns, columns), cast to the dtype of ``x``, or to autocast's.
+        linear_bias: (out_columns,), likewise, or None.
+
+    Other arguments are those of :func:`layer_norm_fn`.
+
+    Returns:
+        ``out``, (..., out_columns), dtype of ``x`` or of autocast; with ``prenorm`` also the sum of ``x`` and ``residual``.
+        Differentiable with respect to every tensor.
+
+    Raises:
+        ValueError: a shape is not as above.
+        RuntimeError, TypeError: as :func:`layer_norm_fn`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.layer_norm import layer_norm_linear_fn
+        >>> x, weight = torch.randn(2, 10, 64), torch.randn(32, 64)
+        >>> layer_norm_linear_fn(x, torch.ones(64), None, weight, None, is_rms_norm=True).shape
+        torch.Size([2, 10, 32])
+    """
+    name = "layer_norm_linear_fn"
+    common_dtype(name, x=x, linear_weight=linear_weight, linear_bias=linear_bias)
+    check_shape(name, "linear_weight", linear_weight, "(out_columns, columns)", (None, x.shape[-1] if x.dim() > 0 else None))
+    if linear_bias is not None:
+        check_shape(name, "linear_bias", linear_bias, "(out_columns,)", linear_weight.shape[:1])
+        check_device(name, "linear_bias", linear_bias, "x", x)
+    check_device(name, "linear_weight", linear_weight, "x", x)
+    y, total = layer_norm_fn(
+        x,
+        norm_weight,
+        norm_bias,
+        residual,
+        eps=eps,
+        prenorm=True,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+    )
+    assert y is not None and total is not None
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if is_autocast_enabled(device) and y.dtype != torch.float64 else y.dtype
+    out = F.linear(cast(y, dtype), cast(linear_weight, dtype), cast(linear_bias, dtype))
+    return (out, total) if prenorm else out
 
 
 class RMSNorm(nn.RMSNorm):

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from . import layer_norm
 from ._errors import peer_arguments
-from .layer_norm import RMSNorm
+from .layer_norm import RMSNorm, layer_norm_linear_fn
 
-__all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
+__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 
 
 @peer_arguments()

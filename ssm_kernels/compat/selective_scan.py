@@ -12,11 +12,13 @@ from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 from ._scan_arguments import operator_arguments
+from .layer_norm import layer_norm_fn
 
 __all__ = [
     "bimamba_inner_fn",
     "mamba_inner_fn",
     "mamba_inner_fn_no_out_proj",
+    "rms_norm_forward",
     "selective_scan_fn",
     "selective_state_update",
 ]
@@ -419,6 +421,26 @@ def _inner_scan(
         y = one if y is None else y + one
     assert y is not None
     return y.transpose(1, 2)
+
+
+@peer_arguments()
+def rms_norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-6, is_rms_norm: bool = True) -> Tensor:
+    """RMSNorm, or LayerNorm, of the last axis: :func:`.layer_norm.layer_norm_fn` without a residual.
+
+    Differentiable with respect to every tensor, unlike the function of ``mamba_ssm``.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as :func:`.layer_norm.layer_norm_fn`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.selective_scan import rms_norm_forward
+        >>> rms_norm_forward(torch.randn(10, 64), torch.ones(64), None).shape
+        torch.Size([10, 64])
+    """
+    y = layer_norm_fn(x, weight, bias, eps=eps, is_rms_norm=is_rms_norm)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _normalized(v: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:

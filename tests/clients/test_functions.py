@@ -477,6 +477,9 @@ POSITIONAL = {
     "mamba_split_conv1d_scan_combined": "zxbcdt conv1d_weight conv1d_bias dt_bias A D chunk_size initial_states seq_idx "
     "dt_limit return_final_states activation rmsnorm_weight rmsnorm_eps outproj_weight outproj_bias headdim ngroups "
     "norm_before_gate state_dtype",
+    "layer_norm_linear_fn": "x norm_weight norm_bias linear_weight linear_bias residual eps prenorm residual_in_fp32 "
+    "is_rms_norm",
+    "rms_norm_forward": "x weight bias eps is_rms_norm",
     "causal_conv1d_fn": "x weight bias seq_idx initial_states return_final_states final_states_out activation",
     "causal_conv1d_update": "x conv_state weight bias activation cache_seqlens conv_state_indices",
     "causal_conv1d_varlen_states": "x cu_seqlens state_len",

@@ -201,14 +201,11 @@ MISSING_MODULES = {
 }
 MISSING_NAMES = {
     "mamba_ssm": "Mamba3",
-    "mamba_ssm.ops.selective_scan_interface": "SelectiveScanFn MambaInnerFn rms_norm_forward",
-    "mamba_ssm.ops.triton.ssd_combined": "MambaChunkScanCombinedFn mamba_chunk_scan ssd_selective_scan mamba_conv1d_scan_ref",
-    "mamba_ssm.ops.triton.layer_norm": "LayerNormFn LayerNormLinearFn layer_norm_linear_fn layer_norm_ref rms_norm_ref",
-    "mamba_ssm.ops.triton.layernorm_gated": "LayerNormFn",
+    "mamba_ssm.ops.triton.ssd_combined": "mamba_chunk_scan ssd_selective_scan mamba_conv1d_scan_ref",
+    "mamba_ssm.ops.triton.layer_norm": "layer_norm_ref rms_norm_ref",
     "mamba_ssm.utils.generation": "capture_graph",
     "mamba_ssm.distributed.tensor_parallel": "VocabParallelEmbedding ParallelEmbeddings parallel_linear_func",
     "mamba_ssm.distributed.distributed_utils": "all_gather sync_shared_params",
-    "causal_conv1d.causal_conv1d_interface": "CausalConv1dFn",
     "causal_conv1d.causal_conv1d_varlen": "causal_conv1d_varlen_states_ref",
 }
 
