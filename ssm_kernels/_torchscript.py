@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from torch.jit._trace import is_tracing
 
-__all__ = ["REFERENCE_LOOPS", "is_tracing", "refuse_script", "refuse_tracing"]
+__all__ = ["REFERENCE_LOOPS", "is_tracing", "refuse_script", "refuse_script_of", "refuse_tracing"]
 
 REFERENCE_LOOPS = "the loops of ssm_kernels.reference over steps and sequences"
 
@@ -34,6 +36,14 @@ def refuse_script(target: _Target, name: str | None = None) -> _Target:
 
     setattr(target, _HOOK, classmethod(refuse) if isinstance(target, type) else refuse)
     return target
+
+
+def refuse_script_of(module: str) -> None:
+    """:func:`refuse_script` for the functions in ``__all__`` of a module that has no other decorator for them."""
+    names = vars(sys.modules[module])
+    for name in names["__all__"]:
+        if isinstance(names[name], types.FunctionType):
+            refuse_script(names[name])
 
 
 def refuse_tracing(name: str, what: str) -> None:

@@ -19,7 +19,6 @@ recurrences in ``reference_recurrences.py``, the causal convolution in ``referen
 
 from __future__ import annotations
 
-import types
 from typing import Literal, overload
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from ._states_at import Positions
 from ._submodules import public_names
-from ._torchscript import REFERENCE_LOOPS, refuse_script, refuse_tracing
+from ._torchscript import REFERENCE_LOOPS, refuse_script_of, refuse_tracing
 from .reference_convolution import causal_conv1d, causal_conv1d_update
 from .reference_discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -341,6 +340,4 @@ def selective_state_update(
     return (out, new_state) if heads else (out[:, 0], new_state[:, 0])
 
 
-for _name in __all__:
-    if isinstance(globals()[_name], types.FunctionType):
-        refuse_script(globals()[_name])
+refuse_script_of(__name__)

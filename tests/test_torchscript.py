@@ -80,6 +80,13 @@ def test_functions_of_peers_refuse_script(module: str) -> None:
         refuses_script(function, function.__name__)
 
 
+def test_references_and_norms_of_peers_refuse_script() -> None:
+    for name, function in functions_of("ssm_kernels.compat.references").items():
+        refuses_script(function, name)
+    for module, name in (("norms", "RMSNorm"), ("norms", "LayerNorm"), ("layer_norm", "RMSNorm")):
+        refuses_script(getattr(importlib.import_module(f"ssm_kernels.compat.{module}"), name)(4), name)
+
+
 def a_block() -> nn.Module:
     return ssm_kernels.nn.Block(WIDTH, lambda _: new_layer("Mamba"), mlp_cls=a_mlp)
 

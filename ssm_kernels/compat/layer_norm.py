@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._arguments import is_autocast_enabled
+from .._torchscript import refuse_script
 from ..norms import add_layer_norm, add_rms_norm
 from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
@@ -242,6 +243,7 @@ def layer_norm_linear_fn(
     return (out, total) if prenorm else out
 
 
+@refuse_script
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with a residual and dropout before it; parameters as in ``mamba_ssm``, whose models all have these norms.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._torchscript import refuse_script
 from ..norms import layer_norm_gated, rms_norm_gated
 from ._errors import peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable
@@ -76,6 +77,7 @@ def rmsnorm_fn(
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 
 
+@refuse_script
 class _Norm(nn.Module):
     def __init__(
         self,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from .._torchscript import refuse_script_of
 from ._promotion import cast, common_dtype, wide_dtype
 from .causal_conv1d import write_final_states
 
@@ -274,3 +275,6 @@ def rms_norm_ref(
         norm_before_gate=norm_before_gate,
     )
     return out.to(x.dtype)
+
+
+refuse_script_of(__name__)
