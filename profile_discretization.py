@@ -37,6 +37,7 @@ try:
     import ssm_kernels
     from benchmarks.discretization import accuracy, operations, plots, report, scans, signals
     from benchmarks.harness import available_memory, machine, measure
+    from ssm_kernels._arguments import did_you_mean
     from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 except ImportError as error:
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "ssm_kernels"
@@ -209,8 +210,11 @@ def chosen_methods(words: Sequence[str]) -> list[str]:
     methods: list[str] = []
     for name in names:
         if name != "all" and name not in DISCRETIZATIONS and name not in ALIASES:
-            known = ", ".join([*DISCRETIZATIONS, *ALIASES])
-            raise UsageError(f"--methods: unknown discretization {name!r}, expected 'all' or some of {known}")
+            known = [*DISCRETIZATIONS, *ALIASES]
+            raise UsageError(
+                f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(known)}"
+                f"{did_you_mean(name, ['all', *known])}"
+            )
         methods += list(DISCRETIZATIONS) if name == "all" else [ALIASES.get(name, name)]
     return list(dict.fromkeys(methods))
 

@@ -59,6 +59,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def("_discretizations() -> str[]");
   def("_discretization_aliases() -> Dict(str, str)");
 
+  // "; did you mean 'zoh'?" for the choice nearest to a misspelt name, or "".
+  def("_nearest_choice(str given, str[] choices) -> str");
+
   // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z). With
   // reverse, h_t follows from h_{t+1}.
   def("selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
+from ssm_kernels.choices import DiscretizationName, MixerName
 from ssm_kernels.models import MambaConfig, MambaLM
 
 try:
@@ -41,10 +42,10 @@ try:
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install tqdm matplotlib")
 
-MIXERS = {"mamba": "Mamba", "mamba2": "Mamba2", "mingru": "MinGRU", "minlstm": "MinLSTM"}
+MIXERS: dict[str, MixerName] = {"mamba": "Mamba", "mamba2": "Mamba2", "mingru": "MinGRU", "minlstm": "MinLSTM"}
 
 
-def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> MambaLM:
+def make_model(name: str, d_model: int, n_layers: int, discretization: DiscretizationName) -> MambaLM:
     """A model whose tokens are bytes."""
     # Mamba2's defaults, 64 channels a head and 128 states, suit larger models.
     sizes = {"mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32}}

@@ -22,7 +22,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     # Ctrl-C while the packages load ends the script without a traceback.
@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
+from ssm_kernels.choices import DiscretizationName
 from ssm_kernels.nn import Mamba, Mamba2, MinGRU, MinLSTM
 
 try:
@@ -67,7 +68,7 @@ class MinRNNMixer(nn.Module):
         return self.out_proj(h * F.silu(self.gate(x)))
 
 
-MIXERS: dict[str, Callable[[int, str], nn.Module]] = {
+MIXERS: dict[str, Callable[[int, Any], nn.Module]] = {
     "mamba": lambda d_model, discretization: Mamba(d_model, d_state=8, discretization=discretization),
     "mamba2": lambda d_model, discretization: Mamba2(
         d_model, d_state=16, headdim=math.gcd(2 * d_model, 16), discretization=discretization
@@ -92,7 +93,7 @@ class Block(nn.Module):
 class SequenceClassifier(nn.Module):
     """Classifies sequences of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
 
-    def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: str) -> None:
+    def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: DiscretizationName) -> None:
         super().__init__()
         self.embedding = nn.Linear(1, d_model)
         self.blocks = nn.Sequential(*(Block(d_model, MIXERS[model](d_model, discretization)) for _ in range(n_layers)))
@@ -203,7 +204,9 @@ def labels_of(runs: list[tuple[str, str]]) -> list[str]:
     return [f"{model}-{rule}" if model in RULED else model for model, rule in runs]
 
 
-def train(model_name: str, discretization: str, label: str, args: argparse.Namespace, session: Session) -> Result:
+def train(
+    model_name: str, discretization: DiscretizationName, label: str, args: argparse.Namespace, session: Session
+) -> Result:
     """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):

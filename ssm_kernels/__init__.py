@@ -4,7 +4,8 @@ linear recurrences, and the short causal convolution before them.
 ``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update``, the scans and
 steps of ``linear_scan``'s family, the scans' summaries (``selective_scan_summary``, ...) and the norms (``rms_norm_gated``,
 ``add_rms_norm``, ...) are the operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of
-these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
+these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch. ``ssm_kernels.choices`` has the types of names, such
+as those of discretizations.
 ``python -m ssm_kernels`` prints what was built and what is usable on this machine.
 
 ``ssm_kernels.distributed``, ``ssm_kernels.compat`` and ``ssm_kernels.integrations`` are imported when they are first used.
@@ -16,8 +17,9 @@ from ._build_info import build_info, load_operators
 
 load_operators()
 
-from . import _vmap, models, nn, reference  # noqa: E402, F401
+from . import _vmap, choices, models, nn, reference  # noqa: E402, F401
 from ._submodules import public_names, submodules_on_use  # noqa: E402
+from .choices import DiscretizationName as _DiscretizationName  # noqa: E402
 from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
 from .norms import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated  # noqa: E402
 from .ops import selective_scan, selective_state_update  # noqa: E402
@@ -63,7 +65,7 @@ else:  # A type checker would take a __getattr__ for every misspelled name.
 __dir__ = public_names(__name__, "compat", "distributed", "integrations")
 
 __version__: str = build_info()["version"]
-discretizations: tuple[str, ...] = build_info()["discretizations"]
+discretizations: tuple[_DiscretizationName, ...] = build_info()["discretizations"]
 """The names that ``discretization=`` takes, aliases left out."""
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "build_info",
     "causal_conv1d",
     "causal_conv1d_update",
+    "choices",
     "diag_linear_scan",
     "diag_linear_scan_summary",
     "diag_linear_step",

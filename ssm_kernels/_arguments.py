@@ -6,12 +6,14 @@ import functools
 import inspect
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.amp.autocast_mode import is_autocast_available
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from . import choices
 from ._torchscript import refuse_script
 
 _Parameters = ParamSpec("_Parameters")
@@ -36,6 +38,12 @@ def empty_output(x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tor
     return make(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor cannot be read: for tracing, under a dispatch mode or a transform, of a subclass."""
+    traces = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
+    return bool(traces or type(tensor) is not torch.Tensor or torch._C._are_functorch_transforms_active())
+
+
 def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorator: an operator's errors name the operator and the argument. Only failing calls inspect the arguments.
 
@@ -54,6 +62,17 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
         raise error
 
     return refuse_script(operator)
+
+
+def did_you_mean(given: object, choices: Iterable[str | None]) -> str:
+    """``"; did you mean 'zoh'?"`` for the choice nearest to ``given``, or ``""``.
+
+    The operators' own messages follow the same rule, which ``csrc/torch/choices.cpp`` has.
+    """
+    # PyTorch takes strings as UTF-8, which has no lone surrogates.
+    name = str(given).encode(errors="replace").decode()
+    suggestion: str = torch.ops.ssm_kernels._nearest_choice(name, [choice for choice in choices if choice is not None])
+    return suggestion
 
 
 def finite_dt_limit(dt_limit: Sequence[float] | None) -> list[float]:
@@ -103,7 +122,7 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
         return None if isinstance(value, (numbers.Integral, torch.SymInt)) else "an integer"
     if annotation.startswith("float"):
         return None if is_number else "a number"
-    if annotation.startswith("str"):
+    if annotation.startswith(("str", *choices.__all__)):
         return None if isinstance(value, str) else "a string"
     return None
 

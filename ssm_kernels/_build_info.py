@@ -11,6 +11,7 @@ from typing import TypedDict
 import torch
 
 from ._rebuild import rebuild_command, release_of, remedy
+from .choices import DiscretizationName
 
 __all__ = ["BuildInfo", "build_info", "load_operators"]
 
@@ -25,7 +26,7 @@ class BuildInfo(TypedDict):
     cuda: str | None  # CUDA version of the compiler; None: CPU kernels only
     architectures: tuple[str, ...]  # compute capabilities of the CUDA kernels, as TORCH_CUDA_ARCH_LIST spells them
     cpu_capabilities: tuple[str, ...]  # instruction sets of the CPU kernels
-    discretizations: tuple[str, ...]
+    discretizations: tuple[DiscretizationName, ...]
     compiler: str  # of the host code
 
 

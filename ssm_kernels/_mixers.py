@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .choices import DiscretizationName
+
 __all__ = ["Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer"]
 
 
@@ -41,7 +43,7 @@ class Mamba2Options(NamedTuple):
     dt_max: float
     eps: float
     norm_before_gate: bool
-    discretization: str
+    discretization: DiscretizationName
 
     @property
     def of_groups(self) -> int:
@@ -85,7 +87,7 @@ def mamba_mixer(
     z: Tensor | None,
     delta_bias: Tensor | None,
     initial_state: Tensor | None,
-    discretization: str,
+    discretization: DiscretizationName,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import empty_output, names_arguments
+from .choices import ConvActivation
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
@@ -18,7 +19,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -30,7 +31,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -42,7 +43,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -54,7 +55,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -146,7 +147,7 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     state_batch_indices: Tensor | None = None,
     out: Tensor | None = None,
     dst_state_batch_indices: Tensor | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._arguments import names_arguments
 from ._masks import time_options
+from .choices import CandidateActivation
 
 __all__ = ["elu_gru_scan", "mingru_scan", "minlstm_scan"]
 
@@ -24,7 +25,7 @@ def mingru_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -37,7 +38,7 @@ def mingru_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -50,7 +51,7 @@ def mingru_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -63,7 +64,7 @@ def mingru_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -116,7 +117,7 @@ def minlstm_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
@@ -129,7 +130,7 @@ def minlstm_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
@@ -142,7 +143,7 @@ def minlstm_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
@@ -155,7 +156,7 @@ def minlstm_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,

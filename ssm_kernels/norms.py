@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import names_arguments
+from .choices import GateActivation
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm_gated", "rms_norm_gated"]
 
@@ -20,7 +21,7 @@ def rms_norm_gated(
     eps: float = 1e-5,
     group_size: int | None = None,
     norm_before_gate: bool = False,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
 ) -> Tensor:
     r"""RMSNorm of groups of columns, times a gate: Mamba-2's norm.
 
@@ -84,7 +85,7 @@ def layer_norm_gated(
     eps: float = 1e-5,
     group_size: int | None = None,
     norm_before_gate: bool = False,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
 ) -> Tensor:
     r"""LayerNorm of groups of columns, times a gate.
 

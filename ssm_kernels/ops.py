@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._arguments import empty_output, names_arguments, read_dt_limit
 from ._states_at import Positions, selective_scan_with_states
+from .choices import DiscretizationName
 
 __all__ = ["selective_scan", "selective_state_update"]
 
@@ -28,7 +29,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -48,7 +49,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -68,7 +69,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -88,7 +89,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -108,7 +109,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -128,7 +129,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -148,7 +149,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -288,7 +289,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
     out: Tensor | None = None,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._arguments import names_arguments
 from ._masks import reset_state
+from .choices import CandidateActivation
 
 __all__ = [
     "diag_linear_step",
@@ -72,7 +73,7 @@ def mingru_step(
     candidate: Tensor,
     state: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ def minlstm_step(
     candidate: Tensor,
     state: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`minlstm_scan`; see :func:`linear_step`.

@@ -28,6 +28,7 @@ from torch import Tensor
 from ._states_at import Positions
 from ._submodules import public_names
 from ._torchscript import REFERENCE_LOOPS, refuse_script_of, refuse_tracing
+from .choices import DiscretizationName
 from .reference_convolution import causal_conv1d, causal_conv1d_update
 from .reference_discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -99,7 +100,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -119,7 +120,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -139,7 +140,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -159,7 +160,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -179,7 +180,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -199,7 +200,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -218,7 +219,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -292,7 +293,7 @@ def selective_state_update(
     *,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     state_batch_indices: Tensor | None = None,
     A_is_log: bool = False,
 ) -> tuple[Tensor, Tensor]:

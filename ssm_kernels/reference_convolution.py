@@ -8,17 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import did_you_mean
 from ._torchscript import REFERENCE_LOOPS, refuse_tracing
+from .choices import ConvActivation
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
 
-def _activate(x: Tensor, activation: str | None) -> Tensor:
+def _activate(x: Tensor, activation: ConvActivation | None) -> Tensor:
     if activation in (None, "none"):
         return x
     if activation in ("silu", "swish"):
         return F.silu(x)
-    raise ValueError(f"unknown activation {activation!r}, expected None, 'silu' or 'swish'")
+    nearest = did_you_mean(activation, ("silu", "swish", "none"))
+    raise ValueError(f"unknown activation {activation!r}, expected None, 'silu' or 'swish'{nearest}")
 
 
 def _count_changes(seq_idx: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -79,7 +82,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -91,7 +94,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -102,7 +105,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -146,7 +149,7 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     state_batch_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One decoding step or a few. Arguments as :func:`ssm_kernels.causal_conv1d_update`; nothing is modified in place.

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import did_you_mean
+from .choices import DiscretizationName
+
 __all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "phi1"]
 
 
@@ -125,7 +128,7 @@ def _backward_euler(z: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / (1 - z), 1 / (1 - z)
 
 
-def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+def coefficients(discretization: DiscretizationName, delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
     """``(Abar, c)`` of ``h_t = Abar h_{t-1} + c B_t u_t``.
 
     Args:
@@ -145,9 +148,11 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
         >>> reference.coefficients("bilinear", delta, A)
         (tensor(0.6000, dtype=torch.float64), tensor(0.4000, dtype=torch.float64))
     """
-    name = ALIASES.get(discretization, discretization)
+    name: str = ALIASES.get(discretization, discretization)
     if name not in DISCRETIZATIONS:
-        raise ValueError(f"unknown discretization {discretization!r}, expected one of {sorted([*DISCRETIZATIONS, *ALIASES])}")
+        known = sorted([*DISCRETIZATIONS, *ALIASES])
+        nearest = did_you_mean(discretization, known)
+        raise ValueError(f"unknown discretization {discretization!r}, expected one of {known}{nearest}")
     z = decaying(torch.mul, delta, A, at_plus_infinity=name == "backward_euler")
     Abar, gain = DISCRETIZATIONS[name].coefficients(z)
     return Abar, delta * gain

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import did_you_mean
+from .choices import GateActivation
+
 __all__ = ["GATE_ACTIVATIONS", "add_layer_norm", "add_rms_norm", "layer_norm_gated", "rms_norm_gated"]
 
 GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,9 +49,12 @@ def _norm_gated(
     eps: float,
     group_size: int | None,
     norm_before_gate: bool,
-    activation: str,
+    activation: GateActivation,
     subtract_mean: bool,
 ) -> Tensor:
+    if activation not in GATE_ACTIVATIONS:
+        known, nearest = ", ".join(GATE_ACTIVATIONS), did_you_mean(activation, GATE_ACTIVATIONS)
+        raise ValueError(f"unknown activation {activation!r}, expected one of: {known}{nearest}")
     gate = None if z is None else GATE_ACTIVATIONS[activation](z)
     if gate is not None and not norm_before_gate:
         x = x * gate
@@ -65,7 +71,7 @@ def rms_norm_gated(
     eps: float = 1e-5,
     group_size: int | None = None,
     norm_before_gate: bool = False,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
 ) -> Tensor:
     """``norm(x a(z)) weight + bias``, or ``(norm(x) weight + bias) a(z)`` with ``norm_before_gate``.
 
@@ -87,7 +93,7 @@ def layer_norm_gated(
     eps: float = 1e-5,
     group_size: int | None = None,
     norm_before_gate: bool = False,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
 ) -> Tensor:
     """:func:`rms_norm_gated` with the mean subtracted.
 

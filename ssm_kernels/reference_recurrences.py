@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import did_you_mean
 from ._torchscript import REFERENCE_LOOPS, refuse_tracing
+from .choices import CandidateActivation
 from .reference_discretizations import decaying
 
 __all__ = [
@@ -37,10 +39,11 @@ CANDIDATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _activate(candidate: Tensor, activation: str | None) -> Tensor:
-    name = "none" if activation is None else activation
+def _activate(candidate: Tensor, activation: CandidateActivation | None) -> Tensor:
+    name: str = "none" if activation is None else activation
     if name not in CANDIDATE_ACTIVATIONS:
-        raise ValueError(f"unknown candidate_activation {name!r}, expected one of: {', '.join(CANDIDATE_ACTIVATIONS)}")
+        known, nearest = ", ".join(CANDIDATE_ACTIVATIONS), did_you_mean(name, CANDIDATE_ACTIVATIONS)
+        raise ValueError(f"unknown candidate_activation {name!r}, expected one of: {known}{nearest}")
     return CANDIDATE_ACTIVATIONS[name](candidate)
 
 
@@ -160,7 +163,7 @@ def linear_scan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 @_recurrence
 def mingru_scan(
-    gate: Tensor, candidate: Tensor, *, candidate_activation: str | None = None, gate_is_logit: bool = True
+    gate: Tensor, candidate: Tensor, *, candidate_activation: CandidateActivation | None = None, gate_is_logit: bool = True
 ) -> tuple[Tensor, Tensor]:
     """``h = (1 - z) h + z g(candidate)``, ``z = sigmoid(gate)`` or the gate itself.
 
@@ -177,7 +180,7 @@ def mingru_scan(
 
 @_recurrence
 def minlstm_scan(
-    forget: Tensor, input: Tensor, candidate: Tensor, *, candidate_activation: str | None = None
+    forget: Tensor, input: Tensor, candidate: Tensor, *, candidate_activation: CandidateActivation | None = None
 ) -> tuple[Tensor, Tensor]:
     """``h = f' h + i' g(candidate)``, ``f'`` and ``i'`` the sigmoids of forget and input, divided by their sum.
 

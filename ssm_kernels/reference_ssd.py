@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._states_at import Positions
 from ._torchscript import REFERENCE_LOOPS, refuse_tracing
+from .choices import ExponentialDiscretizationName
 from .reference_discretizations import coefficients
 from .reference_sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
 
@@ -53,7 +54,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> Tensor: ...
 @overload
@@ -75,7 +76,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -97,7 +98,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -119,7 +120,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -141,7 +142,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
@@ -163,7 +164,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 def ssd_chunk_scan(
@@ -184,7 +185,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .choices import DiscretizationName
 from .reference import RECURRENCES, coefficients
 from .reference_sequences import step_sizes
 
@@ -46,7 +47,7 @@ def selective_scan_summary(
     B: Tensor,
     *,
     delta_bias: Tensor | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def ssd_chunk_scan_summary(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`ssm_kernels.ssd_chunk_scan_summary`, in the promoted dtype of all arguments."""

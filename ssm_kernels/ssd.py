@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._arguments import names_arguments, read_dt_limit
 from ._states_at import Positions, ssd_chunk_scan_with_states
+from .choices import ExponentialDiscretizationName
 
 __all__ = ["ssd_chunk_scan"]
 
@@ -37,7 +38,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> Tensor: ...
 @overload
@@ -59,7 +60,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -81,7 +82,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -103,7 +104,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -125,7 +126,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
@@ -147,7 +148,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @names_arguments
@@ -169,7 +170,7 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._arguments import finite_dt_limit, names_arguments, read_dt_limit
 from ._masks import as_mask
+from .choices import CandidateActivation, DiscretizationName
 from .recurrence_steps import step_size
 
 __all__ = [
@@ -42,7 +43,7 @@ def selective_scan_summary(
     B: Tensor,
     *,
     delta_bias: Tensor | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ def ssd_chunk_scan_summary(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The map of :func:`ssd_chunk_scan` from the states before all steps to the states after them.
@@ -214,7 +215,7 @@ def mingru_scan_summary(
     gate: Tensor,
     candidate: Tensor,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -250,7 +251,7 @@ def minlstm_scan_summary(
     input: Tensor,
     candidate: Tensor,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
@@ -422,7 +423,7 @@ def _selective_scan_initial_gradient(
     *,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
@@ -455,7 +456,7 @@ def _ssd_chunk_scan_initial_gradient(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: Sequence[float] | None = (0.0, math.inf),
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the states before all steps, (batch, heads, headdim, dstate), from the gradients of the outputs alone.
@@ -478,7 +479,7 @@ def _linear_recurrence_initial_gradient(
     recurrence: str,
     inputs: Sequence[Tensor],
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,

@@ -19,12 +19,12 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def objects() -> dict[str, Any]:
-    """The public objects that have docstrings, by their names in docs/api."""
+    """The public objects that have docstrings, by their names in docs/api, and the module of the types of names."""
     import ssm_kernels
 
-    found = {}
+    found: dict[str, Any] = {"ssm_kernels.choices": ssm_kernels.choices}
     for name in sorted(public_names()):
-        if name.rpartition(".")[2] not in CONSTANTS:
+        if name.rpartition(".")[2] not in CONSTANTS and not name.startswith("ssm_kernels.choices."):
             value: Any = ssm_kernels
             for part in name.split(".")[1:]:
                 value = getattr(value, part)

@@ -269,6 +269,8 @@ def test_unstable_methods_and_many_states_are_reported(measure, capsys, layout):
         (["--n_trials", "2.5"], "--n-trials"),
         (["--seed", "-1"], "--seed"),
         (["--methods", "tustin"], "unknown discretization 'tustin', expected 'all' or some of zoh, zoh_exact"),
+        (["--methods", "zoh,blinear"], "unknown discretization 'blinear', expected 'all' or some of zoh"),
+        (["--methods", "zoh,blinear"], "; did you mean 'bilinear'?"),
         (["--methods", ","], "--methods"),
         (["--methods"], "--methods"),
         (["--device", "tpu"], "--device"),

@@ -81,7 +81,7 @@ def test_lists_of_the_site():
 
 def public_names() -> set[str]:
     """The public names of the package and of its public modules, those of compat's and integrations' modules included."""
-    modules = ["", "nn", "models", "distributed", "compat", "reference"]
+    modules = ["", "nn", "models", "distributed", "compat", "reference", "choices"]
     modules += [f"integrations.{module}" for module in ssm_kernels.integrations.__all__]
     modules += [
         f"compat.{name}"
@@ -92,7 +92,7 @@ def public_names() -> set[str]:
     for module in modules:
         name = f"ssm_kernels.{module}".rstrip(".")
         names |= {f"{name}.{member}" for member in importlib.import_module(name).__all__ if not member.startswith("__")}
-    return names - {"ssm_kernels.nn", "ssm_kernels.models", "ssm_kernels.reference"}
+    return names - {f"ssm_kernels.{module}" for module in ("nn", "models", "reference", "choices")}
 
 
 def names_on(page: Path) -> list[str]:
@@ -108,7 +108,8 @@ def test_api_reference_has_every_public_name():
         listed += names
         # The index has the same names in the same order.
         short = [
-            re.sub(r"^ssm_kernels\.((nn|models|distributed|compat|reference|integrations)\.)?", "", name) for name in names
+            re.sub(r"^ssm_kernels\.((nn|models|distributed|compat|reference|integrations|choices)\.)?", "", name)
+            for name in names
         ]
         assert not names or f"]({page.name}) | {', '.join(f'`{name}`' for name in short)} |" in index, page.name
     assert len(listed) == len(set(listed))

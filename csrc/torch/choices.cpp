@@ -1,10 +1,12 @@
 #include "torch/choices.h"
 
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cctype>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace ssm_kernels {
@@ -19,20 +21,26 @@ std::string normalized(std::string_view name) {
   return result;
 }
 
-// The number of insertions, deletions and replacements of letters between two names (Levenshtein's distance).
+// The number of insertions, deletions, replacements and swaps of neighboring letters between two names: the optimal string
+// alignment distance, Levenshtein's with swaps.
 size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
+  std::vector<size_t> before, last, row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t(0));
   for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
+    before = std::exchange(last, row);
     row[0] = i;
     for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+      row[j] = std::min({last[j] + 1, row[j - 1] + 1, last[j - 1] + (a[i - 1] != b[j - 1])});
+      const bool is_swap = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (is_swap) row[j] = std::min(row[j], before[j - 2] + 1);
     }
   }
   return row.back();
+}
+
+std::string nearest_choice_op(std::string_view given, const std::vector<std::string>& choices) {
+  const std::vector<std::string_view> views(choices.begin(), choices.end());
+  return nearest_choice(given, views);
 }
 
 }  // namespace
@@ -73,8 +81,9 @@ std::string nearest_choice(std::string_view given, c10::ArrayRef<std::string_vie
   size_t least = std::max<size_t>(1, name.size() / 3) + 1;
   std::string_view nearest;
   for (const std::string_view choice : choices) {
-    const size_t distance = edit_distance(name, std::string(choice));
-    if (distance >= least) continue;
+    const size_t distance = edit_distance(name, normalized(choice));
+    // A name of which no letter is left is another name.
+    if (distance >= least || distance >= std::max(name.size(), choice.size())) continue;
     least = distance;
     nearest = choice;
   }
@@ -88,5 +97,7 @@ void raise_unknown_choice(std::string_view op, std::string_view argument, std::s
   C10_THROW_ERROR(ValueError, c10::str(op, ": unknown ", argument, " '", given, "', expected one of: ", known,
                                        nearest_choice(given, choices)));
 }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_nearest_choice", &nearest_choice_op); }
 
 }  // namespace ssm_kernels

@@ -14,13 +14,14 @@ algorithm 1; Xing et al., *SegMamba* (arXiv 2401.13560), section 2.2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as own
+from ..choices import DiscretizationName, StepInitialization
 from ..nn.checks import check_bools, check_choice, check_int, check_number
 from ..nn.common import conv_parameters, is_only_a_product, mark_parameters, short_convolution
 from ..nn.initialization import fill_, linear
@@ -84,10 +85,10 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         d_state: int = 16,
         d_conv: int = 4,
         expand: float = 2,
-        dt_rank: int | str = "auto",
+        dt_rank: int | Literal["auto"] = "auto",
         dt_min: float = 0.001,
         dt_max: float = 0.1,
-        dt_init: str = "random",
+        dt_init: StepInitialization = "random",
         dt_scale: float = 1.0,
         dt_init_floor: float = 1e-4,
         conv_bias: bool = True,
@@ -103,7 +104,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         bimamba: bool | None = None,
         nslices: int | None = None,
         if_devide_out: bool = False,
-        discretization: str = "zoh",
+        discretization: DiscretizationName = "zoh",
     ) -> None:
         kind = _read_type(bimamba_type, bimamba, nslices)
         check_bools("Mamba", if_divide_out=if_divide_out, if_devide_out=if_devide_out)

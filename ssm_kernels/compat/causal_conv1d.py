@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numbers
+import typing
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .._arguments import is_traced
+from ..choices import ConvActivation
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
 from ._cache_rows import CacheRows, check_conv_cache
@@ -21,9 +23,10 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_sta
 _ACTIVATIONS = ("silu", "swish")
 
 
-def _check_activation(function: str, activation: str | None) -> None:
+def _check_activation(function: str, activation: str | None) -> ConvActivation | None:
     if activation is not None and activation not in _ACTIVATIONS:
         raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}")
+    return typing.cast("ConvActivation | None", activation)
 
 
 def causal_conv1d_fn(
@@ -94,7 +97,7 @@ def _causal_conv1d(
     final_states_out: Tensor | None,
     activation: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    _check_activation("causal_conv1d_fn", activation)
+    kind = _check_activation("causal_conv1d_fn", activation)
     common_dtype("causal_conv1d_fn", x=x, weight=weight, bias=bias)
     if x.dim() != 3:
         raise ValueError(f"causal_conv1d_fn: expected x of shape (batch, channels, seqlen), got {list(x.shape)}")
@@ -102,7 +105,7 @@ def _causal_conv1d(
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only")
     if final_states_out is not None and weight.dim() == 2:
         _check_final_states_out(final_states_out, (x.shape[0], x.shape[1], weight.shape[1] - 1), x)
-    out, final_states = convolve(x.transpose(1, 2), weight, bias, activation, seq_idx, initial_states)
+    out, final_states = convolve(x.transpose(1, 2), weight, bias, kind, seq_idx, initial_states)
     out = out.transpose(1, 2)
     if not return_final_states:
         return out
@@ -132,7 +135,7 @@ def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str | None,
+    activation: ConvActivation | None,
     seq_idx: Tensor | None,
     initial_states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -198,7 +201,7 @@ def causal_conv1d_update(
         >>> causal_conv1d_update(torch.randn(2, 8), state, weight).shape
         torch.Size([2, 8])
     """
-    _check_activation("causal_conv1d_update", activation)
+    kind = _check_activation("causal_conv1d_update", activation)
     common_dtype("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
     if x.dim() not in (2, 3):
         raise ValueError(
@@ -210,9 +213,9 @@ def causal_conv1d_update(
     takes_state = conv_state.dtype in (x.dtype, wide_dtype(x.dtype))
     with no_autocast(x):
         if cache_seqlens is None and not is_recorded and takes_state:
-            out = _update(steps, conv_state, weight, bias, activation=activation, state_batch_indices=conv_state_indices)
+            out = _update(steps, conv_state, weight, bias, activation=kind, state_batch_indices=conv_state_indices)
         else:
-            out = _update_composed(steps, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+            out = _update_composed(steps, conv_state, weight, bias, kind, cache_seqlens, conv_state_indices)
     return out[:, 0] if x.dim() == 2 else out.transpose(1, 2)
 
 
@@ -221,7 +224,7 @@ def _update_composed(
     conv_state: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str | None,
+    activation: ConvActivation | None,
     cache_seqlens: Tensor | None,
     indices: Tensor | None,
 ) -> Tensor:
@@ -320,19 +323,13 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         raise TypeError(f"{name}: expected state_len to be an integer, got {type(state_len).__name__}")
     if state_len < 0:
         raise ValueError(f"{name}: expected state_len of at least 0, got {state_len}")
-    if cu_seqlens.device.type == "cpu" and not _is_traced(cu_seqlens):
+    if cu_seqlens.device.type == "cpu" and not is_traced(cu_seqlens):
         _check_ends(name, cu_seqlens, x.shape[0])
     if x.shape[0] == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, x.shape[1]).transpose(1, 2)
     steps = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=cu_seqlens.device)
     is_own = steps >= cu_seqlens[:-1, None]
     return x[steps.clamp(min=0)].masked_fill(~is_own[..., None], 0).transpose(1, 2)
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Whether the values of a tensor cannot be read: for tracing, under a dispatch mode or a transform, of a subclass."""
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
-    return bool(is_traced or type(tensor) is not Tensor or torch._C._are_functorch_transforms_active())
 
 
 def _check_ends(function: str, cu_seqlens: Tensor, steps: int) -> None:

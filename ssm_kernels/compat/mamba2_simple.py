@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..choices import ConvActivation
 from ..nn import Mamba2
 from .ssd import mamba_split_conv1d_scan_combined
 
@@ -78,7 +79,8 @@ class Mamba2Simple(Mamba2):
             device=device,
             dtype=dtype,
         )
-        self.activation, self.learnable_init_states = activation, learnable_init_states
+        self.activation = cast("ConvActivation | None", activation)
+        self.learnable_init_states = learnable_init_states
         if learnable_init_states:
             self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, device=device, dtype=dtype))
             self.init_states._no_weight_decay = True  # type: ignore[attr-defined]

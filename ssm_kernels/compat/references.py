@@ -6,6 +6,7 @@ decoding steps update their state in place.
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from .._torchscript import refuse_script_of
+from ..choices import DiscretizationName
 from ._promotion import cast, common_dtype, wide_dtype
 from .causal_conv1d import write_final_states
 
@@ -46,7 +48,7 @@ def selective_scan_ref(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`.selective_scan.selective_scan_fn` by :func:`ssm_kernels.reference.selective_scan`."""
     tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
@@ -76,7 +78,7 @@ def mamba_inner_ref(
     C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """:func:`.selective_scan.mamba_inner_fn` without its norms, by the references of its parts."""
     y = _inner_scan(
@@ -112,7 +114,7 @@ def _inner_scan(
     B_proj_bias: Tensor | None,
     C_proj_bias: Tensor | None,
     delta_softplus: bool,
-    discretization: str,
+    discretization: DiscretizationName,
     reverse: bool = False,
 ) -> Any:
     """The gated scan, (batch, seqlen, dim), of the convolved sequence, from its end with ``reverse``."""
@@ -151,7 +153,7 @@ def bimamba_inner_ref(
     C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """:func:`.selective_scan.bimamba_inner_fn` by the references of its parts."""
     y: Any = 0
@@ -192,7 +194,7 @@ def selective_state_update_ref(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """:func:`.selective_scan.selective_state_update` by the function of that name in :mod:`ssm_kernels.reference`."""
     tensors = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
@@ -217,7 +219,7 @@ def causal_conv1d_ref(
     """:func:`.causal_conv1d.causal_conv1d_fn` without ``seq_idx``, by :func:`ssm_kernels.reference.causal_conv1d`."""
     wide = _widen("causal_conv1d_ref", {"x": x, "weight": weight, "bias": bias, "initial_state": initial_states})
     steps = wide.pop("x").transpose(1, 2)
-    out, final_states = reference.causal_conv1d(steps, **wide, activation=activation, return_final_state=True)
+    out, final_states = reference.causal_conv1d(steps, **wide, activation=typing.cast(Any, activation), return_final_state=True)
     out = out.transpose(1, 2).to(x.dtype)
     if not return_final_states:
         return out
@@ -245,7 +247,7 @@ def causal_conv1d_update_ref(
         state.gather(2, places),
         wide["weight"],
         wide["bias"],
-        activation=activation,
+        activation=typing.cast(Any, activation),
     )
     if cache_seqlens is not None:
         places = (places + steps.shape[1]) % conv_state.shape[2]

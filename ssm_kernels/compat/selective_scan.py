@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..choices import DiscretizationName
 from ..norms import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
@@ -37,7 +38,7 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The selective scan: :func:`ssm_kernels.selective_scan` with the positions and the freedom of dtypes of ``mamba_ssm``.
 
@@ -90,7 +91,7 @@ def _selective_scan(
     z: Tensor | None,
     delta_bias: Tensor | None,
     delta_softplus: bool,
-    discretization: str,
+    discretization: DiscretizationName,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     arguments = operator_arguments("selective_scan_fn", u, delta, A, B, C, D, z, delta_bias)
@@ -131,7 +132,7 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """The Mamba mixer between its in-projection and its result: convolution, projections, selective scan, gate, out-projection.
 
@@ -220,7 +221,7 @@ def mamba_inner_fn_no_out_proj(
     delta_softplus: bool = True,
     checkpoint_lvl: int = 1,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """:func:`mamba_inner_fn` without its out-projection and norms, a function of the vision forks of ``mamba_ssm``.
 
@@ -280,7 +281,7 @@ def bimamba_inner_fn(
     delta_softplus: bool = True,
     checkpoint_lvl: int = 1,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """:func:`mamba_inner_fn` with a second scan, backwards, of the same convolved sequence: Vim's ``bimamba_type="v1"``.
 
@@ -348,7 +349,7 @@ def _inner_scan(
     rms_weights: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     eps: float = 1e-6,
     out_proj: tuple[Tensor, Tensor | None] | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """The gated scan, (batch, seqlen, dim), forwards with ``systems[0]`` and, added to it, backwards with ``systems[1]``."""
     A = systems[0]
@@ -464,7 +465,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
 ) -> Tensor:
     """One decoding step; ``state`` is updated in place: :func:`ssm_kernels.selective_state_update` in any mix of dtypes.
 

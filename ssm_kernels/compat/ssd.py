@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._packing import check_same_packing, with_padding
+from ..choices import ConvActivation, ExponentialDiscretizationName
 from ..ssd import ssd_chunk_scan
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
@@ -39,7 +41,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
 ) -> Tensor | tuple[Tensor, ...]:
     """The scan of Mamba-2: :func:`ssm_kernels.ssd_chunk_scan`, whose arguments these are, in any mix of dtypes.
 
@@ -192,7 +194,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The Mamba-2 mixer after its in-projection: convolution, scan, gated norm and, if given, the out-projection.
 
@@ -273,7 +275,7 @@ def mamba_split_conv1d_scan_combined(
             check_shape(name, "outproj_bias", outproj_bias, "(out_dim,)", outproj_weight.shape[:1])
             check_device(name, "outproj_bias", outproj_bias, "zxbcdt", zxbcdt)
     gate, up, z, xBC, dt = zxbcdt.split([mlp, mlp, dim, columns, heads], dim=-1)
-    xBC, _ = _convolve(xBC, conv1d_weight, conv1d_bias, activation, seq_idx)
+    xBC, _ = _convolve(xBC, conv1d_weight, conv1d_bias, typing.cast("ConvActivation | None", activation), seq_idx)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
     results = _scan(
         x.unflatten(-1, (heads, headdim)),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choices import ConvActivation
 from ._collectives import Gathering, Group, kind, tie
 from ._messages import Call, Chain
 from ._recomputation import exchange, is_repeated
@@ -226,7 +227,7 @@ class CausalConv1d(torch.autograd.Function):
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
         past: Tensor | None,
-        activation: str | None,
+        activation: ConvActivation | None,
         needs_final: bool,
         chain: Call | None,
         group: Group,
@@ -321,7 +322,7 @@ def _convolve(
     initial_state: Tensor | None,
     seq_idx: Tensor | None,
     past: Tensor | None,
-    activation: str | None,
+    activation: ConvActivation | None,
     needs_final: bool,
     halo: Halo | ChainHalo,
     group: Group,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import convolutions, ops, recurrences, ssd
-from .._arguments import finite_dt_limit
+from .._arguments import did_you_mean, finite_dt_limit
 from .._masks import as_mask
+from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._collectives import Group
@@ -45,9 +46,10 @@ _RECURRENCES = {
 _MOST_IN_CHAIN = 8
 
 
-def choose_exchange(operator: str, exchange: str | None, ranks: int) -> str:
+def choose_exchange(operator: str, exchange: Exchange | None, ranks: int) -> Exchange:
     if exchange not in (None, "chain", "summaries"):
-        raise ValueError(f"{operator}: expected exchange to be 'chain', 'summaries' or None, got {exchange!r}")
+        nearest = did_you_mean(exchange, ("chain", "summaries"))
+        raise ValueError(f"{operator}: expected exchange to be 'chain', 'summaries' or None, got {exchange!r}{nearest}")
     return exchange or ("chain" if ranks <= _MOST_IN_CHAIN else "summaries")
 
 
@@ -93,7 +95,7 @@ class GroupOperators:
         self,
         group: Group,
         agreement: Agreement,
-        exchange: str | None,
+        exchange: Exchange | None,
         operator: str,
         layer: int = 0,
         forward_count: ForwardCount | None = None,
@@ -113,7 +115,7 @@ class GroupOperators:
         z: Tensor | None = None,
         delta_bias: Tensor | None = None,
         *,
-        discretization: str = "zoh",
+        discretization: DiscretizationName = "zoh",
         delta_softplus: bool = False,
         initial_state: Tensor | None = None,
         reverse: bool = False,
@@ -172,7 +174,7 @@ class GroupOperators:
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_final_states: bool = False,
-        discretization: str = "zoh",
+        discretization: DiscretizationName = "zoh",
     ) -> Any:
         tensors: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         tensors |= {"initial_states": initial_states, "seq_idx": seq_idx}
@@ -211,7 +213,7 @@ class GroupOperators:
         weight: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: str | None = None,
+        activation: ConvActivation | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         initial_state: Tensor | None = None,
@@ -252,7 +254,7 @@ class GroupOperators:
         cu_seqlens: Tensor | None = None,
         reset: Tensor | None = None,
         return_last_state: bool = False,
-        candidate_activation: str | None = None,
+        candidate_activation: CandidateActivation | None = None,
         gate_is_logit: bool = True,
     ) -> Any:
         """A scan of ``linear_scan``'s family.

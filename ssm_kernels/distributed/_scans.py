@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..choices import DiscretizationName
 from ..summaries import (
     _linear_recurrence_initial_gradient,
     _selective_scan_initial_gradient,
@@ -78,7 +79,7 @@ class SelectiveScan(torch.autograd.Function):
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
         passes: Tensor | None,
-        discretization: str,
+        discretization: DiscretizationName,
         delta_softplus: bool,
         reverse: bool,
         needs_final: bool,
@@ -177,7 +178,7 @@ class SsdChunkScan(torch.autograd.Function):
         dt_softplus: bool,
         dt_min: float,
         dt_max: float,
-        discretization: str,
+        discretization: DiscretizationName,
         reverse: bool,
         needs_final: bool,
         chain: Call | None,

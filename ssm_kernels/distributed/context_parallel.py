@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .._mixers import mamba2_arguments, mamba_mixer
+from ..choices import Exchange
 from ..nn.common import ConvMixer
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
@@ -40,7 +41,7 @@ _BUCKET_BYTES = 64 * 2**20
 class _Context(GroupOperators):
     """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
 
-    def __init__(self, group: Group, exchange: str | None, layer: int, forward_count: ForwardCount | None) -> None:
+    def __init__(self, group: Group, exchange: Exchange | None, layer: int, forward_count: ForwardCount | None) -> None:
         super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer, forward_count)
         self.begun = 0  # calls when the layer's forward began
 
@@ -196,7 +197,7 @@ class ContextParallel(ParallelStyle):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, *, exchange: str | None = None) -> None:
+    def __init__(self, *, exchange: Exchange | None = None) -> None:
         super().__init__()
         choose_exchange("ContextParallel", exchange, 1)
         self.exchange = exchange

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import argument_error, names_arguments
+from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ..recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, report
 from ._collectives import Group, GroupLike
@@ -91,7 +92,7 @@ def _tell_others(error: Exception, function: Callable[..., Any], args: tuple[Any
     report(group, function.__name__, error, said=None if named is None else str(named))
 
 
-def _of(group: GroupLike | Group, exchange: str | None, operator: str) -> GroupOperators:
+def _of(group: GroupLike | Group, exchange: Exchange | None, operator: str) -> GroupOperators:
     ranks = Group.of(group)
     return GroupOperators(ranks, Agreement(ranks), exchange, operator)
 
@@ -108,7 +109,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -116,7 +117,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
 
@@ -176,9 +177,9 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
 
@@ -229,13 +230,13 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
 
@@ -277,7 +278,7 @@ def linear_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.linear_scan` over the ranks of a group.
 
@@ -316,14 +317,14 @@ def mingru_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -358,13 +359,13 @@ def minlstm_scan(
     candidate: Tensor,
     h0: Tensor | None = None,
     *,
-    candidate_activation: str | None = None,
+    candidate_activation: CandidateActivation | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -403,7 +404,7 @@ def liquid_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -442,7 +443,7 @@ def rglru_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -479,7 +480,7 @@ def hgrn_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -516,7 +517,7 @@ def elu_gru_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`.
 
@@ -553,7 +554,7 @@ def diag_linear_scan(
     reset: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
-    exchange: str | None = None,
+    exchange: Exchange | None = None,
 ) -> Any:
     """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`.
 

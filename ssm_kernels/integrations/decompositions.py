@@ -22,6 +22,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from .. import reference
 from .._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
+from ..choices import ConvActivation, DiscretizationName
 from ..reference_sequences import step_sizes
 
 __all__ = ["decomposition_table"]
@@ -89,7 +90,14 @@ def _scan(
 
 
 def _scan_states(
-    discretization: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, keep: Tensor | None
+    discretization: DiscretizationName,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The state-space model without skip connection and gate, for both of its scans.
 
@@ -139,7 +147,7 @@ def _selective_scan(
     z: Tensor | None,
     delta_bias: Tensor | None,
     initial_state: Tensor | None,
-    discretization: str,
+    discretization: DiscretizationName,
     delta_softplus: bool,
     save_chunk_states: bool,
     seq_idx: Tensor | None = None,
@@ -191,7 +199,7 @@ def _ssd_chunk_scan(
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    discretization: str = "zoh",
+    discretization: DiscretizationName = "zoh",
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _refuse_packed("ssd_chunk_scan", cu_seqlens)
@@ -214,7 +222,7 @@ def _causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: ConvActivation | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,

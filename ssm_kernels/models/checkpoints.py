@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._arguments import did_you_mean
 from ..nn.checks import check_int
 from .config import MambaConfig
 from .transformers_format import convert_config, is_transformers_config, rename_weights
@@ -83,7 +84,7 @@ def override(config: MambaConfig, fields: Mapping[str, Any]) -> MambaConfig:
     known = [field.name for field in dataclasses.fields(config)]
     unknown = [name for name in fields if name not in known]
     if unknown:
-        raise TypeError(f"{_NAME}: expected fields of MambaConfig, {known}, got {unknown[0]}")
+        raise TypeError(f"{_NAME}: expected fields of MambaConfig, {known}, got {unknown[0]}{did_you_mean(unknown[0], known)}")
     return dataclasses.replace(config, **fields)
 
 

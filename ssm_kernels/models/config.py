@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._arguments import did_you_mean
+from ..choices import DiscretizationName, MixerName
 from ..nn.checks import check_bools, check_choice, check_discretization, check_int
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
@@ -15,10 +17,10 @@ from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["MIXERS", "MambaConfig"]
 
-_CLASSES = {"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer}
+_CLASSES: dict[MixerName, Any] = {"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer}
 MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
-_LAYERS = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
+_LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
 _SET_BY_THE_MODEL = ("d_model", "rnn", "layer_idx", "device", "dtype")
 # The largest sizes: far above those of any model, and small enough that no product of them overflows.
 _LARGEST = {
@@ -81,8 +83,8 @@ class MambaConfig(MambaSsmFields):
         104
     """
 
-    mixer: str | None = None
-    discretization: str = "zoh"
+    mixer: MixerName | None = None
+    discretization: DiscretizationName = "zoh"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -111,7 +113,7 @@ class MambaConfig(MambaSsmFields):
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"
             )
 
-    def _check_ssm_cfg(self, mixer: str) -> None:
+    def _check_ssm_cfg(self, mixer: MixerName) -> None:
         name, known = type(self).__name__, [*inspect.signature(_CLASSES[mixer]).parameters]
         for key, value in self.ssm_cfg.items():
             if key == "discretization":
@@ -120,20 +122,21 @@ class MambaConfig(MambaSsmFields):
                 raise ValueError(f"{name}: expected ssm_cfg without {key}, which the model sets itself, got {value!r}")
             if key not in known:
                 expected = [other for other in known if other not in (*_SET_BY_THE_MODEL, "discretization")]
-                raise TypeError(f"{name}: expected arguments of {mixer} in ssm_cfg, {expected}, got {key!r}")
+                nearest = did_you_mean(key, expected)
+                raise TypeError(f"{name}: expected arguments of {mixer} in ssm_cfg, {expected}, got {key!r}{nearest}")
             if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION and value not in (math.inf, -math.inf):
                 raise ValueError(f"{name}: expected ssm_cfg[{key!r}] of at most {_LARGEST_OPTION}, got {value}")
 
-    def _resolve_mixer(self, layer: Any) -> str:
+    def _resolve_mixer(self, layer: Any) -> MixerName:
         name = type(self).__name__
         if layer is not None:
             check_choice(name, 'ssm_cfg["layer"]', layer, [*_LAYERS])
-            layer = _LAYERS[layer]
+        named = None if layer is None else _LAYERS[layer]
         if self.mixer is None:
-            return layer or "Mamba"
+            return named or "Mamba"
         check_choice(name, "mixer", self.mixer, MIXERS)
-        if layer not in (None, self.mixer):
-            raise ValueError(f'{name}: expected one mixer, got mixer={self.mixer!r} and ssm_cfg["layer"] of {layer!r}')
+        if named not in (None, self.mixer):
+            raise ValueError(f'{name}: expected one mixer, got mixer={self.mixer!r} and ssm_cfg["layer"] of {named!r}')
         return self.mixer
 
     @property
@@ -179,5 +182,8 @@ class MambaConfig(MambaSsmFields):
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in fields if name not in known]
         if unknown:
-            raise ValueError(f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too")
+            nearest = did_you_mean(unknown[0], known)
+            raise ValueError(
+                f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too{nearest}"
+            )
         return cls(**fields)

@@ -11,7 +11,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._arguments import did_you_mean
 from .._torchscript import refuse_script
+from ..choices import ExponentialDiscretizationName, RecurrenceName
 from ..nn.block import Block, GatedMLP, add_norm
 from ..nn.checks import check_shape
 from ..nn.common import ConvMixer
@@ -33,8 +35,9 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
     if config.mixer == "Mamba":
         return functools.partial(Mamba, discretization=config.discretization, **config.ssm_cfg)
     if config.mixer == "Mamba2":
-        return functools.partial(Mamba2, discretization=config.discretization, **config.ssm_cfg)
-    return functools.partial(RecurrentMixer, rnn=cast(str, config.mixer), **config.ssm_cfg)
+        rule = cast(ExponentialDiscretizationName, config.discretization)
+        return functools.partial(Mamba2, discretization=rule, **config.ssm_cfg)
+    return functools.partial(RecurrentMixer, rnn=cast(RecurrenceName, config.mixer), **config.ssm_cfg)
 
 
 _INITIALIZER_OPTIONS = ("initializer_range", "rescale_prenorm_residual", "n_residuals_per_layer")
@@ -144,8 +147,10 @@ class MixerModel(NamesNoDecay, nn.Module):
         options = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1} | dict(initializer_cfg or {})
         unknown = [key for key in options if key not in _INITIALIZER_OPTIONS]
         if unknown:
+            nearest = did_you_mean(unknown[0], _INITIALIZER_OPTIONS)
             raise TypeError(
-                f"{type(self).__name__}: expected initializer_cfg with keys of {[*_INITIALIZER_OPTIONS]}, got {unknown[0]!r}"
+                f"{type(self).__name__}: expected initializer_cfg with keys of {[*_INITIALIZER_OPTIONS]}, got "
+                f"{unknown[0]!r}{nearest}"
             )
         _own_initializations(self, config.n_layer, **options)
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choices import CandidateActivation, RecurrenceName
 from ..convolutions import causal_conv1d
 from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
 from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
@@ -80,10 +81,10 @@ class RecurrentMixer(PackedMixer):
     def __init__(
         self,
         d_model: int,
-        rnn: str = "MinGRU",
+        rnn: RecurrenceName = "MinGRU",
         d_conv: int = 4,
         expand: float = 2,
-        candidate_activation: str | None = None,
+        candidate_activation: CandidateActivation | None = None,
         conv_bias: bool = True,
         bias: bool = False,
         layer_idx: int | None = None,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import did_you_mean
 from .._discretizations import discretization_aliases, discretizations
 
 
@@ -17,7 +18,7 @@ def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:
     return TypeError(f"{layer}: expected {name} to be {expected}, got {type(value).__name__}")
 
 
-def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None = None, *, expected: str = "an int") -> None:
+def check_int(layer: str, name: str, value: Any, low: float = 1, high: int | None = None, *, expected: str = "an int") -> None:
     # A bool is an int in Python, but as a size it is a mistake.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _wrong_type(layer, name, expected, value)
@@ -67,21 +68,11 @@ def check_pair(layer: str, name: str, value: Any) -> None:
         check_number(layer, f"{name}[{i}]", number)
 
 
-def did_you_mean(value: str, choices: Sequence[str | None]) -> str:
-    """``"; did you mean 'zoh'?"`` for the choice nearest to ``value``, or ``""``. Case, dashes and spaces do not count."""
-    # Only failing calls need it.
-    import difflib
-
-    plain = value.strip().lower().replace("-", "_").replace(" ", "_")
-    nearest = difflib.get_close_matches(plain, [choice for choice in choices if choice is not None], n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
-
-
 def check_choice(layer: str, name: str, value: Any, choices: Sequence[str | None]) -> None:
     if not (value is None or isinstance(value, str)) or (value is None and None not in choices):
         raise _wrong_type(layer, name, "a string or None" if None in choices else "a string", value)
     if value not in choices:
-        raise ValueError(f"{layer}: unknown {name} {value!r}, expected one of {[*choices]}{did_you_mean(str(value), choices)}")
+        raise ValueError(f"{layer}: unknown {name} {value!r}, expected one of {[*choices]}{did_you_mean(value, choices)}")
 
 
 def check_discretization(layer: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._discretizations import discretization_aliases, discretizations
+from ..choices import DiscretizationName
 from .weight_decay import NamesNoDecay
 
 # The rule of a checkpoint without the entry: mamba_ssm has no other.
@@ -60,7 +61,7 @@ class DiscretizedModule(NamesNoDecay, nn.Module):
     - no entry, in a layer whose discretization is not ``"zoh"``: a warning.
     """
 
-    discretization: str
+    discretization: DiscretizationName
 
     def _register_discretization(self, device: torch.device | str | None) -> None:
         if _canonical(self.discretization) != _DEFAULT:

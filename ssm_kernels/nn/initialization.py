@@ -20,6 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ..choices import StepInitialization
+
 __all__ = [
     "Initialization",
     "fill_",
@@ -249,7 +251,7 @@ def linear(inputs: int, outputs: int, bias: bool, device: torch.device | str | N
 
 
 def reset_step_projection(
-    module: nn.Linear, dt_init: str, bound: float, dt_min: float, dt_max: float, dt_init_floor: float
+    module: nn.Linear, dt_init: StepInitialization, bound: float, dt_min: float, dt_max: float, dt_init_floor: float
 ) -> None:
     """Draws the projection to step sizes: weights up to ``bound``, and a bias of the step sizes at an input of zero."""
     if dt_init == "constant":

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..choices import LiquidActivation
 from ..recurrences import liquid_scan, liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
@@ -94,7 +95,7 @@ class Liquid(RecurrentBase):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
-        candidate_activation: str | None = "tanh",
+        candidate_activation: LiquidActivation | None = "tanh",
         input_dependent_tau: bool = True,
         tau_init: tuple[float, float] = (1.0, 32.0),
         device: torch.device | str | None = None,

@@ -13,11 +13,12 @@ SSM is the layer of ``selective_ssm.py``. Source: Gu and Dao, *Mamba* (arXiv 231
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..choices import DiscretizationName, StepInitialization
 from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int
 from .common import PackedMixer, conv_parameters, expanded, short_convolution
@@ -83,10 +84,10 @@ class Mamba(SelectiveBase, PackedMixer):
         d_state: int = 16,
         d_conv: int = 4,
         expand: float = 2,
-        dt_rank: int | str = "auto",
+        dt_rank: int | Literal["auto"] = "auto",
         dt_min: float = 0.001,
         dt_max: float = 0.1,
-        dt_init: str = "random",
+        dt_init: StepInitialization = "random",
         dt_scale: float = 1.0,
         dt_init_floor: float = 1e-4,
         conv_bias: bool = True,
@@ -96,7 +97,7 @@ class Mamba(SelectiveBase, PackedMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        discretization: str = "zoh",
+        discretization: DiscretizationName = "zoh",
     ) -> None:
         super().__init__()
         check_int("Mamba", "d_model", d_model)

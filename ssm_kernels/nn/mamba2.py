@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .._arguments import finite_dt_limit
 from .._torchscript import refuse_script
+from ..choices import ConvActivation, ExponentialDiscretizationName
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
@@ -195,7 +196,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        discretization: str = "zoh",
+        discretization: ExponentialDiscretizationName = "zoh",
     ) -> None:
         super().__init__()
         for name, size in (("d_model", d_model), ("ngroups", ngroups)):
@@ -234,8 +235,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         )
         self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, dt_limit
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
-        self.discretization = discretization
-        self.activation: str | None = "silu"
+        self.discretization: ExponentialDiscretizationName = discretization
+        self.activation: ConvActivation | None = "silu"
         if process_group is not None:
             raise ValueError(
                 f"Mamba2: expected process_group None, got {type(process_group).__name__}: "

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..choices import CandidateActivation
 from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
 from .checks import check_choice
 from .naming import names_layer
@@ -44,7 +45,7 @@ class _MinRNN(RecurrentBase):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
-        candidate_activation: str | None = None,
+        candidate_activation: CandidateActivation | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
 from .checks import (
     check_choice,
@@ -61,11 +62,11 @@ class SelectiveBase(DiscretizedModule):
         d_model: int,
         d_inner: int,
         d_state: int,
-        dt_rank: int | str,
-        discretization: str,
+        dt_rank: int | Literal["auto"],
+        discretization: DiscretizationName,
         dt_min: float,
         dt_max: float,
-        dt_init: str,
+        dt_init: StepInitialization,
         dt_scale: float,
         dt_init_floor: float,
         device: torch.device | str | None,
@@ -224,12 +225,12 @@ class SelectiveSSM(SelectiveBase):
         self,
         d_inner: int,
         d_state: int = 16,
-        dt_rank: int | str = "auto",
+        dt_rank: int | Literal["auto"] = "auto",
         *,
-        discretization: str = "zoh",
+        discretization: DiscretizationName = "zoh",
         dt_min: float = 0.001,
         dt_max: float = 0.1,
-        dt_init: str = "random",
+        dt_init: StepInitialization = "random",
         dt_scale: float = 1.0,
         dt_init_floor: float = 1e-4,
         device: torch.device | str | None = None,

@@ -9,6 +9,8 @@ from typing_extensions import assert_type
 
 import ssm_kernels
 from ssm_kernels import models, reference
+from ssm_kernels.choices import DiscretizationName
+from ssm_kernels.compat.selective_scan import selective_scan_fn
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -139,8 +141,41 @@ def layers(flag: bool, packed: PackedSequence) -> None:
 
 
 def what_was_built() -> None:
-    assert_type(ssm_kernels.discretizations, tuple[str, ...])
+    for name in ssm_kernels.discretizations:
+        ssm_kernels.selective_scan(x, x, x, x, x, discretization=name)
     assert_type(ssm_kernels.build_info()["cuda"], str | None)
+
+
+def names(rule: DiscretizationName) -> None:
+    ssm_kernels.selective_scan(x, x, x, x, x, discretization=rule)
+    ssm_kernels.nn.Mamba(16, discretization=rule, dt_rank="auto", dt_init="constant")
+    ssm_kernels.nn.Mamba2(64, discretization="foh")
+    ssm_kernels.nn.Liquid(3, 5, candidate_activation=None)
+    ssm_kernels.rms_norm_gated(x, x, x, activation="gelu_tanh")
+    models.MambaConfig(mixer="MinLSTM", discretization=rule)
+    models.RecurrentMixer(16, rnn="MinLSTM", candidate_activation="tanh")
+
+
+def misspelt_names(name: str) -> None:
+    ssm_kernels.selective_scan(x, x, x, x, x, discretization="zho")  # type: ignore[call-overload]
+    ssm_kernels.selective_scan(x, x, x, x, x, discretization=name)  # type: ignore[call-overload]
+    ssm_kernels.ssd_chunk_scan(x, x, x, x, x, discretization="bilinear")  # type: ignore[call-overload]
+    ssm_kernels.selective_state_update(x, x, x, x, x, x, discretization="rk45")  # type: ignore[arg-type]
+    ssm_kernels.selective_scan_summary(x, x, x, x, discretization="zho")  # type: ignore[arg-type]
+    ssm_kernels.causal_conv1d(x, state, activation="relu")  # type: ignore[call-overload]
+    ssm_kernels.mingru_scan(x, x, candidate_activation="relu")  # type: ignore[call-overload]
+    ssm_kernels.rms_norm_gated(x, x, x, activation="swiglu")  # type: ignore[arg-type]
+    ssm_kernels.nn.Mamba(16, discretization="zho")  # type: ignore[arg-type]
+    ssm_kernels.nn.Mamba(16, dt_init="uniform")  # type: ignore[arg-type]
+    ssm_kernels.nn.Mamba(16, dt_rank="all")  # type: ignore[arg-type]
+    ssm_kernels.nn.Mamba2(64, discretization="euler")  # type: ignore[arg-type]
+    ssm_kernels.nn.Liquid(3, 5, candidate_activation="g")  # type: ignore[arg-type]
+    models.MambaConfig(mixer="Mamba3")  # type: ignore[arg-type]
+    models.MambaConfig(discretization="zho")  # type: ignore[arg-type]
+    models.RecurrentMixer(16, rnn="GRU")  # type: ignore[arg-type]
+    ssm_kernels.distributed.ContextParallel(exchange="ring")  # type: ignore[arg-type]
+    reference.selective_scan(x, x, x, x, x, discretization="zho")  # type: ignore[call-overload]
+    selective_scan_fn(x, x, x, x, x, discretization="zho")  # type: ignore[arg-type]
 
 
 def mistakes(flag: bool) -> None:
