@@ -105,8 +105,12 @@ def check_tokens(mesh: Mesh) -> None:
     """Every rank finds tokens outside of the vocabulary; the last rank has no rows."""
     model = parallelize(language_model("Mamba", vocab_size=9, pad_vocab_size_multiple=1), mesh)
     for token in (-1, 9, 12):
-        with pytest.raises(IndexError, match=f"expected tokens from 0 to 8, got {min(token, 3)} to {max(token, 3)}"):
+        with pytest.raises(
+            ValueError, match=f"below vocab_size = 9, got {min(token, 3)} as .* and {max(token, 3)} as the largest"
+        ):
             model(torch.tensor([[3, token]]))
+        with pytest.raises(IndexError, match=f"expected tokens from 0 to 8, got {min(token, 3)} to {max(token, 3)}"):
+            model.backbone.embedding(torch.tensor([[3, token]]))
     assert torch.isfinite(model(torch.tensor([[0, 8]])).logits).all()
 
 

@@ -188,7 +188,8 @@ def decode(
         repetition_penalty: as for :func:`modify_logit_for_repetition_penalty`, of the prompt and of the tokens drawn so far.
         eos_token_id: generation ends when every sequence draws it in the same step.
         teacher_outputs: (batch, up to max_length); its tokens replace drawn ones.
-        vocab_size: tokens are drawn below it; ``None`` is the padded vocabulary.
+        vocab_size: cuts the logits, so that tokens are drawn below it. ``None`` keeps the padded vocabulary in ``scores``, and
+            draws tokens below ``model.config.vocab_size``, if the model has it.
         cg: on CUDA, each step of a :class:`ssm_kernels.models.MambaLM` replays a CUDA graph; others run eagerly.
         enable_timing: must be False.
         output_scores: also return the logits.
@@ -220,6 +221,7 @@ def decode(
     sequences, scores = [input_ids], []
     if streamer is not None:
         streamer.put(input_ids.cpu())
+    tokens_drawn = getattr(getattr(model, "config", None), "vocab_size", None)
     given = 0 if teacher_outputs is None else teacher_outputs.shape[1]
     done = 0
     while True:
@@ -237,7 +239,7 @@ def decode(
         if teacher_outputs is not None and done < given:
             tokens = teacher_outputs[:, done]
         else:
-            tokens = sample(logits, top_k, top_p, min_p, temperature).to(input_ids.dtype)
+            tokens = sample(logits[..., :tokens_drawn], top_k, top_p, min_p, temperature).to(input_ids.dtype)
         sequences.append(tokens[:, None])
         if streamer is not None:
             streamer.put(tokens[:, None].cpu())

@@ -231,7 +231,7 @@ class MambaLM(NamesNoDecay, nn.Module):
         """Logits of the token after each token.
 
         Args:
-            input_ids: (batch, seqlen), int32 or int64.
+            input_ids: (batch, seqlen), int32 or int64, from 0 to ``config.vocab_size - 1``; padding may be any number.
             position_ids: ignored; for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
             num_last_tokens: return logits of this many last steps; 0 is all.
@@ -241,16 +241,20 @@ class MambaLM(NamesNoDecay, nn.Module):
             inputs_embeds: (batch, seqlen, d_model), takes the place of the embedding of ``input_ids``. Differentiable.
             labels: (batch, seqlen), int32 or int64: the tokens themselves, as the model compares the logits of each step with
                 the label of the next. -100 is left out, and so are labels on or behind padding and the first of each packed
-                sequence. Not together with ``num_last_tokens``.
+                sequence. The others are from 0 to ``config.vocab_size - 1``. Not together with ``num_last_tokens``.
             mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences.
 
         Returns:
             ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary); with ``labels``
             ``CausalLMLossOutput(loss, logits)``. The loss is the mean over the labels that count, NaN if none does.
 
+        The CPU checks the values of ``input_ids`` and ``labels``. CUDA does not, because the host would have to wait for the
+        device: PyTorch's device-side assertion reports values beyond the padded vocabulary, and a label that is one of the
+        rows between counts. Compiled and exported code has no check.
+
         Raises:
-            ValueError: a shape is not as above, ``num_last_tokens`` is negative, or arguments are given together that exclude
-                each other.
+            ValueError: a shape or, on the CPU, a token or a label is not as above, ``num_last_tokens`` is negative, or
+                arguments are given together that exclude each other.
             TypeError: an argument is of another type, or the mixers do not take it.
             RuntimeError: an argument is on another device than the model or ``input_ids``.
 
@@ -284,7 +288,8 @@ class MambaLM(NamesNoDecay, nn.Module):
         if labels is None:
             return CausalLMOutput(logits)
         packed = {key: mixer_kwargs.get(key) for key in ("cu_seqlens", "seq_idx")}
-        return CausalLMLossOutput(next_token_loss(name, logits, labels, attention_mask, **packed), logits)
+        vocab_size = self.backbone._vocab_size()
+        return CausalLMLossOutput(next_token_loss(name, logits, labels, vocab_size, attention_mask, **packed), logits)
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -378,7 +383,8 @@ class MambaLM(NamesNoDecay, nn.Module):
 
         Args:
             input_ids: the prompts, at least one token each: (batch, seqlen), int32 or int64, or a list of 1-D tensors or of
-                lists of ints, of any lengths.
+                lists of ints, of any lengths. Tokens are from 0 to ``config.vocab_size - 1``. They are checked on the CPU and,
+                with ``eos_token_id``, ``streamer`` or ``attention_mask``, on CUDA.
             max_length: number of tokens, the longest prompt included. Give this or ``max_new_tokens``.
             max_new_tokens: number of tokens after the prompt.
             temperature: divides the logits; 0 takes the most probable token.
@@ -424,7 +430,10 @@ class MambaLM(NamesNoDecay, nn.Module):
         name = "MambaLM.generate"
         eos_ids = check_eos(name, eos_token_id, self.config.vocab_size)
         pad_id = check_pad(name, pad_token_id, eos_ids, self.config.padded_vocab_size)
-        prompts = read_prompts(name, input_ids, attention_mask, pad_id, self.backbone.embedding.weight.device)
+        device = self.backbone.embedding.weight.device
+        # For these the host waits for the device anyway.
+        waits = bool(eos_ids) or streamer is not None or attention_mask is not None
+        prompts = read_prompts(name, input_ids, attention_mask, pad_id, device, self.backbone._vocab_size(), waits)
         length = check_generation(name, prompts, max_length, max_new_tokens, cg, streamer, output_scores)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, generator)
         sampling.check(name)

@@ -25,6 +25,7 @@ from .config import MambaConfig
 from .padding import Packing, check_attention_mask
 from .prompts import check_tokens
 from .recurrent_mixer import RecurrentMixer
+from .vocabulary import check_ids
 
 __all__ = ["MixerModel"]
 
@@ -120,6 +121,7 @@ class MixerModel(NamesNoDecay, nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._config = config
         self.fused_add_norm, self.residual_in_fp32 = config.fused_add_norm, config.residual_in_fp32
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
 
@@ -184,6 +186,8 @@ class MixerModel(NamesNoDecay, nn.Module):
             mixer_kwargs["cu_seqlens"] = ends
             if input_ids is not None:  # padding may be any number
                 input_ids = input_ids.masked_fill(~packing.is_token, 0)
+        if input_ids is not None:
+            check_ids(type(self).__name__, "input_ids", input_ids, self._vocab_size())
         residual = None
         hidden_states = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if packing is not None:
@@ -217,6 +221,13 @@ class MixerModel(NamesNoDecay, nn.Module):
                 f"{name}: expected {argument} on the model's device, {embedding.weight.device}, got {given.device}"
             )
         return given
+
+    def _vocab_size(self) -> int:
+        """How many tokens there are: rows that pad the embedding are none. An embedding of another size has its own number."""
+        rows = getattr(self.embedding, "num_embeddings", None)
+        if isinstance(rows, int) and rows != self._config.padded_vocab_size:
+            return rows
+        return self._config.vocab_size
 
     def _check_is_local(self, argument: str) -> None:
         """Raises where ranks hold spans of one sequence, as masks and labels know nothing of the other spans."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._packing import with_padding
 from ..nn.checks import check_shape, check_tensor
+from .vocabulary import check_ids
 
 __all__ = ["Packing", "check_attention_mask", "next_token_loss"]
 
@@ -61,12 +62,18 @@ class Packing:
 
 
 def next_token_loss(
-    name: str, logits: Tensor, labels: Any, attention_mask: Tensor | None, cu_seqlens: Any = None, seq_idx: Any = None
+    name: str,
+    logits: Tensor,
+    labels: Any,
+    vocab_size: int,
+    attention_mask: Tensor | None,
+    cu_seqlens: Any = None,
+    seq_idx: Any = None,
 ) -> Tensor:
     """The mean cross entropy of each token's logits and the next label, in float32 (float64 for float64 logits).
 
     Labels of -100 are left out, and so are those that no logits of the same sequence predict: behind or on padding, and the
-    first of each packed sequence.
+    first of each packed sequence. On the CPU the others must be from 0 to ``vocab_size - 1``.
     """
     check_shape(name, "labels", labels, "(batch, seqlen)", logits.shape[:2])
     if labels.dtype not in (torch.int32, torch.int64):
@@ -84,6 +91,7 @@ def next_token_loss(
     if seq_idx is not None:
         check_shape(name, "seq_idx", seq_idx, "(batch, seqlen)", labels.shape)
         targets = targets.masked_fill((seq_idx[:, 1:] != seq_idx[:, :-1]) | (seq_idx[:, 1:] < 0), _IGNORED)
+    check_ids(name, "labels", targets, vocab_size, ignored=_IGNORED)
     predictions = logits[:, :-1].flatten(0, 1)
     wide = predictions if predictions.dtype == torch.float64 else predictions.float()
     return F.cross_entropy(wide, targets.flatten(), ignore_index=_IGNORED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..nn.checks import check_int, check_optional_int, check_shape
 from .padding import check_attention_mask
+from .vocabulary import check_ids, check_range
 
 __all__ = ["Prompts", "check_eos", "check_pad", "check_tokens", "read_prompts"]
 
@@ -32,7 +34,9 @@ def check_tokens(name: str, input_ids: Any) -> None:
         raise TypeError(f"{name}: expected input_ids of dtype int32 or int64, got {input_ids.dtype}")
 
 
-def read_prompts(name: str, input_ids: Any, attention_mask: Any, pad_id: int, device: torch.device) -> Prompts:
+def read_prompts(
+    name: str, input_ids: Any, attention_mask: Any, pad_id: int, device: torch.device, vocab_size: int, waits: bool
+) -> Prompts:
     """Checks prompts and moves their padding to the left.
 
     Args:
@@ -40,17 +44,21 @@ def read_prompts(name: str, input_ids: Any, attention_mask: Any, pad_id: int, de
         attention_mask: None, or for a tensor its mask.
         pad_id: fills the shorter rows of a list.
         device: of lists of ints.
+        vocab_size: tokens are below it.
+        waits: check tokens on every device, not on the CPU alone.
     """
     if isinstance(input_ids, Tensor):
         check_tokens(name, input_ids)
         if 0 in input_ids.shape:
             raise ValueError(f"{name}: expected a prompt of at least one token, got input_ids of shape {[*input_ids.shape]}")
         if attention_mask is None:
+            check_ids(name, "input_ids", input_ids, vocab_size, waits=waits)
             return Prompts(input_ids, None)
         check_attention_mask(name, attention_mask, input_ids)
         is_token = attention_mask != 0
         if not input_ids.is_meta and not bool(is_token.any(dim=1).all()):
             raise ValueError(f"{name}: expected a prompt of at least one token in each row, got a row of padding")
+        check_ids(name, "input_ids", input_ids.masked_fill(~is_token, 0), vocab_size, waits=waits)
         order = is_token.to(torch.uint8).argsort(dim=1, stable=True)
         return Prompts(input_ids.gather(1, order), is_token.gather(1, order))
     if isinstance(input_ids, str | bytes) or not isinstance(input_ids, Sequence):
@@ -58,7 +66,7 @@ def read_prompts(name: str, input_ids: Any, attention_mask: Any, pad_id: int, de
         raise TypeError(f"{name}: expected input_ids to be a tensor, or a list of prompts, got {kind}")
     if attention_mask is not None:
         raise ValueError(f"{name}: expected no attention_mask with a list of prompts, whose lengths say the same")
-    rows = [_read_prompt(name, i, row, device) for i, row in enumerate(input_ids)]
+    rows = [_read_prompt(name, i, row, device, vocab_size, waits) for i, row in enumerate(input_ids)]
     if not rows:
         raise ValueError(f"{name}: expected a prompt of at least one token, got an empty list")
     if any(row.device != rows[0].device for row in rows):
@@ -73,20 +81,23 @@ def read_prompts(name: str, input_ids: Any, attention_mask: Any, pad_id: int, de
     return Prompts(ids, None if all(row.numel() == longest for row in rows) else is_token)
 
 
-def _read_prompt(name: str, i: int, row: Any, device: torch.device) -> Tensor:
+def _read_prompt(name: str, i: int, row: Any, device: torch.device, vocab_size: int, waits: bool) -> Tensor:
     if not isinstance(row, Tensor):
         if isinstance(row, str | bytes) or not isinstance(row, Sequence):
             raise TypeError(
                 f"{name}: expected prompts of 1-D tensors or lists of ints, got input_ids[{i}] of {type(row).__name__}"
             )
         for token in row:
-            check_int(name, f"a token of input_ids[{i}]", token, low=0, high=2**31 - 1)
+            check_int(name, f"a token of input_ids[{i}]", token, low=-math.inf)
+        if row:
+            check_range(name, f"input_ids[{i}]", [int(token) for token in row], vocab_size)
         row = torch.tensor([int(token) for token in row], dtype=torch.int64, device=device)
     check_shape(name, f"input_ids[{i}]", row, "(seqlen,)", (None,))
     if row.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected input_ids[{i}] of dtype int32 or int64, got {row.dtype}")
     if row.numel() == 0:
         raise ValueError(f"{name}: expected a prompt of at least one token, got none in input_ids[{i}]")
+    check_ids(name, f"input_ids[{i}]", row, vocab_size, waits=waits)
     return row
 
 
