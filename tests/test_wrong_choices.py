@@ -12,6 +12,7 @@ import ssm_kernels
 from ssm_kernels import nn, reference
 from ssm_kernels.distributed._operators import choose_exchange
 from ssm_kernels.models import MambaConfig, MixerModel, RecurrentMixer
+from ssm_kernels.models.checkpoints import override
 
 
 @pytest.mark.parametrize("flags", [(True,), (True, True)], ids=["softplus", "both"])
@@ -83,6 +84,7 @@ def test_every_place_names_the_same_nearest_choice(place: str, given: str, meant
         (lambda: MambaConfig(ssm_cfg={"d_stat": 4}), TypeError, "d_state"),
         (lambda: MambaConfig.from_dict({"n_layers": 4}), ValueError, "n_layer"),
         (lambda: MixerModel(MambaConfig(d_model=8, n_layer=1), {"initialiser_range": 1}), TypeError, "initializer_range"),
+        (lambda: override(MambaConfig(d_model=8), {"discretisation": "foh"}), TypeError, "discretization"),
         (lambda: RecurrentMixer(8, rnn="minlstm"), ValueError, "MinLSTM"),
         (lambda: choose_exchange("scan", "chains", 2), ValueError, "chain"),
     ],
