@@ -23,12 +23,11 @@ def check_ids(
     is_readable = ids.device.type == "cpu" or (waits and not ids.is_meta)
     if not is_readable or ids.numel() == 0 or is_traced(ids):
         return
-    low, high = _ends(ids)
-    if ignored is not None and low < 0:
-        ids = ids[ids != ignored]
-        if ids.numel() == 0:
-            return
-        low, high = _ends(ids)
+    low, high = _ends(ids if ignored is None else ids.masked_fill(ids == ignored, 0))
+    if 0 <= low and high < vocab_size:
+        return
+    if ignored is not None:
+        low, high = _ends(ids[ids != ignored])
     check_range(name, argument, (low, high), vocab_size, ignored=ignored)
 
 
