@@ -24,7 +24,7 @@ def check_ids(
     if not is_readable or ids.numel() == 0 or is_traced(ids):
         return
     low, high = _ends(ids if ignored is None else ids.masked_fill(ids == ignored, 0))
-    if 0 <= low and high < vocab_size:
+    if low >= 0 and high < vocab_size:
         return
     if ignored is not None:
         low, high = _ends(ids[ids != ignored])
