@@ -10,6 +10,9 @@ import torch
 
 import ssm_kernels
 from ssm_kernels import nn, reference
+from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn
+from ssm_kernels.compat.mamba2_simple import Mamba2Simple
+from ssm_kernels.compat.mixer_seq_simple import create_block
 from ssm_kernels.distributed._operators import choose_exchange
 from ssm_kernels.models import MambaConfig, MixerModel, RecurrentMixer
 from ssm_kernels.models.checkpoints import override
@@ -87,6 +90,9 @@ def test_every_place_names_the_same_nearest_choice(place: str, given: str, meant
         (lambda: override(MambaConfig(d_model=8), {"discretisation": "foh"}), TypeError, "discretization"),
         (lambda: RecurrentMixer(8, rnn="minlstm"), ValueError, "MinLSTM"),
         (lambda: choose_exchange("scan", "chains", 2), ValueError, "chain"),
+        (lambda: causal_conv1d_fn(U, torch.ones(2, 4), activation="SiLU"), NotImplementedError, "silu"),
+        (lambda: Mamba2Simple(64, activation="swich"), NotImplementedError, "swish"),
+        (lambda: create_block(8, ssm_cfg={"layer": "mamba2"}), ValueError, "Mamba2"),
     ],
 )
 def test_other_names_name_the_nearest(call: Callable[[], Any], error: type[Exception], meant: str) -> None:

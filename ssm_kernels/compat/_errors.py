@@ -7,16 +7,27 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .._arguments import argument_error, is_autocast_enabled
+from .._arguments import argument_error, did_you_mean, is_autocast_enabled
 from .._torchscript import refuse_script
+from ..choices import ConvActivation
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+ACTIVATIONS = ("silu", "swish")
+
+
+def check_activation(function: str, activation: str | None) -> ConvActivation | None:
+    """The activation of a convolution, if the packages have it."""
+    if activation is not None and activation not in ACTIVATIONS:
+        nearest = did_you_mean(activation, ACTIVATIONS)
+        raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}{nearest}")
+    return cast("ConvActivation | None", activation)
 
 
 def peer_arguments(

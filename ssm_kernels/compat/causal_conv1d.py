@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import typing
 from typing import Any
 
 import torch
@@ -14,19 +13,10 @@ from ..choices import ConvActivation
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
 from ._cache_rows import CacheRows, check_conv_cache
-from ._errors import check_device, check_shape, peer_arguments
+from ._errors import ACTIVATIONS, check_activation, check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
-
-
-_ACTIVATIONS = ("silu", "swish")
-
-
-def _check_activation(function: str, activation: str | None) -> ConvActivation | None:
-    if activation is not None and activation not in _ACTIVATIONS:
-        raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}")
-    return typing.cast("ConvActivation | None", activation)
 
 
 def causal_conv1d_fn(
@@ -74,10 +64,10 @@ def causal_conv1d_fn(
         >>> causal_conv1d_fn(x, weight, activation="silu").shape
         torch.Size([2, 8, 100])
     """
-    if isinstance(seq_idx, str) and seq_idx in _ACTIVATIONS:
+    if isinstance(seq_idx, str) and seq_idx in ACTIVATIONS:
         activation = _older_activation("seq_idx", seq_idx, activation)
         seq_idx = None
-    if isinstance(initial_states, str) and initial_states in _ACTIVATIONS:
+    if isinstance(initial_states, str) and initial_states in ACTIVATIONS:
         activation = _older_activation("initial_states", initial_states, activation)
         initial_states = None
     # Other strings are errors there.
@@ -97,7 +87,7 @@ def _causal_conv1d(
     final_states_out: Tensor | None,
     activation: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    kind = _check_activation("causal_conv1d_fn", activation)
+    kind = check_activation("causal_conv1d_fn", activation)
     common_dtype("causal_conv1d_fn", x=x, weight=weight, bias=bias)
     if x.dim() != 3:
         raise ValueError(f"causal_conv1d_fn: expected x of shape (batch, channels, seqlen), got {list(x.shape)}")
@@ -201,7 +191,7 @@ def causal_conv1d_update(
         >>> causal_conv1d_update(torch.randn(2, 8), state, weight).shape
         torch.Size([2, 8])
     """
-    kind = _check_activation("causal_conv1d_update", activation)
+    kind = check_activation("causal_conv1d_update", activation)
     common_dtype("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
     if x.dim() not in (2, 3):
         raise ValueError(

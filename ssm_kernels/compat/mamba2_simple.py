@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..choices import ConvActivation
 from ..nn import Mamba2
+from ._errors import check_activation
 from .ssd import mamba_split_conv1d_scan_combined
 
 __all__ = ["Mamba2Simple"]
@@ -54,8 +54,7 @@ class Mamba2Simple(Mamba2):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation not in (None, "silu", "swish"):
-            raise NotImplementedError(f"Mamba2Simple: expected activation None, 'silu' or 'swish', got {activation!r}")
+        kind = check_activation("Mamba2Simple", activation)
         if not use_mem_eff_path and ngroups > 1:
             raise NotImplementedError(f"Mamba2Simple: expected use_mem_eff_path=True with ngroups {ngroups}, got False")
         super().__init__(
@@ -79,8 +78,7 @@ class Mamba2Simple(Mamba2):
             device=device,
             dtype=dtype,
         )
-        self.activation = cast("ConvActivation | None", activation)
-        self.learnable_init_states = learnable_init_states
+        self.activation, self.learnable_init_states = kind, learnable_init_states
         if learnable_init_states:
             self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, device=device, dtype=dtype))
             self.init_states._no_weight_decay = True  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._arguments import did_you_mean
 from ..models import mixer_model
 from ..models.config import MambaConfig
 from ..nn import Block, GatedMLP, Mamba2
@@ -93,7 +94,8 @@ def create_block(
     options = dict(ssm_cfg or {})
     layer = options.pop("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
-        raise ValueError(f"create_block: expected ssm_cfg['layer'] 'Mamba1' or 'Mamba2', got {layer!r}")
+        nearest = did_you_mean(layer, ("Mamba1", "Mamba2"))
+        raise ValueError(f"create_block: expected ssm_cfg['layer'] 'Mamba1' or 'Mamba2', got {layer!r}{nearest}")
     mixer: Callable[..., nn.Module] = Mamba2 if layer == "Mamba2" else Mamba
     mlp_cls: Callable[[int], nn.Module] = nn.Identity
     if d_intermediate > 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._packing import check_same_packing, with_padding
-from ..choices import ConvActivation, ExponentialDiscretizationName
+from ..choices import ExponentialDiscretizationName
 from ..ssd import ssd_chunk_scan
-from ._errors import check_device, check_projection, check_shape, peer_arguments
+from ._errors import check_activation, check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
 from .causal_conv1d import convolve
 from .norms import rmsnorm_fn
@@ -240,8 +239,7 @@ def mamba_split_conv1d_scan_combined(
     parameters = {"rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias}
     common_dtype(name, zxbcdt=zxbcdt, **parameters)
     _check_state_dtype(name, state_dtype)
-    if activation not in (None, "silu", "swish"):
-        raise NotImplementedError(f"{name}: expected activation None, 'silu' or 'swish', got {activation!r}")
+    kind = check_activation(name, activation)
     if outproj_weight is None and outproj_bias is not None:
         raise ValueError(f"{name}: expected outproj_bias with outproj_weight only")
     if D.dim() not in (1, 2):
@@ -275,7 +273,7 @@ def mamba_split_conv1d_scan_combined(
             check_shape(name, "outproj_bias", outproj_bias, "(out_dim,)", outproj_weight.shape[:1])
             check_device(name, "outproj_bias", outproj_bias, "zxbcdt", zxbcdt)
     gate, up, z, xBC, dt = zxbcdt.split([mlp, mlp, dim, columns, heads], dim=-1)
-    xBC, _ = _convolve(xBC, conv1d_weight, conv1d_bias, typing.cast("ConvActivation | None", activation), seq_idx)
+    xBC, _ = _convolve(xBC, conv1d_weight, conv1d_bias, kind, seq_idx)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
     results = _scan(
         x.unflatten(-1, (heads, headdim)),
