@@ -183,8 +183,9 @@ def test_a_part_that_is_changed_alone(part, tmp_path):
     weights = {name: value.clone() for name, value in getattr(model, part).state_dict().items()}
     getattr(model, part).load_state_dict(weights, assign=True)
     assert not is_tied(model)
-    with pytest.warns(UserWarning, match=says("embedding and head", "two parameters", "tie_weights()")):
+    with pytest.warns(UserWarning, match=says("embedding and head", "two parameters", "tie_weights()")) as caught:
         model(make_tokens(1, 4))
+    assert caught[0].filename == __file__
     model.tie_weights()
     assert is_tied(model)
     with warnings.catch_warnings():

@@ -21,7 +21,6 @@ import importlib.metadata
 import importlib.util
 import sys
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -29,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from .._submodules import public_names
+from .._warnings import warn
 from ._modules import FUNCTIONS, MODULES, PARTS, VERSIONS
 from ._requests import NOT_INSTALLED, RecordedModule, Request, Served, forget, nearest_first, record, requests
 
@@ -260,10 +260,9 @@ def _report_clients_without(call: str, parts: tuple[str, ...]) -> None:
             found.setdefault(module.__name__, []).append(name)
     if found:
         clients = "; ".join(f"{module} has None for {', '.join(missing)}" for module, missing in found.items())
-        warnings.warn(
+        warn(
             f"ssm_kernels.compat.{call}: expected clients to be imported after {call}(), got some that go on without these "
             f"kernels: {clients}. Call {call}() before their first import",
-            stacklevel=5 if call == "install" else 6,
         )
 
 

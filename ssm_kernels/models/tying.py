@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._warnings import warn
 from ..nn.initialization import Initialization, is_distributed
 
 __all__ = ["TiedInitialization", "are_different", "places_of_shared", "restore_shared", "warn_if_apart"]
@@ -67,11 +67,9 @@ def warn_if_apart(model: Any) -> None:
     if weights[0] is weights[1]:
         return
     if all(isinstance(weight, nn.Parameter) and weight.requires_grad and not weight.is_meta for weight in weights):
-        warnings.warn(
+        warn(
             "MambaLM: expected embedding and head to share their weight, because tie_embeddings is true, got two parameters: "
             "call tie_weights() and then make the optimizer, or choose MambaConfig(tie_embeddings=False)",
-            UserWarning,
-            stacklevel=3,
         )
 
 
