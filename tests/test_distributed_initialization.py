@@ -15,6 +15,7 @@ from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 
 from ssm_kernels.models import MambaLM, parameter_groups
 from ssm_kernels.nn import initialization
+from ssm_kernels.nn.naming import class_name
 
 # A weight whose shards have unequal sizes, in blocks of few rows.
 SEED, SHAPE, BLOCK = 3, (7, 5), 11
@@ -46,6 +47,7 @@ def check_fully_shard(mesh: Mesh) -> None:
         order(model)
         assert all(hasattr(parameter, "placements") for parameter in model.parameters())
         assert_initialized(model)
+        assert type(model).__name__ == f"FSDP{class_name(model)}"
 
 
 def check_training(mesh: Mesh) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from helpers import says
 from layer_helpers import IN, WIDTH, every_layer, every_mixer, make_layer, make_sequence, new_layer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrize
 
 from ssm_kernels.models import RecurrentMixer
 from ssm_kernels.nn import Block, GatedMLP, Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
+from ssm_kernels.nn.naming import class_name
 
 FIRST = {"Mamba": "hidden_states", "Mamba2": "u", "SelectiveSSM": "x"}
 
@@ -51,6 +54,22 @@ def test_dtype_of_a_step(name):
     what = "hidden_states" if name.startswith("Mamba") else "x"
     with pytest.raises(RuntimeError, match=says(f"{name}.step: expected {what} of dtype torch.float32", "got torch.float64")):
         layer.step(*arguments)
+
+
+@every_layer
+def test_classes_that_torch_derives_have_the_name_of_the_layer(name):
+    """``fully_shard`` derives the class FSDPMamba; parametrizations ParametrizedMamba."""
+    layer, x = make_layer(name, dtype=torch.float32), sequence_of(name)
+    own = type(layer)
+    layer.__class__ = type(f"FSDP{name}", (FSDPModule, own), {"__module__": "torch.distributed.fsdp._fully_shard"})
+    for error, bad, text in ((RuntimeError, x.double(), "dtype"), (ValueError, x[..., 1:], "shape")):
+        with pytest.raises(error, match=rf"^{name}: expected \w+ of {text}"):
+            layer(bad)
+    layer.__class__ = own
+    weight = next(key for key, value in layer.named_parameters(recurse=False) if value.dim() > 0)
+    parametrize.register_parametrization(layer, weight, nn.Identity())
+    assert type(layer).__name__ == f"Parametrized{name}" and class_name(layer) == name
+    assert [class_name(nn.Linear(2, 2)), class_name(own.__new__(type("Own", (own,), {})))] == ["Linear", "Own"]
 
 
 def test_dtype_of_other_layers():

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_tracing
+from ..nn.naming import class_name
 from ._collectives import Group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._local_tensors import LocalTensors, Run, from_local, traced_tensors
@@ -237,7 +238,7 @@ class Local(nn.Module):
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__}: expected parameters to be initialized before TensorParallel distributes them"
+            f"{class_name(self)}: expected parameters to be initialized before TensorParallel distributes them"
         )
 
     @torch.no_grad()
@@ -414,7 +415,7 @@ class ColumnParallel(Parted):
     def forward(self, x: Tensor) -> Tensor:
         if self._sequence_parallel and x.ndim != 3:
             raise ValueError(
-                f"{type(self).__name__}: expected (batch, seqlen, channels) with sequence_parallel, which cannot cut one step, "
+                f"{class_name(self)}: expected (batch, seqlen, channels) with sequence_parallel, which cannot cut one step, "
                 f"got {[*x.shape]}"
             )
         x, weights, biases = self._cast(x)

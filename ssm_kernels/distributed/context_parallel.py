@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .._mixers import mamba2_arguments, mamba_mixer
 from ..choices import Exchange
 from ..nn.common import ConvMixer
+from ..nn.naming import class_name
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
@@ -207,7 +208,7 @@ class ContextParallel(ParallelStyle):
         layers = [layer for layer in module.modules() if isinstance(layer, (SelectiveBase, ConvMixer, RecurrentBase))]
         if not layers:
             raise ValueError(
-                f"ContextParallel: expected a module that contains layers of ssm_kernels, got {type(module).__name__}"
+                f"ContextParallel: expected a module that contains layers of ssm_kernels, got {class_name(module)}"
             )
         for layer in layers:
             check_dimensions("ContextParallel", group, "TensorParallel", layer._group if isinstance(layer, Local) else None)
@@ -231,7 +232,7 @@ def _report_error(layer: nn.Module, args: Any, result: Any) -> None:
         return
     context, error = cast(_Context, layer.context), sys.exc_info()[1]
     if isinstance(error, Exception) and context.begun == calls_begun():
-        report(context.group, type(layer).__name__, error)
+        report(context.group, class_name(layer), error)
 
 
 @torch.no_grad()

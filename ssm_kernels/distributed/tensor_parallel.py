@@ -41,6 +41,7 @@ from ..models.mamba_lm import MambaLM
 from ..nn.block import GatedMLP
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
+from ..nn.naming import class_name
 from ._agreement import compare
 from ._collectives import Group, check_dimensions
 from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
@@ -119,7 +120,7 @@ class TensorParallel(ParallelStyle):
 
         def check() -> None:
             for name, layer in layers:
-                _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+                _check(f"{_NAME}: {name}" if name else f"{_NAME}: {class_name(layer)}", layer, device_mesh.size())
                 context = getattr(layer, "context", None)
                 check_dimensions(_NAME, group, "ContextParallel", None if context is None else context.group)
 
@@ -138,8 +139,8 @@ class TensorParallel(ParallelStyle):
         """Describes style, layers and parameters, which must be equal on every rank."""
         return {
             "style": f"{self}, src_data_rank={self.src_data_rank}",
-            "module": type(module).__name__,
-            **{name or "layer": f"{type(layer).__name__}({layer.extra_repr()})" for name, layer in layers},
+            "module": class_name(module),
+            **{name or "layer": f"{class_name(layer)}({layer.extra_repr()})" for name, layer in layers},
             **{
                 name: f"{p.dtype} {[*p.shape]}{', requires_grad' if p.requires_grad else ''}"
                 for name, p in module.named_parameters()
@@ -188,7 +189,7 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
     kind = _kind(layer)
     if kind is nn.Module:
         kinds = ", ".join(known.__name__ for known in _DISTRIBUTE)
-        raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {type(layer).__name__}")
+        raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {class_name(layer)}")
     if getattr(layer, "bimamba_type", "none") != "none":
         raise ValueError(f"{name}: expected a Mamba of one direction, got bimamba_type {layer.bimamba_type!r}")
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.naming import class_name
 from ._transformers_functions import Function
 
 __all__ = [
@@ -71,7 +72,7 @@ def forward_that_checks_packing(forward: Function) -> Function:
             fault = _fault(self, dict(zip(names, args, strict=False)) | kwargs, ignores_positions)
             if fault is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: expected {fault}; otherwise attention mixes the sequences that {packed} packs"
+                    f"{class_name(self)}: expected {fault}; otherwise attention mixes the sequences that {packed} packs"
                 )
         return forward(self, *args, **kwargs)
 
@@ -84,7 +85,7 @@ def forward_that_refuses_packing(forward: Function) -> Function:
     @functools.wraps(forward)
     def on_one_sequence(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (packed := _packed(kwargs)) is not None:
-            name = type(self).__name__
+            name = class_name(self)
             remedy = "pass it to model.base_model" if name in _DROP_PACKING else "pad the sequences to rows of a batch"
             raise NotImplementedError(
                 f"{name}: {packed} is not supported, because transformers does not pass it to the mixers: {remedy}"

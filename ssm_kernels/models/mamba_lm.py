@@ -19,6 +19,7 @@ from torch import Tensor
 from .._torchscript import refuse_script
 from ..nn.checks import check_dtype, check_int
 from ..nn.initialization import Initialization, linear, reset_all
+from ..nn.naming import class_name
 from ..nn.weight_decay import NamesNoDecay
 from .checkpoints import find_folder, load_config, load_model, override, parse_size, save
 from .config import MambaConfig
@@ -164,7 +165,7 @@ class MambaLM(NamesNoDecay, nn.Module):
             True
         """
         self.tie_weights()
-        reset_all(self, f"{type(self).__name__}.init_weights")
+        reset_all(self, f"{class_name(self)}.init_weights")
 
     def _keep_tied(self) -> None:
         if self.config.tie_embeddings:
@@ -519,7 +520,7 @@ class MambaLM(NamesNoDecay, nn.Module):
             >>> sorted(os.listdir("checkpoint"))
             ['config.json', 'pytorch_model.bin']
         """
-        name = f"{type(self).__name__}.save_pretrained"
+        name = f"{class_name(self)}.save_pretrained"
         shard_size = parse_size(name, "max_shard_size", max_shard_size)
         check_is_whole(name, self)
         state = self.state_dict()

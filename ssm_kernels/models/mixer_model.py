@@ -20,6 +20,7 @@ from ..nn.common import ConvMixer
 from ..nn.initialization import initialized, reset_all, reset_embedding, reset_linear
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.naming import class_name
 from ..nn.weight_decay import NamesNoDecay
 from .config import MambaConfig
 from .padding import Packing, check_attention_mask
@@ -151,14 +152,14 @@ class MixerModel(NamesNoDecay, nn.Module):
         if unknown:
             nearest = did_you_mean(unknown[0], _INITIALIZER_OPTIONS)
             raise TypeError(
-                f"{type(self).__name__}: expected initializer_cfg with keys of {[*_INITIALIZER_OPTIONS]}, got "
+                f"{class_name(self)}: expected initializer_cfg with keys of {[*_INITIALIZER_OPTIONS]}, got "
                 f"{unknown[0]!r}{nearest}"
             )
         _own_initializations(self, config.n_layer, **options)
 
     def init_weights(self) -> None:
         """As :meth:`.mamba_lm.MambaLM.init_weights`."""
-        reset_all(self, f"{type(self).__name__}.init_weights")
+        reset_all(self, f"{class_name(self)}.init_weights")
 
     def forward(
         self,
@@ -176,10 +177,10 @@ class MixerModel(NamesNoDecay, nn.Module):
         given = self._check_inputs(input_ids, inputs_embeds)
         packing = None
         if attention_mask is not None:
-            check_attention_mask(type(self).__name__, attention_mask, given)
+            check_attention_mask(class_name(self), attention_mask, given)
             self._check_is_local("attention_mask")
             if clash := sorted({"cu_seqlens", "seq_idx"}.intersection(mixer_kwargs)):
-                raise ValueError(f"{type(self).__name__}: expected attention_mask or {clash[0]}, got both")
+                raise ValueError(f"{class_name(self)}: expected attention_mask or {clash[0]}, got both")
             packing = Packing(attention_mask)
             # Without a cache of one row a sequence the padding needs a sequence of its own.
             ends = packing.cu_seqlens_of_all() if inference_params is None else packing.cu_seqlens
@@ -187,7 +188,7 @@ class MixerModel(NamesNoDecay, nn.Module):
             if input_ids is not None:  # padding may be any number
                 input_ids = input_ids.masked_fill(~packing.is_token, 0)
         if input_ids is not None:
-            check_ids(type(self).__name__, "input_ids", input_ids, self._vocab_size())
+            check_ids(class_name(self), "input_ids", input_ids, self._vocab_size())
         residual = None
         hidden_states = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if packing is not None:
@@ -201,7 +202,7 @@ class MixerModel(NamesNoDecay, nn.Module):
 
     def _check_inputs(self, input_ids: Any, inputs_embeds: Any) -> Tensor:
         """The tensor of inputs that is given, checked."""
-        name = type(self).__name__
+        name = class_name(self)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: expected input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
         if inputs_embeds is not None:
@@ -233,7 +234,7 @@ class MixerModel(NamesNoDecay, nn.Module):
         """Raises where ranks hold spans of one sequence, as masks and labels know nothing of the other spans."""
         if any(isinstance(module, ConvMixer) and module.context is not None for module in self.modules()):
             raise ValueError(
-                f"{type(self).__name__}: expected no {argument} with context parallelism: pack sequences with cu_seqlens, and "
+                f"{class_name(self)}: expected no {argument} with context parallelism: pack sequences with cu_seqlens, and "
                 "compute the loss of each span with the next span's first label"
             )
 

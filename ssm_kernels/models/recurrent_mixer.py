@@ -26,7 +26,7 @@ from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check
 from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
 from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
-from ..nn.naming import names_layer
+from ..nn.naming import class_name, names_layer
 from ..nn.recurrent import RecurrentBase
 
 __all__ = ["RecurrentMixer"]
@@ -92,7 +92,7 @@ class RecurrentMixer(PackedMixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
+        name = class_name(self)
         check_int(name, "d_model", d_model)
         check_choice(name, "rnn", rnn, [*_LAYERS])
         check_bools(name, conv_bias=conv_bias, bias=bias)

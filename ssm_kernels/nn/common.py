@@ -21,6 +21,7 @@ from .._torchscript import refuse_tracing
 from ..convolutions import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
+from .naming import class_name
 from .weight_decay import NamesNoDecay
 
 
@@ -176,7 +177,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
         elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
-            self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
+            self._check_conv_state(class_name(self), conv_state, hidden_states.shape[0])
             # Backward reads the initial states of this segment, and the cache is overwritten below.
             states = (conv_state, ssm_state)
             out, projected, last_state = self._mix(
@@ -192,16 +193,16 @@ class ConvMixer(NamesNoDecay, nn.Module):
 
     def _check_is_local(self) -> None:
         if self.context is not None:
-            layer = type(self).__name__
+            layer = class_name(self)
             raise ValueError(
                 f"{layer}: expected no inference_params and no step with context parallelism: a cache has no place for spans"
             )
 
     def _check_sequences(self, name: str, sequences: Tensor) -> None:
-        check_shape(type(self).__name__, name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))
+        check_shape(class_name(self), name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))
 
     def _check_one_step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> None:
-        layer = f"{type(self).__name__}.step"
+        layer = f"{class_name(self)}.step"
         self._check_is_local()
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             check_tensor(layer, name, state)
@@ -255,7 +256,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
             >>> conv_state.shape, ssm_state.shape
             (torch.Size([2, 64, 4]), torch.Size([2, 64, 16]))
         """
-        name = f"{type(self).__name__}.allocate_inference_cache"
+        name = f"{class_name(self)}.allocate_inference_cache"
         check_int(name, "batch_size", batch_size, low=0)
         check_dtype(name, dtype)
         weight = self.conv1d.weight
@@ -265,7 +266,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
 
     def _conv_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight, (channels, d_conv), and the bias."""
-        weight, bias = conv_parameters(type(self).__name__, self.conv1d)
+        weight, bias = conv_parameters(class_name(self), self.conv1d)
         return weight.squeeze(1), bias
 
     def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -283,7 +284,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
         self, inference_params: Any, batch_size: int, initialize_states: bool = False
     ) -> tuple[Tensor, Tensor]:
         """This layer's states in ``inference_params.key_value_memory_dict``; created if absent, cleared on request."""
-        layer = type(self).__name__
+        layer = class_name(self)
         refuse_tracing(layer, "inference_params")
         for name in ("seqlen_offset", "key_value_memory_dict"):
             if not hasattr(inference_params, name):
@@ -308,7 +309,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
 
     def _check_cache_entry(self, entry: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         """``conv_state`` and ``ssm_state`` of this layer's entry in a cache, which a caller may have replaced or damaged."""
-        layer, what = type(self).__name__, f"entry {self.layer_idx} of the cache"
+        layer, what = class_name(self), f"entry {self.layer_idx} of the cache"
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             got = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list)) else type(entry).__name__
             raise TypeError(f"{layer}: expected {what} to be a pair of conv_state and ssm_state, got {got}")
@@ -351,14 +352,14 @@ class PackedMixer(ConvMixer):
             return self._mix_or_step(hidden_states, inference_params)
         if inference_params is not None and cu_seqlens is None:
             raise ValueError(
-                f"{type(self).__name__}: expected no inference_params with seq_idx alone: the cache has one state per row or, "
+                f"{class_name(self)}: expected no inference_params with seq_idx alone: the cache has one state per row or, "
                 "with cu_seqlens, per sequence"
             )
         self._check_packed(hidden_states, seq_idx, cu_seqlens)
         if inference_params is None or cu_seqlens is None:
             return self._mix(hidden_states, None, None, seq_idx, cu_seqlens)[0]
         if seq_idx is not None:
-            check_same_packing(type(self).__name__, seq_idx, cu_seqlens)
+            check_same_packing(class_name(self), seq_idx, cu_seqlens)
         return self._mix_packed(hidden_states, cu_seqlens, inference_params)
 
     def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
@@ -396,10 +397,10 @@ class PackedMixer(ConvMixer):
     def _check_packed_tensors(self, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
         for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
             if value is not None:
-                check_tensor(type(self).__name__, name, value)
+                check_tensor(class_name(self), name, value)
 
     def _check_packed(self, hidden_states: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        layer = type(self).__name__
+        layer = class_name(self)
         if seq_idx is not None and seq_idx.shape != hidden_states.shape[:2]:
             expected = [*hidden_states.shape[:2]]
             raise ValueError(f"{layer}: expected seq_idx of shape (batch, seqlen) = {expected}, got {[*seq_idx.shape]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,7 +9,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._discretizations import discretization_aliases, discretizations
+from .._warnings import warn
 from ..choices import DiscretizationName
+from .naming import class_name
 from .weight_decay import NamesNoDecay
 
 # The rule of a checkpoint without the entry: mamba_ssm has no other.
@@ -94,7 +95,7 @@ class DiscretizedModule(NamesNoDecay, nn.Module):
         entry = state_dict.pop(prefix + _ENTRY, None)
         own = _canonical(self.discretization)
         saved: str | None = _DEFAULT
-        layer = f"{type(self).__name__} ({prefix.removesuffix('.')})" if prefix else type(self).__name__
+        layer = f"{class_name(self)} ({prefix.removesuffix('.')})" if prefix else class_name(self)
         delete = f"delete {prefix + _ENTRY!r} from the checkpoint to load it all the same"
         if has_entry:
             saved = own if isinstance(entry, Tensor) and entry.is_meta else _decode(entry)
@@ -112,7 +113,7 @@ class DiscretizedModule(NamesNoDecay, nn.Module):
             if has_entry:
                 error_msgs.append(f"{message}, or {delete}")
             else:
-                warnings.warn(message, UserWarning, stacklevel=2)
+                warn(message)
         if _ENTRY in self._buffers:
             # PyTorch then copies or assigns the buffer like any other, with the layer's own name.
             beside = entry if isinstance(entry, Tensor) else state_dict.get(f"{prefix}A_log")

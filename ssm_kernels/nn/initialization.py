@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..choices import StepInitialization
+from .naming import class_name
 
 __all__ = [
     "Initialization",
@@ -99,7 +100,7 @@ def reset_all(model: nn.Module, name: str) -> None:
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if not callable(reset):
             raise RuntimeError(
-                f"{name}: expected {path or 'the model'} to have reset_parameters, got {type(module).__name__}, whose "
+                f"{name}: expected {path or 'the model'} to have reset_parameters, got {class_name(module)}, whose "
                 "parameters nothing initializes: give it this method, or initialize the model before you change it"
             )
         reset()

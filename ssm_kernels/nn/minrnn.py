@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..choices import CandidateActivation
 from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
 from .checks import check_choice
-from .naming import names_layer
+from .naming import class_name, names_layer
 from .recurrent import RecurrentBase
 
 __all__ = ["MinGRU", "MinLSTM"]
@@ -52,7 +52,7 @@ class _MinRNN(RecurrentBase):
         super().__init__(
             self._parts, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
         )
-        check_choice(type(self).__name__, "candidate_activation", candidate_activation, (None, "g", "tanh"))
+        check_choice(class_name(self), "candidate_activation", candidate_activation, (None, "g", "tanh"))
         self.candidate_activation = candidate_activation
         self.reset_parameters()
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_script
 
-__all__ = ["names_layer"]
+__all__ = ["class_name", "names_layer"]
 
 _Layer = TypeVar("_Layer", bound=type[nn.Module])
 
@@ -28,7 +28,22 @@ _ERRORS = (RuntimeError, TypeError, ValueError)
 # The start of an operator's message. Layers begin with a capital letter.
 _OF_OPERATOR = re.compile(r"[a-z_]\w*: ")
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|not implemented for")
+# Modules of PyTorch that derive classes from a module's class.
+_DERIVES = ("torch.distributed.", "torch.nn.utils.parametrize")
 _ABOUT_DEVICES = re.compile(r"device|Tensor on|backend")
+
+
+def class_name(module: object) -> str:
+    """The name of the user's class in messages.
+
+    PyTorch derives a class from it for ``fully_shard`` (``FSDPMamba``), ``replicate`` and parametrizations, with a prefix.
+    """
+    cls = type(module)
+    if cls.__module__.startswith(_DERIVES):
+        for base in cls.__mro__[1:]:
+            if cls.__name__ != base.__name__ and cls.__name__.endswith(base.__name__):
+                return base.__name__
+    return cls.__name__
 
 
 def names_layer(layer: _Layer) -> _Layer:
@@ -60,7 +75,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except _ERRORS as error:
             value = args[0] if args else kwargs.get(first)
-            layer = type(self).__name__ + ("" if method.__name__ == "forward" else f".{method.__name__}")
+            layer = class_name(self) + ("" if method.__name__ == "forward" else f".{method.__name__}")
             other = _explain(self, layer, first, value, error)
             if other is None:
                 raise

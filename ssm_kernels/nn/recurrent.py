@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._arguments import is_autocast_enabled
 from .._masks import as_mask, read_lengths, reset_state
+from .._warnings import warn
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
 from .initialization import uniform_
+from .naming import class_name
 from .packed import PackedOrder
 from .weight_decay import NamesNoDecay
 
@@ -50,14 +51,14 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
+        name = class_name(self)
         for what, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             check_int(name, what, size)
         check_bools(name, bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_probability(name, "dropout", dropout)
         check_dtype(name, dtype)
         if dropout > 0 and num_layers == 1:
-            warnings.warn(f"{name}: dropout acts between layers, and there is only one", UserWarning, stacklevel=3)
+            warn(f"{name}: dropout acts between layers, and there is only one")
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, dropout, bidirectional
         for layer in range(num_layers):
@@ -119,7 +120,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
             RuntimeError: the dtype is neither that of the layer nor that of its states, nor, under autocast, a floating-point
                 dtype of at most 32 bits.
         """
-        name = type(self).__name__ + method
+        name = class_name(self) + method
         layers = self.num_layers * len(self._directions)
         if states is None:
             return (None,) * layers
@@ -141,7 +142,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         return states.to(wide).unbind(0)
 
     def _check_input(self, input: Tensor) -> None:
-        name = type(self).__name__
+        name = class_name(self)
         if not isinstance(input, Tensor):
             raise TypeError(f"{name}: expected input to be a tensor or a PackedSequence, got {type(input).__name__}")
         if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
@@ -155,11 +156,11 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         """``hx``, or the argument under its older name."""
         if h_0 is None:
             return hx
-        name = type(self).__name__
+        name = class_name(self)
         if hx is not None:
             raise TypeError(f"{name}: expected hx or h_0, its older name, got both")
-        # Not a DeprecationWarning: Python hides it outside __main__, and the caller's frame is nn.Module.__call__.
-        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning, stacklevel=4)
+        # Not a DeprecationWarning: Python hides it outside __main__.
+        warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning)
         return h_0
 
     def _run_packed(
@@ -173,7 +174,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         **options: Any,
     ) -> tuple[PackedSequence, Tensor]:
         """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
-        name = type(self).__name__
+        name = class_name(self)
         if self.context is not None:
             raise ValueError(f"{name}: expected no PackedSequence with context parallelism: pass spans and cu_seqlens")
         if cu_seqlens is not None:
@@ -190,9 +191,9 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         return order.to_packed(output.squeeze(0 if self.batch_first else 1)), h_n
 
     def _packed_order(self, input: PackedSequence, hx: Tensor | None) -> PackedOrder:
-        check_shape(type(self).__name__, "input.data", input.data, "(steps, input_size)", (None, self.input_size))
+        check_shape(class_name(self), "input.data", input.data, "(steps, input_size)", (None, self.input_size))
         if hx is not None:
-            check_tensor(type(self).__name__, "hx", hx)
+            check_tensor(class_name(self), "hx", hx)
         return PackedOrder(input, hx)
 
     def _run_padded(
@@ -208,7 +209,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
 
         Tensors among the options are (batch, seqlen, 1).
         """
-        name = type(self).__name__
+        name = class_name(self)
         for what, value in (("cu_seqlens", cu_seqlens), ("reset", reset)):
             if value is not None:
                 raise ValueError(f"{name}: expected lengths or {what}, got both")
@@ -246,8 +247,8 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         if reset is None:
             return None, None
         axes = "(seqlen)" if input.dim() == 2 else "(batch, seqlen)" if self.batch_first else "(seqlen, batch)"
-        reset = as_mask(type(self).__name__, reset, input.dim() - 1)
-        check_shape(type(self).__name__, "reset", reset, axes, input.shape[:-1])
+        reset = as_mask(class_name(self), reset, input.dim() - 1)
+        check_shape(class_name(self), "reset", reset, axes, input.shape[:-1])
         assert reset is not None
         reset = reset[None] if input.dim() == 2 else reset if self.batch_first else reset.transpose(0, 1)
         if not self.bidirectional:
@@ -267,10 +268,10 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         x = input if is_batched else input[None]
         is_batch_first = self.batch_first or not is_batched
         if cu_seqlens is not None:
-            check_tensor(type(self).__name__, "cu_seqlens", cu_seqlens)
+            check_tensor(class_name(self), "cu_seqlens", cu_seqlens)
             if cu_seqlens.dim() != 1:
                 shape = list(cu_seqlens.shape)
-                raise ValueError(f"{type(self).__name__}: expected cu_seqlens of shape (sequences + 1,), got {shape}")
+                raise ValueError(f"{class_name(self)}: expected cu_seqlens of shape (sequences + 1,), got {shape}")
             sizes: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
         else:
             sizes = (x.shape[0 if is_batch_first else 1],) if is_batched else ()
@@ -300,11 +301,11 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         return x, torch.stack(last_states)
 
     def _check_step_input(self, x: Tensor) -> None:
-        check_shape(f"{type(self).__name__}.step", "x", x, "(batch, input_size)", (None, self.input_size))
+        check_shape(f"{class_name(self)}.step", "x", x, "(batch, input_size)", (None, self.input_size))
 
     def _run_step(self, x: Tensor, state: Tensor | None, reset: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         """Implements ``step``; ``options`` go to ``_step``."""
-        name = type(self).__name__
+        name = class_name(self)
         if self.bidirectional:
             raise ValueError(f"{name}.step: a bidirectional layer needs the whole sequence")
         self._check_step_input(x)

@@ -38,7 +38,7 @@ from .checks import (
 from .common import is_only_a_product, mark_parameters, readable, update_state, wide_dtype
 from .discretized import DiscretizedModule
 from .initialization import fill_, initialized, linear, reset_step_projection
-from .naming import names_layer
+from .naming import class_name, names_layer
 
 __all__ = ["SelectiveSSM"]
 
@@ -72,7 +72,7 @@ class SelectiveBase(DiscretizedModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        layer = type(self).__name__
+        layer = class_name(self)
         check_discretization(layer, discretization)
         check_int(layer, "d_state", d_state, high=256)
         if isinstance(dt_rank, str):
