@@ -92,7 +92,7 @@ def find_torch(paths: list[str]) -> Torch | None:
 
 
 def check_torch(torch: Torch | None) -> None:
-    """Stops at a torch that is older than the package requires: what is built with it could not be installed."""
+    """Stops at a torch that is older than the package requires: pip could not install the wheel built with it."""
     least = tuple(map(int, TORCH_REQUIREMENT.split(">=")[1].split(".")))
     # A pre-release counts as its release: some containers have no other.
     if torch is not None and tuple(map(int, re.match(r"(\d+)\.(\d+)", torch.version).groups())) < least:

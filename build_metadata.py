@@ -1,5 +1,5 @@
-"""Metadata of what setup.py builds: the torch that a wheel was built for, the tag and name of the wheel, the description, and
-the facts that ``ssm_kernels.build_info`` reads.
+"""Metadata of the wheels that setup.py builds: their torch, tag, name and description, and the facts that
+``ssm_kernels.build_info`` reads.
 
 The sources declare a lower bound of torch. The library loads under one minor version, so a wheel requires that one: pip caches
 a wheel under the address of its sources alone, and installs it later into an environment with another torch.
@@ -43,7 +43,7 @@ def torch_pin(version: str) -> str:
 
 
 def build_label(torch_version: str, cuda: str | None) -> str:
-    """``torch2.15.cpu`` or ``torch2.15.cu130``: what tells apart two wheels of the same version."""
+    """The label that tells apart two wheels of the same version: ``torch2.15.cpu`` or ``torch2.15.cu130``."""
     major, minor = re.match(r"(\d+)\.(\d+)", torch_version).groups()
     return f"torch{major}.{minor}." + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
 
@@ -78,7 +78,7 @@ def without_relative_links(markdown: str) -> str:
 
 def write_facts(folder: Path, facts: dict[str, object]) -> None:
     """Writes the module of build facts. It loads under any torch, so that versions are compared before the library loads."""
-    lines = ['"""What the build compiled; setup.py writes this module with the library."""\n\n']
+    lines = ['"""Facts about the build; setup.py writes this module with the library."""\n\n']
     lines += [f"{name} = {value!r}\n" for name, value in facts.items()]
     (folder / FACTS).write_text("".join(lines))
 

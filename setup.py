@@ -1,4 +1,4 @@
-"""Builds ``_ops``, the library of every operator, and ``_build_facts.py``, the module that says what was built.
+"""Builds ``_ops``, the library of every operator, and ``_build_facts.py``, the module of facts about the build.
 
 Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
 ``CXX``; see docs/installation.md.
@@ -266,7 +266,7 @@ def linkable_runtime(lib: Path) -> str:
 
 
 def build_facts() -> dict[str, object]:
-    """What ``ssm_kernels/_build_info.py`` reads from the generated module."""
+    """The facts that the generated module holds, which ``ssm_kernels/_build_info.py`` reads."""
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else ""
     return {
         "version": build_metadata.source_version(),

@@ -90,7 +90,7 @@ def sent_by_a_rank(operation: str, nbytes: float, ranks: int) -> float:
 
 
 def constants(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """By operation, seconds for each doubling of the ranks and for each byte that a rank sends."""
+    """Seconds for each doubling of the ranks and for each byte that a rank sends, by operation."""
     found = {}
     for operation in ("all-gather", "all-reduce"):
         measured_rows = [row for row in rows if row.get("operation") == operation]
@@ -126,7 +126,7 @@ def seconds_of_collectives(row: Row, ranks: int, found: dict[str, tuple[float, f
 
 
 def exchange_of(row: Row) -> str:
-    """How the layers of a row of context parallelism pass states from rank to rank."""
+    """The way in which the layers of a row of context parallelism pass states from rank to rank."""
     operations = {call["operation"] for calls in row["sent"].values() for call in calls}
     return "chain" if "message" in operations else "summaries"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The summaries of a span of steps on CUDA, beside forward of their scans: what context parallelism adds to a rank's work.
+"""The summaries of a span of steps on CUDA, beside forward of their scans: the work that context parallelism adds to a rank.
 
     python benchmarks/bench_summaries.py [--json FILE] [--cases NAME ...] [--trials N]
 

@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Run:
-    """How a case is measured."""
+    """Settings of a measurement."""
 
     device: torch.device
     trials: int
@@ -303,7 +303,7 @@ class Benchmark:
 
 
 def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str] | None) -> tuple[Run, list[Any]]:
-    """How to measure, and the cases that the options name; ends the program where the options make no sense."""
+    """Reads the settings and the cases from the options; ends the program if the options contradict each other."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -328,7 +328,7 @@ class GenerationCase(LanguageModelCase):
         return f"{self.layer} B{self.batch}, prompt {self.prompt}, {self.new_tokens} tokens, {self.n_layer} layers"
 
     def timing(self, run: Run) -> dict[str, Any]:
-        """By the host's clock, each call from an idle device until the device is idle again."""
+        """Uses the host's clock, from an idle device until the device is idle again."""
         return {"device": "cpu", "trials": min(run.trials, 5), "warmup": 1}
 
     def contest(self, run: Run) -> Contest:

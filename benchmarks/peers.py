@@ -164,7 +164,7 @@ def gated_scans() -> dict[str, GatedScan]:
 
 
 def described_gated_scans(found: Iterable[str]) -> str:
-    """Where the figures of each come from."""
+    """The source of each package's figures."""
     recorded = f"recorded with {SOURCE.partition(', ')[2]}"
     return "; ".join(
         f"{name}: {_version(package)}, in this run" if name in found else f"{name}: {package} {commit}, {recorded}"

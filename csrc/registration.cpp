@@ -46,7 +46,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
              torch::dispatch(at::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>()));
     }
   };
-  // Those of them that have kernels for each device.
+  // Schemas of operators that have kernels for each device.
   const auto def_kernels = [&](const std::string& schema) {
     def_below_autograd(schema);
     refuse_missing_cuda(m, name_of(schema));

@@ -237,7 +237,7 @@ def check_run(path: Path, saved: dict[str, Any], settings: dict[str, Any], lengt
 
     Raises:
         LookupError: the checkpoint lacks a setting.
-        TypeError: the checkpoint's length is no number.
+        TypeError: the length saved in the checkpoint is not a number.
     """
     longer = settings[length] > saved[length]
     other = {

@@ -73,7 +73,7 @@ archive_sources() {
 
 is_repository() { [ "$(git -C "$tree" rev-parse --show-toplevel 2>/dev/null)" = "$tree" ]; }
 
-# What a clean checkout of this tree holds now: the commit, or a checksum of the sources.
+# Identity of a clean checkout of this tree: the commit, or a checksum of the sources.
 version() {
   if is_repository; then git -C "$tree" rev-parse HEAD; else archive_sources | sha256sum | cut -d ' ' -f 1; fi
 }

@@ -65,7 +65,7 @@ def linked(markdown: str, repository_path: str) -> Iterator[str]:
 
 
 def site_path(repository_path: str) -> str | None:
-    """Where the site has a file of the repository; None for a folder without a page."""
+    """The path on the site of a file of the repository; None for a folder without a page."""
     if repository_path in OUTSIDE:
         return OUTSIDE[repository_path]
     path = ROOT / repository_path

@@ -28,7 +28,7 @@ def _distribution() -> metadata.Distribution | None:
 
 
 def _requirement(distribution: metadata.Distribution) -> str | None:
-    """What pip installed, if it can build that again: None for a wheel of the user's and for sources that are gone."""
+    """The requirement that makes pip build the package again; None for a wheel of the user's and for sources that are gone."""
     url = json.loads(distribution.read_text("direct_url.json") or "{}")
     subdirectory = f"#subdirectory={url['subdirectory']}" if "subdirectory" in url else ""
     if "vcs_info" in url:

@@ -83,7 +83,7 @@ def _scan_sequences(
 
 
 RECURRENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
-"""By the name of a recurrence's scan: a function of its inputs (and options) that returns ``(a, b)`` of
+"""Functions by the name of a recurrence's scan: each maps its inputs (and options) to ``(a, b)`` of
 ``h_t = a_t h_{t-1} + b_t``."""
 
 

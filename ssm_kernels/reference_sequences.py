@@ -25,7 +25,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[flo
         return dt
     low, high = limit
     # Exactly at a limit the gradient is 1. The gradient of torch.clamp there depends on the PyTorch version. The largest finite
-    # numbers are no limit, as in _arguments.finite_dt_limit: dtypes other than float64 do not have them.
+    # numbers do not count as a limit, as in _arguments.finite_dt_limit: dtypes other than float64 do not have them.
     if high < sys.float_info.max:
         dt = torch.where(dt > high, high, dt)
     if low > -sys.float_info.max:
@@ -41,7 +41,7 @@ def promoted_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def resets_of(seq_idx: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """Where the state before a step is dropped, (batch, seqlen): where ``seq_idx`` changes."""
+    """Mask of the steps that drop the state before them, because ``seq_idx`` changes: (batch, seqlen), bool."""
     resets = torch.zeros(batch, seqlen, dtype=torch.bool, device=device)
     if seq_idx is not None:
         resets[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]

@@ -530,7 +530,7 @@ def _only(steps: Tensor, values: Tensor) -> Tensor:
 
 
 def _begins(seq_idx: Tensor) -> Tensor:
-    """Where a sequence begins after the first step, (batch, seqlen), bool."""
+    """Mask of the steps after the first at which a sequence begins: (batch, seqlen), bool."""
     begins = torch.zeros_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return begins

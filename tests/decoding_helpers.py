@@ -136,7 +136,7 @@ def one_step(state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def decode_by_steps(inputs: dict[str, Any], step: Callable = one_step) -> dict[str, Tensor]:
-    """What :func:`decode` returns, by calls of ``step`` for one row and one token, in plain Python."""
+    """The results of :func:`decode`, by calls of ``step`` for one row and one token, in plain Python."""
     tables = ("state_batch_indices", "dst_state_batch_indices", "num_accepted_tokens", "cu_seqlens")
     read, write, accepted, ends = (None if inputs.get(name) is None else inputs[name].tolist() for name in tables)
     write = read if write is None else write
@@ -225,7 +225,7 @@ def convolve_rows(window: Tensor, x: Tensor, **parameters: Any) -> Tensor:
 
 
 def convolve_by_rows(inputs: dict[str, Any], convolve: Callable = convolve_rows) -> dict[str, Tensor]:
-    """What :func:`decode` returns for ``causal_conv1d_update``, by calls for one row, the states in plain Python."""
+    """The results of :func:`decode` for ``causal_conv1d_update``, by calls for one row, the states in plain Python."""
     tables = ("state_batch_indices", "dst_state_batch_indices", "num_accepted_tokens", "cu_seqlens")
     read, write, accepted, ends = (None if inputs.get(name) is None else inputs[name].tolist() for name in tables)
     write = read if write is None else write

@@ -81,7 +81,7 @@ def over(functions: list[Function]) -> pytest.MarkDecorator:
 every_function, every_packing = over(FUNCTIONS), over(PACKING)
 
 
-# What a message may add: which layout the sizes fit, what to pass instead, or the nearest of several names.
+# Advice that a message may add: the layout that the sizes fit, the call to make, or the nearest of several names.
 REMEDY = r"(, which fits inputs of shape [^:\n]+)?(: pass [^\n]+|; did you mean '\w+'\?)?"
 
 

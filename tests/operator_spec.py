@@ -184,7 +184,7 @@ class OperatorSpec:
         return {}
 
     def needed(self, inputs: Inputs) -> list[bool]:
-        """Which gradients backward returns by default."""
+        """The gradients that backward returns by default, as flags."""
         raise NotImplementedError
 
     # ----- tensors

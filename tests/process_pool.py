@@ -54,7 +54,7 @@ def param(place: Place, *values: Any, id: str = "") -> Any:
 
 
 def why_not(device: str) -> str | None:
-    """Why no processes can run on this kind of device here."""
+    """The reason why no processes can run on this kind of device here; None if they can."""
     if not dist.is_available():
         return "needs torch.distributed"
     if device == "cpu":

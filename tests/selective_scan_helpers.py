@@ -22,7 +22,7 @@ TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
 def plans_of(inputs: dict[str, Any]) -> tuple[str, str]:
-    """How forward and backward of a call run: the kernel, its channels in a block, and the segments and spans of time."""
+    """The plan of forward and backward of a call: the kernel, its channels in a block, and the segments and spans of time."""
     options = inputs.get("discretization", "zoh"), inputs.get("delta_softplus", False)
     of_time = inputs.get("seq_idx"), inputs.get("cu_seqlens"), inputs.get("reverse", False)
     return torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *of_time)

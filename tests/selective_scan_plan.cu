@@ -15,7 +15,7 @@ using namespace ssm_kernels::selective_scan;
 
 namespace {
 
-// Of a plan only what is absent matters, not where it lies.
+// A plan depends on the absence of tensors, not on their addresses.
 alignas(kVectorBytes) unsigned char present[kVectorBytes];
 
 struct Options {

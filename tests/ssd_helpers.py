@@ -302,7 +302,7 @@ def assert_as_exact_as_rounding(inputs: dict[str, Any]) -> None:
 
 
 def plan(inputs: dict[str, Any], is_backward: bool = False) -> dict[str, str]:
-    """Which kernel a call or its backward takes, and how it divides the work."""
+    """The kernel that a call or its backward takes, and its division of the work."""
     words = torch.ops.ssm_kernels._ssd_chunk_scan_plan(*SSD.forward_arguments(inputs), is_backward)
     return dict(word.split("=") for word in words.split())
 

@@ -147,7 +147,7 @@ class SsdChunkScanSummary(Summary):
 
 
 class RecurrenceSummary(Summary):
-    """Of a recurrence with certain options."""
+    """The summary of a recurrence with certain options."""
 
     family = "linear_scan"
     internal = "_linear_recurrence_summary"

@@ -72,7 +72,7 @@ def batch_and_packed(spec: OperatorSpec) -> dict[str, dict[str, Any]]:
 
 @over_options(DIFFERENTIABLE, lambda spec: batch_and_packed(spec) | {name: spec.options[name] for name in spec.mapped})
 def test_batched_gradients(operator, options, device, no_vmap_fallback, recwarn):
-    """Of all arguments, of the first and of the last one, through all results and through one."""
+    """Gradients of all arguments, the first and the last one, through all results and through one."""
     inputs = operator.make_inputs(**options, device=device)
     names = tensor_names(inputs)
     for differentiated, through in ((names, None), (names[:1], None), (names[-1:], None), (names, 1)):

@@ -272,11 +272,11 @@ def test_padding(layout, width, packed, device):
         padding = inputs["seq_idx"] < 0
         for name in ("out", "grad_x"):
             assert not results[name][padding].any() and results[name][~padding].any()
-        # Of the third packed sequence, which has no steps, the final state is the initial one.
+        # The third packed sequence has no steps, so that its final state is the initial one.
         is_zero = padding[0, inputs["cu_seqlens"][1:].long() - 1] if packed else padding[:, -1]
         is_zero[2] &= not packed
         assert width == 1 or torch.equal(results["final_state"].flatten(1).any(1), ~is_zero)
-        # What backward reads of NaN, it must not multiply by zero.
+        # Backward must not multiply the NaN that it reads by zero.
         expected = evaluate(with_state, inputs, cotangents)
         for tensor in (inputs["x"], cotangents[0]):
             tensor.masked_fill_(padding[..., None], math.nan)

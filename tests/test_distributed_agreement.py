@@ -1,4 +1,4 @@
-"""What ranks of ``ssm_kernels.distributed`` agree on: dropped states, sums of gradients, and each other's calls."""
+"""Agreement of the ranks of ``ssm_kernels.distributed``: dropped states, sums of gradients, and each other's calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ssm_kernels.distributed._collectives import Group
 
 
 def check_drops(mesh: Mesh) -> None:
-    """What a reset or a new sequence drops leaves no trace in later steps, nor their gradients in earlier ones."""
+    """A dropped state leaves no trace in later steps, nor do their gradients in earlier ones."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
     own, axes = slice(4 * rank, 4 * rank + 4), (1, 12, 2)
 
@@ -161,7 +161,7 @@ def test_a_layer_describes_only_calls_that_differ(monkeypatch: pytest.MonkeyPatc
 
 
 def check_copied_tensor(mesh: Mesh) -> None:
-    """Where a rank alone passes a copy of the other layers' ``seq_idx``, every rank gets an error; functions take it."""
+    """A copy of the other layers' ``seq_idx`` on one rank is an error on every rank; functions take it."""
     rank, x = mesh.get_local_rank(), torch.randn(1, 6, 4)
     seq_idx = torch.zeros(1, 6, dtype=torch.int64)
     own = seq_idx if rank == 0 else seq_idx.clone()

@@ -73,7 +73,7 @@ def check_training(mesh: Mesh) -> None:
 
 
 def check_dtypes(mesh: Mesh) -> None:
-    """What docs/distributed.md says about bf16."""
+    """The statements of docs/distributed.md about bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     tokens = make_tokens(2, 9, device=mesh.device_type)

@@ -42,7 +42,7 @@ NAMES = ("selective_scan", "ssd_chunk_scan", "causal_conv1d", "mingru_scan", "li
 
 
 def damaged(arguments: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """By the kind of damage, the arguments of a call with one that is invalid."""
+    """Arguments of a call, one of them invalid, by the kind of damage."""
     value = arguments[name]
     # A tau of no axes broadcasts: it is another tau, and valid.
     axes = {} if name == "tau" else {"no axes": {**arguments, name: value.sum()}}

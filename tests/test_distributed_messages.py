@@ -92,7 +92,7 @@ def check_skipped_layer(mesh: Mesh) -> None:
 
 
 def check_other_layer(mesh: Mesh) -> None:
-    """Where layers have not been called before, every rank gets the error."""
+    """Every rank gets the error of layers that have not been called before."""
     model = nn.Sequential(*(layers.Mamba2(4, 3, headdim=2) for _ in range(2)))
     parallelize_module(model, mesh, ContextParallel())
     expected = "expected the same layer on every rank, got 1 on rank 0 and 2 on rank 1"

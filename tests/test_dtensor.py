@@ -1,4 +1,4 @@
-"""The operators and layers on DTensors of two processes of the CPU: what one process computes, without communication."""
+"""The operators and layers on DTensors of two processes of the CPU: the results of one process, without communication."""
 
 from __future__ import annotations
 

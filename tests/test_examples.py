@@ -179,7 +179,7 @@ def test_compares_models(tmp_path, example):
     ids=name_of,
 )
 def test_stopped_and_resumed_is_one_run(example, stop, model, tmp_path):
-    # What is printed in the end; the checkpoint's evaluations, which come every so many steps and at the stop; the steps.
+    # The last lines of the output; the checkpoint's evaluations, which come every so many steps and at the stop; the steps.
     pattern, evaluations, every, steps = {
         TRAIN: (r"test accuracy: .* %", "accuracies", 13, 26),
         CHAR_LM: (r"(?s)sample:.*", "tests", 1, 4),
@@ -589,7 +589,7 @@ def test_long_context_needs_torchrun(capsys, monkeypatch):
     "script, package, install", [(TRAIN, "sklearn", "scikit-learn tqdm matplotlib"), (CHAR_LM, "tqdm", "tqdm matplotlib")]
 )
 def test_missing_packages(script, package, install):
-    """Python with an import that fails: what the example says without scikit-learn, or without tqdm."""
+    """Python with an import that fails, for the example's message without scikit-learn or tqdm."""
     program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.path.insert(0, {str(script.parent)!r})\n"
     program += f"runpy.run_path({str(script)!r}, run_name='__main__')"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts for the operators and the layers."""
+"""The counts of FlopCounterMode for the operators and the layers."""
 
 from __future__ import annotations
 

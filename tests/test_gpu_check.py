@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh: what it builds and checks, with an interpreter that only notes what it is asked to do."""
+"""The steps of scripts/gpu_check.sh, with an interpreter that only records its commands."""
 
 from __future__ import annotations
 

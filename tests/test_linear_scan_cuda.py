@@ -257,7 +257,7 @@ def test_transitions_of_zero_over_many_tiles(packed, reverse):
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("channels", [5, 64], ids=["any_rows", "vector_rows"])
 def test_a_row_has_the_same_bits_in_every_batch_of_tiles(channels, dtype):
-    """How many tiles are in progress, and whether tiles publish maps, depends on the number of chains; results do not."""
+    """The number of chains decides how many tiles are in progress and whether they publish maps, but not the results."""
     with debug_option("linear_scan_kernel", "tiles"):
         for variant in (LINEAR, MINLSTM):
             inputs = make_inputs(variant, batch=300, seqlen=700, channels=channels, dtype=dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""How the libraries are linked: the shared libstdc++ with any compiler, nothing exported, and exceptions that PyTorch knows."""
+"""Links of the libraries: the shared libstdc++ with any compiler, nothing exported, and exceptions that PyTorch knows."""
 
 from __future__ import annotations
 

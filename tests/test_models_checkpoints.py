@@ -184,7 +184,7 @@ def test_checkpoints_of_transformers(mixer, tied, tmp_path):
     loaded = MambaLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)
     assert (loaded.lm_head.weight is loaded.backbone.embedding.weight) == tied
-    # What is saved is this package's own format.
+    # The saved files have this package's own format.
     loaded.save_pretrained(tmp_path)
     again = MambaLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again(make_tokens(1, 4)), model(make_tokens(1, 4)), rtol=0, atol=0)

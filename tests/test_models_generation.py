@@ -240,7 +240,7 @@ def test_models_with_a_graph_are_copied_and_pickled_without_it():
 
 
 def draw(logits: Tensor, count: int = 40_000, **options: Any) -> Tensor:
-    """How often each token is drawn."""
+    """Frequency of each token among the draws."""
     generator = torch.Generator(logits.device).manual_seed(0)
     tokens = sample(logits.expand(count, -1), **options, generator=generator)
     return tokens.bincount(minlength=logits.shape[-1]).double() / count
@@ -299,7 +299,7 @@ def test_samples_of_extreme_logits(device):
 
 
 TOKENS = make_tokens(2, 3)
-# What is refused, by the name in the message.
+# Arguments that are refused, by the name in the message.
 BAD_ARGUMENTS: dict[tuple[str, ...], list[tuple[dict[str, Any], type[Exception], str]]] = {
     ("sample", "MambaLM.generate"): [
         ({"temperature": -1.0}, ValueError, "expected temperature to be finite and not negative, got -1.0"),

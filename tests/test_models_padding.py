@@ -25,7 +25,7 @@ def make_rows(device: str = "cpu") -> list[Tensor]:
 
 
 def padded(rows: list[Tensor], side: str, fill: int = -1) -> tuple[Tensor, Tensor]:
-    """Rows with padding that is no token, and their mask."""
+    """Rows with padding outside the vocabulary, and their mask."""
     longest = max(row.shape[0] for row in rows)
 
     def pad(row: Tensor, value: int) -> Tensor:
@@ -99,7 +99,7 @@ def test_repetition_penalty_and_scores():
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "repetition_penalty": 1e30}
     found = model.generate(rows, **options)
     for row, prompt in zip(found, rows, strict=True):
-        # No token comes twice, and padding is no token that a row has had.
+        # No token comes twice, and padding does not count as a token of the row.
         new = row[max(LENGTHS) :].tolist()
         assert len({*new}) == 6 and not {*new} & {*prompt.tolist()}
         assert torch.equal(model.generate(prompt[None], **options)[0, -6:], row[-6:])
@@ -175,7 +175,7 @@ def test_inputs_embeds(mixer, device):
     torch.testing.assert_close(output.logits, model(ids, attention_mask=mask).logits)
     (grad,) = torch.autograd.grad(output.loss, embeds)
     assert grad[mask != 0].any() and not grad[mask == 0].any()
-    # What padding holds, even NaN, reaches nothing.
+    # The values in the padding, even NaN, reach nothing.
     dirty = embeds.detach().masked_fill(mask[..., None] == 0, torch.nan)
     torch.testing.assert_close(model(inputs_embeds=dirty, attention_mask=mask).logits, output.logits)
 

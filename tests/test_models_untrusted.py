@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Lets the process map 2 GiB more than it has: what the folders claim is larger by far."""
+    """Lets the process map 2 GiB more than it has; the folders claim far larger sizes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, before[1]))

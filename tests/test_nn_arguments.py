@@ -217,7 +217,7 @@ SEQUENCE, STEP = torch.zeros(2, 5, 6), torch.zeros(2, 6)
 
 
 def calls_of(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
-    """By the suffix of the name in messages: the function, the arguments it needs, and names of other tensors that it takes."""
+    """The function, its required arguments and its other tensors' names, by the suffix of the name in messages."""
     if layer_type in RECURRENCES:
         layer = layer_type(6, 4)
         return {"": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens", "reset"]), ".step": (layer.step, {"x": STEP}, ["state"])}

@@ -1,4 +1,4 @@
-"""The discretization in checkpoints: what names another one is refused, and mamba_ssm's load as they are."""
+"""The discretization in checkpoints: those that name another one are refused, and mamba_ssm's load as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_layer = pytest.mark.parametrize("name", [*MIXERS, "SelectiveSSM"])
 
 
 class Model(nn.Module):
-    """Where the layer has a prefix."""
+    """A model in which the layer has a prefix."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

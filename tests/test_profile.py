@@ -395,7 +395,7 @@ def test_exact_response_to_a_recording(profiler, hold):
 
 @pytest.mark.parametrize("method", DISCRETIZATIONS)
 def test_loop_is_the_scan(profiler, method):
-    """In float64, forward and backward: what the kernel's time is compared with does the same work."""
+    """In float64, forward and backward: the baseline of the kernel's time does the same work."""
     size = profiler.scans.ScanSize(2, 3, 9, 4)
     inputs = profiler.scans.scan_inputs(size, device=torch.device("cpu"), dtype=torch.float64, seed=0)
     cotangent = torch.randn(2, 3, 9, dtype=torch.float64)

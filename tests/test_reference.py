@@ -58,7 +58,7 @@ def test_coefficients_against_mpmath(method):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_phi1_far_from_zero(dtype):
-    """Where the powers of its series are no longer finite: 1 / -z, and its derivative 1 / z^2."""
+    """1 / -z, and the derivative 1 / z^2, where the powers of the series are no longer finite."""
     z = torch.tensor([-1e4, -1e5, -1e18, -math.inf], dtype=dtype, requires_grad=True)
     value = phi1(z)
     (slope,) = torch.autograd.grad(value.sum(), z)

@@ -160,7 +160,7 @@ def test_infinity_makes_no_nan_of_states_that_do_not_exist_in_short_sequences(na
 @pytest.mark.parametrize("dim", [5, 64, 70])
 @pytest.mark.parametrize("name", ["B", "C"])
 def test_infinity_makes_no_nan_of_channels_that_do_not_exist(name, dim, value, layout):
-    """Which share the sums over channels: gradients of B and C are infinite, of terms that are all of one sign."""
+    """Such channels share the sums over channels; gradients of B and C are infinite sums of terms of one sign."""
     sizes = {"batch": 2, "dim": dim, "seqlen": 72, "dstate": 16, "z": False, "initial_state": False}
     inputs = make_inputs(**sizes, dtype=torch.float32)
     inputs[name][1, 5, 30] = value

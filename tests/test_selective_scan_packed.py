@@ -103,7 +103,7 @@ def test_matches_the_reference(discretization, device):
 
 
 def test_more_sequences_than_backward_scans_at_a_time(device):
-    """Of unequal lengths, and shorter than a chunk."""
+    """Sequences of unequal lengths, shorter than a chunk."""
     offsets = tuple(itertools.accumulate((i % 3 for i in range(150)), initial=0))
     assert_matches_reference(make_inputs(cu_seqlens=offsets, device=device))
     assert_matches_reference(make_inputs(seqlen=80, resets=(range(1, 80), range(2, 80, 2)), device=device))
@@ -190,7 +190,7 @@ def test_values_stay_in_their_sequence(resets, value, device):
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_states_at(needs_grad, device):
-    """Of the sequence of the step before the position."""
+    """States belong to the sequence of the step before the position."""
     for options in (
         {"cu_seqlens": OFFSETS},
         {"cu_seqlens": OFFSETS, "resets": (RESETS,)},

@@ -1,4 +1,4 @@
-"""How selective_scan is cut for CUDA devices of every amount of shared memory: its plans are plain data and need no GPU."""
+"""Plans of selective_scan for CUDA devices of every amount of shared memory: plain data, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_between_vector_boundaries_take_the_sequential_scan(way, program):
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_reversed_rows_take_the_sequential_scan(way, program):
-    """Where they begin and end at multiples of 16 bytes, as those of 60, 196, 200 and 4096 numbers do in float32."""
+    """Rows that begin and end at multiples of 16 bytes, such as those of 60, 196, 200 and 4096 numbers in float32."""
     reverse = [name for name in plans(program, DEVICES["9.0"][0]) if " N16 B100 D2048 " in name and " reverse" in name]
     taken = [name for name in reverse if f" {way} " in name and "float64" not in name and "constant" not in name]
     assert {name.split()[5] for name in taken} == {"L30", "L60", "L196", "L197", "L200", "L4096"}

@@ -93,7 +93,7 @@ def test_memory_that_backward_needs_for_itself(device, two_threads):
     if device == "cpu":
         assert 0 <= own <= (2 * CHUNK + 64) * 4 * batch * dim * dstate
     else:
-        # Of C only, what a block adds to the gradient of B being the gradient, and what segments of time hand to each other.
+        # Partial sums of C's gradient, and the states between segments of time; those of B are its gradient.
         assert 0 <= own <= batch * dim // 32 * dstate * seqlen * 4 + 2**19
 
 

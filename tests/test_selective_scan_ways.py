@@ -1,4 +1,4 @@
-"""Which of its three ways selective_scan takes on CUDA."""
+"""The choice of selective_scan among its three kernels on CUDA."""
 
 from __future__ import annotations
 

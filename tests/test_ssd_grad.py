@@ -329,7 +329,7 @@ def test_packed_sequences_one_by_one(device):
 
 @dtypes(torch.float64, torch.bfloat16)
 def test_resets_let_no_gradient_through(dtype, device):
-    """That of the last sequence's results is zero in all the others, whose states have no gradient from it either."""
+    """The last sequence's results give no gradient to the other sequences and their states."""
     sizes = {"seqlen": 150, "headdim": 16, "dstate": 16}
     inputs = make_inputs(resets=((10, 64, 100), (64,)), dtype=dtype, device=device, **sizes)
     grad_out, grad_final_states = make_cotangents(inputs)

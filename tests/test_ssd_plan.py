@@ -1,4 +1,4 @@
-"""Which kernel a call of ssd_chunk_scan takes, and how it is partitioned for CUDA kernels: plain data, which needs no GPU."""
+"""Kernels and work partitions of ssd_chunk_scan on CUDA: plain data, which needs no GPU."""
 
 from __future__ import annotations
 

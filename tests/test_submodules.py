@@ -12,7 +12,7 @@ import pytest
 import ssm_kernels
 from ssm_kernels import recurrences
 
-# What `import ssm_kernels` must not load, so that its time does not grow, and what each name then gives.
+# Modules that `import ssm_kernels` must not load, because it would take longer, and uses of each.
 ON_USE = """
 import sys
 import ssm_kernels
@@ -24,7 +24,7 @@ assert callable(ssm_kernels.distributed.ContextParallel)
 assert callable(ssm_kernels.compat.install)
 assert callable(ssm_kernels.integrations.flops.register)
 assert not hasattr(ssm_kernels.integrations, "diffusers")
-# What an integration needs is missing.
+# The package that an integration needs is missing.
 sys.modules["torch.distributed.tensor.experimental"] = None
 assert not hasattr(ssm_kernels.integrations, "dtensor")
 try:

@@ -70,14 +70,14 @@ def test_every_discretization_of_ssd(discretization, dtype):
 
 @pytest.mark.parametrize("resets", [None, ((100, 290), (), (130,))], ids=["whole", "resets"])
 def test_several_runs_of_ssd(resets, device):
-    """So many states that the call takes several runs of steps."""
+    """Enough states for several runs of steps in a call."""
     options = {"seqlen": 300, "heads": 8, "headdim": 64, "dstate": 64, "resets": resets, "batch": 3}
     SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(**options, device=device))
 
 
 @pytest.mark.parametrize("resets", [None, ((100, 290, 600), ())], ids=["whole", "resets"])
 def test_long_run_of_ssd(resets, device):
-    """So few states that a run has several blocks of summed logarithms, the last one incomplete."""
+    """Few states, for which a run has several blocks of summed logarithms, the last one incomplete."""
     SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(seqlen=700, resets=resets, device=device))
 
 
@@ -106,7 +106,7 @@ def test_last_state_from_any_state(operator, device):
 
 @over({name: SUMMARIES[f"{name}_summary"] for name in ("selective_scan", "ssd_chunk_scan")})
 def test_sum_of_a_long_span_is_in_float64(operator):
-    """So many equal steps that their sum in float32 has an error of 1e-3."""
+    """Equal steps whose sum in float32 has an error of 1e-3."""
     steps = 1 << 18
     inputs = operator.make_inputs(
         batch=1,
@@ -249,7 +249,7 @@ def test_bits_depend_on_the_sequence_alone(reverse, dtype, device):
 
 @dtypes(torch.float32, torch.float64)
 def test_a_decay_of_zero_stays_zero(dtype, device):
-    """Where the product of later steps overflows."""
+    """Holds even if the product of later steps overflows."""
     a, b = (torch.zeros(1, 300, 8, dtype=dtype, device=device) for _ in range(2))
     a[:, :100], a[:, 5], a[:, 100:] = 1, 0, 1e30
     for result in ssm_kernels.linear_scan_summary(a, b):

@@ -315,7 +315,7 @@ def test_a_traced_layer_in_a_scripted_module() -> None:
 
 
 def test_arguments_refuse_trace() -> None:
-    """What would become a constant: the pieces between positions, and the offset and the states of a cache."""
+    """Values that would become constants: the pieces between positions, and the offset and the states of a cache."""
     for name, length in (("selective_scan", 5), ("ssd_chunk_scan", 5)):
         for grad in (False, True):
             inputs = OPERATORS[name].make_inputs(seqlen=length)

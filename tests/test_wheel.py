@@ -116,7 +116,7 @@ def test_source_distribution_has_every_file(tmp_path):
         copy = tmp_path / "sources" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy)
-    # What a build and the tests leave behind is not among them.
+    # Files that a build and the tests leave behind are not among them.
     left = (
         "ssm_kernels/_build_facts.py",
         "ssm_kernels/_ops.abi3.so",

@@ -36,7 +36,7 @@ REFINEMENT = 8
 MAX_SAMPLES = 2**13 + 1
 
 _ROUNDED_TIMES = 0.1
-"""By how much of their mean the steps of a time axis may differ: times are written with few digits."""
+"""Largest relative deviation of a time axis's steps from their mean: files write times with few digits."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ struct ConvUpdateParams {
 // of x and out without a batch stride.
 //
 // With num_accepted_tokens the state is as speculative decoding leaves it: the last width - 2 inputs before the tokens of the
-// previous call, then these tokens. Of them `accepted` stay; the window of a row, the width - 1 inputs before its first token,
+// previous call, then these tokens. `accepted` of them stay; the window of a row, the width - 1 inputs before its first token,
 // ends with the last of these.
 struct ConvTokenParams {
   DecodingRows rows;

@@ -42,7 +42,7 @@ Activation parse_activation(const char* op, std::string_view name) {
   raise_unknown_choice(op, "candidate_activation", name, kActivationNames);
 }
 
-// What to do about inputs in the layout (batch, channels, seqlen), if an argument whose axis fits another one tells it.
+// Advice for inputs in the layout (batch, channels, seqlen), which the size of another argument's axis gives away.
 std::string layout_remedy(const c10::SymInt& size, c10::SymIntArrayRef sequence, size_t axis) {
   const size_t other = 3 - axis;
   if (sequence.size() != 3 || size == 1 || size == sequence[axis] || size != sequence[other]) return "";

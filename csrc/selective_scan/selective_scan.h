@@ -7,14 +7,14 @@
 // Time is cut into chunks of chunk_length steps. Forward saves the state at each chunk boundary, the first and the last
 // included, (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing
 // of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of
-// chunks is no special case when torch.compile traces a dynamic seqlen.)
+// chunks is not a special case when torch.compile traces a dynamic seqlen.)
 //
 // A reverse scan, in which h_t follows from h_{t+1}, is a scan of views of the same memory whose step 0 is the last step of
 // the tensor: their strides along time are negative. All that is said here of steps, chunks and rows is then in the scan's
 // time.
 //
 // A batch row may hold several sequences. Kernels scan rows: a row is a batch row or, of a packed call, one sequence, whose
-// chunks begin at its own first step. Of a packed sequence only the states between its chunks are saved, the one before step t
+// chunks begin at its own first step. A packed sequence saves only the states between its chunks, the one before step t
 // of the batch row in place t / chunk_length: such steps are at least chunk_length apart, also across sequences, so that no two
 // share a place. Backward takes the state before a packed sequence from initial_state.
 #pragma once

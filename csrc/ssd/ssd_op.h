@@ -90,7 +90,7 @@ struct StatesBwdInputs {
   auto saved() { return std::tie(); }
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 
-  // Those of a scan without states.
+  // The inputs for backward of a scan without states.
   BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}}; }
 };
 

@@ -51,8 +51,8 @@ std::string joined(const std::vector<int64_t>& numbers) {
   return list;
 }
 
-// What to pass instead of a tensor of a wrong shape: ": pass u.transpose(1, 2)" for one in another layout, ": pass
-// A[:, None].expand(4, 8)" for one that lacks the last axes; otherwise nothing.
+// Advice about a tensor of a wrong shape: ": pass u.transpose(1, 2)" for another layout, ": pass A[:, None].expand(4, 8)" for
+// missing last axes; otherwise nothing.
 std::string remedy(const char* name, c10::SymIntArrayRef got, c10::SymIntArrayRef expected) {
   constexpr size_t kMostAxes = 4;
   const auto known = known_sizes(got), shape = known_sizes(expected);

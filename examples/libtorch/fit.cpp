@@ -31,7 +31,7 @@ std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& u, const at:
                    /*reverse=*/false);
 }
 
-// Of (dim, dstate) each; A is -exp(log_A), so that states decay whatever is learned.
+// Tensors of (dim, dstate) each; A is -exp(log_A), so that states decay whatever is learned.
 struct System {
   at::Tensor log_A, B, C;
 

@@ -128,7 +128,7 @@ def installed(only: Sequence[str] | None = None) -> Iterator[None]:
 
 
 def served() -> Served:
-    """Which names were asked for since the modules were last installed, by whom, and what answered.
+    """Lists the names that programs have asked for since the modules were last installed, who asked, and what answered.
 
     The account holds every import of an installed module, every name read from one, and every module and name that was asked
     for and is not there, also those that a client catches and goes on without. A top-level module that is not among the

@@ -97,7 +97,7 @@ def _call_error(function: Callable[..., object], args: object, kwargs: object, m
 
 
 def unsupported_kind(tensor: Tensor) -> str | None:
-    """What a tensor is that no operator takes: sparse, nested or quantized."""
+    """The kind of a tensor that no operator takes: sparse, nested or quantized; None for other tensors."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_quantized:

@@ -161,7 +161,7 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 PARTS = tuple(dict.fromkeys(name.partition(".")[0] for name in MODULES))
-"""What can be installed apart from the rest: the top-level modules."""
+"""The top-level modules, each of which can be installed apart from the rest."""
 
 FUNCTIONS = {
     "mamba_ssm": (

@@ -51,7 +51,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What was asked for since the modules were installed, and what answered. ``print`` shows it as lines.
+    """The requests since the modules were installed, and their answers. ``print`` shows them as lines.
 
     Attributes:
         installed: the parts that are installed now.
@@ -76,7 +76,7 @@ class Served:
 
     @property
     def missing(self) -> tuple[Request, ...]:
-        """The requests that nothing answered: what a client may have gone on without."""
+        """The requests that nothing answered; a client may have gone on without these names."""
         return tuple(request for request in self.requests if request.status == "missing")
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ class InferenceParams:
 
 @dataclasses.dataclass
 class GenerateOutput:
-    """What ``decode`` returns where transformers, whose ``GenerateDecoderOnlyOutput`` it returns, is not installed.
+    """The result of ``decode`` without transformers; with it, ``decode`` returns its ``GenerateDecoderOnlyOutput``.
 
     Attributes:
         sequences: (batch, max_length).

@@ -39,7 +39,7 @@ _Error = TypeVar("_Error", bound=Exception)
 
 @dataclasses.dataclass
 class _History:
-    """How many comparisons the ranks of a process group have made, and the calls of functions that they have agreed on.
+    """Number of comparisons that the ranks of a process group have made, and the function calls that they agreed on.
 
     ``unread`` has this rank's entries of the store that other ranks may not have read yet.
     """

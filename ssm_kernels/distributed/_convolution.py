@@ -205,7 +205,7 @@ def add_to_last_steps(grad_halo: Tensor, grad_x: Tensor | None, grad_tail: Tenso
 
 
 def own_steps(past: Tensor | None, border: int | slice, taps: int) -> Tensor | None:
-    """Which steps of the halo at a border belong to the sequence there, (..., batch, 1, taps); None: all."""
+    """Mask of the halo's steps that belong to the sequence at a border, (..., batch, 1, taps); None: all do."""
     if past is None:
         return None
     lags = torch.arange(taps, 0, -1, device=past.device)

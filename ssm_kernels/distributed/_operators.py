@@ -1,4 +1,4 @@
-"""The operators of a group of ranks that hold a sequence together: what layers call in place of the local ones.
+"""The operators of a group of ranks that hold a sequence together. Layers call them in place of the local ones.
 
 Each method checks that the ranks agree, converts packed sequences, casts under autocast, and calls the autograd node. A group
 of one rank calls the local operator.

@@ -1,8 +1,8 @@
 """Packed sequences that go on across the borders between ranks.
 
-Each rank has the sequence numbers of its own steps. What it has to know of the others is, for every border, how many of the
-steps before it belong to the sequence that goes on there: zero where a new one begins. One all-gather of a few integers gives
-it.
+Each rank has the sequence numbers of its own steps. It also needs, for every border, the number of steps before the border
+that belong to the sequence that goes on there: zero where a new one begins. One all-gather of a few integers gives these
+numbers.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """How a style distributes parameters: the mesh, and ``src_data_rank`` of ``torch.distributed.tensor.distribute_tensor``."""
+    """The arguments with which a style calls ``torch.distributed.tensor.distribute_tensor``."""
 
     mesh: DeviceMesh
     src_data_rank: int | None

@@ -24,7 +24,7 @@ _ops = torch.ops.ssm_kernels
 
 @dataclasses.dataclass(frozen=True)
 class SplitNorm:
-    """How the ranks share the columns of the groups. A block is the columns of this rank that belong to one group.
+    """Partition of the groups' columns over the ranks. A block is the columns of this rank that belong to one group.
 
     Attributes:
         ranks: they share the columns.

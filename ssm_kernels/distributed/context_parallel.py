@@ -138,7 +138,7 @@ class _Context(GroupOperators):
         return self.recurrence("liquid_scan", (candidate, tau, step_size("liquid_scan", dt, candidate)), h0, **options)
 
     def starts_backwards(self, reset: Tensor) -> Tensor:
-        """Where the direction that runs backwards starts anew: at the step before each reset, on the rank that has it."""
+        """Mask of the steps where the backward direction starts anew: the step before each reset, on the rank that has it."""
         if self.group.size == 1:
             return F.pad(reset[:, 1:], (0, 1)) if reset.shape[1] > 0 else reset
         self._agree("bidirectional layer", lambda reset: None, {"reset": reset}, {}, {"reset": 1})

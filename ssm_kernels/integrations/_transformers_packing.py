@@ -30,7 +30,7 @@ __all__ = [
 PACKING = "packing"
 _MASKS = ("create_causal_mask", "_update_causal_mask")
 _PACKED, _CACHES = ("seq_idx", "cu_seqlens"), ("cache", "past_key_values", "cache_params")
-# Layers that are no attention, in the lists of types of the configurations.
+# Layers other than attention, in the lists of types of the configurations.
 _OTHER_LAYERS = ("linear_attention", "mamba", "mamba2", "mlp", "moe")
 # Their backbone takes what they drop.
 _DROP_PACKING = ("Mamba2ForCausalLM",)
@@ -114,7 +114,7 @@ def _restart(given: dict[str, Any]) -> bool:
 
 
 def _fault(model: Any, given: dict[str, Any], ignores_positions: bool) -> str | None:
-    """What is expected instead of these arguments, if attention would mix packed sequences."""
+    """The arguments to expect instead of these, if attention would mix packed sequences; None if it would not."""
     config, mask = model.config, given.get("attention_mask")
     types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     has_attention = types is None or any(kind not in _OTHER_LAYERS for kind in types)

@@ -49,7 +49,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Served:
-    """What runs on these kernels: functions by module. ``print`` shows it as lines.
+    """The functions that run on these kernels, by module. ``print`` shows them as lines.
 
     Attributes:
         version: of transformers.
@@ -158,7 +158,7 @@ def patched() -> Iterator[Served]:
 
 
 def served() -> Served:
-    """What runs on these kernels now.
+    """Lists the functions that run on these kernels now.
 
     Examples:
         >>> import ssm_kernels

@@ -25,7 +25,7 @@ from .weights import INDEXES, PICKLED, SAFE, find_weights, open_weights, read_js
 __all__ = ["find_folder", "load_config", "load_model", "load_weights", "override", "parse_size", "save"]
 
 _CONFIG, _NAME, _DISCRETIZATION = "config.json", "MambaLM.from_pretrained", "discretization_name"
-# What is fetched from the hub: weights in one file, or in shards with an index.
+# Files to fetch from the hub: weights in one file, or in shards with an index.
 _PATTERNS = [_CONFIG, PICKLED, SAFE, *INDEXES, "pytorch_model-*.bin", "model-*.safetensors"]
 _SHARD = re.compile(r"(pytorch_model-[0-9]{5,}-of-[0-9]{5,}\.bin|model-[0-9]{5,}-of-[0-9]{5,}\.safetensors)")
 

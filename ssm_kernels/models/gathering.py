@@ -28,7 +28,7 @@ def check_is_whole(name: str, model: nn.Module) -> None:
     for path, module in model.named_modules():
         dimensions = next((number for kind, number in _DIMENSIONS.items() if isinstance(module, kind)), None)
         weight = module._parameters.get("weight")
-        # FSDP1 with use_orig_params=False leaves tensors that are no parameters.
+        # FSDP1 with use_orig_params=False leaves tensors that are not parameters.
         is_removed = not module._parameters and isinstance(module.__dict__.get("weight"), Tensor)
         if dimensions is not None and (is_removed or (weight is not None and weight.dim() != dimensions)):
             raise RuntimeError(

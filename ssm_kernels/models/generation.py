@@ -221,11 +221,11 @@ def generate(
         else:
             params.seqlen_offset = done - 1
             last = sequences[:, done - 1 : done]
-            # The padding of sequences that have ended may be a row of the embedding that is no token.
+            # The padding of sequences that have ended may be a row of the embedding without a token.
             if pad_id >= vocab_size:
                 last = last.clamp(max=vocab_size - 1)
             logits = model(last, inference_params=params, num_last_tokens=1).logits[:, -1]
-        # Rows that pad the vocabulary are no tokens.
+        # Rows that pad the vocabulary stand for no token.
         logits = logits[:, :vocab_size]
         if seen is not None:
             logits = seen.penalize(logits)

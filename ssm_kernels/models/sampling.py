@@ -143,7 +143,7 @@ class SeenTokens:
     """
 
     def __init__(self, prompt: Tensor, is_token: Tensor | None, vocab_size: int, penalty: float) -> None:
-        # The last column takes padding and rows of the embedding that are no tokens.
+        # The last column takes padding and rows of the embedding without a token.
         self._seen = torch.zeros(prompt.shape[0], vocab_size + 1, dtype=torch.bool, device=prompt.device)
         self._penalty = penalty
         ids = prompt.long()

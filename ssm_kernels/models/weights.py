@@ -45,8 +45,8 @@ _SAFE_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# What torch.save writes for a dict of tensors and parameters, besides the types of their storages. PyTorch's own list also has
-# functions and classes that allocate.
+# Globals that torch.save writes for a dict of tensors and parameters, besides the types of storages. PyTorch's own list also
+# has functions and classes that allocate.
 _PICKLED_GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 
 

@@ -170,7 +170,7 @@ class Liquid(RecurrentBase):
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
                 input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
-                sequence; zero if absent. Of the dtype of ``h_n`` or of the layer; under autocast of float32 or narrower.
+                sequence; zero if absent. Its dtype is that of ``h_n`` or of the layer; under autocast of float32 or narrower.
             dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels;
                 with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing. The layer
                 does not check the values of tensors.
@@ -236,8 +236,8 @@ class Liquid(RecurrentBase):
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Of a dtype
-                as ``hx``.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Its
+                dtype is as for ``hx``.
             dt: how long ``x`` is held, not negative: one number, or (batch,).
             reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: where it is true, or not zero, the
                 row's states before the step are zero, whatever ``state`` holds.

@@ -87,7 +87,7 @@ class _MinRNN(RecurrentBase):
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
                 input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
-                sequence; zero if absent. Of the dtype of ``h_n`` or of the layer; under autocast of float32 or narrower.
+                sequence; zero if absent. Its dtype is that of ``h_n`` or of the layer; under autocast of float32 or narrower.
             cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
                 each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
@@ -136,8 +136,8 @@ class _MinRNN(RecurrentBase):
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Of a dtype
-                as ``hx``.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent. Its
+                dtype is as for ``hx``.
             reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: where it is true, or not zero, the
                 row's states before the step are zero, whatever ``state`` holds.
 

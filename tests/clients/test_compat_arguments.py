@@ -502,7 +502,7 @@ def test_padding_that_is_not_in_the_traced_call(backend, fresh_dynamo):
 
 
 def test_final_states_after_padding_are_zero(device):
-    """Whatever the padding holds, and its operator masks nothing by other operations."""
+    """Holds for any values in the padding; the operator's kernel masks, and no other operation."""
     x, weight = torch.randn(2, 6, 9, device=device), torch.randn(6, 4, device=device)
     x[0, :, 6:] = math.nan
     seq_idx = torch.tensor([[0] * 6 + [-1] * 3, [-1] * 6 + [0] * 3], device=device)

@@ -194,7 +194,7 @@ def test_a_missing_name_is_named():
             from mamba_ssm.ops.triton import ssd_bmm  # noqa: F401
 
 
-# Of 2.3.2 and 1.7, what is not served: modules, and names in modules that are.
+# Modules of 2.3.2 and 1.7 that are not served, and names in served modules.
 MISSING_MODULES = {
     "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.ssd_minimal",
     "mamba_ssm.ops.triton": "k_activations mamba3 softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",

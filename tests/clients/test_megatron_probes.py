@@ -1,4 +1,4 @@
-"""What Megatron-LM looks at before it uses mamba_ssm and causal_conv1d, and the calls of its Mamba mixer."""
+"""Megatron-LM's checks before it uses mamba_ssm and causal_conv1d, and the calls of its Mamba mixer."""
 
 from __future__ import annotations
 

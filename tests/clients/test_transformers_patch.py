@@ -1,4 +1,4 @@
-"""How the integration of transformers replaces names, and puts back what it found."""
+"""The integration of transformers replaces names, and puts back those that it found."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CLIENT = "mamba_ssm"
 CLIENT_VERSION = COMPAT_VERSION
 OPERATOR = "selective_scan"
 
-# What each project gives its mixer, and the suffixes of the directions that it then has.
+# Each project's arguments of the mixer, and the suffixes of its directions.
 PROJECTS = {
     "Vim": ({"bimamba_type": "v2", "if_divide_out": True, "init_layer_scale": 0.5}, ("", "_b")),
     "Vim, one direction": ({"bimamba_type": "none"}, ("",)),

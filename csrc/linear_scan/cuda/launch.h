@@ -2,7 +2,7 @@
 //
 // There are two kinds of kernels, and those of the summary (summary.cuh). With many chains a block of the sequential kernels
 // has one chain, over all of time (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences, rows
-// that are no vectors, and doubles.
+// that vectors do not divide, and doubles.
 //
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in

@@ -110,7 +110,7 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
   const Blocking blocking(params, kernels.vector_bytes() / in.A.element_size());
-  // Sums over the lanes of each block, and the parts of grad_B and grad_C of each task. Those of gradients that are not needed
+  // Sums over the lanes of each block, and the parts of grad_B and grad_C of each task. Sums for gradients that nothing needs
   // have no elements. Packed sequences take turns in the memory of rows_per_pass rows, to whose sums each of them adds.
   const int64_t rows_per_pass = params.is_packed() ? std::min(params.rows, kRowsPerPass) : params.rows;
   const auto sums = [&](Grad grad, int64_t count) {

@@ -190,7 +190,7 @@ cudaError_t queue_segment_maps(const Params& p, Plan& plan, int64_t first_segmen
   return cudaSuccess;
 }
 
-// Those of the gradients of B and C only if `for_matrices`.
+// Reserves the partial sums; those for the gradients of B and C only if `for_matrices`.
 void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partition, PartialSums& sums,
                           const SelectiveScanBwdParams& p, int64_t span_steps, bool for_matrices) {
   sums.tiles = partition.tiles;

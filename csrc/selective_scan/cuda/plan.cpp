@@ -335,7 +335,7 @@ View from_step(View view, int64_t step) {
 
 int64_t span_steps(const SelectiveScanBwdParams& p, const Plan& plan) {
   const ChannelPartition& partition = plan.partition();
-  // Whatever gradients are needed: their bits depend on the spans.
+  // Independent of the gradients that are needed, because their bits depend on the spans.
   const auto has_partial_sums = [&](const MatrixView& matrix) { return matrix.per_step && partition.tiles != matrix.groups; };
   if (p.is_packed() || partition.segments > 1 || !(has_partial_sums(p.B) || has_partial_sums(p.C))) return p.seqlen;
   constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;

@@ -1,7 +1,7 @@
 // Tiles in shared memory and scans over a warp's lanes, for the warp scan's forward and backward.
 //
 // A tile of a (batch, dim, seqlen) tensor keeps its memory order in shared memory: the steps of a channel are contiguous, or
-// the channels of a step. A lane reads and writes its consecutive steps in either. Of steps that descend in memory
+// the channels of a step. A lane reads and writes its consecutive steps in either. For steps that descend in memory
 // (kDescending), threads reverse each vector of kVectorBytes between its copy and the tile: data of such a tensor points at the
 // vector that ends with step 0. Steps and channels past the end are zeros. A tile of B or C is widened to the accumulation
 // type, with the steps of a state contiguous. kVectorBytes of padding before each lane's steps put the lanes' vectors into

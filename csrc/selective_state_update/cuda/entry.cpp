@@ -24,9 +24,8 @@
 namespace ssm_kernels::selective_state_update {
 namespace {
 
-constexpr int64_t kWidestAccess = 16;  // bytes
-// Of a multiprocessor, at 64 registers a thread.
-constexpr int64_t kResidentWarps = 32;
+constexpr int64_t kWidestAccess = 16;   // bytes
+constexpr int64_t kResidentWarps = 32;  // of a multiprocessor, at 64 registers a thread
 constexpr int64_t kTilesPerWarp = 8;
 
 // Whether every vector of `count` elements starts at a multiple of its size, or of 16 bytes if it is larger.

@@ -135,7 +135,7 @@ struct ParameterParts {
     if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
   }
 
-  // Those of a sub-batch, from its first chunk and head on.
+  // Sets the pointers for a sub-batch, from its first chunk and head on.
   void fill(SsdBwdParams& params, int64_t chunk, int64_t head) const {
     const int64_t first = chunk * A.size(1) + head;
     params.grad_A_parts = A.data_ptr<float>() + first;
