@@ -8,6 +8,7 @@ a wheel under the address of its sources alone, and installs it later into an en
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import Distribution
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parent.resolve()
 FACTS = "_build_facts.py"
 # Commands of setup.py that write the metadata of a wheel; those of a source distribution keep the lower bound.
 WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
+# The package cannot be imported before it is built.
+torch_pin = runpy.run_path(str(ROOT / "ssm_kernels" / "_torch_versions.py"))["torch_pin"]
 
 LINK = re.compile(
     r"""
@@ -36,22 +39,20 @@ def source_version() -> str:
     return re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
-def torch_pin(version: str) -> str:
-    """The requirement of a wheel that was built with torch ``version``: its minor version, or a pre-release exactly."""
-    release = re.match(r"(\d+\.\d+)(?:\.\d+)*(?=\+|$)", version)
-    return f"torch=={release[1]}.*" if release else f"torch=={version.split('+')[0]}"
+def build_kind(torch_version: str, cuda: str | None) -> tuple[str, str]:
+    """What tells apart two wheels of the same version: the minor version of torch, and ``cpu`` or ``cu130``."""
+    return re.match(r"\d+\.\d+", torch_version)[0], f"cu{cuda.replace('.', '')}" if cuda else "cpu"
 
 
 def build_label(torch_version: str, cuda: str | None) -> str:
-    """The label that tells apart two wheels of the same version: ``torch2.15.cpu`` or ``torch2.15.cu130``."""
-    major, minor = re.match(r"(\d+)\.(\d+)", torch_version).groups()
-    return f"torch{major}.{minor}." + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+    """The local label of a wheel's version: ``torch2.15.cpu`` or ``torch2.15.cu130``."""
+    return "torch{}.{}".format(*build_kind(torch_version, cuda))
 
 
 def build_number(torch_version: str, cuda: str | None) -> str:
-    """The same as the build tag of a wheel's file name, which begins with a digit: ``215_cpu`` or ``215_cu130``."""
-    _, major_minor, kind = re.fullmatch(r"(torch)([\d.]+)\.(\w+)", build_label(torch_version, cuda)).groups()
-    return f"{major_minor.replace('.', '')}_{kind}"
+    """The build tag of a wheel's file name, which begins with a digit: ``215_cpu`` or ``215_cu130``."""
+    minor, kind = build_kind(torch_version, cuda)
+    return f"{minor.replace('.', '')}_{kind}"
 
 
 def without_relative_links(markdown: str) -> str:

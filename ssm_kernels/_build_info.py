@@ -10,7 +10,8 @@ from typing import TypedDict
 
 import torch
 
-from ._rebuild import rebuild_command, release_of, remedy
+from ._rebuild import rebuild_command, remedy
+from ._torch_versions import release_of
 from .choices import DiscretizationName
 
 __all__ = ["BuildInfo", "build_info", "load_operators"]

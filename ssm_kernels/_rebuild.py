@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["rebuild_command", "rebuild_with_cuda_command", "release_of", "remedy"]
+from ._torch_versions import torch_pin
+
+__all__ = ["rebuild_command", "rebuild_with_cuda_command", "remedy"]
 
 PACKAGE = Path(__file__).parent
 BUILD_TOOLS = "'setuptools>=77,<82' wheel ninja"
@@ -25,6 +26,11 @@ def _distribution() -> metadata.Distribution | None:
     # A build leaves metadata beside the sources, too, without an installer.
     found = list(metadata.distributions(name="ssm_kernels"))
     return next((one for one in found if one.read_text("INSTALLER")), found[0] if found else None)
+
+
+def _is_of_uv(distribution: metadata.Distribution | None) -> bool:
+    """Whether uv installed the package. The environments that uv makes have no pip."""
+    return distribution is not None and (distribution.read_text("INSTALLER") or "").strip() == "uv"
 
 
 def _requirement(distribution: metadata.Distribution) -> str | None:
@@ -50,14 +56,13 @@ def rebuild_command(variables: str = "") -> str:
         variables: assignments of environment variables, as ``"FORCE_CUDA=1 "``.
     """
     distribution = _distribution()
-    installed_by_uv = distribution is not None and (distribution.read_text("INSTALLER") or "").strip() == "uv"
     if (PACKAGE.parent / "setup.py").exists():
         requirement: str | None = str(PACKAGE.parent)
         is_editable = True
     else:
         requirement = None if distribution is None else _requirement(distribution)
         is_editable = False
-    command = _uv(requirement, is_editable, variables) if installed_by_uv else _pip(requirement, is_editable, variables)
+    command = _uv(requirement, is_editable, variables) if _is_of_uv(distribution) else _pip(requirement, is_editable, variables)
     return command if requirement else f"{command} (in the folder of the sources)"
 
 
@@ -92,14 +97,8 @@ def rebuild_with_cuda_command() -> str:
     return rebuild_command(f"{variable}=1 ")
 
 
-def release_of(torch_version: str) -> str:
-    """``2.15`` of ``2.15.1+cu132``; all of a pre-release, whose interface changes from day to day."""
-    released = re.match(r"(\d+\.\d+)(?:\.\d+)*(?=\+|$)", torch_version)
-    return released[1] if released else torch_version
-
-
 def remedy(built: str) -> str:
     """Two ways out for a package that was built with torch ``built`` and runs with another."""
-    release = release_of(built)
-    pin = f"torch=={release}.*" if release != built else f"torch=={built.split('+')[0]}"
-    return f"Rebuild it: {rebuild_command()}; or install the torch that it was built for: pip install {shlex.quote(pin)}"
+    install = f"uv pip install --python {shlex.quote(sys.executable)}" if _is_of_uv(_distribution()) else "pip install"
+    command = f"{install} {shlex.quote(torch_pin(built))}"
+    return f"Rebuild it: {rebuild_command()}; or install the torch that it was built for: {command}"

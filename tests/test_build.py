@@ -223,6 +223,10 @@ def test_rebuild_command_names_the_sources_of_an_editable_install(monkeypatch, t
         check_torch("2.11.0", "2.12.0")
 
 
+def _uv_pip_install() -> str:
+    return f"uv pip install --python {shlex.quote(sys.executable)}"
+
+
 UNKNOWN_SOURCES = ". (in the folder of the sources)"
 
 
@@ -258,10 +262,15 @@ def test_rebuild_command_fits_the_installation(monkeypatch, tmp_path, installer,
     if url is not None:
         (metadata / "direct_url.json").write_text(json.dumps(url))
     pip = "pip install --no-deps --no-cache-dir --force-reinstall"
+    # An environment of uv has no pip.
+    of_torch = "pip install 'torch==2.15.*'" if installer == "pip" else f"{_uv_pip_install()} 'torch==2.15.*'"
+    assert _rebuild.remedy("2.15.0+cpu") == (
+        f"Rebuild it: {_rebuild.rebuild_command()}; or install the torch that it was built for: {of_torch}"
+    )
     if installer == "pip":
         assert _rebuild.rebuild_command() == f"{pip} {command}"
         return
-    uv, rebuilds = f"uv pip install --python {shlex.quote(sys.executable)}", "--reinstall-package ssm_kernels"
+    uv, rebuilds = _uv_pip_install(), "--reinstall-package ssm_kernels"
     tools = "" if command == UNKNOWN_SOURCES else f"{uv} {_rebuild.BUILD_TOOLS} && "
     assert (
         _rebuild.rebuild_command() == f"{tools}{uv}{' --no-build-isolation --no-cache' if tools else ''} {rebuilds} {command}"

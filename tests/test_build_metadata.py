@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 from build_helpers import ROOT
@@ -10,6 +11,7 @@ from build_helpers import ROOT
 pytest.importorskip("setuptools", minversion="77", reason="build_metadata.py needs setuptools>=77")
 import build_metadata
 from ssm_kernels._build_info import check_torch
+from ssm_kernels._rebuild import remedy
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,7 @@ from ssm_kernels._build_info import check_torch
     [
         ("2.15.0+cu132", "torch==2.15.*"),
         ("2.11.1", "torch==2.11.*"),
+        ("2.15", "torch==2.15.*"),
         ("2.16.0.dev20261101+cpu", "torch==2.16.0.dev20261101"),
         ("2.16.0a0+gitabc", "torch==2.16.0a0"),
         ("2.16.0rc1", "torch==2.16.0rc1"),
@@ -24,6 +27,8 @@ from ssm_kernels._build_info import check_torch
 )
 def test_wheel_requires_the_minor_version_that_it_was_built_with(version, pin):
     assert build_metadata.torch_pin(version) == pin
+    # The message at import has the same rule.
+    assert remedy(version).endswith(f"pip install {shlex.quote(pin)}")
 
 
 @pytest.mark.parametrize(
