@@ -281,7 +281,8 @@ def cpu_only_notice(plan: CudaPlan, sources: Path) -> str:
     """The last line of a build without CUDA kernels against a torch with CUDA."""
     command = rebuild_with_cuda(sources, plan.variable)
     if is_temporary(sources):
-        command = f"repeat the command of this installation with {plan.variable}=1 and pip's --no-cache-dir --force-reinstall"
+        command = f"repeat the command of this installation with {plan.variable}=1 and "
+        command += "pip's --no-cache-dir --force-reinstall, or uv's --no-cache --reinstall-package ssm_kernels"
     return f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: {command}"
 
 

@@ -6,7 +6,8 @@ import re
 import shlex
 
 import pytest
-from build_helpers import ROOT
+from build_helpers import FACTS, ROOT
+from stub_build import BUILD_FILES
 
 pytest.importorskip("setuptools", minversion="77", reason="build_metadata.py needs setuptools>=77")
 import build_metadata
@@ -42,6 +43,20 @@ def test_wheel_requires_the_minor_version_that_it_was_built_with(version, pin):
 def test_wheels_for_another_torch_or_cuda_have_other_names(torch_version, cuda, label, number):
     assert build_metadata.build_label(torch_version, cuda) == label
     assert build_metadata.build_number(torch_version, cuda) == number
+
+
+def test_cache_keys_of_uv_are_what_a_build_reads():
+    """Every source file and every variable that changes the wheel; not the facts that each build writes."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    keys = re.search(r"^cache-keys = \[$(.*?)^\]$", pyproject, re.MULTILINE | re.DOTALL)[1]
+    files = {path for glob in re.findall(r'\{ file = "(.+?)" \}', keys) for path in ROOT.glob(glob) if path.is_file()}
+    # uv compares a pattern without a slash with names in every folder, build/ included.
+    assert all("/" in glob or (ROOT / glob).is_file() for glob in re.findall(r'\{ file = "(.+?)" \}', keys))
+    sources = {*ROOT.glob("csrc/**/*.*"), *ROOT.glob("ssm_kernels/**/*.py"), *(ROOT / name for name in BUILD_FILES)}
+    assert {path for path in sources if path.is_file()} - files == ({FACTS} if FACTS.exists() else set())
+    page = (ROOT / "docs" / "installation.md").read_text()
+    table = page[page.index("Read when building:") :].partition("\n## ")[0]
+    assert set(re.findall(r'\{ env = "(\w+)" \}', keys)) == set(re.findall(r"^\| `(\w+)` \|", table, re.M)) - {"MAX_JOBS"}
 
 
 @pytest.mark.parametrize(
