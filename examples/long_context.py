@@ -254,7 +254,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, session: Session) -> dict[
     interval = max(1, args.steps // 4)
     tell_session()
     session.checkpoint = args.checkpoint
-    session.saves.append(save_run)
+    session.saves[""] = save_run
     with tqdm(total=last_step, initial=done, unit="step", desc=name, mininterval=0.5, disable=dist.get_rank() != 0) as progress:
         for step in range(done, last_step):
             loss, part = loss_of(model, training_batch(train_text, step, args), mesh)

@@ -53,7 +53,7 @@ class Session:
     loses nothing. A second Ctrl-C, a second or more later, ends the script at once.
 
     Attributes:
-        saves: a function for each run that writes its checkpoint, given ``--checkpoint`` or a name in its place.
+        saves: by the label of each run, the function that writes its checkpoint; see :func:`labelled`.
         checkpoint: ``--checkpoint``, if given.
         outputs: files that the script writes after the training; the command that resumes replaces those that exist by then.
         progress: the steps done, in words.
@@ -62,7 +62,7 @@ class Session:
 
     def __init__(self, script: str, argv: Sequence[str] | None, *, speaks: bool = True) -> None:
         self.script, self.argv, self.speaks = script, argv, speaks
-        self.saves: list[Callable[[Path], None]] = []
+        self.saves: dict[str, Callable[[Path], None]] = {}
         self.checkpoint: Path | None = None
         self.outputs: list[Path | None] = []
         self.progress, self.saved = "before the first step", ""
@@ -122,13 +122,15 @@ class Session:
     def _report(self) -> None:
         text = f"stopped {self.progress}{self.saved and f'; {self.saved}'}"
         if self.saves:
-            path = self.checkpoint or unused(Path(f"{Path(self.script).stem}-stopped.pt"))
-            try:
-                for save in self.saves:
+            checkpoint = self.checkpoint or unused(Path(f"{Path(self.script).stem}-stopped.pt"))
+            files = {labelled(checkpoint, label): save for label, save in self.saves.items()}
+            for path, save in files.items():
+                try:
                     save(path)
-            except (OSError, RuntimeError) as error:  # torch.save raises both
-                sys.exit(f"{Path(self.script).name}: error: stopped {self.progress}, but cannot write {path}: {error}")
-            text = f"stopped {self.progress}, saved in {path}; continue with\n{self.resume_command(path)}"
+                except (OSError, RuntimeError) as error:  # torch.save raises both
+                    sys.exit(f"{Path(self.script).name}: error: stopped {self.progress}, but cannot write {path}: {error}")
+            saved = ", ".join(map(str, files))
+            text = f"stopped {self.progress}, saved in {saved}; continue with\n{self.resume_command(checkpoint)}"
         if self.speaks:
             print(text, flush=True)
 
@@ -330,14 +332,14 @@ def train(run: Run, args: argparse.Namespace, history_type: type, session: Sessi
 
     def save(path: Path) -> None:
         states = {name: part.state_dict() for name, part in parts.items()}
-        save_checkpoint(labelled(path, run.label), states | {"run": run.settings} | history._asdict())
+        save_checkpoint(path, states | {"run": run.settings} | history._asdict())
 
     def tell_session() -> None:
         session.progress = f"after {len(losses)} of {run.total_steps} steps of {run.name}"
 
     tell_session()
     session.checkpoint = args.checkpoint
-    session.saves.append(save)
+    session.saves[run.label] = save
     start = time.perf_counter()
     bar = tqdm(total=last_step, initial=len(losses), unit="step", desc=run.name, mininterval=0.5)
     with bar as progress, session.deferred():
@@ -351,14 +353,14 @@ def train(run: Run, args: argparse.Namespace, history_type: type, session: Sessi
 
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
-                session.saves.pop()
+                del session.saves[run.label]
                 raise Diverged(
                     f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, with a mamba, another discretization"
                 )
             if (step + 1) % run.test_every == 0 or step + 1 == last_step:
                 tests.append((step + 1, run.test()))
                 if path is not None:
-                    save(args.checkpoint)
+                    save(path)
                     session.saved = f"{path} has {step + 1} steps"
             test = run.test_format(tests[-1][1]) if tests else "-"
             progress.set_postfix(loss=run.loss_format(losses[-1]), test=test, refresh=False)

@@ -492,10 +492,10 @@ def test_ctrl_c_saves_finished_runs_too(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(example.main.__globals__, "batch_indices", press)
     with pytest.raises(SystemExit):
         example.run(*options)
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"train_sequence-stopped.mamba-{rule}.pt" for rule in ("euler", "zoh")
-    ]
+    *_, message, command = capsys.readouterr().out.splitlines()
+    files = [f"train_sequence-stopped.mamba-{rule}.pt" for rule in ("zoh", "euler")]
+    assert f", saved in {', '.join(files)}; continue with" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
     resumed = example.run(*shlex.split(command)[2:])
     assert len(steps) == 15 + 11 + 13
 
@@ -507,10 +507,10 @@ def test_ctrl_c_saves_finished_runs_too(example, tmp_path, capsys, monkeypatch):
 
 def test_ctrl_c_where_nothing_can_be_written_says_so(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop, training.Session("script.py", []) as session:
-        session.saves.append(lambda path: torch.save({}, path / "absent"))
+        session.saves["mingru"] = lambda path: torch.save({}, path / "absent")
         session.progress = "after 3 of 4 steps"
         raise KeyboardInterrupt
-    assert "error: stopped after 3 of 4 steps, but cannot write" in stop.value.code
+    assert "error: stopped after 3 of 4 steps, but cannot write script-stopped.mingru.pt: " in stop.value.code
 
 
 @each_example
