@@ -153,6 +153,36 @@ def test_tied_weights_stay_tied(change, conversion):
     assert model.backbone.embedding.weight.grad.abs().sum() > 0
 
 
+TIED = ("backbone.embedding.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("prefix", ["", "0.", "inner.0."])
+@pytest.mark.parametrize("names", [TIED[:1], TIED[1:], TIED], ids=["embedding", "head", "both"])
+def test_a_tied_weight_is_loaded_under_each_of_its_names(names, prefix, place):
+    model = MambaLM(make_config("Mamba"), device=place)
+    other = copy.deepcopy(model)
+    outer = {"": model, "0.": nn.Sequential(model, other), "inner.0.": nn.ModuleDict({"inner": nn.Sequential(model, other)})}
+    weight = torch.randn(model.lm_head.weight.shape)
+    left = other.lm_head.weight
+    outer[prefix].load_state_dict({prefix + name: weight.clone() for name in names}, strict=False, assign=True)
+    assert is_tied(model) and torch.equal(model.lm_head.weight, weight)
+    assert model.lm_head.weight.requires_grad
+    assert is_tied(other) and other.lm_head.weight is left
+
+
+def test_a_tied_weight_with_memory_wins():
+    names = dict.fromkeys(TIED, torch.randn(24, 16))
+    for empty in TIED:
+        model = MambaLM(make_config("Mamba"), device="meta")
+        model.load_state_dict(names | {empty: names[empty].to("meta")}, strict=False, assign=True)
+        assert is_tied(model) and torch.equal(model.lm_head.weight, names[empty])
+    model = MambaLM(make_config("Mamba"), device="meta")
+    model.lm_head.load_state_dict({"weight": names["lm_head.weight"]}, assign=True)
+    model.tie_weights()
+    assert is_tied(model) and torch.equal(model.lm_head.weight, names["lm_head.weight"])
+
+
 def test_weights_that_are_not_tied_stay_two():
     model = assigned(make_model("Mamba", tie_embeddings=False))
     model = copy.deepcopy(model).float()

@@ -28,7 +28,7 @@ from .generation import GenerationOutput, GraphedStep, Sampling, Streamer, check
 from .mixer_model import MixerModel
 from .padding import next_token_loss
 from .prompts import check_eos, check_pad, check_tokens, read_prompts
-from .tying import TiedInitialization, are_different, places_of_shared, restore_shared, warn_if_apart
+from .tying import TiedInitialization, are_different, first_with_memory, places_of_shared, restore_shared, warn_if_apart
 
 __all__ = ["CausalLMLossOutput", "CausalLMOutput", "MambaLM", "MixerModel"]
 
@@ -139,10 +139,15 @@ class MambaLM(NamesNoDecay, nn.Module):
     def tie_weights(self) -> None:
         """Makes embedding and head share their weight, if the configuration says so.
 
-        They stay one parameter in conversions, ``to_empty``, copies and ``load_state_dict``, ``assign=True`` included.
+        They stay one parameter in conversions, ``to_empty``, copies and ``load_state_dict``, ``assign=True`` included. If
+        something else has made them two, both take the embedding's, or the head's if the embedding is on ``meta``.
         """
-        if self.config.tie_embeddings and self.lm_head.weight is not self.backbone.embedding.weight:
-            self.lm_head.weight = self.backbone.embedding.weight
+        embedding, head = self.backbone.embedding, self.lm_head
+        if self.config.tie_embeddings and head.weight is not embedding.weight:
+            weight = first_with_memory([embedding.weight, head.weight])
+            for module in (embedding, head):
+                if module.weight is not weight:
+                    module.weight = weight
 
     def init_weights(self) -> None:
         """Initializes all parameters as the constructor does, for a model that was made on ``meta``.

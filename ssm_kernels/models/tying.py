@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,26 +17,39 @@ from torch import Tensor
 from .._warnings import warn
 from ..nn.initialization import Initialization, is_distributed
 
-__all__ = ["TiedInitialization", "are_different", "places_of_shared", "restore_shared", "warn_if_apart"]
+__all__ = ["TiedInitialization", "are_different", "first_with_memory", "places_of_shared", "restore_shared", "warn_if_apart"]
 
-Places = list[list[tuple[nn.Module, str]]]
+# A parameter that has several places, and these.
+Places = list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
 def places_of_shared(model: nn.Module) -> Places:
-    """The modules and names of each parameter that has several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Each parameter that has several places, with their modules and names."""
+    places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+                places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return [found for found in places.values() if len(found[1]) > 1]
 
 
 def restore_shared(places: Places) -> None:
-    """Makes the parameter of each first place that of the others."""
-    for (first, name), *others in places:
-        for module, other in others:
-            module._parameters[other] = first._parameters[name]
+    """Makes each parameter one again for all of its places.
+
+    The places take the parameter of the one that was replaced since :func:`places_of_shared`. Of several that were, they take
+    the first whose parameter has memory.
+    """
+    for before, own in places:
+        replaced = [now for module, name in own if (now := module._parameters[name]) is not before]
+        if replaced:
+            parameter = first_with_memory(replaced)
+            for module, name in own:
+                module._parameters[name] = parameter
+
+
+def first_with_memory(parameters: Sequence[Any]) -> Any:
+    """The first that is not on meta, or else the first."""
+    return next((parameter for parameter in parameters if parameter is not None and not parameter.is_meta), parameters[0])
 
 
 def are_different(one: Any, other: Any) -> bool:
