@@ -84,16 +84,121 @@ def test_init_weights_needs_modules_that_can_be_initialized():
 
     model = make_model("Mamba")
     model.backbone.layers[1].mixer = Scale()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=says("init_weights", "backbone.layers.1.mixer", "Scale")):
         model.init_weights()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_init_weights_of_a_model_with_attention_of_pytorch():
     model = make_model("Mamba", dtype=torch.float32)
-    model.backbone.layers[1].mixer = nn.MultiheadAttention(16, 2)
-    nn.init.constant_(model.backbone.layers[1].mixer.in_proj_weight, math.nan)
+    attention = nn.MultiheadAttention(16, 2)
+    model.backbone.layers[1].mixer = attention
+    nn.init.constant_(attention.in_proj_weight, math.nan)
     model.init_weights()
-    assert model.backbone.layers[1].mixer.in_proj_weight.isfinite().all()
+    assert attention.in_proj_weight.isfinite().all()
+    assert not attention.out_proj.bias.any()  # as its constructor has it: the parent initializes after the child
+
+
+class Counter(nn.Module):
+    """A module with a buffer or with nothing, which knows how to begin."""
+
+    def __init__(self, with_buffer: bool) -> None:
+        super().__init__()
+        self.calls = 0
+        if with_buffer:
+            self.register_buffer("frequencies", torch.full((3,), math.nan))
+
+    def reset_parameters(self) -> None:
+        self.calls += 1
+        for buffer in self.buffers():
+            buffer.fill_(2.0)
+
+
+def test_init_weights_resets_modules_without_parameters():
+    model = make_model("Mamba", dtype=torch.float32)
+    mixer = model.backbone.layers[0].mixer
+    mixer.rotary, mixer.plain, mixer.norm = Counter(True), Counter(False), nn.BatchNorm1d(3, affine=False)
+    mixer.norm.running_mean.fill_(math.nan)
+    mixer.buffers_only = nn.Module()
+    mixer.buffers_only.register_buffer("kept", torch.ones(1))
+    # A wrapper that forwards attributes has no method of its own.
+    mixer.wrapped = torch.compile(Counter(False))
+    model.init_weights()
+    assert mixer.rotary.frequencies.tolist() == [2.0] * 3 and mixer.norm.running_mean.tolist() == [0.0] * 3
+    assert [module.calls for module in (mixer.rotary, mixer.plain, mixer.wrapped._orig_mod)] == [1, 1, 1]
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter, which inherits ``reset_parameters``."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.lora_A, self.lora_B = (nn.Parameter(torch.zeros(size, 1)) for size in sizes)
+
+
+class Scaled(nn.Module):
+    """The last word on the parameters of children is the parent's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.up.weight)
+
+
+def without_floats(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().char(), requires_grad=False)
+
+
+def used_spectral_norm(layer: nn.Linear) -> None:
+    nn.utils.spectral_norm(layer)(torch.randn(1, layer.in_features, dtype=layer.weight.dtype))
+
+
+# What is done to a projection, and the parameters and classes that the message names.
+HELD_WEIGHTS = {
+    "weight_norm": (lambda layer: nn.utils.weight_norm(layer), ["Linear: weight_g, weight_v"]),
+    "spectral_norm": (used_spectral_norm, ["Linear: weight_orig"]),
+    "pruning": (lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.5), ["Linear: weight_orig"]),
+    "weight_norm_parametrization": (lambda layer: nn.utils.parametrizations.weight_norm(layer), ["ParametrizationList"]),
+    "spectral_norm_parametrization": (lambda layer: nn.utils.parametrizations.spectral_norm(layer), ["ParametrizationList"]),
+    "orthogonal_parametrization": (lambda layer: nn.utils.parametrizations.orthogonal(layer), ["ParametrizationList"]),
+    "integers": (without_floats, ["Linear with parameters of integers"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("change", HELD_WEIGHTS)
+def test_init_weights_refuses_weights_that_it_cannot_reach(change):
+    apply, expected = HELD_WEIGHTS[change]
+    model = make_model("Mamba", dtype=torch.float32)
+    layer = model.backbone.layers[1].mixer.in_proj
+    apply(layer)
+    before = copy.deepcopy(dict(layer.named_parameters(prefix="weight")))
+    with pytest.raises(RuntimeError, match=says("init_weights", "backbone.layers.1.mixer.in_proj", *expected, "before you")):
+        model.init_weights()
+    torch.testing.assert_close(dict(layer.named_parameters(prefix="weight")), before, rtol=0, atol=0)
+
+
+def test_init_weights_and_adapters():
+    model = make_model("Mamba", dtype=torch.float32)
+    model.backbone.layers[0].mixer.in_proj = Adapted(16, 64)
+    with pytest.raises(RuntimeError, match=says("layers.0.mixer.in_proj", "Adapted: lora_A, lora_B")):
+        model.init_weights()
+    model.backbone.layers[0].mixer.in_proj = Scaled()
+    nn.init.ones_(model.backbone.layers[0].mixer.in_proj.up.weight)
+    model.init_weights()
+    assert not model.backbone.layers[0].mixer.in_proj.up.weight.any()
+
+
+def test_init_weights_refuses_adapters_of_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed: the extra [clients]")
+    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["in_proj"]), make_model("Mamba", dtype=torch.float32))
+    with pytest.raises(RuntimeError, match=says("layers.1.mixer.in_proj", "a layer of peft", "before you")):
+        model.init_weights()
+    assert not model.backbone.layers[1].mixer.in_proj.lora_B["default"].weight.any()
 
 
 # ----- tied weights

@@ -154,9 +154,12 @@ class MambaLM(NamesNoDecay, nn.Module):
 
         Every module's ``reset_parameters`` initializes the module's own parameters, so that FSDP1 and a loop over
         ``model.modules()`` give the same distribution. With sharded parameters (DTensors) every rank calls this method.
+        Buffers of modules without ``reset_parameters`` stay as they are.
 
         Raises:
-            RuntimeError: a module that was added to the model has parameters and no ``reset_parameters``.
+            RuntimeError: a module that was added to the model, or changed in it, has parameters that its ``reset_parameters``
+                does not initialize: it has none, or weight norm, pruning, quantization or adapters hold the weight. Call this
+                method before you change the model.
             NotImplementedError: :class:`ssm_kernels.distributed.TensorParallel` has distributed the parameters.
 
         Examples:

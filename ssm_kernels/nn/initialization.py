@@ -88,22 +88,85 @@ def initialized(module: ModuleT, draw: Callable[[Any], None]) -> ModuleT:
 
 
 def reset_all(model: nn.Module, name: str) -> None:
-    """Calls ``reset_parameters`` of every module of ``model`` that has parameters. ``name`` is the caller's, for messages.
+    """Calls ``reset_parameters`` of every module of ``model`` that has this method, of children before their parents.
+
+    This is the order of constructors: the parent has the last word on a child's parameters, as in ``nn.MultiheadAttention``.
+
+    Args:
+        name: the caller's, for messages.
 
     Raises:
-        RuntimeError: a module with parameters has no ``reset_parameters``, so that these would keep their values.
+        RuntimeError: a module's own parameters would keep their values. If it has no ``reset_parameters``, holds adapters of
+            peft or has parameters of integers, nothing was changed. Otherwise its ``reset_parameters`` does not write them, as
+            happens below a weight norm or in a subclass that adds parameters; all others have new values.
     """
-    for path, module in model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        # nn.MultiheadAttention's has an underscore.
-        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if not callable(reset):
-            raise RuntimeError(
-                f"{name}: expected {path or 'the model'} to have reset_parameters, got {class_name(module)}, whose "
-                "parameters nothing initializes: give it this method, or initialize the model before you change it"
-            )
+    modules = [*model.named_modules()][::-1]
+    resets = [(path, module, _reset_of(module, path or "the model", name)) for path, module in modules]
+    left = []
+    for path, module, reset in resets:
+        if reset is not None and (names := _left_by(module, reset)):
+            left.append(f"{path or 'the model'} ({class_name(module)}: {', '.join(names)})")
+    # Only here, because the ranks of a sharded model draw together: one that has no part of a parameter sees nothing.
+    if left:
+        raise RuntimeError(
+            f"{name}: expected reset_parameters of every module to initialize all of its parameters, got some that it leaves "
+            f"as they are, in {'; '.join(left[::-1])}: {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "initialize the model before you change it, as by weight norm, quantization or adapters, or give the module's class a "
+    "reset_parameters that initializes all parameters of its own"
+)
+
+
+def _reset_of(module: nn.Module, path: str, name: str) -> Callable[[], Any] | None:
+    """``reset_parameters`` of the module itself, or None if it has neither the method nor parameters."""
+    own = [*module.parameters(recurse=False)]
+    # Wrappers, as of torch.compile and of checkpointing, forward every attribute to the module inside, which has its own turn.
+    has = {attribute for attribute in _RESETS if attribute in module.__dict__ or hasattr(type(module), attribute)}
+    # The method with an underscore is nn.MultiheadAttention's; containers such as nn.Transformer have it, too.
+    attribute = "reset_parameters" if "reset_parameters" in has else "_reset_parameters" if own and has else None
+    reset = getattr(module, attribute) if attribute else None
+    got = None
+    if own and not callable(reset):
+        got = f"{class_name(module)}, whose parameters nothing initializes"
+    elif hasattr(type(module), "adapter_layer_names"):
+        got = f"{class_name(module)}, a layer of peft, whose adapters do not start as nn.Linear does"
+    elif not all(parameter.is_floating_point() or parameter.is_complex() for parameter in own):
+        got = f"{class_name(module)} with parameters of integers"
+    if got is not None:
+        raise RuntimeError(f"{name}: expected {path} to have reset_parameters for its parameters, got {got}: {_REMEDY}")
+    return reset if callable(reset) else None
+
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+@torch.no_grad()
+def _left_by(module: nn.Module, reset: Callable[[], Any]) -> list[str]:
+    """Calls ``reset``; returns the names of the module's own parameters that it did not write, which keep their values.
+
+    NaN in one element of each parameter shows it, also where a method writes through ``parameter.data``.
+    """
+    marked = []
+    for name, parameter in module._parameters.items():
+        local: Any = parameter
+        if parameter is not None and is_distributed(parameter):
+            local = local.to_local()
+        if type(local) in (Tensor, nn.Parameter) and not local.is_meta and local.numel():
+            first = (0,) * local.dim()
+            marked.append((name, parameter, local, first, local[first].clone()))
+            local[first] = math.nan
+    left = []
+    try:
         reset()
+    finally:
+        for name, parameter, local, first, value in marked:
+            if module._parameters.get(name) is parameter and bool(local[first].isnan()):
+                local[first] = value
+                left.append(name)
+    return left
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -164,7 +227,7 @@ def uniform_(tensor: Tensor, low: float, high: float) -> Tensor:
 
 @torch.no_grad()
 def normal_(tensor: Tensor, std: float) -> Tensor:
-    """Draws normal numbers of this standard deviation."""
+    """Draws ``tensor`` from a normal distribution of mean 0 and standard deviation ``std``."""
     _draw_(tensor, lambda values, generator: values.normal_(0.0, std, generator=generator))
     return tensor
 
@@ -272,5 +335,8 @@ def reset_conv(conv: nn.Conv1d, bound: float | None = None) -> None:
 
 
 def reset_embedding(embedding: nn.Embedding, std: float) -> None:
-    """Draws normal numbers of this standard deviation."""
+    """Draws the weight of ``embedding`` from a normal distribution of mean 0 and standard deviation ``std``, all rows alike.
+
+    ``nn.Embedding`` itself draws with a standard deviation of 1 and keeps the row of ``padding_idx`` at zero.
+    """
     normal_(embedding.weight, std)
