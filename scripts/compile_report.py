@@ -25,8 +25,8 @@ PAGE = ROOT / "docs" / "installation.md"
 BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 
 # Limits on the number of CUDA kernels of an operator, for one architecture. A kernel costs about a second of one core, and
-# the whole build is the second longest step of .ci/run. A new operator declares its number here. Before you raise a number, measure
-# whether a branch at run time costs anything.
+# the whole build is the second longest step of .ci/run. A new operator declares its number here. Before you raise a number,
+# measure whether a branch at run time costs anything.
 KERNEL_LIMITS = {
     "causal_conv1d": 53,
     "cuda": 10,
