@@ -407,7 +407,13 @@ def profile(options: argparse.Namespace) -> report.Report:
             )
         if options.profile_accuracy:
             found.accuracies = accuracy.measure_accuracy(
-                methods, system, response, device=device, dtype=dtype, on_method=start("error", len(methods))
+                methods,
+                system,
+                response,
+                device=device,
+                dtype=dtype,
+                spacing=found.sample_spacing,
+                on_method=start("error", len(methods)),
             )
             step = found.accuracies[0].headline_step(found.sample_spacing)
             found.advice = accuracy.advice(found.accuracies, system, step, options.sampling)

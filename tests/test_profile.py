@@ -83,13 +83,24 @@ def test_recorded_input_ends_in_advice_at_its_own_step(measure, capsys):
     assert found["settings"]["A_range"] == pytest.approx([0.5, 20.0])
     printed = " ".join(capsys.readouterr().out.split())
     assert "0.05, the sample spacing" in printed and found["advice"] in printed
+    # The DC gain is that of the same A and step. For zoh it is furthest off for the fastest A, where z = -1.
+    assert "A from -0.5 to -20 in every channel" in printed and "DC gain method" in printed
+    gains = {accuracy["method"]: (accuracy["dc_step"], accuracy["dc_gain_error"]) for accuracy in found["accuracies"]}
+    assert gains == {
+        "zoh": (0.05, pytest.approx(1 / (1 - math.exp(-1)) - 1)),
+        "zoh_exact": (0.05, 0),
+        "bilinear": (0.05, 0),
+        "euler": (0.05, 0),
+    }
     # The input is constant over a step, which zoh_exact integrates exactly.
     assert found["advice"].startswith("At step 0.05 zoh_exact has the smallest error")
     assert "|delta A| reaches 1;" in found["advice"]
     slow = measure(*ACCURACY_ONLY, *arguments, "--A-range", "0.01", "0.02", "--methods", "bilinear,highorder")
     assert slow["advice"].startswith("At step 0.05 bilinear has the smallest error")
+    assert slow["accuracies"][1]["dc_gain_error"] == pytest.approx(-(0.001**2) / 6, rel=0.01)
     coarse = measure(*ACCURACY_ONLY, *arguments, "--A-range", "900", "1000", "--methods", "euler,highorder")
     assert coarse["advice"].startswith("No rule resolves this input at step 0.05")
+    assert coarse["accuracies"][0]["dc_gain_error"] is None  # euler is unstable
 
 
 def test_headline_is_the_error_of_a_model_on_samples(profiler, measure):
@@ -221,7 +232,12 @@ def test_legend_lists_the_curves_that_are_visible(profiler):
     lines = {"zoh": (30.0, 20.0, 0.1), "euler": (math.inf, 1e9, 1e7)}
     accuracies = [
         profiler.accuracy.Accuracy(
-            name, steps, {place: profiler.accuracy.Convergence(errors, None, False) for place in ("end", "middle")}, 0.0, None
+            name,
+            steps,
+            {place: profiler.accuracy.Convergence(errors, None, False) for place in ("end", "middle")},
+            0.1,
+            0.0,
+            None,
         )
         for name, errors in lines.items()
     ]
@@ -230,6 +246,19 @@ def test_legend_lists_the_curves_that_are_visible(profiler):
     assert "zoh" in names and "euler" not in names
     # An error above 1 is not cut off.
     assert figure.axes[0].get_ylim()[1] > 30
+
+
+@pytest.mark.parametrize(("error", "text"), [(999.0, "zoh"), (8.5e9, "zoh: 8.5e+09"), (math.inf, "zoh: diverges")])
+def test_speed_against_error_says_what_it_clips(profiler, error, text):
+    convergence = dict.fromkeys(("end", "middle"), profiler.accuracy.Convergence((error,), None, False))
+    report = profiler.report.Report(
+        {},
+        {},
+        scans=[scan_with(profiler, forward=0.001, backward=0.005, both=0.009)],
+        accuracies=[profiler.accuracy.Accuracy("zoh", (0.1,), convergence, 0.1, 0.0, None)],
+    )
+    figure = profiler.plots.figure_of(report, list(DISCRETIZATIONS))
+    assert [label.get_text() for label in figure.axes[0].texts] == [text]
 
 
 def test_methods_and_parts_can_be_chosen(measure, tmp_path):

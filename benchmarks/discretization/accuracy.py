@@ -41,8 +41,9 @@ class Accuracy:
     Attributes:
         steps: step sizes, coarsest first.
         convergence: for each key of ``SAMPLINGS``.
-        dc_gain_error: the gain for a constant input divided by the exact ``-1/A``, minus 1, at step ``DC_STEP``, for the worst
-            state; NaN if the recurrence is unstable.
+        dc_step: the recording's step, else ``DC_STEP``.
+        dc_gain_error: the gain for a constant input divided by the exact ``-1/A``, minus 1, at step ``dc_step``, for the worst
+            A of the system's range; NaN if the recurrence is unstable.
         rounding: the same norm of (result in the run's dtype - float64 result) at the finest step, the arguments rounded to
             that dtype; None for float64.
     """
@@ -50,6 +51,7 @@ class Accuracy:
     method: str
     steps: tuple[float, ...]
     convergence: dict[str, Convergence]
+    dc_step: float
     dc_gain_error: float
     rounding: float | None
 
@@ -76,6 +78,7 @@ class Accuracy:
                 f"sampled_at_{sampling}": {"errors": [number(error) for error in found.errors], "order": number(found.order)}
                 for sampling, found in self.convergence.items()
             },
+            "dc_step": self.dc_step,
             "dc_gain_error": number(self.dc_gain_error),
             "rounding": number(self.rounding),
         }
@@ -112,16 +115,28 @@ def _relative(difference: Tensor, y: Tensor) -> float:
     return ((difference / largest.clamp(min=1e-300)).square().mean().sqrt() * largest / y.square().mean().sqrt()).item()
 
 
-def _dc_gain_error(method: str, dstate: int, device: torch.device) -> float:
-    """Runs the operator to the steady state of a constant input, one channel per state."""
-    A = -torch.arange(1.0, dstate + 1, dtype=torch.float64)[:, None]
-    system = System(A, torch.ones_like(A), torch.ones_like(A))
-    u = torch.ones(dstate, 400, dtype=torch.float64)
-    gain = _scan(method, u, DC_STEP, system, device, torch.float64)[:, -1] * -A[:, 0]
-    error = gain - 1.0
-    # After 400 steps a stable recurrence has settled, and the gain of an unstable one exceeds the gain of every rule.
-    if not torch.isfinite(error).all() or error.abs().max() > 1e9:
+def _dc_gain_error(method: str, system: System, step: float, device: torch.device) -> float:
+    """Takes the operator's coefficients from single steps of one channel per state; A is evenly spaced over the system's range.
+
+    From the exact fixed point ``-1/A`` one step with input 1 adds the recurrence's own fixed point less the exact one, times
+    ``1 - Abar``.
+    """
+    A = torch.linspace(system.A.max().item(), system.A.min().item(), system.A.shape[1], dtype=torch.float64, device=device)
+    one = torch.ones_like(A)
+
+    def one_step(u: float, state: Tensor) -> Tensor:
+        inputs = torch.full_like(A, u)[None, :, None], torch.full_like(A, step)[None, :, None]
+        of_states = (A[:, None], one[:, None], one[:, None])
+        return ssm_kernels.selective_scan(*inputs, *of_states, discretization=method, initial_state=state[None, :, None])[
+            0, :, 0
+        ]
+
+    Abar = one_step(0.0, one)
+    if not (Abar.abs() < 1).all():
         return math.nan
+    error = -A * (one_step(1.0, -1 / A) + 1 / A) / (1 - Abar)
+    # 1 - Abar, about -z, has lost as many digits as z is small.
+    error[error.abs() < 8 * torch.finfo(torch.float64).eps * (1 + 1 / (step * A).abs())] = 0
     return error[error.abs().argmax()].item()
 
 
@@ -132,9 +147,14 @@ def measure_accuracy(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    spacing: float | None = None,
     on_method: Callable[[], None] | None = None,
 ) -> list[Accuracy]:
-    """Measures every method's error at every step, with ``ssm_kernels.selective_scan`` in float64."""
+    """Measures every method's error at every step, with ``ssm_kernels.selective_scan`` in float64.
+
+    Args:
+        spacing: the sample spacing of a recording, the step of the DC gain.
+    """
     factors = response.factors()
     steps = tuple(factor * response.step for factor in factors)
     largest_step = min(_ASYMPTOTIC / system.A.abs().max().item(), response.resolved)
@@ -153,8 +173,9 @@ def measure_accuracy(
         if dtype != torch.float64:
             exact, rounded = (_scan(method, response.u, response.step, system, device, used) for used in (torch.float64, dtype))
             rounding = _relative(rounded - exact, exact)
-        gain_error = _dc_gain_error(method, system.A.shape[1], device)
-        results.append(Accuracy(method, steps, convergence, gain_error, rounding))
+        dc_step = DC_STEP if spacing is None else spacing
+        gain_error = _dc_gain_error(method, system, dc_step, device)
+        results.append(Accuracy(method, steps, convergence, dc_step, gain_error, rounding))
         if on_method is not None:
             on_method()
     return results

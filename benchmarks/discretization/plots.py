@@ -86,7 +86,8 @@ def _speed_against_error(axes: Axes, report: Report, looks: dict[str, _Look]) ->
     errors_of = {accuracy.method: accuracy for accuracy in accuracies}
     step = accuracies[0].headline_step(report.sample_spacing)
     times = [1e3 * scan.step.median for scan in scans]
-    errors = [max(_clipped(errors_of[scan.method].error_at(step, report.sampling)), 1e-16) for scan in scans]
+    measured = [errors_of[scan.method].error_at(step, report.sampling) for scan in scans]
+    errors = [max(_clipped(error), 1e-16) for error in measured]
     for scan, time, error in zip(scans, times, errors, strict=True):
         look = looks[scan.method]
         whiskers = [[time - 1e3 * scan.step.p20], [1e3 * scan.step.p80 - time]]
@@ -103,10 +104,12 @@ def _speed_against_error(axes: Axes, report: Report, looks: dict[str, _Look]) ->
     bottom, top = (math.log10(limit) for limit in axes.get_ylim())
     heights = [(math.log10(error) - bottom) / (top - bottom) for error in errors]
     labels = _spread_apart(heights, 0.085, 0.03, 0.97)
-    for scan, time, error, height in zip(scans, times, errors, labels, strict=True):
+    for scan, time, error, height, value in zip(scans, times, errors, labels, measured, strict=True):
         look = looks[scan.method]
+        # A clipped error is a number, because its height is not.
+        clipped = "" if value <= _LARGEST_ERROR else f": {value:.1e}" if math.isfinite(value) else ": diverges"
         axes.annotate(
-            label(scan.method),
+            f"{label(scan.method)}{clipped}",
             (time, error),
             xytext=(0.53, height),
             textcoords="axes fraction",

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.discretization.accuracy import DC_STEP, Accuracy, Convergence
+from benchmarks.discretization.accuracy import Accuracy, Convergence
 from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
 from benchmarks.discretization.signals import SAMPLINGS
@@ -43,6 +43,12 @@ class Report:
     sample_spacing: float | None = None
     sampling: str = "end"
     advice: str = ""
+
+    @property
+    def A_range(self) -> tuple[float, float]:
+        """The smallest and the largest ``|A|`` of the accuracy part."""
+        low, high = self.settings["A_range"]
+        return float(low), float(high)
 
     @property
     def unreliable(self) -> list[str]:
@@ -93,7 +99,7 @@ class Report:
                     yield "accuracies", accuracy.method, f"error_sampled_at_{sampling}", step, error
                 if found.order is not None:
                     yield "accuracies", accuracy.method, f"order_sampled_at_{sampling}", "", found.order
-            yield "accuracies", accuracy.method, "dc_gain_error", DC_STEP, accuracy.dc_gain_error
+            yield "accuracies", accuracy.method, "dc_gain_error", accuracy.dc_step, accuracy.dc_gain_error
             if accuracy.rounding is not None:
                 yield "accuracies", accuracy.method, "rounding", accuracy.steps[-1], accuracy.rounding
 
@@ -118,9 +124,7 @@ class Report:
         if self.scans:
             _print_scans(console, self.scans, str(self.settings["dtype"]))
         if self.accuracies:
-            _print_accuracies(
-                console, self.accuracies, self.signal, str(self.settings["dtype"]), self.sampling, self.sample_spacing
-            )
+            _print_accuracies(console, self)
             console.print(Text(self.advice, "bold"))
         if names := self.unreliable:
             listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -224,9 +228,9 @@ def _gain(value: float) -> str:
     return "0" if abs(value) < 1e-12 else f"{100 * value:+.3g}%"
 
 
-def _print_accuracies(
-    console: Console, accuracies: Sequence[Accuracy], signal: str, dtype: str, sampling: str, spacing: float | None
-) -> None:
+def _print_accuracies(console: Console, report: Report) -> None:
+    accuracies, sampling, spacing = report.accuracies, report.sampling, report.sample_spacing
+    dtype, (slowest, fastest) = str(report.settings["dtype"]), report.A_range
     steps, rounded = accuracies[0].steps, accuracies[0].rounding is not None
     headline = accuracies[0].headline_step(spacing)
     names = {"end": "end", "middle": "mid"}
@@ -236,16 +240,17 @@ def _print_accuracies(
         for step in dict.fromkeys((steps[0], headline, steps[-1]) if place == sampling else (headline,)):
             columns.append(Column(f"{names[place]}\n{step:.4g}", lambda found, s=step, at=place: _error(found.error_at(s, at))))
         columns.append(Column(f"{names[place]}\norder", lambda found, at=place: _order(found.convergence[at])))
-    columns.append(Column("DC gain\nerror", lambda accuracy: _gain(accuracy.dc_gain_error)))
+    columns.append(Column(f"DC gain\n{accuracies[0].dc_step:.4g}", lambda accuracy: _gain(accuracy.dc_gain_error)))
     columns += [Column(dtype, lambda accuracy: _error(accuracy.rounding))] * rounded
     show(Table("3. Error against the exact solution", columns, accuracies), console)
-    _note(console, f"Input: {signal}.")
+    _note(console, f"Input: {report.signal}. A from {-slowest:.4g} to {-fastest:.4g} in every channel.")
     _note(
         console,
         "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest step,",
         f"at {headline:.4g}{'' if spacing is None else ', the sample spacing'}, and at the finest; order: its slope where the",
         "input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a model on samples does (half",
         "a step early on average: first order for every rule). 'mid': at its middle, which no model on samples does; it shows",
-        f"the rule itself. DC gain: for a constant input, step {DC_STEP:g}, worst of A = -1 .. -dstate.",
+        "the rule itself. DC gain: error of the steady state for a constant input at the step in the column's head, for the",
+        "worst A of this range.",
         f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )
