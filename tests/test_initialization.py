@@ -193,6 +193,16 @@ def test_init_weights_and_adapters():
     assert not model.backbone.layers[0].mixer.in_proj.up.weight.any()
 
 
+def test_init_weights_and_a_parameter_of_two_modules():
+    model = make_model("Mamba", dtype=torch.float32)
+    sharing = Scaled()
+    sharing.shared = model.backbone.layers[1].mixer.D  # which reset_parameters of its own module draws
+    model.backbone.layers[0].mixer.in_proj = sharing
+    nn.init.constant_(sharing.shared, 7.0)
+    model.init_weights()
+    assert sharing.shared is model.backbone.layers[1].mixer.D and sharing.shared.eq(1).all()
+
+
 def test_init_weights_refuses_adapters_of_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed: the extra [clients]")
     model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["in_proj"]), make_model("Mamba", dtype=torch.float32))

@@ -102,15 +102,23 @@ def reset_all(model: nn.Module, name: str) -> None:
     """
     modules = [*model.named_modules()][::-1]
     resets = [(path, module, _reset_of(module, path or "the model", name)) for path, module in modules]
-    left = []
+    kept: list[tuple[str, nn.Module, list[str]]] = []
+    # A parameter of several modules needs one that initializes it.
+    written: set[int] = set()
     for path, module, reset in resets:
-        if reset is not None and (names := _left_by(module, reset)):
-            left.append(f"{path or 'the model'} ({class_name(module)}: {', '.join(names)})")
+        if reset is not None:
+            names = _left_by(module, reset)
+            written.update(id(value) for each, value in module._parameters.items() if each not in names)
+            kept.append((path or "the model", module, names))
+    left = []
+    for path, module, names in reversed(kept):
+        if names := [each for each in names if id(module._parameters[each]) not in written]:
+            left.append(f"{path} ({class_name(module)}: {', '.join(names)})")
     # Only here, because the ranks of a sharded model draw together: one that has no part of a parameter sees nothing.
     if left:
         raise RuntimeError(
             f"{name}: expected reset_parameters of every module to initialize all of its parameters, got some that it leaves "
-            f"as they are, in {'; '.join(left[::-1])}: {_REMEDY}"
+            f"as they are, in {'; '.join(left)}: {_REMEDY}"
         )
 
 
