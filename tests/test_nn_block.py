@@ -219,8 +219,14 @@ def test_bad_arguments():
         Block(DIM, functools.partial(Linear, DIM), fused_add_norm=1)
     with pytest.raises(TypeError, match=says("nn.RMSNorm or nn.LayerNorm with fused_add_norm, got BatchNorm1d")):
         Block(DIM, functools.partial(Linear, DIM), norm_cls=nn.BatchNorm1d, fused_add_norm=True)
-    for norm in (nn.RMSNorm, lambda dim: nn.LayerNorm((2, dim))):
-        with pytest.raises(ValueError, match=says("Block: expected a norm of the last axis with an eps with fused_add_norm")):
+    for norm, words in (
+        (
+            nn.RMSNorm,
+            ["with a number for eps", "got eps=None of RMSNorm((8,)", "functools.partial(torch.nn.RMSNorm, eps=1e-5)"],
+        ),
+        (lambda dim: nn.LayerNorm((2, dim)), ["of the last axis", "got normalized_shape=(2, 8) of LayerNorm"]),
+    ):
+        with pytest.raises(ValueError, match=says("Block: expected norm_cls to make a norm", *words)):
             Block(DIM, functools.partial(Linear, DIM), norm_cls=norm, fused_add_norm=True)
     with pytest.raises(ValueError, match="GatedMLP: expected hidden_features to be at least 1, got 0"):
         GatedMLP(4, 0)
@@ -239,3 +245,16 @@ def test_bad_calls():
         block(make_sequence(2, 3, DIM), make_sequence(2, 1, DIM))
     with pytest.raises(TypeError, match="Block: expected hidden_states to be a tensor, got list"):
         block([1.0])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stream_is_of_real_floating_point_numbers(fused, dtype):
+    block = make_block(fused_add_norm=fused, residual_in_fp32=True)
+    good, bad = make_sequence(2, 3, DIM), torch.ones(2, 3, DIM).to(dtype)
+    got = str(dtype).removeprefix("torch.")
+    for inputs, name in (((bad, None), "hidden_states"), ((bad, good), "hidden_states"), ((good, bad), "residual")):
+        with pytest.raises(RuntimeError, match=says(f"Block: expected {name} of dtype float32, float16", f"got {got}")):
+            block(*inputs)

@@ -121,8 +121,27 @@ def check_fused_norm(layer: str, norm: nn.Module) -> None:
         raise TypeError(
             f"{layer}: expected norm_cls to make an nn.RMSNorm or nn.LayerNorm with fused_add_norm, got {type(norm).__name__}"
         )
-    if norm.eps is None or len(norm.normalized_shape) != 1:
-        raise ValueError(f"{layer}: expected a norm of the last axis with an eps with fused_add_norm, got {norm}")
+    if norm.eps is None:
+        raise ValueError(
+            f"{layer}: expected norm_cls to make a norm with a number for eps with fused_add_norm, got eps=None of {norm}: "
+            f"write functools.partial(torch.nn.{type(norm).__name__}, eps=1e-5)"
+        )
+    if len(norm.normalized_shape) != 1:
+        raise ValueError(
+            f"{layer}: expected norm_cls to make a norm of the last axis with fused_add_norm, got normalized_shape="
+            f"{(*norm.normalized_shape,)} of {norm}"
+        )
+
+
+def _check_dtype_of_stream(name: str, value: Tensor) -> None:
+    """Checks for a dtype that both ways to add and normalize take."""
+    if value.dtype not in _DTYPES:
+        hint = ": complex tensors are not supported" if value.is_complex() else ""
+        dtypes = "float32, float16, bfloat16 or float64"
+        raise RuntimeError(f"Block: expected {name} of dtype {dtypes}, got {str(value.dtype).removeprefix('torch.')}{hint}")
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @names_layer
@@ -192,7 +211,8 @@ class Block(NamesNoDecay, nn.Module):
         """Runs the block.
 
         Args:
-            hidden_states: (batch, seqlen, dim), the output of the previous block.
+            hidden_states: (batch, seqlen, dim), the output of the previous block; float32, float16, bfloat16 or float64. With
+                ``fused_add_norm`` its dtype, the residual's and the norm's go together as in :func:`ssm_kernels.add_rms_norm`.
             residual: the residual stream without ``hidden_states``, of the same shape; zero if absent, as in the first block.
             inference_params: passed to the mixer; see :class:`.mamba.Mamba`.
             mixer_kwargs: passed to the mixer.
@@ -203,6 +223,7 @@ class Block(NamesNoDecay, nn.Module):
         Raises:
             ValueError: ``hidden_states`` or ``residual`` is not of the shape above.
             TypeError: one of them is not a tensor, or the mixer does not take an argument.
+            RuntimeError: one of them is complex, bool, of integers or of another dtype than those above.
 
         Examples:
             >>> import torch
@@ -214,8 +235,10 @@ class Block(NamesNoDecay, nn.Module):
             torch.Size([2, 10, 32])
         """
         check_shape("Block", "hidden_states", hidden_states, "(batch, seqlen, dim)", (None, None, self.dim))
+        _check_dtype_of_stream("hidden_states", hidden_states)
         if residual is not None:
             check_shape("Block", "residual", residual, "(batch, seqlen, dim)", hidden_states.shape)
+            _check_dtype_of_stream("residual", residual)
         hidden_states, residual = self._add_norm(self.norm, hidden_states, residual)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
