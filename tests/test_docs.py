@@ -18,23 +18,28 @@ import torch
 from ssm_kernels import compat, recurrences, reference
 
 ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 
 
 def snippets() -> list:
-    """Python blocks of README and docs that begin with an import run by themselves."""
+    """Python blocks of README and docs: each runs by itself. Indented ones are parts of recipes, with tests of their own."""
     found = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for path in PAGES:
+        blocks = re.findall(r"^```(?:python|py)\b[^\n]*\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         for index, block in enumerate(blocks):
             marks = [pytest.mark.clients] if packages_of_clients(block) else []
-            found.append(pytest.param(block, id=f"{path.name}-{index}", marks=marks))
+            found.append(pytest.param(block, id=f"{path.relative_to(ROOT)}-{index}", marks=marks))
     return found
 
 
 def packages_of_clients(snippet: str) -> list[str]:
     """Packages of the extra [clients] that the snippet needs."""
-    needed = {"transformers": ["transformers"], "torch.onnx": ["onnx", "onnxscript", "onnxruntime"]}
+    needed = {"transformers": ["transformers"], "Trainer": ["accelerate"], "torch.onnx": ["onnx", "onnxscript", "onnxruntime"]}
     return [package for name, packages in needed.items() if name in snippet for package in packages]
+
+
+def indented_blocks(page: str) -> int:
+    return len(re.findall(r"^ +```(?:python|py)\b", page, flags=re.MULTILINE))
 
 
 @pytest.mark.slow
@@ -48,13 +53,21 @@ def test_snippet_runs(snippet, tmp_path, monkeypatch):
         exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
     finally:
         compat.uninstall()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         if "transformers" in snippet:
             importlib.import_module("ssm_kernels.integrations.transformers").unpatch()
 
 
 def test_there_are_snippets():
     names = {parameter.id.rpartition("-")[0] for parameter in snippets()}
-    assert {"README.md", "layers.md", "recurrences.md", "ssd.md", "torch_ops.md"} <= names
+    assert "README.md" in names
+    assert {"layers.md", "recurrences.md", "ssd.md", "torch_ops.md", "api/choices.md"} <= {
+        name.removeprefix("docs/") for name in names
+    }
+    # Blocks that do not run by themselves: the recipe for a recurrence, which test_recipe_for_a_recurrence runs.
+    blocks = {str(path.relative_to(ROOT)): indented_blocks(path.read_text()) for path in PAGES}
+    assert {name: count for name, count in blocks.items() if count} == {"docs/recurrences.md": 2}
 
 
 def test_schemas_of_the_page_are_those_registered():
