@@ -63,6 +63,23 @@ def test_prompts_of_unequal_lengths_are_generated_as_alone(mixer, device):
 
 
 @every_mixer
+def test_padding_between_the_tokens_of_a_prompt(mixer, device):
+    """The model sees the other tokens only; numbers of padding, in the vocabulary or not, stay in the result, on the left."""
+    model = make_talker(mixer, device)
+    tokens = torch.tensor([[3, -7, 5, 99, 2, 1], [4, 6, 0, 8, -1, -2], [1, 2, 3, 4, 5, 6]], device=device)
+    mask = torch.tensor([[1, 0, 1, 0, 0, 1], [0, 1, 1, 1, 0, 0], [1] * 6], device=device)
+    moved = torch.tensor([[-7, 99, 2, 3, 5, 1], [4, -1, -2, 6, 0, 8], [1, 2, 3, 4, 5, 6]], device=device)
+    options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0, "repetition_penalty": 1.5, "output_scores": True}
+    for given in (mask, mask.bool(), mask.double()):
+        found = model.generate(tokens, attention_mask=given, pad_token_id=20, **options)
+        assert torch.equal(found.sequences[:, :6], moved)
+        for i, (row, is_token) in enumerate(zip(tokens, mask.bool(), strict=True)):
+            alone = model.generate(row[is_token][None], **options)
+            assert torch.equal(found.sequences[i, 6:], alone.sequences[0, -5:])
+            torch.testing.assert_close(torch.stack(found.scores)[:, i], torch.stack(alone.scores)[:, 0])
+
+
+@every_mixer
 def test_masked_pieces_continue_from_the_cache(mixer):
     """Chunks of unequal lengths, one of which has no token, one after another, and then steps."""
     model, rows = make_model(mixer), [make_tokens(length, seed=i) for i, length in enumerate((7, 3, 6))]

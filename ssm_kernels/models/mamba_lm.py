@@ -407,19 +407,21 @@ class MambaLM(NamesNoDecay, nn.Module):
                 after the last; streamers of transformers work.
             generator: draws the random numbers, on the device of ``input_ids``; ``None`` is PyTorch's. Equal generators give
                 equal tokens.
-            attention_mask: (batch, seqlen), for a tensor of prompts: 0 where a row has padding, on the left or on the right.
+            attention_mask: (batch, seqlen), for a tensor of prompts: 0 where a row has padding, at either end or between, as in
+                :meth:`forward`. The row is the prompt of its other tokens. Padding may be any number.
             min_p: only tokens at least ``min_p`` times as probable as the most probable one are drawn; 0 is all.
             repetition_penalty: divides the logits of tokens that the row has had, or multiplies those below zero; 1 changes
                 nothing. Padding does not count.
             pad_token_id: fills the shorter prompts of a list and the rest of sequences that have ended; ``None`` is the first
-                ``eos_token_id``, or 0 without one.
+                ``eos_token_id``, or 0 without one. Padding of a tensor keeps its numbers.
             output_scores: also return the logits from which tokens were drawn.
 
         Returns:
             Padding, prompts and new tokens, (batch, up to max_length), in the dtype of ``input_ids``. Padding is on the left,
-            so that new tokens begin at the same column in every row; that of a right-padded ``input_ids`` moves there. Tokens
-            are below ``config.vocab_size``, also where the vocabulary is padded. With ``output_scores`` a
-            :class:`GenerationOutput` of these ``sequences`` and ``scores``. Each row is what its prompt alone would give.
+            so that new tokens begin at the same column in every row; padding of ``input_ids`` at the right or between tokens
+            moves there, and its numbers keep their order. Tokens are below ``config.vocab_size``, also where the vocabulary is
+            padded. With ``output_scores`` a :class:`GenerationOutput` of these ``sequences`` and ``scores``. Each row is what
+            its prompt alone would give.
 
         Raises:
             ValueError: an argument is not as above.

@@ -20,8 +20,9 @@ class Prompts(NamedTuple):
     """Prompts with their padding on the left.
 
     Attributes:
-        input_ids: (batch, the longest prompt).
-        attention_mask: (batch, the longest prompt), bool: false for padding; None if there is none.
+        input_ids: (batch, columns): those of the given tensor, or of the longest prompt of a list.
+        attention_mask: (batch, columns), bool: false for padding. None for a tensor without a mask, and for a list of prompts
+            of one length.
     """
 
     input_ids: Tensor
@@ -37,7 +38,9 @@ def check_tokens(name: str, input_ids: Any) -> None:
 def read_prompts(
     name: str, input_ids: Any, attention_mask: Any, pad_id: int, device: torch.device, vocab_size: int, waits: bool
 ) -> Prompts:
-    """Checks prompts and moves their padding to the left.
+    """Checks prompts and moves their padding to the left, that between tokens too.
+
+    The padding of a tensor keeps its numbers and their order; they need not be in the vocabulary.
 
     Args:
         input_ids: (batch, seqlen), or a list of (seqlen,) or of lists of ints.
