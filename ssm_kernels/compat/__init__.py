@@ -30,7 +30,18 @@ from typing import Any
 from .._submodules import public_names
 from .._warnings import warn
 from ._modules import FUNCTIONS, MODULES, PARTS, VERSIONS
-from ._requests import NOT_INSTALLED, RecordedModule, Request, Served, forget, nearest_first, record, requests
+from ._requests import (
+    NOT_INSTALLED,
+    RecordedModule,
+    Request,
+    Served,
+    earlier,
+    forget,
+    nearest_first,
+    record,
+    record_earlier,
+    requests,
+)
 
 __all__ = ["Request", "Served", "install", "installed", "served", "uninstall"]
 
@@ -132,11 +143,11 @@ def served() -> Served:
 
     The account holds every import of an installed module, every name read from one, and every module and name that was asked
     for and is not there, also those that a client catches and goes on without. A top-level module that is not among the
-    installed parts is recorded too, and whether another package answered. The account stays after :func:`uninstall`, until
-    modules are installed again.
+    installed parts is recorded too, and whether another package answered. What modules that were imported before have None for
+    is apart, in ``earlier``. The account stays after :func:`uninstall`; the next installation begins a new one.
 
     Returns:
-        the requests, of which ``missing`` has those that nothing answered. ``print(served())`` shows them as lines.
+        the requests; ``missing`` has those that nothing answered, the earlier ones too. ``print(served())`` shows all as lines.
 
     Examples:
         >>> import ssm_kernels
@@ -145,11 +156,10 @@ def served() -> Served:
         >>> account = ssm_kernels.compat.served()
         >>> [(request.name, request.status) for request in account.requests]
         [('causal_conv1d', 'served'), ('causal_conv1d.causal_conv1d_fn', 'served')]
-        >>> account.missing
-        ()
     """
     with _lock:
-        return Served(tuple(part for part in PARTS if part in _installed), requests(), tuple(_hidden.items()))
+        present = tuple(part for part in PARTS if part in _installed)
+        return Served(present, requests(), tuple(_hidden.items()), earlier())
 
 
 def _read_parts(call: str, only: Sequence[str] | None) -> tuple[str, ...]:
@@ -256,7 +266,7 @@ def _report_clients_without(call: str, parts: tuple[str, ...]) -> None:
         if type(members) is not dict or not isinstance(module, ModuleType):
             continue
         for name in [name for name in names if members.get(name, module) is None]:
-            record(name, "missing", "None since an import before install()", module)
+            record_earlier(name, module)
             found.setdefault(module.__name__, []).append(name)
     if found:
         clients = "; ".join(f"{module} has None for {', '.join(missing)}" for module, missing in found.items())

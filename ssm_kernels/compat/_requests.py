@@ -15,7 +15,18 @@ from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["NOT_INSTALLED", "RecordedModule", "Request", "Served", "forget", "nearest_first", "record", "requests"]
+__all__ = [
+    "NOT_INSTALLED",
+    "RecordedModule",
+    "Request",
+    "Served",
+    "earlier",
+    "forget",
+    "nearest_first",
+    "record",
+    "record_earlier",
+    "requests",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Served:
     Attributes:
         installed: the parts that are installed now.
         requests: one for each name and file that asked for it, in the order of the first request.
+        earlier: one for each name that a module, imported before the installation, has None for: it caught an ImportError.
         hidden: packages of the installed parts' names that imports do not find until ``uninstall``, such as a project's own
             copy of ``mamba_ssm``, with their files.
 
@@ -73,17 +85,19 @@ class Served:
     installed: tuple[str, ...]
     requests: tuple[Request, ...]
     hidden: tuple[tuple[str, str], ...] = ()
+    earlier: tuple[Request, ...] = ()
 
     @property
     def missing(self) -> tuple[Request, ...]:
-        """The requests that nothing answered; a client may have gone on without these names."""
-        return tuple(request for request in self.requests if request.status == "missing")
+        """The requests that nothing answered, earlier ones first; a client may have gone on without these names."""
+        return *self.earlier, *(request for request in self.requests if request.status == "missing")
 
     def __str__(self) -> str:
         state = f"installed: {', '.join(self.installed)}" if self.installed else "nothing installed"
-        lines = [f"ssm_kernels.compat: {state}; {len(self.requests)} names asked for, {len(self.missing)} missing"]
+        asked = [*self.earlier, *self.requests]
+        lines = [f"ssm_kernels.compat: {state}; {len(asked)} names asked for, {len(self.missing)} missing"]
         lines += [f"  hidden     {name}: {file}" for name, file in self.hidden]
-        lines += [f"  {request}" for request in self.requests]
+        lines += [f"  {request}" for request in asked]
         return "\n".join(lines)
 
 
@@ -91,11 +105,24 @@ NOT_INSTALLED = "not among the installed parts, so left to other packages"
 
 # By name, asking module and file. Python's dicts are safe to write from several threads.
 _requests: dict[tuple[str, str, str], Request] = {}
+_earlier: list[Request] = []
 
 
 def forget() -> None:
     """Begins a new account."""
     _requests.clear()
+    _earlier.clear()
+
+
+def record_earlier(name: str, module: ModuleType) -> None:
+    """Adds a name that ``module`` has None for since an import before the installation."""
+    file = getattr(module, "__file__", None) or "no file"
+    _earlier.append(Request(name, module.__name__, file, "missing", "None since an import before install()"))
+
+
+def earlier() -> tuple[Request, ...]:
+    """The names that modules have None for since an import before the installation."""
+    return tuple(_earlier)
 
 
 def requests() -> tuple[Request, ...]:
@@ -110,18 +137,15 @@ def _answered_elsewhere(request: Request) -> Request:
     return dataclasses.replace(request, status="elsewhere", answer=f"module {getattr(module, '__file__', None)}")
 
 
-def record(name: str, status: str, answer: str, asking: FrameType | ModuleType | None = None) -> None:
-    """Adds a request, of ``asking`` or else of the code that called this package or the import system."""
-    if isinstance(asking, ModuleType):
-        by, file, line = asking.__name__, getattr(asking, "__file__", None) or "no file", 0
-    else:
-        frame = _client(sys._getframe(1)) if asking is None else asking
-        if frame is None:
-            return
-        by, file, line = str(frame.f_globals.get("__name__", "?")), frame.f_code.co_filename, frame.f_lineno
+def record(name: str, status: str, answer: str) -> None:
+    """Adds a request of the code that called this package or the import system."""
+    frame = _client(sys._getframe(1))
+    if frame is None:
+        return
+    by, file = str(frame.f_globals.get("__name__", "?")), frame.f_code.co_filename
     known = _requests.get((name, by, file))
     if known is None or known.answer != answer:
-        _requests[name, by, file] = Request(name, by, f"{file}:{line}" if line else file, status, answer)
+        _requests[name, by, file] = Request(name, by, f"{file}:{frame.f_lineno}", status, answer)
 
 
 _IMPORT_FILES = {importlib.util.__file__, importlib.__file__, __file__}

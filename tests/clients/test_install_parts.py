@@ -140,13 +140,17 @@ def test_a_client_that_went_on_without_a_part_is_named():
     assert caught[0].filename == __file__
     compat.uninstall()
     with pytest.warns(UserWarning, match="client has None for selective_scan_cuda") as caught, compat.installed(only=KERNELS):
-        missing = {(request.name, request.by, request.answer) for request in compat.served().missing}
+        account = compat.served()
     assert caught[0].filename == __file__
+    missing = {(request.name, request.by, request.answer) for request in account.missing}
     assert missing == {("selective_scan_cuda", "client", "None since an import before install()")}
+    assert account.earlier == account.missing and account.requests == () and compat.served().earlier == account.earlier
+    assert "1 names asked for, 1 missing" in str(account) and "missing    selective_scan_cuda: None since" in str(account)
     client.selective_scan_cuda = client.causal_conv1d_fn = len
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compat.install()
+    assert compat.served().earlier == ()  # an installation begins a new account
 
 
 def answers(by: str) -> dict[str, tuple[str, str]]:
