@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import math
+import multiprocessing
 import os
 import queue
 import sys
@@ -30,6 +31,18 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {"cpu": ((1,), (2,), (3,), (4,)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 SECONDS = 120  # of a check
 TIMEOUT = datetime.timedelta(seconds=30)  # of a collective
+# A server imports these once, and the processes without CUDA are forks of it: imports take each process seconds.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "mpmath",
+    "pytest",
+    "ssm_kernels.distributed",
+    "ssm_kernels.models",
+)
+START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}  # a fork of a process that has asked for GPUs cannot use them
 
 
 class Place(NamedTuple):
@@ -65,6 +78,14 @@ def why_not(device: str) -> str | None:
     return None if found >= needed else f"needs {needed} CUDA GPUs, found {found}"
 
 
+def start(function: Callable[..., None], args: tuple[Any, ...], count: int, device: str = "cpu", daemon: bool = False) -> Any:
+    """Starts processes that run ``function(rank, *args)``."""
+    method = START_METHODS[device]
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(list(PRELOADED))
+    return mp.start_processes(function, args, count, join=False, daemon=daemon, start_method=method).processes
+
+
 class Processes:
     """The processes of each kind of device, started when they are first needed."""
 
@@ -98,11 +119,11 @@ class _Pool:
     def __init__(self, device: str, folder: Path) -> None:
         self.folder = folder
         count = max(map(math.prod, SHAPES[device]))
-        context = mp.get_context("spawn")
+        context = mp.get_context(START_METHODS[device])
         self._commands = [context.Queue() for _ in range(count)]
         self._results = context.Queue()
         arguments = (device, str(folder), self._commands, self._results)
-        self._processes = mp.start_processes(_serve, arguments, count, join=False, daemon=True, start_method="spawn").processes
+        self._processes = start(_serve, arguments, count, device=device, daemon=True)
 
     def run(self, function: Callable[..., None], shape: tuple[int, ...], args: Sequence[Any]) -> list[str | None]:
         """The traceback of each rank, None for those that raised nothing."""

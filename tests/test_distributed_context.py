@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -35,7 +34,7 @@ from distributed_helpers import (
     random_flags,
 )
 from model_helpers import MIXERS, make_model, make_tokens
-from process_pool import TWO_GPUS, Mesh, Place, Processes, param
+from process_pool import TWO_GPUS, Mesh, Place, Processes, param, start
 from torch import Tensor
 
 from ssm_kernels import nn as layers
@@ -590,7 +589,7 @@ def fail(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_no_rank_hangs(tmp_path: Path):
-    processes = mp.start_processes(fail, (str(tmp_path),), 2, join=False, start_method="spawn").processes
+    processes = start(fail, (str(tmp_path),), 2)
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 3]

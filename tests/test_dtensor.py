@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from process_pool import start
 from torch import Tensor
 
 import ssm_kernels
@@ -305,4 +305,7 @@ def work(rank: int, folder: str) -> None:
 def test_shards_of_two_processes(tmp_path: Path):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
-    mp.start_processes(work, (str(tmp_path),), PROCESSES, start_method="spawn")
+    processes = start(work, (str(tmp_path),), PROCESSES)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
