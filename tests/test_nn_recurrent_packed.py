@@ -229,18 +229,23 @@ def test_bad_calls_with_a_packed_sequence(name):
             layer(packed, dt=pack_sequence([torch.ones(4), torch.ones(2), torch.ones(2)], enforce_sorted=False))
 
 
-@pytest.mark.parametrize("form", ["indices", "hx", "sizes"])
-@every_recurrence
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("Liquid", "indices"), ("Liquid", "hx"), ("Liquid", "sizes"), ("MinGRU", "indices"), ("MinLSTM", "sizes")],
+)
 def test_packed_sequences_compile_into_one_graph(name, form):
-    """The number of sequences comes from the indices or from hx, and without these from a value, a symbol of the graph."""
+    """The number of sequences comes from the indices or from hx, and without these from a value, a symbol of the graph.
+
+    The layers share the code that finds it.
+    """
     torch._dynamo.reset()  # the parameters of this test share the code of forward, and so its limit of recompilations
     capture = torch._dynamo.config.patch(capture_scalar_outputs=form == "sizes")
-    layer = make_layer(name, bidirectional=True)
+    layer = make_layer(name, bidirectional=True, num_layers=1)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for lengths in ((5, 3, 3), (4, 4, 2, 1), (3, 1)):
         sequences = [make_sequence(n, IN, seed=n) for n in lengths]
         packed = pack_sequence(sequences, enforce_sorted=form != "indices")
-        hx = make_sequence(4, len(lengths), HIDDEN) if form == "hx" else None
+        hx = make_sequence(2, len(lengths), HIDDEN) if form == "hx" else None
         with capture:
             output, h_n = compiled(packed, hx)
         expected = layer(packed, hx)

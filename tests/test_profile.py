@@ -180,20 +180,20 @@ def test_noise_is_judged(profiler, spread, printed):
     assert ("unreliable: rerun" in text) == bool(expected)
 
 
-@pytest.mark.parametrize("layout", ["page", "column"])
 @pytest.mark.parametrize(
-    "parts",
+    ("layout", "parts"),
     [
-        (),
-        ("--input", "signal.csv", "--hold", "zero"),
-        ("--input", "signal.csv", "--no-profile_ops", "--no-profile_scan"),
-        ("--no-profile_accuracy",),
-        ("--no-profile_accuracy", "--no-profile_scan"),
-        ("--no-profile_scan", "--methods", "euler", "backward_euler"),
+        ("page", ()),
+        ("column", ()),
+        ("column", ("--input", "signal.csv", "--hold", "zero")),
+        ("page", ("--input", "signal.csv", "--no-profile_ops", "--no-profile_scan")),
+        ("column", ("--no-profile_accuracy",)),
+        ("page", ("--no-profile_accuracy", "--no-profile_scan")),
+        ("column", ("--no-profile_scan", "--methods", "euler", "backward_euler")),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_figures_are_legible(profiler, monkeypatch, parts, layout):
+def test_figures_are_legible(profiler, monkeypatch, layout, parts):
     times = 0.008 * np.arange(129)
     table(Path("signal.csv"), "time,x", np.stack([times, np.random.default_rng(0).standard_normal(129)], axis=1))
     drawn = []
