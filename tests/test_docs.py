@@ -121,24 +121,18 @@ def test_names_of_the_table_are_arguments():
     assert checked >= 17
 
 
-def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
-    folder = ROOT / "docs" / "benchmarks"
-    script = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--output", str(tmp_path)]
-    subprocess.run([*script, *map(str, sorted(folder.glob("*.json")))], check=True)
-    made = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
-    assert made == {name: (folder / name).read_text() for name in made}
-    assert "NVIDIA_H200.md" in made
-
-
-def test_costs_of_the_discretizations_are_made_of_the_json_files(tmp_path):
-    """``benchmarks/report.py`` writes the statements on cost in docs/discretizations.md."""
+def test_results_in_the_documentation_are_made_of_the_json_files(tmp_path):
+    """``benchmarks/report.py`` writes the pages of results, and the statements on cost in docs/discretizations.md."""
     documented = (ROOT / "docs" / "discretizations.md").read_text()
     begin, end = documented.index("<!-- costs:"), documented.index("<!-- end of costs -->")
     page = tmp_path / "page.md"
     page.write_text(documented[:begin] + documented[begin:end].splitlines()[0] + "\n" + documented[end:])
-    files = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
+    folder = ROOT / "docs" / "benchmarks"
     script = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--output", str(tmp_path / "pages"), "--costs", str(page)]
-    subprocess.run([*script, *map(str, files)], check=True)
+    subprocess.run([*script, *map(str, sorted(folder.glob("*.json")))], check=True)
+    made = {path.name: path.read_text() for path in (tmp_path / "pages").glob("*.md")}
+    assert made == {name: (folder / name).read_text() for name in made}
+    assert "NVIDIA_H200.md" in made
     assert page.read_text() == documented
     # Outside the block no sentence says how fast a discretization is.
     prose = re.sub(r"^```.*?^```$", "", documented[:begin] + documented[end:], flags=re.MULTILINE | re.DOTALL)

@@ -95,6 +95,8 @@ SPANS: dict[str, dict[str, Any]] = {
 @dtypes(torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("sizes", SPANS.values(), ids=[*SPANS])
 def test_initial_gradient_of_every_span(sizes, dtype, kernel, device):
+    if device == "cpu" and "resets" not in sizes:  # only CUDA cuts time into segments
+        sizes = sizes | {"seqlen": min(sizes["seqlen"], 600)}
     for layout in ("contiguous", "transposed"):
         inputs = selective_scan_helpers.make_inputs(**sizes, layout=layout, dtype=dtype, device=device)
         assert_matches_initial_gradient(inputs)

@@ -58,14 +58,14 @@ def argument_sets(draw, dtypes=(torch.float64,)):
     return inputs
 
 
-@settings(no_deadline, max_examples=200)
+@settings(no_deadline, max_examples=120)
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
     inputs = move_all(inputs, device)
     assert_matches_reference(inputs)
 
 
-@settings(no_deadline, max_examples=100)
+@settings(no_deadline, max_examples=60)
 @given(inputs=argument_sets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 def test_low_precision(inputs, device):
     """The floor is relative to the largest value of a result, which cancellation may leave far below the terms of its sums."""
