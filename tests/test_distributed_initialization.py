@@ -50,6 +50,29 @@ def check_fully_shard(mesh: Mesh) -> None:
         assert type(model).__name__ == f"FSDP{class_name(model)}"
 
 
+class Adapted(nn.Linear):
+    """A projection with an adapter, which inherits ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.adapter = nn.Parameter(torch.empty(3, 8))
+
+
+def check_parameters_left(mesh: Mesh) -> None:
+    """Both ranks name a parameter that nothing initializes, and it keeps its values."""
+    with torch.device("meta"):
+        whole = MAKERS["MambaLM-Mamba"]()
+        whole.backbone.layers[0].adapted = Adapted()
+    model: Any = shard(whole, mesh).to_empty(device=mesh.device_type)
+    adapted = model.backbone.layers[0].adapted
+    nn.init.constant_(adapted.adapter.to_local(), 3)
+    with pytest.raises(
+        RuntimeError, match=r"init_weights: .*layers\.0\.adapted \(Adapted: adapter\): initialize the model before"
+    ):
+        model.init_weights()
+    assert adapted.adapter.to_local().eq(3).all() and adapted.weight.to_local().abs().max() <= 8**-0.5
+
+
 def check_training(mesh: Mesh) -> None:
     """The documented path, on as many ranks as there are: the same losses as on one."""
     losses: dict[bool, list[float]] = {}
@@ -125,6 +148,10 @@ def check_tying(mesh: Mesh) -> None:
             model.load_state_dict(weights, assign=True)
             assert model.lm_head.weight is model.backbone.embedding.weight
             model(make_tokens(1, 4, device=mesh.device_type)).logits.sum().backward()
+            head = weights["lm_head.weight"] + 1
+            model.load_state_dict({"lm_head.weight": head}, strict=False, assign=True)
+            assert model.lm_head.weight is model.backbone.embedding.weight
+            assert torch.equal(model.lm_head.weight.full_tensor(), head.full_tensor())
             weights["lm_head.weight"] = weights["lm_head.weight"] + 1
             with pytest.raises(RuntimeError, match=r"backbone\.embedding\.weight.*lm_head\.weight"):
                 model.load_state_dict(weights)
@@ -184,6 +211,10 @@ def test_fully_shard_on_meta(processes: Processes, place: Place):
 @pytest.mark.parametrize("place", [param(Place((2,))), param(TWO_GPUS)])
 def test_the_documented_path(processes: Processes, place: Place):
     processes.check(place, check_training)
+
+
+def test_parameters_that_nothing_initializes(processes: Processes):
+    processes.check(Place((2,)), check_parameters_left)
 
 
 def test_tied_weights_stay_tied(processes: Processes):
