@@ -24,6 +24,20 @@ from ssm_kernels._build_info import check_torch, runs_on
 BUILD_COMMAND = re.compile(r"pip install --no-deps (--no-cache-dir --force-reinstall|-e) ")
 
 
+@pytest.fixture(scope="module")
+def bare_process() -> subprocess.CompletedProcess:
+    """A call of an operator without GPU, nvcc and Triton in a process that prints the number of its OpenMP runtimes."""
+    script = r"""
+import re, sys
+sys.modules["triton"] = None
+import torch, ssm_kernels
+x = torch.ones(1, 2, 3)
+ssm_kernels.selective_scan(x, x, -torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4))
+print(len(set(re.findall(r"\S*/lib(?:g|i|)omp5?[-.]\S*", open("/proc/self/maps").read()))))
+"""
+    return run_python("-c", script, env={"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""})
+
+
 # Libraries
 
 
@@ -52,15 +66,11 @@ def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
     assert has_runtime == (ssm_kernels.build_info()["cuda"] is not None)
 
 
-def test_one_openmp_runtime():
+def test_one_openmp_runtime(bare_process):
     """A second one would keep a second pool of threads."""
     if not ssm_kernels.build_info()["compiler"].startswith("GCC"):
         pytest.skip("Clang's OpenMP runtime is not the one that PyTorch brings")
-    script = (
-        "import ssm_kernels, re; maps = open('/proc/self/maps').read(); "
-        r"print(len(set(re.findall(r'\S*/lib(?:g|i|)omp5?[-.]\S*', maps))))"
-    )
-    assert run_python("-c", script).stdout.strip() == "1"
+    assert bare_process.stdout.strip() == "1"
 
 
 # C++ programs
@@ -186,16 +196,8 @@ def test_architecture_covers_device(architectures, capability, expected):
 # Import
 
 
-def test_import_needs_no_gpu_nvcc_or_triton():
-    script = """
-import sys
-sys.modules["triton"] = None
-import torch, ssm_kernels
-x = torch.ones(1, 2, 3)
-ssm_kernels.selective_scan(x, x, -torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4))
-"""
-    result = run_python("-c", script, env={"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+def test_import_needs_no_gpu_nvcc_or_triton(bare_process):
+    assert bare_process.returncode == 0, bare_process.stderr
 
 
 def test_other_torch_is_an_import_error():
@@ -305,29 +307,49 @@ def test_rebuild_command_names_the_folder_that_was_installed(monkeypatch, tmp_pa
     assert f" --directory '{tmp_path}/my sources' --reinstall-package" in _rebuild.rebuild_command()
 
 
-@pytest.mark.parametrize("state", ["nothing built", "no operators", "unloadable operators", "undefined symbol"])
-def test_incomplete_build_is_an_import_error(tmp_path, state):
-    copy = tmp_path / "ssm_kernels"
-    copy.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        shutil.copy(source, copy)
-    if state == "nothing built":
-        (copy / FACTS.name).unlink()
-    if state == "unloadable operators":
-        (copy / "_ops.abi3.so").write_bytes(b"not a library")
-    if state == "undefined symbol":
-        if shutil.which("c++") is None:
-            pytest.skip("c++ is not installed")
-        (tmp_path / "library.cpp").write_text("void absent_function(); void call() { absent_function(); }")
-        command = ["c++", "-shared", "-fPIC", tmp_path / "library.cpp", "-o", copy / "_ops.abi3.so"]
-        subprocess.run(command, check=True)
-    result = run_python("-c", "import ssm_kernels", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode != 0
-    message = result.stderr.splitlines()[-1]
-    assert message.startswith("ImportError: ") and BUILD_COMMAND.search(message)
-    assert str(copy) in message
-    reasons = {"unloadable operators": "file too short|invalid ELF header", "undefined symbol": "undefined symbol: .*absent"}
-    assert re.search(reasons.get(state, "missing"), message)
+REASONS = {
+    "nothing built": "missing",
+    "no operators": "missing",
+    "unloadable operators": "file too short|invalid ELF header",
+    "undefined symbol": "undefined symbol: .*absent",
+}
+
+
+def test_incomplete_build_is_an_import_error(tmp_path):
+    """In one process, in which each copy of the package is imported after the one before has failed."""
+    if shutil.which("c++") is None:
+        pytest.skip("c++ is not installed")
+    for state in REASONS:
+        copy = tmp_path / state / "ssm_kernels"
+        copy.mkdir(parents=True)
+        for source in PACKAGE.glob("*.py"):
+            shutil.copy(source, copy)
+    (tmp_path / "nothing built" / "ssm_kernels" / FACTS.name).unlink()
+    (tmp_path / "unloadable operators" / "ssm_kernels" / OPS.name).write_bytes(b"not a library")
+    (tmp_path / "library.cpp").write_text("void absent_function(); void call() { absent_function(); }")
+    library = tmp_path / "undefined symbol" / "ssm_kernels" / OPS.name
+    subprocess.run(["c++", "-shared", "-fPIC", tmp_path / "library.cpp", "-o", library], check=True)
+    script = """
+import json, sys
+messages = []
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    try:
+        import ssm_kernels
+    except ImportError as error:
+        messages.append(str(error))
+    else:
+        messages.append(f"imported {ssm_kernels.__file__}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ssm_kernels"]:
+        del sys.modules[name]
+print(json.dumps(messages))
+"""
+    result = run_python("-c", script, *(tmp_path / state for state in REASONS), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for (state, reason), message in zip(REASONS.items(), json.loads(result.stdout), strict=True):
+        assert "\n" not in message and BUILD_COMMAND.search(message), (state, message)
+        assert str(tmp_path / state / "ssm_kernels") in message
+        assert re.search(reason, message), (state, message)
 
 
 # Editable installs
