@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,21 @@ from ssm_kernels.distributed._messages import Call
 Cut = Callable[[Tensor, int], Tensor]
 
 
-def compare_layer(mesh: Mesh, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1) -> None:
+def compare_layer(
+    mesh: Mesh,
+    layer: nn.Module,
+    call: Callable[[nn.Module, Cut], Any],
+    what: str,
+    axis: int = 1,
+    exchanges: Sequence[str] = ("chain", "summaries"),
+) -> None:
     """Compares a layer whose sequences are split over the ranks of a mesh with the same layer on one process.
 
     Args:
         call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
             there is one, the last state.
         axis: the axis of time of the outputs.
+        exchanges: those of a layer without a last state; layers that return one exchange summaries.
     """
     size, own = mesh.size(), own_span(mesh)
     layer = layer.to(mesh.device_type)
@@ -80,8 +88,7 @@ def compare_layer(mesh: Mesh, layer: nn.Module, call: Callable[[nn.Module, Cut],
     def cut(value: Tensor, axis: int) -> Tensor:
         return value.narrow(axis, own.start, own.stop - own.start)
 
-    # Layers that return a last state exchange summaries.
-    for exchange in ("chain", "summaries") if len(expected) == 1 else ("summaries",):
+    for exchange in exchanges if len(expected) == 1 else ("summaries",):
         parallel = copy.deepcopy(layer)
         parallel.zero_grad()
         actual = call(parallelize(parallel, mesh, exchange), cut)
@@ -387,10 +394,10 @@ def check_checkpointing(mesh: Mesh) -> None:
 def check_compiled(mesh: Mesh) -> None:
     x = generator(mesh, 0)(2, SEQLEN, 6)
     random = generator(mesh, 0)
-    for layer in (
-        layers.Mamba(6, 4, dtype=torch.float64),
-        layers.Mamba2(6, 3, headdim=2, dtype=torch.float64),
-        layers.MinGRU(6, 5, batch_first=True, dtype=torch.float64),
+    for layer, exchange in (
+        (layers.Mamba(6, 4, dtype=torch.float64), "chain"),
+        (layers.Mamba2(6, 3, headdim=2, dtype=torch.float64), "summaries"),
+        (layers.MinGRU(6, 5, batch_first=True, dtype=torch.float64), "summaries"),
     ):
         with torch.no_grad():
             for parameter in layer.parameters():
@@ -401,7 +408,7 @@ def check_compiled(mesh: Mesh) -> None:
             own = cut(x, 1)
             return torch.compile(layer, backend="aot_eager", fullgraph=True)(own) if own is not x else layer(own)
 
-        compare_layer(mesh, layer, call, f"compiled {type(layer).__name__}")
+        compare_layer(mesh, layer, call, f"compiled {type(layer).__name__}", exchanges=(exchange,))
 
 
 def check_low_precision(mesh: Mesh) -> None:
