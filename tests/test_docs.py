@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import recurrence_helpers
 import torch
+import torch._inductor.config
 
 from ssm_kernels import compat, recurrences, reference
 
@@ -49,8 +50,11 @@ def test_snippet_runs(snippet, tmp_path, monkeypatch):
     for package in packages_of_clients(snippet):
         pytest.importorskip(package, reason=f"{package} is not installed: the extra [clients]")
     monkeypatch.chdir(tmp_path)
+    # The code around the kernels of an AOTInductor package takes most of the compiler's time.
+    fast = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
     try:
-        exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
+        with torch._inductor.config.patch(fast):
+            exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
     finally:
         compat.uninstall()
         if torch.distributed.is_initialized():
