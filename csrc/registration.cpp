@@ -218,11 +218,12 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def("_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state) -> (Tensor, Tensor, Tensor z)");
 
   // The selective scan between the projections of a Mamba mixer, of (batch, seqlen, ...) sequences: A = -e^A_log, and a
-  // softplus on delta. Forward alone also returns what it saves for backward: the last is of _mixer_parameters.
+  // softplus on delta. Forward alone also returns what it saves for backward: the last is of _mixer_parameters. Errors about
+  // double backward name `layer`.
   const std::string scan_arguments =
       "Tensor x, Tensor delta, Tensor A_log, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, ";
   def("_mamba_mixer(" + scan_arguments +
-      "Tensor? initial_state, str discretization, Tensor? seq_idx=None, Tensor? cu_seqlens=None) "
+      "Tensor? initial_state, str discretization, Tensor? seq_idx=None, Tensor? cu_seqlens=None, str layer='Mamba') "
       "-> (Tensor out, Tensor last_state)");
   def_below_autograd("_mamba_mixer_fwd(" + scan_arguments +
                      "Tensor? initial_state, str discretization, bool save_chunk_states, Tensor? seq_idx=None, "
@@ -230,7 +231,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_below_autograd(
       "_mamba_mixer_bwd(Tensor? grad_out, Tensor? grad_last_state, " + scan_arguments +
       "Tensor chunk_states, Tensor parameters, str discretization, bool[9] needs_grad, Tensor? initial_state=None, "
-      "Tensor? seq_idx=None, Tensor? cu_seqlens=None) -> (Tensor grad_x, Tensor grad_delta, "
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str layer='Mamba') -> (Tensor grad_x, Tensor grad_delta, "
       "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
       "Tensor grad_initial_state)");
 
@@ -241,7 +242,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, Tensor? cu_seqlens, int headdim, int ngroups, int dstate, "
       "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization";
   const std::string mixer_results = ") -> (Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
-  def("_mamba2_mixer(" + mixer_arguments + mixer_results + ")");
+  def("_mamba2_mixer(" + mixer_arguments + ", str layer='Mamba2'" + mixer_results + ")");
   // Without applies_norm, `out` is y, before the gate and a norm whose groups continue on other devices; the results y and rstd
   // are empty.
   def_below_autograd("_mamba2_mixer_fwd(" + mixer_arguments + ", bool applies_norm=True" + mixer_results +
@@ -251,7 +252,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
       "Tensor rstd, Tensor parameters, bool[9] needs_grad, " +
       mixer_arguments +
-      ", Tensor? norm_mean_product=None) -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, "
+      ", Tensor? norm_mean_product=None, str layer='Mamba2') -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor "
+      "grad_conv_bias, "
       "Tensor grad_A_log, Tensor grad_D, Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, "
       "Tensor grad_ssm_state)");
 

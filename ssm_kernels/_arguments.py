@@ -20,6 +20,10 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+# Types of numbers that need no closer look.
+_PLAIN_AMOUNTS = (int, float, type(None))
+
+
 def is_autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on; False for a device that has none, such as meta, for which PyTorch's question raises."""
     # torch.compile of PyTorch 2.11 cannot trace is_autocast_available.
@@ -45,23 +49,52 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorator: an operator's errors name the operator and the argument. Only failing calls inspect the arguments.
+    """Decorator: an operator's errors name the operator and the argument. Only failing calls inspect all arguments.
 
     The dispatcher's own message for an argument that is not a tensor is a RuntimeError of several lines with the value printed.
-    Python's for an attribute of a None is an AttributeError.
+    Python's for an attribute of a None is an AttributeError. Before each call :func:`keyword_checks` runs, unless a decorator
+    below this one calls it.
     """
+    check = keyword_checks(function) if not hasattr(function, "__wrapped__") else None
 
     @functools.wraps(function)
     def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if check is not None:
+            check(kwargs)
         try:
             return function(*args, **kwargs)
-        except (AttributeError, OverflowError, RuntimeError, TypeError):
+        except (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError) as raised:
+            if str(raised).startswith(f"{function.__name__}: "):
+                raise
             error = argument_error(function, args, kwargs)
             if error is None:
                 raise
         raise error
 
     return refuse_script(operator)
+
+
+def keyword_checks(function: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
+    """A function that checks the flags and numbers among the keywords of a call of ``function``.
+
+    The dispatcher takes objects of most types for a bool, takes a bool for a number, and rounds fractions.
+    """
+    annotations = {name: str(each.annotation) for name, each in inspect.signature(function).parameters.items()}
+    flags = tuple(name for name, annotation in annotations.items() if annotation == "bool")
+    amounts = tuple(name for name, annotation in annotations.items() if annotation.startswith(("int", "float")))
+
+    def check(keywords: dict[str, Any]) -> None:
+        for name in flags:
+            if name in keywords and keywords[name] is not True and keywords[name] is not False and not _is_flag(keywords[name]):
+                raise _wrong_type(function.__name__, name, "a bool", keywords[name])
+        for name in amounts:
+            if name in keywords and type(keywords[name]) not in _PLAIN_AMOUNTS:
+                kind = _expected_kind(annotations[name], keywords[name])
+                if kind is not None:
+                    or_none = " or None" if "None" in annotations[name] else ""
+                    raise _wrong_type(function.__name__, name, kind + or_none, keywords[name])
+
+    return check
 
 
 def did_you_mean(given: object, choices: Iterable[str | None]) -> str:
@@ -95,40 +128,110 @@ def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return _keyword_error(function.__name__, signature, len(args))
     for name, value in arguments.items():
         annotation = str(signature.parameters[name].annotation)
-        if torch.overrides.is_tensor_like(value) or (value is None and "None" in annotation):
+        if value is None and "None" in annotation:
             continue
         kind = _expected_kind(annotation, value)
-        if kind is None:
-            if "float" in annotation and _is_beyond_float(value):
-                return ValueError(f"{function.__name__}: expected {name} within a float's range, got an integer beyond it")
-            continue
-        kind += " or None" if "None" in annotation else ""
-        got = "None" if value is None else type(value).__name__
-        return TypeError(f"{function.__name__}: expected {name} to be {kind}, got {got}")
+        if kind is not None:
+            kind += " or None" if "None" in annotation else ""
+            return _wrong_type(function.__name__, name, kind, value)
+        limit = _exceeded_limit(annotation, value)
+        if limit is not None:
+            return ValueError(f"{function.__name__}: expected {name} {limit}")
     return None
 
 
+def check_dense(name: str, argument: str, tensor: torch.Tensor) -> None:
+    """Checks a tensor that Python reads before an operator does, with the operators' own messages.
+
+    Args:
+        name: of the operator or layer, for messages.
+        argument: its name.
+
+    Raises:
+        NotImplementedError: the tensor is nested, sparse or quantized.
+    """
+    if tensor.is_nested:
+        raise NotImplementedError(f"{name}: expected {argument} to be a dense tensor, got a nested one")
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{name}: expected {argument} to be a dense tensor (of layout torch.strided), got layout {tensor.layout}"
+        )
+    if tensor.is_quantized:
+        raise NotImplementedError(
+            f"{name}: expected {argument} to be a plain tensor, got a quantized one: pass its dequantize()"
+        )
+
+
+def _wrong_type(operator: str, name: str, kind: str, value: Any) -> TypeError:
+    if isinstance(value, torch.Tensor):
+        got = f"a tensor of shape {list(value.shape)}"
+    else:
+        got = "None" if value is None else type(value).__name__
+    return TypeError(f"{operator}: expected {name} to be {kind}, got {got}")
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether a value other than True and False serves as a bool: 0, 1, and bools of NumPy, of PyTorch and in tensors."""
+    if _is_single(value):
+        return value.dtype == torch.bool
+    if isinstance(value, (numbers.Integral, torch.SymInt)):
+        return value in (0, 1)
+    return isinstance(value, torch.SymBool) or (type(value).__name__ in ("bool", "bool_") and hasattr(value, "dtype"))
+
+
+def _is_single(value: Any) -> bool:
+    """Whether the value is a tensor that the dispatcher takes for a number."""
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 and not value.is_complex()
+
+
 def _expected_kind(annotation: str, value: Any) -> str | None:
-    """Names the kind of argument that an annotation asks for; None if the value, which is not a tensor, is of this kind."""
-    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat))
+    """Names the kind of argument that an annotation asks for; None if the value is of this kind, or the kind is unknown."""
     if annotation.startswith("Tensor"):
+        is_tensor = torch.overrides.is_tensor_like(value) and not isinstance(value, type)
         if "float" not in annotation:
-            return "a tensor"
-        return None if is_number else "a tensor or a number"
+            return None if is_tensor else "a tensor"
+        return None if is_tensor or _is_number(value) else "a tensor or a number"
     if annotation.startswith("Sequence[float]"):
-        are_numbers = isinstance(value, Sequence) and all(isinstance(item, numbers.Real) for item in value)
-        return None if are_numbers else "a sequence of numbers"
+        return None if _are_numbers(value) else "a sequence of numbers"
+    if annotation.startswith("bool"):
+        return None if isinstance(value, bool) or _is_flag(value) else "a bool"
     if annotation.startswith("int"):
-        return None if isinstance(value, (numbers.Integral, torch.SymInt)) else "an integer"
+        is_int = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+        return None if is_int or (_is_single(value) and not value.is_floating_point()) else "an integer"
     if annotation.startswith("float"):
-        return None if is_number else "a number"
+        return None if _is_number(value) or _is_single(value) else "a number"
     if annotation.startswith(("str", *choices.__all__)):
         return None if isinstance(value, str) else "a string"
     return None
 
 
+def _is_number(value: Any) -> bool:
+    """Whether the value is a real number as the dispatcher takes it: fractions are none."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return True
+    is_fraction = isinstance(value, numbers.Rational) and not isinstance(value, numbers.Integral)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not is_fraction
+
+
+def _are_numbers(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
+        return len(value.shape) == 1
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_number(item) for item in value)
+
+
+def _exceeded_limit(annotation: str, value: Any) -> str | None:
+    """Says in which range an argument of the right type should be, and what it is; None if it is there."""
+    if "float" in annotation and _is_beyond_float(value):
+        return "within a float's range, got an integer beyond it"
+    if annotation.startswith("int") and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"within int64's range, got {value}"
+    if isinstance(value, str) and not value.isascii() and value != value.encode(errors="replace").decode():
+        return f"to be a name, got the invalid Unicode string {value!a}"
+    return None
+
+
 def _is_beyond_float(value: Any) -> bool:
-    given = value if isinstance(value, Sequence) else [value]
+    given = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(number, int) and abs(number) > sys.float_info.max for number in given)
 
 
@@ -156,8 +259,21 @@ def _keyword_error(operator: str, signature: inspect.Signature, given: int) -> T
 
 
 def read_dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[float] | None:
-    """``dt_limit`` of a call as the operators take it: finite, or None."""
+    """``dt_limit`` of a call as the operators take it: finite, or None.
+
+    Raises:
+        ValueError: it is not a pair of numbers within a float's range. The operators check their order.
+        TypeError: it is not a sequence of numbers.
+    """
+    if dt_limit is None:
+        return None
     # The dispatcher's own message does not say what the numbers are.
     if isinstance(dt_limit, (int, float)):
         raise ValueError(f"{operator}: expected dt_limit = (min, max), got {dt_limit}")
-    return None if dt_limit is None else finite_dt_limit(dt_limit)
+    if not _are_numbers(dt_limit):
+        raise _wrong_type(operator, "dt_limit", "a sequence of numbers or None", dt_limit)
+    if len(dt_limit) != 2:
+        raise ValueError(f"{operator}: expected dt_limit = (min, max), got {len(dt_limit)} numbers")
+    if _is_beyond_float(dt_limit):
+        raise ValueError(f"{operator}: expected dt_limit within a float's range, got an integer beyond it")
+    return finite_dt_limit(dt_limit)

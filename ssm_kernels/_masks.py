@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_dense
+
 __all__ = ["as_mask", "read_lengths", "reset_state", "time_options"]
 
 
@@ -23,9 +25,11 @@ def as_mask(name: str, reset: Any, axes: int) -> Any:
 
     Raises:
         RuntimeError: ``reset`` is complex.
+        NotImplementedError: ``reset`` is nested, sparse or quantized.
     """
     if not isinstance(reset, Tensor):
         return reset
+    check_dense(name, "reset", reset)
     if reset.dim() == axes + 1 and reset.shape[-1] == 1:
         reset = reset.squeeze(-1)
     if reset.dtype == torch.bool:
@@ -57,7 +61,8 @@ def reset_state(name: str, state: Tensor | None, reset: Tensor | None, like: Ten
 
     Raises:
         ValueError: ``reset`` has another shape.
-        RuntimeError: ``reset`` is complex, or on another device than ``like``.
+        RuntimeError: ``reset`` is complex, or ``reset`` or ``state`` on another device than ``like``.
+        NotImplementedError: ``reset`` or ``state`` is nested, sparse or quantized.
         TypeError: ``reset`` is not a tensor.
     """
     if reset is None:
@@ -69,8 +74,13 @@ def reset_state(name: str, state: Tensor | None, reset: Tensor | None, like: Ten
         raise ValueError(f"{name}: expected reset of shape (batch,) = {list(like.shape[:1])}, got {list(reset.shape)}")
     if mask.device != like.device:
         raise RuntimeError(f"{name}: expected reset on {like.device}, got {mask.device}")
-    if state is None:
-        return None
+    if not isinstance(state, Tensor):
+        return state  # None, or what the operator refuses
+    check_dense(name, "state", state)
+    if state.device != like.device:
+        raise RuntimeError(f"{name}: expected state on {like.device}, got {state.device}")
+    if state.dim() <= axis or state.shape[axis] != mask.shape[0]:
+        return state  # which the operator refuses
     return state.masked_fill(mask.view(*(1,) * axis, -1, *(1,) * (state.dim() - axis - 1)), 0)
 
 
@@ -82,7 +92,8 @@ def read_lengths(name: str, lengths: Any, batch: int, seqlen: int, device: torch
 
     Raises:
         ValueError: the shape or a value is not as above.
-        RuntimeError: ``lengths`` is not of an integer dtype.
+        RuntimeError: ``lengths`` is not of an integer dtype, or a meta tensor beside others.
+        NotImplementedError: ``lengths`` is nested, sparse or quantized.
         TypeError: ``lengths`` is neither a tensor nor a sequence of ints.
     """
     if not isinstance(lengths, Tensor):
@@ -90,6 +101,9 @@ def read_lengths(name: str, lengths: Any, batch: int, seqlen: int, device: torch
         if not is_ints:
             raise TypeError(f"{name}: expected lengths to be a tensor or a sequence of ints, got {type(lengths).__name__}")
         lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    check_dense(name, "lengths", lengths)
+    if lengths.is_meta and device.type != "meta":
+        raise RuntimeError(f"{name}: expected lengths with values, got a meta tensor")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise RuntimeError(f"{name}: expected lengths of an integer dtype, got {lengths.dtype}")
     if lengths.shape != (batch,):

@@ -71,9 +71,10 @@ class Mamba2Options(NamedTuple):
 
 
 def mamba2_arguments(arguments: tuple[Any, ...]) -> tuple[Mamba2Tensors, Mamba2Options]:
-    """The arguments of ``torch.ops.ssm_kernels._mamba2_mixer`` by name."""
+    """The arguments of ``torch.ops.ssm_kernels._mamba2_mixer`` by name, but for the layer's name in messages."""
     tensors = len(Mamba2Tensors._fields)
-    return Mamba2Tensors(*arguments[:tensors]), Mamba2Options(*arguments[tensors:])
+    options = arguments[tensors : tensors + len(Mamba2Options._fields)]
+    return Mamba2Tensors(*arguments[:tensors]), Mamba2Options(*options)
 
 
 def mamba_mixer(
@@ -90,6 +91,7 @@ def mamba_mixer(
     discretization: DiscretizationName,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    layer: str = "Mamba",
 ) -> tuple[Any, ...]:
     """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``, by a function with the arguments of ``selective_scan``.
 

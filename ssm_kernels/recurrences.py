@@ -218,6 +218,7 @@ def liquid_scan(
     :func:`linear_scan` documents the other arguments, the results and the errors.
 
     Raises:
+        ValueError: ``dt`` is a number that is negative, NaN, or finite and beyond the range of the states' dtype.
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
 
     Examples:

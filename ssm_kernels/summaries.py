@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._arguments import finite_dt_limit, names_arguments, read_dt_limit
+from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
 from ._masks import as_mask
 from .choices import CandidateActivation, DiscretizationName
 from .recurrence_steps import step_size
@@ -515,6 +515,10 @@ def _linear_recurrence_initial_gradient(
 
 
 def _check_seq_idx(operator: str, seq_idx: Tensor, u: Tensor) -> None:
+    for name, value in (("seq_idx", seq_idx), ("u", u)):
+        check_dense(operator, name, value)
+    if u.dim() != 3:
+        return  # which the operator refuses
     expected = [u.shape[0], u.shape[-1]]
     if [*seq_idx.shape] != expected:
         raise ValueError(f"{operator}: expected seq_idx of shape (batch, seqlen) = {expected}, got {[*seq_idx.shape]}")

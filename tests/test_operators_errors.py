@@ -375,7 +375,11 @@ VALUES: list[tuple[Function, Inputs, Inputs, str]] = [
         (RECURRENCES[each], {"seqlen": 1}, {name: torch.ones(2, 5, 4)}, f"{BROADCAST} = [2, 1, 4], got [2, 5, 4]".format(name))
         for each, name in BROADCASTING
     ),
-    *((norm, {}, {"eps": eps}, f"expected eps >= 0, got {eps:g}") for norm in NORMS.values() for eps in (-1.0, math.nan)),
+    *(
+        (norm, {}, {"eps": eps}, f"expected a finite eps >= 0, got {eps:g}")
+        for norm in NORMS.values()
+        for eps in (-1.0, math.nan, math.inf)
+    ),
     *(
         (norm, {}, {"group_size": size}, f"expected group_size to divide columns = 12, got {size}")
         for norm in GATED_NORMS

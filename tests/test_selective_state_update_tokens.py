@@ -455,7 +455,7 @@ def test_lazy_copies_stay_lazy(device):
 def test_is_not_differentiable(device):
     inputs = make_token_inputs(tokens=2, device=device)
     inputs["A"].requires_grad_()
-    with pytest.raises(NotImplementedError, match=says("selective_state_update is not differentiable: train with")):
+    with pytest.raises(NotImplementedError, match=says("selective_state_update: decoding is not differentiable: train with")):
         selective_state_update(**inputs)
     with torch.no_grad():
         assert_matches(inputs)

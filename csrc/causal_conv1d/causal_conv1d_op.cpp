@@ -372,11 +372,9 @@ struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
 };
 
 NoResult update_out_autograd(c10::DispatchKeySet keys, const UpdateOutInputs& in) {
-  const auto& op = operator_of<CausalConv1dUpdateOut>();
-  op.check(in);
-  check_not_differentiated(kUpdateOp, kOp, in.x, in.conv_state, in.weight, in.bias, in.out, in.intermediate_conv_window);
-  at::AutoDispatchBelowAutograd guard;
-  return op.redispatch(keys & c10::after_autograd_keyset, in);
+  operator_of<CausalConv1dUpdateOut>().check(in);
+  return step_into_arguments_below_autograd<CausalConv1dUpdateOut>(kUpdateOp, kOp, keys, in, in.x, in.conv_state, in.weight,
+                                                                   in.bias, in.out, in.intermediate_conv_window);
 }
 
 NoResult update_out_meta(const UpdateOutInputs& in) {

@@ -47,23 +47,24 @@ struct Inputs {
   std::optional<c10::SymInt> chunk_size;
   double dt_min = 0, dt_max = 0, eps = 0;
   bool norm_before_gate = false;
-  std::string_view discretization;
+  std::string_view discretization, layer = kOp;
 
   auto differentiable() {
     return std::tie(projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state);
   }
   auto tensors() { return std::tuple_cat(differentiable(), std::tie(seq_idx, cu_seqlens)); }
-  auto fields() {
+  auto fields_but_layer() {
     return std::tuple_cat(tensors(),
                           std::tie(headdim, groups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization));
   }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(layer)); }
 };
 
 struct FwdInputs : Inputs {
   // If false, `out` is y: the caller applies the gate and the norm, whose groups continue on other devices.
   bool applies_norm = true;
 
-  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(applies_norm)); }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(applies_norm)); }
 };
 
 // y, rstd and parameters are saved for backward. Without a norm, y and rstd are empty.
@@ -83,7 +84,9 @@ struct BwdInputs {
 
   auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
   auto saved() { return std::tie(y, rstd, parameters); }
-  auto fields() { return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields(), std::tie(norm_mean_product)); }
+  auto fields() {
+    return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields_but_layer(), std::tie(norm_mean_product, in.layer));
+  }
 };
 
 // The sizes and parts of `projected`, and the arguments of the operators that the mixer is composed of.

@@ -40,7 +40,7 @@ using selective_scan::NeedsGrad;
 struct Inputs {
   at::Tensor x, delta, A_log, B, C;
   OptionalTensor D, z, delta_bias, initial_state, seq_idx, cu_seqlens;
-  std::string_view discretization;
+  std::string_view discretization, layer = "Mamba";
 
   // The public operator has no such arguments. packed_initial_state is the initial state in backward, if there are packed
   // sequences.
@@ -49,7 +49,9 @@ struct Inputs {
 
   auto fields_but_state() { return std::tie(x, delta, A_log, B, C, D, z, delta_bias); }
   auto fields_of_packed() { return std::tie(seq_idx, cu_seqlens); }
-  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization), fields_of_packed()); }
+  auto fields() {
+    return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization), fields_of_packed(), std::tie(layer));
+  }
 };
 
 struct FwdInputs : Inputs {
@@ -77,7 +79,8 @@ struct BwdInputs {
   auto saved() { return std::tie(chunk_states, parameters); }
   auto fields() {
     return std::tuple_cat(grads(), in.fields_but_state(), saved(),
-                          std::tie(in.discretization, needs_grad, in.packed_initial_state), in.fields_of_packed());
+                          std::tie(in.discretization, needs_grad, in.packed_initial_state), in.fields_of_packed(),
+                          std::tie(in.layer));
   }
 };
 
@@ -178,7 +181,7 @@ struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tenso
   static auto saved_fields(Inputs& in) {
     return std::tuple_cat(
         in.fields_but_state(), in.fields_of_packed(),
-        std::tie(in.packed_initial_state, in.discretization, in.has_initial_state, in.has_gate_of_convolution));
+        std::tie(in.packed_initial_state, in.discretization, in.layer, in.has_initial_state, in.has_gate_of_convolution));
   }
 
   static NeedsGrad has_edges(Inputs& in) {

@@ -1,5 +1,6 @@
 #include "norm/norm_call.h"
 
+#include <limits>
 #include <utility>
 
 #include "norm/norm_op.h"
@@ -20,7 +21,9 @@ ArgumentChecks check_call(const Call& call, const char* like_name) {
   return checks;
 }
 
-void check_eps(const char* op, double eps) { TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps >= 0, got ", eps); }
+void check_eps(const char* op, double eps) {
+  TORCH_CHECK_VALUE(eps >= 0 && eps <= std::numeric_limits<double>::max(), op, ": expected a finite eps >= 0, got ", eps);
+}
 
 void check_statistics(const Call& call, const ArgumentChecks& checks, const Tensor& mean, const Tensor& rstd) {
   checks.tensor("rstd", rstd, "(rows, groups)", {call.rows(), call.groups()}, checks.accumulate());

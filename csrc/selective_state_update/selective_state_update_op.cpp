@@ -331,14 +331,11 @@ struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
   }
 };
 
-// The operator is not differentiable: raises an error if a gradient is needed.
 NoResult out_autograd(c10::DispatchKeySet keys, const OutInputs& in) {
-  const auto& op = operator_of<SelectiveStateUpdateOut>();
-  op.check(in);
-  check_not_differentiated(kOp, kScan, in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.out,
-                           in.intermediate_states_buffer);
-  at::AutoDispatchBelowAutograd guard;
-  return op.redispatch(keys & c10::after_autograd_keyset, in);
+  operator_of<SelectiveStateUpdateOut>().check(in);
+  return step_into_arguments_below_autograd<SelectiveStateUpdateOut>(kOp, kScan, keys, in, in.state, in.x, in.dt, in.A, in.B,
+                                                                     in.C, in.D, in.z, in.dt_bias, in.out,
+                                                                     in.intermediate_states_buffer);
 }
 
 NoResult out_meta(const OutInputs& in) {

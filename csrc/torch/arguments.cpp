@@ -52,7 +52,7 @@ std::string public_name(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue
   const auto& schema = op.schema().arguments();
   bool subtracts_mean = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (schema[i].name() == "recurrence") return arguments[i].toStringRef();
+    if (schema[i].name() == "recurrence" || schema[i].name() == "layer") return arguments[i].toStringRef();
     if (schema[i].name() == "subtract_mean") subtracts_mean = arguments[i].toBool();
   }
   std::string name = op.schema().name();

@@ -272,27 +272,39 @@ typename Op::Result count_version(c10::DispatchKeySet keys, const typename Op::I
   return result;
 }
 
-// "<op> is not differentiable: train with <scan>, and decode under torch.no_grad()".
+// "<op>: decoding is not differentiable: train with <scan>, and decode under torch.no_grad()": the sentence with which all
+// decoding operators refuse gradients.
 inline std::string not_differentiable(const char* op, const char* scan) {
-  return c10::str(op, " is not differentiable: train with ", scan, ", and decode under torch.no_grad()");
+  return c10::str(op, ": decoding is not differentiable: train with ", scan, ", and decode under torch.no_grad()");
 }
 
-// Raises an error if a gradient is needed of an operator that writes to `out` and is not differentiable.
-template <typename... Tensors>
-void check_not_differentiated(const char* op, const char* scan, const Tensors&... tensors) {
+// Whether autograd refuses writes to the tensor: it requires a gradient, and it is a leaf or a view of one.
+inline bool is_leaf_of_graph(const at::Tensor& tensor) {
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return false;
+  return tensor.is_leaf() || (tensor.is_view() && tensor._base().is_leaf());
+}
+
+// The form of a decoding operator whose results are arguments: they cannot have a node that raises later, because the caller
+// uses their memory again. Raises if one of `tensors` requires a gradient.
+template <typename Op, typename... Tensors>
+NoResult step_into_arguments_below_autograd(const char* op, const char* scan, c10::DispatchKeySet keys,
+                                            const typename Op::Inputs& in, const Tensors&... tensors) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...), not_supported(op, kForwardMode));
   TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(tensors...), not_differentiable(op, scan));
+  at::AutoDispatchBelowAutograd guard;
+  return operator_of<Op>().redispatch(keys & c10::after_autograd_keyset, in);
 }
 
-// Calls a decoding step, which is not differentiable, for arguments of which some may require a gradient: its result then has a
-// node that raises when backward reaches it. The state gets one only if it requires a gradient itself: a cache beside
-// parameters that require gradients would collect a node in each step. `tensors`: all of them but the state.
+// The form of a decoding operator that returns its result, which has a node that raises when backward reaches it if one of the
+// arguments requires a gradient. The state gets one only if it requires a gradient itself: a cache beside parameters that
+// require gradients would collect a node in each step. `tensors`: all of them but the state.
 template <typename Op, typename... Tensors>
 at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKeySet keys, const typename Op::Inputs& in,
                                const at::Tensor& state, const Tensors&... tensors) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(state) || (has_tangent(tensors) || ...)), not_supported(op, kForwardMode));
   const bool needs_graph = torch::autograd::compute_requires_grad(state, tensors...);
   const bool state_needs_graph = torch::autograd::compute_requires_grad(state);
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_leaf_of_graph(state), not_differentiable(op, scan));
   torch::autograd::check_inplace(state, state_needs_graph);
   torch::autograd::edge_list edges;
   if (needs_graph) edges = torch::autograd::collect_next_edges(state, tensors...);

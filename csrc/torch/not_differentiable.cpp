@@ -22,8 +22,8 @@ bool ends_with(std::string_view name, std::string_view suffix) {
 
 // The function of ssm_kernels.reference from which an operator or a layer can be composed.
 std::string reference_of(std::string_view op) {
-  if (op == "Mamba" || op == "selective_state_update") return "selective_scan";
-  if (op == "Mamba2") return "ssd_chunk_scan";
+  if (op == "Mamba" || op == "mamba_mixer" || op == "selective_state_update") return "selective_scan";
+  if (op == "Mamba2" || op == "mamba2_mixer") return "ssd_chunk_scan";
   if (op == "causal_conv1d_update") return "causal_conv1d";
   for (const std::string_view suffix : {"_summary", "_step"}) {
     if (!ends_with(op, suffix)) continue;
@@ -31,6 +31,12 @@ std::string reference_of(std::string_view op) {
     return suffix == "_step" ? stem + "_scan" : stem;
   }
   return std::string(op);
+}
+
+// "mamba_mixer" or "mamba2_mixer" if the operator is a part of it, else "". Messages about mixers have the layer's name.
+std::string mixer_of(const c10::OperatorHandle& op) {
+  const std::string name = public_name(op);
+  return ends_with(name, "_mixer") ? name : "";
 }
 
 // A node that raises when backward reaches it. PyTorch holds nodes by std::shared_ptr, in newer versions by intrusive_ptr.
@@ -61,8 +67,8 @@ void for_each_tensor(c10::ArrayRef<c10::IValue> arguments, const Function& funct
 
 const char kForwardMode[] = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)";
 
-std::string not_supported(std::string_view op, std::string_view what) {
-  return c10::str(op, ": ", what, " is not supported; ssm_kernels.reference.", reference_of(op),
+std::string not_supported(std::string_view op, std::string_view what, std::string_view of) {
+  return c10::str(op, ": ", what, " is not supported; ssm_kernels.reference.", reference_of(of.empty() ? op : of),
                   ", which is plain PyTorch, supports it");
 }
 
@@ -86,11 +92,11 @@ void below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     is_dual = is_dual || has_tangent(tensor);
     if (at::GradMode::is_enabled() && tensor.requires_grad()) differentiated.push_back(tensor);
   });
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(public_name(op, arguments), kForwardMode));
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(public_name(op, arguments), kForwardMode, mixer_of(op)));
   std::string message;
   torch::autograd::edge_list edges;
   if (!differentiated.empty()) {
-    message = not_supported(public_name(op, arguments), "double backward (a derivative of a gradient)");
+    message = not_supported(public_name(op, arguments), "double backward (a derivative of a gradient)", mixer_of(op));
     edges = torch::autograd::collect_next_edges(differentiated);
   }
   {

@@ -13,8 +13,8 @@
 namespace ssm_kernels {
 
 // "<op>: <what> is not supported; ssm_kernels.reference.<scan>, which is plain PyTorch, supports it". `op` is a public operator
-// or a layer.
-std::string not_supported(std::string_view op, std::string_view what);
+// or a layer; `of` tells which scan it is if `op` is the name of a user's class.
+std::string not_supported(std::string_view op, std::string_view what, std::string_view of = {});
 
 // "forward-mode differentiation (...)", for not_supported.
 extern const char kForwardMode[];

@@ -38,7 +38,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._arguments import argument_error, names_arguments
+from .._arguments import argument_error, keyword_checks, names_arguments
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ..recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, report
@@ -66,6 +66,7 @@ _Result = TypeVar("_Result")
 
 def _on_every_rank(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorator: the other ranks of the group get the error of a rank whose arguments are invalid, and do not wait for it."""
+    check = keyword_checks(function)
 
     @functools.wraps(function)
     def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -73,6 +74,7 @@ def _on_every_rank(function: Callable[_Parameters, _Result]) -> Callable[_Parame
             return function(*args, **kwargs)
         begun = calls_begun()
         try:
+            check(kwargs)
             return function(*args, **kwargs)
         except Exception as error:
             if calls_begun() == begun:

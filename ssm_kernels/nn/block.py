@@ -21,10 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..norms import add_layer_norm, add_rms_norm
-from .checks import check_bools, check_callable, check_dtype, check_int, check_optional_int, check_shape
+from .checks import (
+    check_bools,
+    check_callable,
+    check_dtype,
+    check_int,
+    check_optional_int,
+    check_shape,
+    check_tensor,
+)
 from .common import wide_dtype
 from .initialization import linear
-from .naming import names_layer
+from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay
 
 __all__ = ["Block", "GatedMLP", "add_norm"]
@@ -87,6 +95,12 @@ class GatedMLP(NamesNoDecay, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
+        name = class_name(self)
+        check_tensor(name, "x", x)
+        if x.dim() == 0:
+            raise ValueError(f"{name}: expected x of shape (..., in_features), got []")
+        if x.is_meta and not next(self.parameters()).is_meta:
+            raise RuntimeError(f"{name}: expected x on the layer's device, got a meta tensor")
         value, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(value * self.activation(gate))
 
@@ -239,6 +253,8 @@ class Block(NamesNoDecay, nn.Module):
         if residual is not None:
             check_shape("Block", "residual", residual, "(batch, seqlen, dim)", hidden_states.shape)
             _check_dtype_of_stream("residual", residual)
+            if residual.device != hidden_states.device:
+                raise RuntimeError(f"Block: expected residual on {hidden_states.device}, got {residual.device}")
         hidden_states, residual = self._add_norm(self.norm, hidden_states, residual)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:

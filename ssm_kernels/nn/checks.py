@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import did_you_mean
+from .._arguments import check_dense, did_you_mean
 from .._discretizations import discretization_aliases, discretizations
 
 
@@ -105,6 +105,15 @@ def check_callable(layer: str, name: str, value: Any, example: str) -> None:
 def check_tensor(layer: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise _wrong_type(layer, name, "a tensor", value)
+    check_dense(layer, name, value)
+
+
+def check_floating(layer: str, name: str, value: Tensor, *, least_bytes: int = 1) -> None:
+    """Checks the dtype. Those of one byte are formats for storage, which PyTorch does not compute with."""
+    if not value.is_floating_point() or value.dtype.itemsize < least_bytes:
+        raise RuntimeError(
+            f"{layer}: expected {name} of a floating-point dtype{' of 16 bits or more' * (least_bytes > 1)}, got {value.dtype}"
+        )
 
 
 def check_shape(layer: str, name: str, value: Any, axes: str, sizes: Sequence[int | None]) -> None:

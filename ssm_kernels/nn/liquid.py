@@ -27,12 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._arguments import check_dense
 from ..choices import LiquidActivation
+from ..recurrence_steps import check_step_size
 from ..recurrences import liquid_scan, liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
 from .initialization import inverse_softplus, uniform_rows_
-from .naming import names_layer
+from .naming import class_name, names_layer
 from .recurrent import RecurrentBase
 
 __all__ = ["Liquid"]
@@ -196,7 +198,8 @@ class Liquid(RecurrentBase):
             ``torch.nn.GRU`` has them.
 
         Raises:
-            ValueError: a shape or a length is not as above, or ``dt`` is a negative number or NaN.
+            ValueError: a shape or a length is not as above, or ``dt`` is a number that is negative, NaN, or finite and beyond
+                the range of the states' dtype.
             RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor (``dt``: nor a number).
 
@@ -246,7 +249,8 @@ class Liquid(RecurrentBase):
             ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
 
         Raises:
-            ValueError: a shape is not as above, ``dt`` is a negative number or NaN, or the layers are bidirectional.
+            ValueError: a shape is not as above, ``dt`` is one that :meth:`forward` refuses, or the layers are
+                bidirectional.
             RuntimeError: a dtype is not as above.
             TypeError: an argument is not a tensor (``dt``: nor a number).
 
@@ -278,18 +282,22 @@ class Liquid(RecurrentBase):
         return [f"l{layer}{suffix}" for layer in range(self.num_layers) for suffix in self._directions]
 
     def _check_number(self, dt: Any, expected: str) -> None:
+        name = class_name(self)
         is_number = isinstance(dt, numbers.Real) and not isinstance(dt, bool)
         if not is_number:
-            raise TypeError(f"Liquid: expected dt to be {expected}, got {type(dt).__name__}")
-        if not dt >= 0:
-            raise ValueError(f"Liquid: expected dt to be not negative, got {dt}")
+            raise TypeError(f"{name}: expected dt to be {expected}, got {type(dt).__name__}")
+        check_step_size(name, dt, wide_dtype(self.weight_ih_l0.dtype))
 
     def _check_dt(self, dt: Tensor, expected: torch.Size) -> None:
+        name = class_name(self)
+        check_dense(name, "dt", dt)
         if dt.shape != expected:
             raise ValueError(
-                f"Liquid: expected dt to be a number, or of the shape of the input without its channels = {list(expected)}, "
+                f"{name}: expected dt to be a number, or of the shape of the input without its channels = {list(expected)}, "
                 f"got {list(dt.shape)}"
             )
+        if dt.is_complex() or dt.dtype == torch.bool:
+            raise RuntimeError(f"{name}: expected dt of a floating-point or integer dtype, got {dt.dtype}")
 
     def _relaxation(self, projected: Tensor, name: str, dt: float | Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
         """Returns target, time constant and step of a layer and direction."""

@@ -54,7 +54,7 @@ from .common import (
 )
 from .discretized import DiscretizedModule
 from .initialization import init_dt_bias, linear, uniform_
-from .naming import names_layer
+from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -402,7 +402,10 @@ class Mamba2(DiscretizedModule, PackedMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
-        y, _, final_states = self._mixer()(
+        mixer = self._mixer()
+        is_named = mixer is _mamba2_mixer and type(self).__name__ != self._mixer_name and not torch.compiler.is_compiling()
+        named = (class_name(self),) if is_named else ()
+        y, _, final_states = mixer(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
@@ -421,6 +424,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
             self.norm.eps if self.rmsnorm else 0.0,
             self.norm_before_gate,
             self.discretization,
+            *named,
         )
         return self._finish(y, mlp), mixed, final_states
 
@@ -481,6 +485,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
             discretization=self.discretization,
         )
 
+    # In messages of the operator between the projections.
+    _mixer_name = "Mamba2"
     _state_axes = "(batch, nheads, headdim, d_state)"
 
     def _state_shape(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ _Layer = TypeVar("_Layer", bound=type[nn.Module])
 
 _METHODS = ("forward", "step")
 _INHERITED = ("__init__", "forward", "step", "allocate_inference_cache", "allocate_state", "flatten_parameters")
-_ERRORS = (RuntimeError, TypeError, ValueError)
+_ERRORS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 
 # The start of an operator's message. Layers begin with a capital letter.
 _OF_OPERATOR = re.compile(r"[a-z_]\w*: ")
@@ -91,7 +91,7 @@ def _explain(module: nn.Module, layer: str, name: str, value: Any, error: Except
     message = str(error)
     value = value.data if isinstance(value, PackedSequence) else value
     weight = _first_weight(module)
-    if type(error) is RuntimeError and isinstance(value, Tensor) and weight is not None:
+    if isinstance(error, RuntimeError) and isinstance(value, Tensor) and weight is not None:
         if value.device != weight.device and _ABOUT_DEVICES.search(message):
             return RuntimeError(f"{layer}: expected {name} on {weight.device} (the layer's device), got {value.device}")
         is_castable = value.is_floating_point() and value.dtype != torch.float64 and weight.dtype != torch.float64
@@ -99,7 +99,12 @@ def _explain(module: nn.Module, layer: str, name: str, value: Any, error: Except
         if value.dtype != weight.dtype and not is_cast and _ABOUT_DTYPES.search(message):
             remedy = "; or use autocast" if is_castable else ""
             return RuntimeError(f"{layer}: expected {name} of dtype {weight.dtype} (the layer's{remedy}), got {value.dtype}")
-    return type(error)(f"{layer}: {message}") if _OF_OPERATOR.match(message) else None
+    if _OF_OPERATOR.match(message):
+        return type(error)(f"{layer}: {message}")
+    # The operator between the projections names the layer that it was made for, which others contain too.
+    mixer, separator, text = message.partition(": ")
+    is_other = separator and mixer == getattr(module, "_mixer_name", None) and mixer != class_name(module)
+    return type(error)(f"{class_name(module)}: {text}") if is_other else None
 
 
 def _first_weight(module: nn.Module) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._arguments import is_autocast_enabled
+from .._arguments import check_dense, is_autocast_enabled
 from .._masks import as_mask, read_lengths, reset_state
 from .._warnings import warn
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
@@ -145,6 +145,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         name = class_name(self)
         if not isinstance(input, Tensor):
             raise TypeError(f"{name}: expected input to be a tensor or a PackedSequence, got {type(input).__name__}")
+        check_dense(name, "input", input)
         if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
             order = "batch, seqlen" if self.batch_first else "seqlen, batch"
             raise ValueError(

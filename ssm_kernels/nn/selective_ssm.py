@@ -23,12 +23,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import is_autocast_enabled
 from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
 from .checks import (
+    check_bools,
     check_choice,
     check_discretization,
     check_dtype,
+    check_floating,
     check_int,
     check_not_negative,
     check_shape,
@@ -154,7 +157,9 @@ class SelectiveBase(DiscretizedModule):
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         if self.context is not None:
             return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state=needs_last_state)
-        return _mamba_mixer(*arguments, seq_idx, cu_seqlens)
+        if type(self).__name__ == self._mixer_name or torch.compiler.is_compiling():
+            return _mamba_mixer(*arguments, seq_idx, cu_seqlens)
+        return _mamba_mixer(*arguments, seq_idx, cu_seqlens, class_name(self))
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
@@ -180,6 +185,8 @@ class SelectiveBase(DiscretizedModule):
             ),
         )
 
+    # In messages of the operator between the projections.
+    _mixer_name = "Mamba"
     _state_axes = "(batch, d_inner, d_state)"
 
     def _state_shape(self) -> tuple[int, ...]:
@@ -326,14 +333,17 @@ class SelectiveSSM(SelectiveBase):
             >>> torch.allclose(torch.cat([y, rest], dim=1), layer(x), atol=1e-5)
             True
         """
+        layer = class_name(self)
+        check_bools(layer, return_last_state=return_last_state)
         self._check_sequence("x", x)
         if z is not None:
             self._check_sequence("z", z)
         if initial_state is not None:
-            check_tensor("SelectiveSSM", "initial_state", initial_state)
+            check_tensor(layer, "initial_state", initial_state)
+            check_floating(layer, "initial_state", initial_state)
         for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
             if value is not None:
-                check_tensor("SelectiveSSM", name, value)
+                check_tensor(layer, name, value)
         out, last_state = self._scan(x, z, initial_state, None, seq_idx, cu_seqlens, return_last_state)
         return (out, last_state) if return_last_state else out
 
@@ -364,13 +374,18 @@ class SelectiveSSM(SelectiveBase):
             >>> y.shape, state.shape
             (torch.Size([2, 32]), torch.Size([2, 32, 16]))
         """
+        layer = f"{class_name(self)}.step"
         for name, value in (("x", x),) if z is None else (("x", x), ("z", z)):
-            check_shape("SelectiveSSM.step", name, value, "(batch, d_inner)", (None, self.d_inner))
-        check_tensor("SelectiveSSM.step", "state", state)
+            check_shape(layer, name, value, "(batch, d_inner)", (None, self.d_inner))
+            check_floating(layer, name, value, least_bytes=2)
+        if z is not None and z.dtype != x.dtype and not is_autocast_enabled(x.device.type):
+            raise RuntimeError(f"{layer}: expected z of dtype {x.dtype} (the dtype of x), got {z.dtype}")
+        check_tensor(layer, "state", state)
+        check_floating(layer, "state", state)
         return self._scan_step(x, z, state)
 
     def _check_sequence(self, name: str, value: Tensor) -> None:
-        check_shape("SelectiveSSM", name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
+        check_shape(class_name(self), name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
 
     def allocate_state(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given.

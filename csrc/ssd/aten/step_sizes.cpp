@@ -5,6 +5,9 @@
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
 
+#include <cmath>
+#include <limits>
+
 #include "common/limits.h"
 #include "torch/checks.h"
 #include "torch/tensor_math.h"
@@ -14,13 +17,23 @@ namespace {
 
 constexpr double kSoftplusBeta = 1, kSoftplusThreshold = 20;
 
+// The limits as numbers of the dtype: PyTorch refuses finite scalars beyond it.
+DtLimit limits_of(const Inputs& in, at::ScalarType dtype) {
+  const double largest = dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  const auto limit = [&](double value) {
+    return std::abs(value) > largest ? std::copysign(std::numeric_limits<double>::infinity(), value) : value;
+  };
+  const auto [min, max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  return {limit(min), limit(max)};
+}
+
 // The size in the accumulation type; without zeta and the gain.
 Steps load_sizes(const Inputs& in, const at::Tensor& dt) {
   Steps steps;
   steps.biased = dt.to(accumulate_type(dt.scalar_type()));
   if (is_present(in.dt_bias)) steps.biased = steps.biased + *in.dt_bias;
   steps.unclamped = in.dt_softplus ? at::softplus(steps.biased, kSoftplusBeta, kSoftplusThreshold) : steps.biased;
-  const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  const auto [dt_min, dt_max] = limits_of(in, steps.unclamped.scalar_type());
   steps.size = at::clamp(steps.unclamped, dt_min, dt_max);
   return steps;
 }
@@ -57,7 +70,7 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);
   });
-  const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  const auto [dt_min, dt_max] = limits_of(in, steps.unclamped.scalar_type());
   const at::Tensor is_clamped = steps.unclamped.lt(dt_min).logical_or_(steps.unclamped.gt(dt_max));
   grads.biased = grad_size.masked_fill_(is_clamped, 0);
   if (in.dt_softplus) {
