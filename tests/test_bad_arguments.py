@@ -119,3 +119,17 @@ def test_step_sizes_as_numbers(name: str) -> None:
         function(**wide | {"dt": 10**400})
     for dt in (math.inf, 2**70, 3e38, Fraction(1, 2)):
         assert same(function(**good | {"dt": dt}), function(**good | {"dt": torch.full((4,), float(dt))})), dt
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "_update" in name])
+def test_decoding_operators_refuse_gradients_with_one_sentence(name: str) -> None:
+    """When backward reaches the result; at once where the call writes it to an argument, or to a leaf."""
+    operator = OPERATORS[name]
+    function, good = getattr(ssm_kernels, operator.function), fresh(operator.make("cpu"))
+    scan = "causal_conv1d" if "conv" in name else "selective_scan"
+    sentence = f"{operator.function}: decoding is not differentiable: train with {scan}, and decode under torch.no_grad()"
+    for leaf in ("x", "state" if "state" in good else "conv_state"):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
+            function(**good | {leaf: good[leaf].clone().requires_grad_()}).sum().backward()
+    with torch.no_grad():
+        function(**good | {"x": good["x"].clone().requires_grad_()})
