@@ -128,7 +128,8 @@ def test_no_steps(device):
 @pytest.mark.parametrize("C", ["variable", "constant"])
 @pytest.mark.parametrize("B", ["variable", "constant"])
 def test_forms_of_B_and_C(B, C, groups, dtype, device):
-    for layout in ("contiguous", "transposed"):
+    """In both layouts for float64, and on a GPU, whose kernels differ by dtype."""
+    for layout in ("contiguous", "transposed") if device == "cuda" or dtype == torch.float64 else ("transposed",):
         inputs = make_inputs(dim=6, seqlen=70, B=B, C=C, groups=groups, dtype=dtype, layout=layout, device=device)
         assert_matches_reference(inputs)
 
