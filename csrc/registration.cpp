@@ -194,7 +194,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // second form writes the first gradient where it is told to: into columns of a wider tensor, for instance.
   def_kernels(
       "_causal_conv1d_bwd(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, "
-      "Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad) "
+      "Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, str layer='causal_conv1d') "
       "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)");
   def_kernels(
       "_causal_conv1d_bwd_out(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
@@ -214,8 +214,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // -e^A_log and the other parameters in the accumulation type, one after another in one tensor: one kernel on a GPU.
   def_kernels("_mixer_parameters(Tensor A_log, Tensor? bias, Tensor? D, ScalarType dtype) -> Tensor");
   // The convolution of a Mamba mixer, with SiLU, on the left half of the columns: x twice, with a gradient each, and the right
-  // half. mixers/mamba_conv_op.cpp says why.
-  def("_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state) -> (Tensor, Tensor, Tensor z)");
+  // half. mixers/mamba_conv_op.cpp says why. Errors about double backward name `layer`.
+  def("_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state, str layer='Mamba') "
+      "-> (Tensor, Tensor, Tensor z)");
 
   // The selective scan between the projections of a Mamba mixer, of (batch, seqlen, ...) sequences: A = -e^A_log, and a
   // softplus on delta. Forward alone also returns what it saves for backward: the last is of _mixer_parameters. Errors about

@@ -306,7 +306,8 @@ class OperatorSpec:
 
 
 def _by_schema(operator: torch._ops.OpOverload, values: Inputs) -> tuple:
-    return tuple(values[argument.name] for argument in operator._schema.arguments)
+    # The last argument of some is the layer that errors name.
+    return tuple(values[argument.name] for argument in operator._schema.arguments if argument.name != "layer")
 
 
 def tensor_names(inputs: Inputs) -> list[str]:

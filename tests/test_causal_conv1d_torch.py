@@ -119,7 +119,9 @@ def test_the_step_is_not_differentiable(name, device):
     # A leaf cannot be written to, so the state is a function of it.
     inputs[name] = leaf * 1
     out = causal_conv1d_update(**inputs)
-    with pytest.raises(RuntimeError, match=says("causal_conv1d_update: decoding is not differentiable: train with causal_conv1d")):
+    with pytest.raises(
+        RuntimeError, match=says("causal_conv1d_update: decoding is not differentiable: train with causal_conv1d")
+    ):
         out.sum().backward()
     if name == "conv_state":
         with pytest.raises(RuntimeError, match=says("causal_conv1d_update: decoding is not differentiable")):

@@ -47,18 +47,21 @@ struct BwdInputs {
   OptionalTensor grad_out, grad_final_state;
   Inputs in;
   NeedsGrad needs_grad{};
+  // What errors about double backward name.
+  std::string_view layer = "causal_conv1d";
   // Arguments of _causal_conv1d_bwd_out alone: memory for the gradient of x, and a tensor to be added to grad_out.
   OptionalTensor grad_x, grad_out_2;
 
   auto grads() { return std::tie(grad_out, grad_final_state); }
   auto saved() { return std::tie(); }
-  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+  auto fields_but_layer() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(layer)); }
 };
 
 struct BwdOutInputs : BwdInputs {
   at::Tensor required_grad_x;
 
-  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_x, grad_out_2)); }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(required_grad_x, grad_out_2)); }
 };
 using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // all but the gradient of x
 

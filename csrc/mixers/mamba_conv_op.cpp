@@ -10,8 +10,8 @@
 // The operator returns x twice, as two tensors that share memory, one for the projections and one for the scan. Backward thus
 // gets two gradients of x, and the convolution's kernel adds them as it reads them.
 //
-// The node takes plain tensors only. A call that is traced, batched or differentiated in forward mode is composed of PyTorch's
-// operators and causal_conv1d instead.
+// The node takes plain tensors only. A call that is traced or batched is composed of PyTorch's operators and causal_conv1d
+// instead.
 
 #include "mixers/mamba_conv_op.h"
 
@@ -24,6 +24,8 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
+#include <string_view>
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
@@ -50,8 +52,10 @@ using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 struct Inputs {
   at::Tensor xz, weight;
   OptionalTensor bias, initial_state;
+  std::string_view layer = "Mamba";
 
-  auto fields() { return std::tie(xz, weight, bias, initial_state); }
+  auto tensors() { return std::tie(xz, weight, bias, initial_state); }
+  auto fields() { return std::tuple_cat(tensors(), std::tie(layer)); }
 };
 
 at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.sym_size(-1) / 2); }
@@ -99,7 +103,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& xz, const at::Tensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& initial_state) {
+                               const OptionalTensor& bias, const OptionalTensor& initial_state, std::string layer) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor x = left_half(xz), z = right_half(xz);
     static const Operator<causal_conv1d::FwdOutputs, causal_conv1d::Inputs> op("ssm_kernels::_causal_conv1d_fwd");
@@ -112,6 +116,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     }
     torch::autograd::impl::set_version_counter(again, out.unsafeGetTensorImpl()->version_counter());
     ctx->save_for_backward({x, weight, or_undefined(bias), or_undefined(initial_state)});
+    ctx->saved_data["layer"] = std::move(layer);
     ctx->set_materialize_grads(false);
     // Without a gradient of xz, none of z is needed.
     if (!xz.requires_grad()) ctx->mark_non_differentiable({z});
@@ -121,7 +126,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
   // Takes `grads` by reference: a copy would hold a second reference to each gradient, and whole_of needs the only one.
   template <typename Grads>
   static variable_list backward(torch::autograd::AutogradContext* ctx, Grads&& grads) {
-    constexpr size_t kNumArguments = 4;  // of forward, after ctx
+    constexpr size_t kNumArguments = 5;  // of forward, after ctx
     variable_list result(kNumArguments);
     if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return result;
     const auto saved = ctx->get_saved_variables();
@@ -160,6 +165,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       at::Tensor grad_x;
       if (has_grad_out) {
         static const Operator<causal_conv1d::GradTensors, causal_conv1d::BwdInputs> op("ssm_kernels::_causal_conv1d_bwd");
+        convolution.layer = ctx->saved_data["layer"].toStringView();
         causal_conv1d::GradTensors computed = op(convolution);
         grad_x = std::move(computed[kGradX]);
         std::move(computed.begin() + 1, computed.end(), grads_of_parameters.begin());
@@ -199,16 +205,17 @@ struct MambaConvOp {
 };
 
 Result mamba_conv(Inputs& in) {
-  TORCH_CHECK_VALUE(in.xz.dim() == 3 && in.xz.sym_size(2) % 2 == 0,
-                    "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ", in.xz.sym_sizes());
+  TORCH_CHECK_VALUE(in.xz.dim() == 3 && in.xz.sym_size(2) % 2 == 0, in.layer,
+                    ": expected xz of shape (batch, seqlen, 2 * channels), got ", in.xz.sym_sizes());
   const bool makes_node = std::apply(
       [](const auto&... tensor) {
-        const auto has_tangent = [](const at::Tensor& one) { return one.defined() && one._fw_grad(/*level=*/0).defined(); };
-        return (needs_autograd(tensor) || ...) && !(has_tangent(or_undefined(tensor)) || ...);
+        // As the scan, which follows: Python names the class that is derived from this layer.
+        TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensor) || ...), not_supported("Mamba", kForwardMode));
+        return (needs_autograd(tensor) || ...);
       },
-      in.fields());
-  if (!makes_node || !has_plain_tensors(in.fields())) return compose(in);
-  auto outputs = MambaConv::apply(in.xz, in.weight, in.bias, in.initial_state);
+      in.tensors());
+  if (!makes_node || !has_plain_tensors(in.tensors())) return compose(in);
+  auto outputs = MambaConv::apply(in.xz, in.weight, in.bias, in.initial_state, std::string(in.layer));
   return {outputs[0], outputs[1], outputs[2]};
 }
 

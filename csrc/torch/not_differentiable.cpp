@@ -33,9 +33,11 @@ std::string reference_of(std::string_view op) {
   return std::string(op);
 }
 
-// "mamba_mixer" or "mamba2_mixer" if the operator is a part of it, else "". Messages about mixers have the layer's name.
-std::string mixer_of(const c10::OperatorHandle& op) {
+// The mixer that the operator is a part of, else "". `shown` is what messages name: of a mixer it is the layer, whose
+// convolution runs as causal_conv1d.
+std::string mixer_of(const c10::OperatorHandle& op, const std::string& shown) {
   const std::string name = public_name(op);
+  if (name == "causal_conv1d" && shown != name) return "mamba_mixer";
   return ends_with(name, "_mixer") ? name : "";
 }
 
@@ -92,11 +94,12 @@ void below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     is_dual = is_dual || has_tangent(tensor);
     if (at::GradMode::is_enabled() && tensor.requires_grad()) differentiated.push_back(tensor);
   });
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(public_name(op, arguments), kForwardMode, mixer_of(op)));
+  const std::string shown = is_dual || !differentiated.empty() ? public_name(op, arguments) : "";
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(shown, kForwardMode, mixer_of(op, shown)));
   std::string message;
   torch::autograd::edge_list edges;
   if (!differentiated.empty()) {
-    message = not_supported(public_name(op, arguments), "double backward (a derivative of a gradient)", mixer_of(op));
+    message = not_supported(shown, "double backward (a derivative of a gradient)", mixer_of(op, shown));
     edges = torch::autograd::collect_next_edges(differentiated);
   }
   {

@@ -391,7 +391,7 @@ def _inner_scan(
             check_device(name, argument, tensor, "xz", xz)
     with no_autocast(xz):
         x, scanned, z = torch.ops.ssm_kernels._mamba_conv(
-            xz.transpose(1, 2), readable(conv1d_weight, xz.dtype), readable(conv1d_bias, xz.dtype), None
+            xz.transpose(1, 2), readable(conv1d_weight, xz.dtype), readable(conv1d_bias, xz.dtype), None, name
         )
     low_rank, *projected = F.linear(x, x_proj_weight).split(sizes, dim=-1)
     delta = F.linear(low_rank, delta_proj_weight)

@@ -307,7 +307,9 @@ for _name in (scan.removesuffix("_scan") for scan in reference.RECURRENCES):
 
 
 @_decomposes("_mamba_conv")
-def _mamba_conv(xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _mamba_conv(
+    xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, layer: str = "Mamba"
+) -> tuple[Tensor, Tensor, Tensor]:
     x, z = xz.chunk(2, dim=-1)
     x, _ = _causal_conv1d(x, weight.flatten(1), bias, "silu", initial_state=initial_state)
     return x, x, z

@@ -23,7 +23,7 @@ from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int
 from .common import PackedMixer, conv_parameters, expanded, short_convolution
 from .initialization import linear
-from .naming import names_layer
+from .naming import name_for_operator, names_layer
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -215,8 +215,11 @@ class Mamba(SelectiveBase, PackedMixer):
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
         first_inputs = self._initial_state(conv_state, xz.dtype)
         if seq_idx is None and cu_seqlens is None:
-            convolve = _mamba_conv if self.context is None else self.context.mamba_conv
-            x, scanned, z = convolve(xz, weight, bias, first_inputs)
+            arguments = (xz, weight, bias, first_inputs)
+            if self.context is None:
+                x, scanned, z = _mamba_conv(*arguments, *name_for_operator(self))
+            else:
+                x, scanned, z = self.context.mamba_conv(*arguments)
             y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
         else:
             inputs, z = xz.chunk(2, dim=-1)

@@ -54,7 +54,7 @@ from .common import (
 )
 from .discretized import DiscretizedModule
 from .initialization import init_dt_bias, linear, uniform_
-from .naming import class_name, names_layer
+from .naming import name_for_operator, names_layer
 from .weight_decay import NamesNoDecay
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -403,8 +403,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
         mixer = self._mixer()
-        is_named = mixer is _mamba2_mixer and type(self).__name__ != self._mixer_name and not torch.compiler.is_compiling()
-        named = (class_name(self),) if is_named else ()
+        named = name_for_operator(self) if mixer is _mamba2_mixer else ()
         y, _, final_states = mixer(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),

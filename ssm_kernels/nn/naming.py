@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_script
 
-__all__ = ["class_name", "names_layer"]
+__all__ = ["class_name", "name_for_operator", "names_layer"]
 
 _Layer = TypeVar("_Layer", bound=type[nn.Module])
 
@@ -44,6 +44,15 @@ def class_name(module: object) -> str:
             if cls.__name__ != base.__name__ and cls.__name__.endswith(base.__name__):
                 return base.__name__
     return cls.__name__
+
+
+def name_for_operator(module: nn.Module) -> tuple[str, ...]:
+    """The last argument of a mixer's operators, which their errors name: none for the layer that the operators were made for.
+
+    Compiled code keeps that name.
+    """
+    is_default = type(module).__name__ == getattr(module, "_mixer_name", None) or torch.compiler.is_compiling()
+    return () if is_default else (class_name(module),)
 
 
 def names_layer(layer: _Layer) -> _Layer:

@@ -41,7 +41,7 @@ from .checks import (
 from .common import is_only_a_product, mark_parameters, readable, update_state, wide_dtype
 from .discretized import DiscretizedModule
 from .initialization import fill_, initialized, linear, reset_step_projection
-from .naming import class_name, names_layer
+from .naming import class_name, name_for_operator, names_layer
 
 __all__ = ["SelectiveSSM"]
 
@@ -157,9 +157,7 @@ class SelectiveBase(DiscretizedModule):
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         if self.context is not None:
             return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state=needs_last_state)
-        if type(self).__name__ == self._mixer_name or torch.compiler.is_compiling():
-            return _mamba_mixer(*arguments, seq_idx, cu_seqlens)
-        return _mamba_mixer(*arguments, seq_idx, cu_seqlens, class_name(self))
+        return _mamba_mixer(*arguments, seq_idx, cu_seqlens, *name_for_operator(self))
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
