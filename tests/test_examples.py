@@ -95,7 +95,7 @@ def read(checkpoint: Path) -> dict:
 def test_learns(example, model, tmp_path, monkeypatch):
     """The first as a user runs it, in a process of its own."""
     monkeypatch.chdir(tmp_path)
-    arguments = ["--epochs=3", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
+    arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
     arguments += [f"--model={model}"] if model else []
     if model:
         printed = example.run(*arguments)
@@ -105,11 +105,11 @@ def test_learns(example, model, tmp_path, monkeypatch):
         printed = run.stdout
     checkpoint = read(tmp_path / "run.pt")
     steps_per_epoch = 1347 // 16
-    assert len(checkpoint["losses"]) == 3 * steps_per_epoch
-    assert [step for step, _ in checkpoint["accuracies"]] == [epoch * steps_per_epoch for epoch in range(1, 4)]
+    assert len(checkpoint["losses"]) == 5 * steps_per_epoch
+    assert [step for step, _ in checkpoint["accuracies"]] == [epoch * steps_per_epoch for epoch in range(1, 6)]
     # Ten classes: chance is 10 %, and a loss of 2.30.
-    assert checkpoint["accuracies"][-1][1] > 0.25
-    assert sum(checkpoint["losses"][-10:]) / 10 < 2.1
+    assert checkpoint["accuracies"][-1][1] > 0.3
+    assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
     assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in printed
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     described = f"{model or 'mamba'} (discretization zoh)" if model in ("", "mamba2") else model
