@@ -77,15 +77,18 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
 def keyword_checks(function: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
     """A function that checks the flags and numbers among the keywords of a call of ``function``.
 
-    The dispatcher takes objects of most types for a bool, takes a bool for a number, and rounds fractions.
+    The dispatcher takes objects of most types for a bool, takes a bool for a number, and rounds fractions. Compiled code has no
+    such check: its flags may be symbols.
     """
     annotations = {name: str(each.annotation) for name, each in inspect.signature(function).parameters.items()}
     flags = tuple(name for name, annotation in annotations.items() if annotation == "bool")
     amounts = tuple(name for name, annotation in annotations.items() if annotation.startswith(("int", "float")))
 
     def check(keywords: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
         for name in flags:
-            if name in keywords and keywords[name] is not True and keywords[name] is not False and not _is_flag(keywords[name]):
+            if name in keywords and keywords[name] is not True and keywords[name] is not False and not is_flag(keywords[name]):
                 raise _wrong_type(function.__name__, name, "a bool", keywords[name])
         for name in amounts:
             if name in keywords and type(keywords[name]) not in _PLAIN_AMOUNTS:
@@ -170,18 +173,20 @@ def _wrong_type(operator: str, name: str, kind: str, value: Any) -> TypeError:
     return TypeError(f"{operator}: expected {name} to be {kind}, got {got}")
 
 
-def _is_flag(value: Any) -> bool:
-    """Whether a value other than True and False serves as a bool: 0, 1, and bools of NumPy, of PyTorch and in tensors."""
+def is_flag(value: Any) -> bool:
+    """Whether a value serves as a bool: bools, 0, 1, and the bools of NumPy and PyTorch, in arrays and tensors of one too."""
     if _is_single(value):
-        return value.dtype == torch.bool
+        return str(value.dtype) in ("bool", "torch.bool")
     if isinstance(value, (numbers.Integral, torch.SymInt)):
         return value in (0, 1)
-    return isinstance(value, torch.SymBool) or (type(value).__name__ in ("bool", "bool_") and hasattr(value, "dtype"))
+    return isinstance(value, (bool, torch.SymBool))
 
 
 def _is_single(value: Any) -> bool:
-    """Whether the value is a tensor that the dispatcher takes for a number."""
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 and not value.is_complex()
+    """Whether the value is a tensor, or an array of NumPy, that the dispatcher takes for a number."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested and value.numel() == 1 and not value.is_complex()
+    return hasattr(value, "__array__") and getattr(value, "shape", None) == () and value.dtype.kind in "biuf"
 
 
 def _expected_kind(annotation: str, value: Any) -> str | None:
@@ -194,12 +199,12 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     if annotation.startswith("Sequence[float]"):
         return None if _are_numbers(value) else "a sequence of numbers"
     if annotation.startswith("bool"):
-        return None if isinstance(value, bool) or _is_flag(value) else "a bool"
+        return None if is_flag(value) else "a bool"
     if annotation.startswith("int"):
         is_int = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
-        return None if is_int or (_is_single(value) and not value.is_floating_point()) else "an integer"
+        return None if is_int or (_is_single(value) and "int" in str(value.dtype)) else "an integer"
     if annotation.startswith("float"):
-        return None if _is_number(value) or _is_single(value) else "a number"
+        return None if _is_number(value) or (_is_single(value) and "bool" not in str(value.dtype)) else "a number"
     if annotation.startswith(("str", *choices.__all__)):
         return None if isinstance(value, str) else "a string"
     return None
@@ -216,7 +221,11 @@ def _is_number(value: Any) -> bool:
 def _are_numbers(value: Any) -> bool:
     if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
         return len(value.shape) == 1
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_number(item) for item in value)
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(_is_number(item) or _is_single(item) for item in value)
+    )
 
 
 def _exceeded_limit(annotation: str, value: Any) -> str | None:
@@ -276,4 +285,4 @@ def read_dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[f
         raise ValueError(f"{operator}: expected dt_limit = (min, max), got {len(dt_limit)} numbers")
     if _is_beyond_float(dt_limit):
         raise ValueError(f"{operator}: expected dt_limit within a float's range, got an integer beyond it")
-    return finite_dt_limit(dt_limit)
+    return finite_dt_limit([limit if _is_number(limit) else float(limit) for limit in dt_limit])

@@ -35,15 +35,18 @@ def step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
     """
     if isinstance(dt, Tensor):
         return dt
-    if isinstance(dt, bool) or not isinstance(dt, numbers.Real):
+    is_symbol = isinstance(dt, (torch.SymInt, torch.SymFloat))
+    if isinstance(dt, bool) or not (is_symbol or isinstance(dt, numbers.Real)):
         got = "None" if dt is None else type(dt).__name__
         raise TypeError(f"{operator}: expected dt to be a tensor or a number, got {got}")
     if not isinstance(candidate, Tensor):
         raise TypeError(f"{operator}: expected candidate to be a tensor, got {type(candidate).__name__}")
     dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
-    check_step_size(operator, dt, dtype)
+    if not is_symbol:  # whose value no trace may depend on
+        check_step_size(operator, dt, dtype)
     # One value for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
-    return torch.full(candidate.shape[-1:], float(dt), dtype=dtype, device=candidate.device)
+    value = torch.sym_float(dt) if is_symbol else float(dt)
+    return torch.full(candidate.shape[-1:], value, dtype=dtype, device=candidate.device)
 
 
 def check_step_size(name: str, dt: Any, dtype: torch.dtype) -> None:

@@ -133,3 +133,54 @@ def test_decoding_operators_refuse_gradients_with_one_sentence(name: str) -> Non
             function(**good | {leaf: good[leaf].clone().requires_grad_()}).sum().backward()
     with torch.no_grad():
         function(**good | {"x": good["x"].clone().requires_grad_()})
+
+
+def test_numbers_and_flags_of_numpy_and_of_tensors() -> None:
+    operator = OPERATORS["rms_norm_gated"]
+    good = operator.make("cpu") | {"eps": 1e-5, "norm_before_gate": True}
+    expected = ssm_kernels.rms_norm_gated(**fresh(good))
+    for eps in (np.float32(1e-5), np.float64(1e-5), np.array(1e-5), torch.tensor(1e-5, dtype=torch.float64)):
+        for flag in (1, np.True_, np.array(True), torch.tensor(True)):
+            found = ssm_kernels.rms_norm_gated(**fresh(good) | {"eps": eps, "norm_before_gate": flag})
+            torch.testing.assert_close(found, expected)
+    for name, wrong in (("eps", np.True_), ("norm_before_gate", np.float64(1)), ("norm_before_gate", np.array([True, False]))):
+        assert is_ours(call_of(ssm_kernels.rms_norm_gated, fresh(good) | {name: wrong}), "rms_norm_gated")
+
+
+def test_symbols_as_numbers_and_flags() -> None:
+    """Sizes of compiled code that is made for all of them."""
+    a = torch.rand(2, 7, 3)
+
+    def reversed_if_long(a: Tensor) -> Tensor:
+        return ssm_kernels.linear_scan(a, a, reverse=a.shape[1] > 5)
+
+    def one_step_a_step(a: Tensor) -> Tensor:
+        return ssm_kernels.liquid_scan(a, a + 1, dt=1 / a.shape[1])
+
+    for function in (reversed_if_long, one_step_a_step):
+        compiled = torch.compile(function, backend="eager", dynamic=True, fullgraph=True)
+        for x in (a, torch.rand(2, 4, 3)):
+            torch.testing.assert_close(compiled(x), function(x))
+
+
+WRITTEN = {"selective_state_update": ("state", "out"), "causal_conv1d_update": ("conv_state",)}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_lazily_negated_views_of_decoding_operators(name: str) -> None:
+    """The memory of x.conj().imag holds the negatives of its values."""
+    function, good = getattr(ssm_kernels, name), OPERATORS[name].make("cpu")
+    expected = function(**fresh(good))
+    good["out"] = torch.empty_like(expected)
+    if "out" not in WRITTEN[name]:
+        del good["out"]
+    for argument, value in good.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        negated = torch._neg_view(-value)
+        error = call_of(function, fresh(good) | {argument: negated})
+        if argument in WRITTEN[name]:
+            message = f"expected {argument} to have its values in memory, got a lazily negated view: pass a copy"
+            assert isinstance(error, NotImplementedError) and message in str(error), (argument, error)
+        else:
+            assert same(function(**fresh(good) | {argument: torch._neg_view(-value)}), expected), argument

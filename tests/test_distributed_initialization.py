@@ -55,7 +55,7 @@ class Adapted(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.adapter = nn.Parameter(torch.empty(3, 8))
+        self.adapter, self.gain = nn.Parameter(torch.empty(3, 8)), nn.Parameter(torch.empty(1))
 
 
 def check_parameters_left(mesh: Mesh) -> None:
@@ -67,7 +67,7 @@ def check_parameters_left(mesh: Mesh) -> None:
     adapted = model.backbone.layers[0].adapted
     nn.init.constant_(adapted.adapter.to_local(), 3)
     with pytest.raises(
-        RuntimeError, match=r"init_weights: .*layers\.0\.adapted \(Adapted: adapter\): initialize the model before"
+        RuntimeError, match=r"init_weights: .*layers\.0\.adapted \(Adapted: adapter, gain\): initialize the model before"
     ):
         model.init_weights()
     assert adapted.adapter.to_local().eq(3).all() and adapted.weight.to_local().abs().max() <= 8**-0.5

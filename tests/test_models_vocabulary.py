@@ -41,6 +41,14 @@ def test_token_ids(mixer, value):
             model.generate(prompts, max_new_tokens=1)
 
 
+def test_an_embedding_of_another_size_below_a_wrapper():
+    model = make_model("MinGRU")
+    model.backbone.embedding = nn.Sequential(nn.Embedding(40, model.config.d_model))
+    assert model.backbone(torch.full((1, 3), 39)).shape[:2] == (1, 3)
+    with pytest.raises(ValueError, match="MixerModel: expected input_ids from 0 to 39, below vocab_size = 40"):
+        model.backbone(torch.full((1, 3), 40))
+
+
 def test_int32_ids():
     with pytest.raises(ValueError, match=sentence("MixerModel", "input_ids", 21, 21)):
         make_model("MinGRU")(torch.full((1, 3), 21, dtype=torch.int32))

@@ -232,6 +232,12 @@ def test_bad_arguments():
         GatedMLP(4, 0)
     with pytest.raises(ValueError, match="GatedMLP: expected multiple_of to be at least 1, got 0"):
         GatedMLP(4, multiple_of=0)
+    for shape in ((), (2, 3, 5)):
+        expected = f"GatedMLP: expected x of shape (..., in_features) = (..., 4), got {[*shape]}"
+        with pytest.raises(ValueError, match=says(expected)):
+            GatedMLP(4)(torch.ones(shape))
+    with pytest.raises(RuntimeError, match=r"^Block: expected hidden_states on cpu \(the layer's device\), got meta$"):
+        Block(DIM, functools.partial(Linear, DIM))(torch.ones(2, 3, DIM, device="meta"))
 
 
 def test_bad_calls():

@@ -80,6 +80,10 @@ def test_functions_of_peers_refuse_script(module: str) -> None:
         refuses_script(function, function.__name__)
 
 
+def test_functions_that_call_those_of_peers_refuse_script() -> None:
+    refuses_script(importlib.import_module("ssm_kernels.compat.causal_conv1d").causal_conv1d_fn, "causal_conv1d_fn")
+
+
 def test_references_and_norms_of_peers_refuse_script() -> None:
     for name, function in functions_of("ssm_kernels.compat.references").items():
         refuses_script(function, name)
@@ -327,6 +331,9 @@ def test_arguments_refuse_trace() -> None:
             cache.seqlen_offset = offset
             call = lambda x, layer=layer: layer(x, inference_params=cache)  # noqa: E731, B023
             refuses_trace(call, [make_sequence(2, 1, WIDTH)], name, "inference_params")
+    refuses_trace(
+        lambda ids: make_model("Mamba").generate(ids, 4), [make_tokens(1, 2)], "MambaLM.generate", "loops over tokens"
+    )
 
 
 @over({name: spec for name, spec in OPERATORS.items() if "scan" in name})

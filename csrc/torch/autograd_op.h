@@ -37,6 +37,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/eager.h"
+#include "torch/lazy_views.h"
 #include "torch/not_differentiable.h"
 
 namespace ssm_kernels {
@@ -329,6 +330,8 @@ at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKe
 
 #define SSM_IN_PLACE_OPERATOR(Op)                                                                        \
   TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { implement<&count_version<Op>>(m, Op::kSchema); } \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Negative, m) { read_lazy_views(m, Op::kSchema); }                      \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Conjugate, m) { read_lazy_views(m, Op::kSchema); }                     \
   SSM_AUTOCAST_OPERATOR(Op)
 
 }  // namespace ssm_kernels

@@ -164,15 +164,7 @@ PARTS = tuple(dict.fromkeys(name.partition(".")[0] for name in MODULES))
 """The top-level modules, each of which can be installed apart from the rest."""
 
 FUNCTIONS = {
-    "mamba_ssm": (
-        *_SELECTIVE_SCAN,
-        *_NO_OUT_PROJ,
-        "selective_state_update",
-        *_SSD,
-        "layer_norm_fn",
-        "rms_norm_fn",
-        "rmsnorm_fn",
-    ),
-    "causal_conv1d": (*_CONVOLUTIONS, *_CPP_FUNCTIONS),
+    part: tuple(dict.fromkeys(name for module, names in MODULES.items() if f"{module}.".startswith(start) for name in names))
+    for part, start in (("mamba_ssm", "mamba_ssm.ops."), ("causal_conv1d", "causal_conv1d."))
 }
 """Names that clients set to None if the import of their part fails."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import is_traced
+from .._torchscript import refuse_script
 from ..choices import ConvActivation
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
@@ -19,6 +20,7 @@ from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
 
+@refuse_script
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,

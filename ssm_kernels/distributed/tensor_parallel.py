@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..models.mamba_lm import MambaLM
 from ..nn.block import GatedMLP
+from ..nn.checks import check_bools
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
 from ..nn.naming import class_name
@@ -103,9 +104,7 @@ class TensorParallel(ParallelStyle):
 
     def __init__(self, *, sequence_parallel: bool = False, gather_logits: bool = True) -> None:
         super().__init__()
-        for name, value in (("sequence_parallel", sequence_parallel), ("gather_logits", gather_logits)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{_NAME}: expected {name} to be a bool, got {type(value).__name__}")
+        check_bools(_NAME, sequence_parallel=sequence_parallel, gather_logits=gather_logits)
         self.sequence_parallel, self.gather_logits = sequence_parallel, gather_logits
 
     def __repr__(self) -> str:

@@ -95,6 +95,7 @@ class MambaConfig(MambaSsmFields):
             setattr(self, size, int(getattr(self, size)))
         for flag in ("rms_norm", "residual_in_fp32", "fused_add_norm", "tie_embeddings"):
             check_bools(name, **{flag: getattr(self, flag)})
+            setattr(self, flag, bool(getattr(self, flag)))
         for field, kind in (("ssm_cfg", Mapping), ("attn_cfg", Mapping), ("attn_layer_idx", Sequence)):
             if not isinstance(getattr(self, field), kind) or isinstance(getattr(self, field), str):
                 expected = "a dict" if kind is Mapping else "a list"

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._torchscript import refuse_script
+from .._torchscript import refuse_script, refuse_tracing
 from ..nn.checks import check_dtype, check_int
 from ..nn.initialization import Initialization, linear, reset_all
 from ..nn.naming import class_name
@@ -139,8 +139,9 @@ class MambaLM(NamesNoDecay, nn.Module):
     def tie_weights(self) -> None:
         """Makes embedding and head share their weight, if the configuration says so.
 
-        They stay one parameter in conversions, ``to_empty``, copies and ``load_state_dict``, ``assign=True`` included. If
-        something else has made them two, both take the embedding's, or the head's if the embedding is on ``meta``.
+        They stay one parameter in conversions, ``to_empty``, copies and ``load_state_dict`` of the model, ``assign=True``
+        included. Something else may make them two, such as ``model.backbone.load_state_dict(..., assign=True)``. Then both take
+        the embedding's, or the head's if the embedding is on ``meta``.
         """
         embedding, head = self.backbone.embedding, self.lm_head
         if self.config.tie_embeddings and head.weight is not embedding.weight:
@@ -240,7 +241,8 @@ class MambaLM(NamesNoDecay, nn.Module):
         """Logits of the token after each token.
 
         Args:
-            input_ids: (batch, seqlen), int32 or int64, from 0 to ``config.vocab_size - 1``; padding may be any number.
+            input_ids: (batch, seqlen), int32 or int64, from 0 to ``config.vocab_size - 1``; where ``attention_mask`` is 0,
+                any number.
             position_ids: ignored; for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
             num_last_tokens: return logits of this many last steps; 0 is all.
@@ -439,6 +441,7 @@ class MambaLM(NamesNoDecay, nn.Module):
             torch.Size([2, 15])
         """
         name = "MambaLM.generate"
+        refuse_tracing(name, "loops over tokens")
         eos_ids = check_eos(name, eos_token_id, self.config.vocab_size)
         pad_id = check_pad(name, pad_token_id, eos_ids, self.config.padded_vocab_size)
         device = self.backbone.embedding.weight.device

@@ -224,11 +224,13 @@ class MixerModel(NamesNoDecay, nn.Module):
         return given
 
     def _vocab_size(self) -> int:
-        """How many tokens there are: rows that pad the embedding are none. An embedding of another size has its own number."""
-        rows = getattr(self.embedding, "num_embeddings", None)
-        if isinstance(rows, int) and rows != self._config.padded_vocab_size:
-            return rows
-        return self._config.vocab_size
+        """How many tokens there are, without the rows that pad the embedding. An embedding of another size has its own number.
+
+        A wrapper has the number of the embedding inside.
+        """
+        found = (getattr(module, "num_embeddings", None) for module in self.embedding.modules())
+        rows = next((rows for rows in found if isinstance(rows, int)), self._config.padded_vocab_size)
+        return self._config.vocab_size if rows == self._config.padded_vocab_size else rows
 
     def _check_is_local(self, argument: str) -> None:
         """Raises where ranks hold spans of one sequence, as masks and labels know nothing of the other spans."""

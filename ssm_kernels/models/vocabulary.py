@@ -21,7 +21,7 @@ def check_ids(
     and compiled code contain no check.
     """
     is_readable = ids.device.type == "cpu" or (waits and not ids.is_meta)
-    if not is_readable or ids.numel() == 0 or is_traced(ids):
+    if not is_readable or is_traced(ids) or ids.numel() == 0:
         return
     low, high = _ends(ids if ignored is None else ids.masked_fill(ids == ignored, 0))
     if low >= 0 and high < vocab_size:

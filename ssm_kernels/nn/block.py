@@ -89,7 +89,7 @@ class GatedMLP(NamesNoDecay, nn.Module):
         hidden = 8 * in_features // 3 if hidden_features is None else hidden_features
         hidden = -(-hidden // multiple_of) * multiple_of
         out_features = in_features if out_features is None else out_features
-        self.activation = activation
+        self.in_features, self.activation = in_features, activation
         self.fc1 = linear(in_features, 2 * hidden, bias, device, dtype)
         self.fc2 = linear(hidden, out_features, bias, device, dtype)
 
@@ -97,8 +97,8 @@ class GatedMLP(NamesNoDecay, nn.Module):
         """(..., in_features) -> (..., out_features)."""
         name = class_name(self)
         check_tensor(name, "x", x)
-        if x.dim() == 0:
-            raise ValueError(f"{name}: expected x of shape (..., in_features), got []")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"{name}: expected x of shape (..., in_features) = (..., {self.in_features}), got {list(x.shape)}")
         if x.is_meta and not next(self.parameters()).is_meta:
             raise RuntimeError(f"{name}: expected x on the layer's device, got a meta tensor")
         value, gate = self.fc1(x).chunk(2, dim=-1)
@@ -250,6 +250,9 @@ class Block(NamesNoDecay, nn.Module):
         """
         check_shape("Block", "hidden_states", hidden_states, "(batch, seqlen, dim)", (None, None, self.dim))
         _check_dtype_of_stream("hidden_states", hidden_states)
+        weight = getattr(self.norm, "weight", None)
+        if hidden_states.is_meta and isinstance(weight, Tensor) and not weight.is_meta:
+            raise RuntimeError(f"Block: expected hidden_states on {weight.device} (the layer's device), got meta")
         if residual is not None:
             check_shape("Block", "residual", residual, "(batch, seqlen, dim)", hidden_states.shape)
             _check_dtype_of_stream("residual", residual)

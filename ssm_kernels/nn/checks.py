@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_dense, did_you_mean
+from .._arguments import check_dense, did_you_mean, is_flag
 from .._discretizations import discretization_aliases, discretizations
 
 
@@ -35,8 +35,9 @@ def check_optional_int(layer: str, name: str, value: Any, low: int = 1) -> None:
 
 
 def check_bools(layer: str, **values: Any) -> None:
+    """Checks for bools, NumPy's and PyTorch's too. Numbers are none: one may be another argument in the wrong place."""
     for name, value in values.items():
-        if not isinstance(value, bool):
+        if not is_flag(value) or (isinstance(value, numbers.Integral) and not isinstance(value, bool)):
             raise _wrong_type(layer, name, "a bool", value)
 
 
@@ -75,8 +76,11 @@ def check_choice(layer: str, name: str, value: Any, choices: Sequence[str | None
         raise ValueError(f"{layer}: unknown {name} {value!r}, expected one of {[*choices]}{did_you_mean(value, choices)}")
 
 
-def check_discretization(layer: str, value: Any) -> None:
-    check_choice(layer, "discretization", value, [*discretizations, *discretization_aliases])
+def check_discretization(layer: str, value: Any, supported: Sequence[str] = ()) -> None:
+    """Checks that it is the name of a rule. The error lists ``supported``, or all; operators refuse the others."""
+    known = [*discretizations, *discretization_aliases]
+    if not isinstance(value, str) or value not in known:
+        check_choice(layer, "discretization", value, supported or known)
 
 
 def check_step_sizes(layer: str, dt_min: Any, dt_max: Any, dt_init_floor: Any) -> None:

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -90,7 +90,7 @@ def initialized(module: ModuleT, draw: Callable[[Any], None]) -> ModuleT:
 def reset_all(model: nn.Module, name: str) -> None:
     """Calls ``reset_parameters`` of every module of ``model`` that has this method, of children before their parents.
 
-    This is the order of constructors: the parent has the last word on a child's parameters, as in ``nn.MultiheadAttention``.
+    As in constructors the parent has the last word on a child's parameters: ``nn.MultiheadAttention`` relies on it.
 
     Args:
         name: the caller's, for messages.
@@ -110,16 +110,41 @@ def reset_all(model: nn.Module, name: str) -> None:
             names = _left_by(module, reset)
             written.update(id(value) for each, value in module._parameters.items() if each not in names)
             kept.append((path or "the model", module, names))
+    # Only here, because the ranks of a sharded model draw together.
+    own = {id(module._parameters[each]) for _, module, names in kept for each in names} - written
+    unset = _left_on_any_rank([each for _, module, _ in kept for each in module.parameters(recurse=False)], own)
     left = []
-    for path, module, names in reversed(kept):
-        if names := [each for each in names if id(module._parameters[each]) not in written]:
+    for path, module, _ in reversed(kept):
+        if names := [each for each, value in module._parameters.items() if id(value) in unset]:
             left.append(f"{path} ({class_name(module)}: {', '.join(names)})")
-    # Only here, because the ranks of a sharded model draw together: one that has no part of a parameter sees nothing.
     if left:
         raise RuntimeError(
             f"{name}: expected reset_parameters of every module to initialize all of its parameters, got some that it leaves "
             f"as they are, in {'; '.join(left)}: {_REMEDY}"
         )
+
+
+def _left_on_any_rank(parameters: list[nn.Parameter], left: set[int]) -> set[int]:
+    """The ids of ``left``, and of the DTensors that another rank of their mesh has left.
+
+    A rank without a part of them sees nothing. Ranks that raised alone would let it wait in its next collective.
+    """
+    distributed: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if is_distributed(parameter):
+            mesh = cast(Any, parameter).device_mesh
+            distributed.setdefault(mesh, []).append(parameter)
+    found = set(left)
+    for mesh, own in distributed.items():
+        if mesh.get_coordinate() is None:
+            continue
+        import torch.distributed as dist
+
+        marks = torch.tensor([id(parameter) in left for parameter in own], dtype=torch.int32, device=mesh.device_type)
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+        found.update(id(parameter) for parameter, mark in zip(own, marks.tolist(), strict=True) if mark)
+    return found
 
 
 _REMEDY = (
@@ -141,6 +166,8 @@ def _reset_of(module: nn.Module, path: str, name: str) -> Callable[[], Any] | No
         got = f"{class_name(module)}, whose parameters nothing initializes"
     elif hasattr(type(module), "adapter_layer_names"):
         got = f"{class_name(module)}, a layer of peft, whose adapters do not start as nn.Linear does"
+    elif _is_flattened(module):
+        got = f"{class_name(module)}, whose weight FSDP1 has flattened"
     elif not all(parameter.is_floating_point() or parameter.is_complex() for parameter in own):
         got = f"{class_name(module)} with parameters of integers"
     if got is not None:
@@ -149,6 +176,13 @@ def _reset_of(module: nn.Module, path: str, name: str) -> Callable[[], Any] | No
 
 
 _RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 has made the weight a part of a vector: it calls ``reset_parameters`` before, of a model on meta."""
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d))
+    return is_matrix and getattr(weight, "_fsdp_flattened", False) and cast(Tensor, weight).dim() == 1
 
 
 @torch.no_grad()

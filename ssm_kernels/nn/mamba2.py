@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn as nn
@@ -221,7 +221,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         check_pair("Mamba2", "A_init_range", A_init_range)
         check_pair("Mamba2", "dt_limit", dt_limit)
         check_step_sizes("Mamba2", dt_min, dt_max, dt_init_floor)
-        check_discretization("Mamba2", discretization)
+        check_discretization("Mamba2", discretization, get_args(ExponentialDiscretizationName))
         check_dtype("Mamba2", dtype)
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
         self.expand, self.d_inner = expand, expanded("Mamba2", expand, d_model)
