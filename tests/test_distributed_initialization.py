@@ -73,6 +73,16 @@ def check_parameters_left(mesh: Mesh) -> None:
     assert adapted.adapter.to_local().eq(3).all() and adapted.weight.to_local().abs().max() <= 8**-0.5
 
 
+def check_flattened_parameters(mesh: Mesh) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    options = {"process_group": mesh.get_group(), "device_id": device, "use_orig_params": True}
+    wrapped = FullyShardedDataParallel(MAKERS["MambaLM-Mamba"](device=device), **options)
+    with pytest.raises(RuntimeError, match=r"init_weights: .*whose weight FSDP1 has flattened: initialize the model before"):
+        wrapped.module.init_weights()
+
+
 def check_training(mesh: Mesh) -> None:
     """The documented path, on as many ranks as there are: the same losses as on one."""
     losses: dict[bool, list[float]] = {}
@@ -215,6 +225,7 @@ def test_the_documented_path(processes: Processes, place: Place):
 
 def test_parameters_that_nothing_initializes(processes: Processes):
     processes.check(Place((2,)), check_parameters_left)
+    processes.check(Place((2,)), check_flattened_parameters)
 
 
 def test_tied_weights_stay_tied(processes: Processes):
