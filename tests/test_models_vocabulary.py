@@ -43,7 +43,7 @@ def test_token_ids(mixer, value):
 
 def test_an_embedding_of_another_size_below_a_wrapper():
     model = make_model("MinGRU")
-    model.backbone.embedding = nn.Sequential(nn.Embedding(40, model.config.d_model))
+    model.backbone.embedding = nn.Sequential(nn.Embedding(40, model.config.d_model, dtype=torch.float64))
     assert model.backbone(torch.full((1, 3), 39)).shape[:2] == (1, 3)
     with pytest.raises(ValueError, match="MixerModel: expected input_ids from 0 to 39, below vocab_size = 40"):
         model.backbone(torch.full((1, 3), 40))
