@@ -40,7 +40,7 @@ def source_version() -> str:
 
 
 def build_kind(torch_version: str, cuda: str | None) -> tuple[str, str]:
-    """What tells apart two wheels of the same version: the minor version of torch, and ``cpu`` or ``cu130``."""
+    """The minor version of torch, and ``cpu`` or ``cu130``: they tell apart two wheels of the same version."""
     return re.match(r"\d+\.\d+", torch_version)[0], f"cu{cuda.replace('.', '')}" if cuda else "cpu"
 
 

@@ -40,7 +40,7 @@ _INTERNAL = re.compile(r"aten|c10|dispatch|Triton|TORCH_|Internal|Expected|inter
 
 
 def replaced(value: Tensor, *, is_present: bool = True) -> Iterator[tuple[str, Any]]:
-    """What takes the place of a tensor, by a name. An absent one may be a tensor of any dtype, but of a wrong shape."""
+    """Yields the replacements of a tensor, each with a name. One that is absent gets a wrong shape, of any dtype."""
     for kind, change in TENSORS.items():
         if kind == "csr" and value.dim() < 2:
             continue

@@ -41,12 +41,12 @@ POSITIONS = (
     object(),
 )
 
-# Names of arguments for which another value of the same type is no mistake: rows that share a number, and sums of any tensors.
+# Arguments that broadcast: a number for all rows is legal.
 BROADCAST = {"tau", "dt", "recurrent_param"}
 
 
 def values_of(annotation: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What the argument cannot be, by a name."""
+    """Yields values that the argument refuses, each with a name."""
     if isinstance(value, Tensor) or annotation.startswith("Tensor"):
         yield from replaced(value if isinstance(value, Tensor) else torch.ones(2, 3), is_present=isinstance(value, Tensor))
     for start, others in (

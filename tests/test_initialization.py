@@ -157,7 +157,7 @@ def used_spectral_norm(layer: nn.Linear) -> None:
     nn.utils.spectral_norm(layer)(torch.randn(1, layer.in_features, dtype=layer.weight.dtype))
 
 
-# What is done to a projection, and the parameters and classes that the message names.
+# Each changes a projection; the message names these parameters and this class.
 HELD_WEIGHTS = {
     "weight_norm": (lambda layer: nn.utils.weight_norm(layer), ["Linear: weight_g, weight_v"]),
     "spectral_norm": (used_spectral_norm, ["Linear: weight_orig"]),

@@ -47,7 +47,7 @@ struct BwdInputs {
   OptionalTensor grad_out, grad_final_state;
   Inputs in;
   NeedsGrad needs_grad{};
-  // What errors about double backward name.
+  // Errors about double backward name it.
   std::string_view layer = "causal_conv1d";
   // Arguments of _causal_conv1d_bwd_out alone: memory for the gradient of x, and a tensor to be added to grad_out.
   OptionalTensor grad_x, grad_out_2;
