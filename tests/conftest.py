@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,9 @@ LONG = (
 )
 SELECTIVE_SCAN_KERNELS = ("faster", "sequential")
 
+# The devices of the tests that these expressions of -m select.
+DEVICES_OF_MARKS = {"cuda": ("cuda",), "not cuda": ("cpu",)}
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
@@ -101,8 +106,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if operator not in DEVICES:
         raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
     marks = {"cuda": pytest.mark.cuda}
-    # None on CUDA where there is no GPU: to collect twenty thousand items and to report a part of them takes seconds.
-    names = [device for device in DEVICES[operator] if device == "cpu" or torch.cuda.is_available()]
+    # None on CUDA where there is no GPU, and only the devices that -m asks for: to collect twenty thousand items takes seconds.
+    asked = DEVICES_OF_MARKS.get(metafunc.config.option.markexpr, ("cpu", "cuda"))
+    names = [device for device in DEVICES[operator] if device in asked and (device == "cpu" or torch.cuda.is_available())]
     devices = [pytest.param(device, marks=marks.get(device, ())) for device in names]
     if "kernel" not in metafunc.fixturenames:
         return metafunc.parametrize("device", devices)
@@ -168,8 +174,38 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in others]
 
 
+def _deselect(config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]) -> None:
+    others = [item for item in items if not keep(item)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = filter(keep, items)
+
+
+def _share(text: str) -> tuple[int, int]:
+    """The numbers of ``--part i/n``."""
+    try:
+        part, parts = map(int, text.split("/"))
+    except ValueError:
+        part, parts = 0, 0
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"expected --part i/n with 1 <= i <= n, got {text}")
+    return part, parts
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", metavar="i/n", help="run the i-th of n shares of the tests, for machines that are lent for minutes"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = filter(_runs, items)
+    if "exhaustive" not in config.option.markexpr:
+        _deselect(config, items, lambda item: item.get_closest_marker("exhaustive") is None)
+    if config.option.part is not None:
+        part, parts = _share(config.option.part)
+        # By the name alone, so that every worker and every run chooses the same.
+        _deselect(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % parts == part - 1)
     if config.pluginmanager.hasplugin("xdist"):
         # One worker runs them, with --dist loadgroup: two at a time would not find the memory that they need.
         for item in items:

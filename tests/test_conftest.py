@@ -1,0 +1,45 @@
+"""The choice of tests in conftest.py: exhaustive grids, and shares of the suite."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import conftest
+import pytest
+
+
+def selected(names: list[str], *, markexpr: str = "", part: str | None = None) -> list[str]:
+    """The names that remain of tests, of which those with "grid" in their names are exhaustive."""
+
+    def mark(name: str) -> Any:
+        return lambda asked: asked if asked == "exhaustive" and "grid" in name else None
+
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(
+        option=SimpleNamespace(markexpr=markexpr, part=part),
+        hook=hook,
+        pluginmanager=SimpleNamespace(hasplugin=lambda name: False),
+    )
+    items: list[Any] = [
+        SimpleNamespace(nodeid=name, get_closest_marker=mark(name), path=SimpleNamespace(stem="test")) for name in names
+    ]
+    conftest.pytest_collection_modifyitems(config, items)
+    return [item.nodeid for item in items]
+
+
+def test_exhaustive_grids_run_only_where_they_are_asked_for():
+    assert selected(["one", "grid"]) == ["one"] == selected(["one", "grid"], markexpr="not cuda")
+    assert selected(["one", "grid"], markexpr="exhaustive") == ["one", "grid"]
+
+
+def test_parts_share_all_tests():
+    names = [f"test_{i}" for i in range(100)]
+    parts = [selected(names, part=f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(sum(parts, [])) == sorted(names) and all(20 < len(part) < 50 for part in parts)
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "1", "a/b"])
+def test_part_names_a_share_that_exists(part):
+    with pytest.raises(pytest.UsageError, match=f"expected --part i/n with 1 <= i <= n, got {part}"):
+        selected(["one"], part=part)
