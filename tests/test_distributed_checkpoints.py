@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -274,11 +275,14 @@ SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "fsdp, tensor 4": ("fsdp, tensor", (2, 2)),
 }
 PAIRS = [
-    *((f"tensor {n}", f"tensor {m}") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4) if n != m),
+    *((f"tensor {n}", f"tensor {m}") for n, m in ((1, 4), (2, 3), (3, 2), (4, 1), (4, 2))),
     *((f"fsdp {n}", f"fsdp {m}") for n, m in ((2, 3), (3, 2))),
     *(("one 1", name) for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
     *((name, "one 1") for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
     *(("fsdp, tensor 4", "tensor 3"), ("tensor 3", "fsdp, tensor 4"), ("fsdp 3", "tensor 4"), ("tensor 2", "fsdp 3")),
+]
+OTHER_PAIRS = [
+    pair for n, m in itertools.permutations((1, 2, 3, 4), 2) if (pair := (f"tensor {n}", f"tensor {m}")) not in PAIRS
 ]
 PAIRS_ON_GPUS = (("one 1", "tensor 2"), ("tensor 2", "one 1"), ("tensor 2", "fsdp 2"), ("fsdp 2", "tensor 2"))
 CASES: dict[str, tuple[tuple[int, ...], Callable[[Mesh], None]]] = {
@@ -311,6 +315,7 @@ def run_case(mesh: Mesh, name: str) -> None:
     ("source", "target", "on"),
     [
         *((source, target, "cpu") for source, target in PAIRS),
+        *(pytest.param(*pair, "cpu", marks=pytest.mark.exhaustive) for pair in OTHER_PAIRS),
         *(pytest.param(*pair, "cuda", marks=pytest.mark.cuda) for pair in PAIRS_ON_GPUS),
     ],
 )

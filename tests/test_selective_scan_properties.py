@@ -58,14 +58,14 @@ def argument_sets(draw, dtypes=(torch.float64,)):
     return inputs
 
 
-@settings(no_deadline, max_examples=120)
+@settings(no_deadline, max_examples=60)
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
     inputs = move_all(inputs, device)
     assert_matches_reference(inputs)
 
 
-@settings(no_deadline, max_examples=60)
+@settings(no_deadline, max_examples=40)
 @given(inputs=argument_sets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 def test_low_precision(inputs, device):
     """The floor is relative to the largest value of a result, which cancellation may leave far below the terms of its sums."""
@@ -109,7 +109,7 @@ def test_cut_anywhere(inputs, cut, device):
     torch.testing.assert_close(state, last_state, rtol=1e-11, atol=1e-11)
 
 
-@settings(no_deadline, max_examples=100)
+@settings(no_deadline, max_examples=50)
 @given(inputs=argument_sets(), scale=st.floats(-4, 4))
 def test_linear_in_the_input_and_the_state(inputs, scale, device):
     """Doubling u and the initial state doubles the result: the scan is linear in them, whatever the method."""
