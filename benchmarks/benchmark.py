@@ -284,6 +284,7 @@ class Benchmark:
         layout: turns a result, whose rows are a list, into the form that the JSON file and the tables have.
         required: the options, by name, that make a missed bar an error, each with the rows that it holds, a prefix.
         trials_option: the name of the option that sets ``trials``.
+        appends: has the option ``--append``, with which a run adds its rows to those of an earlier one.
     """
 
     name: str
@@ -300,6 +301,7 @@ class Benchmark:
     layout: Callable[[Result], Result] = dict
     required: Mapping[str, str] = field(default_factory=dict)
     trials_option: str = "--trials"
+    appends: bool = False
 
 
 def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str] | None) -> tuple[Run, list[Any]]:
@@ -319,6 +321,8 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     )
     parser.add_argument("--warmup", type=int, default=benchmark.warmup, help="trials before those (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
+    if benchmark.appends:
+        parser.add_argument("--append", action="store_true", help="keep the rows of FILE that this run does not measure")
     for option, rows in benchmark.required.items():
         words = f"fail if a bar of {rows.rstrip('/') or 'any row'} is missed; RATIO replaces that of bars.json"
         parser.add_argument(f"--{option}", type=float, nargs="?", const=0.0, metavar="RATIO", help=words)
@@ -351,6 +355,12 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
     settings = {"trials": run.trials, "warmup": run.warmup, **context.pop("settings", {})}
     result: Result = {"benchmark": benchmark.name, "machine": machine(run.device), "settings": settings, **context, "rows": []}
 
+    kept: list[Row] = []
+    if getattr(run.options, "append", False) and run.options.json is not None and run.options.json.exists():
+        names = {case.name for case in cases}
+        kept = [row for row in json.loads(run.options.json.read_text())["rows"] if row["name"] not in names]
+    result["rows"] = kept
+
     for key in context.keys() & {"peer", "peers"}:
         print(f"{key}: {context[key]}")
 
@@ -361,7 +371,7 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
     groups: dict[Any, list[Any]] = {}
     for case in cases:
         groups.setdefault(id(case) if case.turns is None else case.turns, []).append(case)
-    order = [case.name for case in cases]
+    order = [row["name"] for row in kept] + [case.name for case in cases]
     for group in groups.values():
         rows = benchmark.measure(group, run)
         result["rows"] = sorted([*result["rows"], *rows], key=lambda row: order.index(row["name"]))

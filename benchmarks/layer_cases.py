@@ -57,12 +57,12 @@ def share_weights(ours: nn.Module, peer: nn.Module) -> None:
     ours.load_state_dict(peer.state_dict(), strict=True)
 
 
-def make_layers(layer: str, d_model: int, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+def make_layers(layer: str, d_model: int, device: torch.device, dtype: torch.dtype, **options: int) -> dict[str, nn.Module]:
     """Ours, and mamba_ssm's where it is installed, with the same weights."""
     torch.manual_seed(0)
-    found = {"ours": getattr(ssm_kernels.nn, layer)(d_model, device=device, dtype=dtype)}
+    found = {"ours": getattr(ssm_kernels.nn, layer)(d_model, device=device, dtype=dtype, **options)}
     if layer in (installed := peers.layers()):
-        found[PEER] = installed[layer](d_model, device=device, dtype=dtype)
+        found[PEER] = installed[layer](d_model, device=device, dtype=dtype, **options)
         share_weights(found["ours"], found[PEER])
     return found
 

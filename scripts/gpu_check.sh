@@ -226,7 +226,7 @@ examples() {
 
 benchmarks() {
   local name page status=0 names=() files=()
-  for name in layers selective_scan ssd linear_scan summaries state_update causal_conv1d norms overhead clients distributed; do
+  for name in layers selective_scan ssd linear_scan summaries state_update causal_conv1d norms sizes overhead clients distributed; do
     echo "-- $name"
     if [ "$name" = clients ] && ! "$python" -c 'import transformers' 2>/dev/null; then
       echo "not measured: transformers is not installed"

@@ -21,12 +21,14 @@ from benchmarks import (
     bench_norms,
     bench_overhead,
     bench_selective_scan,
+    bench_sizes,
     bench_ssd,
     bench_state_update,
     bench_summaries,
     benchmark,
     layer_cases,
     report,
+    size_cases,
 )
 from benchmarks.benchmark import Benchmark, Contender, Contest, Run, Turns, main, measured
 from benchmarks.operator_cases import Norm
@@ -191,6 +193,19 @@ def test_every_benchmark_is_documented_and_checked():
     assert set(run.split()) == names - {"cpu"}
 
 
+def smallest_sizes() -> list[size_cases.SizeCase]:
+    """A size of each operator and layout, and its neighbor."""
+    few = {"B": 2, "D": 13, "L": 21, "T": 21, "C": 12, "R": 9, "N": 5, "P": 6, "d_model": 32, "of": 56}
+    cases = {}
+    for case in size_cases.all_cases():
+        if case.dtype == torch.float32 and case.neighbor is not case:
+            few_heads = {"H": 2 if "P" in case.size else 11, "G": 2 if case.operator == "ssd_chunk_scan" else 1}
+            small = few | few_heads | {"P": 16 if case.operator == "Mamba2" else 6}
+            sizes = tuple((letter, small.get(letter, size)) for letter, size in case.sizes)
+            cases.setdefault((case.operator, case.layout, "first" in case.size, "G" in case.size), replace(case, sizes=sizes))
+    return size_cases.with_neighbors(cases.values())
+
+
 def smallest(name: str) -> list:
     """A case of each kind of the benchmark, as small as it can be."""
     few = {"batch": 2, "seqlen": 24}
@@ -217,6 +232,7 @@ def smallest(name: str) -> list:
             layer_cases.GenerationCase("Mamba", 1, 64, 2, 100, 8, 4),
             Norm("add_rms_norm", (2, 24), 16, residual_dtype=torch.float32),
         ],
+        "sizes": smallest_sizes(),
         "overhead": bench_overhead.cases(argparse.Namespace()),
         "clients": [bench_clients.ModelCase("mamba2", 1, 64, 20)],
     }
@@ -240,7 +256,8 @@ def test_every_benchmark_measures_its_smallest_cases(name, monkeypatch, tmp_path
     for row in result["rows"]:
         assert all(isinstance(figure, float) for figure in found.figures(row, result).values())
     section = report.section({"figure": "figure.png", **result})
-    assert all(row["name"] in section or row.get("sizes", "-") in section for row in result["rows"])
+    # The page has no rows of all sizes.
+    assert name == "sizes" or all(row["name"] in section or row.get("sizes", "-") in section for row in result["rows"])
 
 
 def test_page_has_every_table():
@@ -251,6 +268,9 @@ def test_page_has_every_table():
     times = {what: {"median": 1e-5, "spread": 0.1} for what in ("forward", "backward", "both")}
     row = {"name": "a norm", "ours": times, "copy": times, "PyTorch": times}
     committed.append({"benchmark": "norms", "settings": {"trials": 1}, "rows": [row]})
+    if not any(result["benchmark"] == "sizes" for result in committed):
+        sizes = [case for case in smallest_sizes() if case.operator == "causal_conv1d"]
+        committed.insert(0, measured(bench_sizes.BENCHMARK, RUN, sizes))
     assert {result["benchmark"] for result in committed} | {"distributed"} == set(report.BENCHMARKS)
     for result in committed:
         template = report.TEMPLATES[result["benchmark"]]
@@ -272,4 +292,7 @@ def test_results_of_a_run_that_ended_early(path, tmp_path):
     early.write_text(json.dumps(result))
     assert report.main([str(early), "--output", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("*.md")
-    assert result["rows"][0].get("name", result["rows"][0].get("sizes", "selective_scan")) in page.read_text()
+    assert (
+        result["benchmark"] == "sizes"
+        or result["rows"][0].get("name", result["rows"][0].get("sizes", "selective_scan")) in page.read_text()
+    )
