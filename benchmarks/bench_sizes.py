@@ -62,8 +62,7 @@ def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
         row[who] = {"recorded": False, "unsupported": None}
         try:
             stages = make()
-            if who == PEER:
-                call_once(stages)
+            call_once(stages)
             turns.add(row[who], stages)
         except Exception as error:
             row[who] = unsupported(error)
@@ -72,7 +71,7 @@ def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
 
 
 def call_once(stages: Mapping[str, Stages]) -> None:
-    """Another library's kernels may be compiled in the first call, or refuse the tensors."""
+    """The first call may refuse the tensors, and another library's kernels are compiled in it."""
     for of_one in stages.values():
         for stage in of_one:
             stage()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,6 +29,8 @@ from benchmarks.tables import DIRECTIONS, Row, Table, median, show
 
 PEER = "mamba_ssm"
 RECORDED = Path(__file__).with_name("recorded.json")
+# Between two writes of the JSON file: a sweep has hundreds of groups of rows.
+SECONDS_BETWEEN_WRITES = 5
 Result = dict[str, Any]
 Function = Callable[..., Any]
 
@@ -350,7 +354,7 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
 
 
 def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
-    """The result; after each group of cases the JSON file has what was measured, in case a later one does not end."""
+    """The result; after a group of cases the JSON file has what was measured, in case a later one does not end."""
     context = dict(benchmark.context(run))
     settings = {"trials": run.trials, "warmup": run.warmup, **context.pop("settings", {})}
     result: Result = {"benchmark": benchmark.name, "machine": machine(run.device), "settings": settings, **context, "rows": []}
@@ -368,6 +372,7 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
         if run.options.json is not None:
             run.options.json.write_text(json.dumps(benchmark.layout(result), indent=2, default=str) + "\n")
 
+    written = -math.inf
     groups: dict[Any, list[Any]] = {}
     for case in cases:
         groups.setdefault(id(case) if case.turns is None else case.turns, []).append(case)
@@ -375,7 +380,9 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
     for group in groups.values():
         rows = benchmark.measure(group, run)
         result["rows"] = sorted([*result["rows"], *rows], key=lambda row: order.index(row["name"]))
-        write()
+        if time.monotonic() - written > SECONDS_BETWEEN_WRITES:
+            write()
+            written = time.monotonic()
         for row in rows:
             print(progress(row), flush=True)
         if run.device.type == "cuda":

@@ -540,4 +540,4 @@ def with_neighbors(cases: Iterable[SizeCase]) -> list[SizeCase]:
 
 
 def all_cases() -> list[SizeCase]:
-    return with_neighbors(case for family in FAMILIES for dtype in (BF16, FP32) for case in family(dtype))
+    return with_neighbors(case for dtype in (BF16, FP32) for family in FAMILIES for case in family(dtype))
