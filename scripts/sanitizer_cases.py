@@ -32,6 +32,7 @@ from helpers import DTYPES, move, move_all, set_debug_option, uninitialized_memo
 from operator_spec import OperatorSpec
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from sanitizer_comparison import Check, Inputs, difference_between
+from sanitizer_offsets import offset_checks
 from sanitizer_scans import scan_checks
 from sanitizer_ssd_cases import ssd_cases, ssd_gradient_cases, ssd_limited_cases, ssd_span_cases
 from summary_helpers import RecurrenceSummary
@@ -240,6 +241,7 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "ssd_chunk_scan": ssd_checks,
     "norms": lambda: (partial(check_norm, *case) for case in norm_cases()),
     "causal_conv1d": lambda: (partial(check_conv, *case) for case in conv_cases()),
+    "offsets": offset_checks,
     **sanitizer_decoding.CHECKS,
 }
 

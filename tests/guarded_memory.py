@@ -50,7 +50,14 @@ LAYOUTS = (*(Layout(first) for first in range(9)), Layout(0, odd=True), Layout(3
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: f"{at.first}{'-odd' if at.odd else ''}")
 
 
-def guarded(tensor: Tensor, layout: Layout = ALIGNED, *, axes: Sequence[int] = (-1,), row_stride: int | None = None) -> Tensor:
+def guarded(
+    tensor: Tensor,
+    layout: Layout = ALIGNED,
+    *,
+    axes: Sequence[int] = (-1,),
+    row_stride: int | None = None,
+    margin: int = MARGIN,
+) -> Tensor:
     """A copy with the same values, on the same device, in guarded rows.
 
     Args:
@@ -58,6 +65,8 @@ def guarded(tensor: Tensor, layout: Layout = ALIGNED, *, axes: Sequence[int] = (
             steps, ``(1,)`` for contiguous channels, ``(2, 3)`` for rows of heads, (batch, seqlen, heads, headdim). The other
             axes are outside of these, in their order.
         row_stride: replaces the layout's, as for the columns of a wider tensor of known width.
+        margin: NaN before the first row and after the last one. Without any the memory ends with the last vector that holds an
+            element of the row, and compute-sanitizer finds reads beyond it.
     """
     if not tensor.is_floating_point():
         raise TypeError(f"guards are NaN, got {tensor.dtype}")
@@ -74,9 +83,11 @@ def guarded(tensor: Tensor, layout: Layout = ALIGNED, *, axes: Sequence[int] = (
     for axis in reversed(outer):
         strides[axis] = step
         step *= tensor.shape[axis]
-    # Without outer axes the one row still has its margins.
-    memory = tensor.new_full((2 * MARGIN + layout.first + max(step, length),), math.nan)
-    view = memory.as_strided(tensor.shape, strides, MARGIN + layout.first)
+    last = sum(stride * (size - 1) for stride, size in zip(strides, tensor.shape, strict=True)) if tensor.numel() else 0
+    vector = 16 // tensor.element_size()
+    elements = -(-(margin + layout.first + last + 1) // vector) * vector + margin
+    memory = tensor.new_full((elements,), math.nan)
+    view = memory.as_strided(tensor.shape, strides, margin + layout.first)
     view.copy_(tensor)
     return view.detach()
 
@@ -116,10 +127,12 @@ def assert_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
         )
 
 
-def guard_all(inputs: Mapping[str, Any], axes: Mapping[str, Sequence[int]], layout: Layout) -> dict[str, Any]:
+def guard_all(inputs: Mapping[str, Any], axes: Mapping[str, Sequence[int]], layout: Layout, **options: int) -> dict[str, Any]:
     """The inputs, those with an entry in ``axes`` in guarded rows of these axes."""
     return dict(inputs) | {
-        name: guarded(inputs[name], layout, axes=row) for name, row in axes.items() if isinstance(inputs.get(name), Tensor)
+        name: guarded(inputs[name], layout, axes=row, **options)
+        for name, row in axes.items()
+        if isinstance(inputs.get(name), Tensor)
     }
 
 
