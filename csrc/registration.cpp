@@ -94,12 +94,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "-> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)");
   // As _selective_scan_bwd, but writes grad_z, and grad_delta if given, into the caller's tensors, which may be column slices.
-  // The second result then has no elements. chunk_states lose their values only with reuses_chunk_states.
+  // The second result then has no elements. chunk_states lose their values only with reuses_chunk_states. `out` receives the
+  // outputs of forward, and may be the memory of grad_out.
   def_kernels(
       "_selective_scan_bwd_out(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, "
       "Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor(c!) chunk_states, str discretization, bool delta_softplus, "
       "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool reverse, bool[9] needs_grad, Tensor(a!) grad_z, "
-      "Tensor(b!)? grad_delta=None, bool reuses_chunk_states=False) "
+      "Tensor(b!)? grad_delta=None, bool reuses_chunk_states=False, Tensor(d!)? out=None) "
       "-> (Tensor grad_u, Tensor, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor "
       "grad_initial_state)");
 

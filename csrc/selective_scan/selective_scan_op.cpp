@@ -112,6 +112,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
                     "selective_scan backward: expected z with bwd.grad_z, got None");
   checks.tensor("grad_z", bwd.grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_delta", bwd.grad_delta, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+  checks.tensor("out", bwd.out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const auto parameter = [](const at::Tensor& like) { return empty_tensor(like.sym_sizes(), like.options()); };
   const auto sequence = [](const at::Tensor& like) { return empty_tensor_like(like); };
@@ -261,6 +262,7 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
   params.grad_u = sequence(kGradU);
   params.grad_delta = sequence(kGradDelta);
   params.grad_z = sequence(kGradZ);
+  if (is_present(bwd.out) && bwd.out->numel() > 0) params.out = sequence_view(bwd.out, Access::kWrite, reverse);
   params.grad_B = matrix(kGradB);
   params.grad_C = matrix(kGradC);
   params.grad_A = pointer(kGradA);

@@ -88,6 +88,8 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   // Arguments of _selective_scan_bwd_out only: backward writes the gradients of z and, if it is given, of delta to these.
   OptionalTensor grad_z, grad_delta;
+  // Likewise: backward writes the outputs of forward here, which may be the memory of grad_out.
+  OptionalTensor out;
   // Whether nobody reads chunk_states after backward, which may then write partial sums in their place.
   bool reuses_chunk_states = false;
 
@@ -103,7 +105,7 @@ struct BwdInputs {
 struct BwdOutInputs : BwdInputs {
   at::Tensor required_grad_z;
 
-  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_z, grad_delta, reuses_chunk_states)); }
+  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_z, grad_delta, reuses_chunk_states, out)); }
 };
 using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // without that of z
 

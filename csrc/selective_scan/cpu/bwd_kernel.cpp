@@ -26,10 +26,10 @@ namespace {
 
 template <typename Acc>
 struct BwdTiles {
-  Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *grad_u, *grad_delta;  // [step][lane]
-  Acc *B_steps, *C_steps;                                                    // [step][padded state]
-  Acc *A, *B_constant, *C_constant;                                          // [state][lane]
-  Acc *states, *basis;                                                       // [step][state][lane]
+  Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *out, *grad_u, *grad_delta;  // [step][lane]
+  Acc *B_steps, *C_steps;                                                          // [step][padded state]
+  Acc *A, *B_constant, *C_constant;                                                // [state][lane]
+  Acc *states, *basis;                                                             // [step][state][lane]
   // [step][state][lane], of the task. [state][lane], of a block, for a constant B or C, and for gradients that are not needed:
   // the loop over states then has no branch.
   Acc *grad_B_lanes, *grad_C_lanes;
@@ -39,7 +39,7 @@ struct BwdTiles {
     const int64_t sequence = p.chunk_length * blocking.lanes;
     const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
     const int64_t states_per_step = p.dstate * blocking.lanes;
-    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
+    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &out, &grad_u, &grad_delta})
       *tile = scratch.allocate<Acc>(sequence);
     B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
@@ -227,6 +227,15 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
 
     const V D = load_channels<Acc>(p.D, channel, channels);
+    if (p.out.data != nullptr) {
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+        V y = V::loadu(tiles.y + i);
+        if (p.D.data != nullptr) y = at::vec::fmadd(D, V::loadu(tiles.u + i), y);
+        if (p.z.data != nullptr) y = y * silu(V::loadu(tiles.z + i));
+        y.store(tiles.out + i);
+      }
+      store_sequence<Acc, Scalar>(p.out, tiles.out, task.row, channel, channels, start, steps);
+    }
     if (p.grad_z.data != nullptr) {
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
         const V z = V::loadu(tiles.z + i);

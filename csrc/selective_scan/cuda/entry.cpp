@@ -30,6 +30,7 @@
 #include "selective_scan/selective_scan_summary_op.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
+#include "torch/choices.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 

@@ -36,7 +36,7 @@ struct BwdConsumer {
   const Shared& shared;
   const Position& at;
   ConsumerLane<TileConfig, true> lane;
-  bool needs_grad_z;
+  bool needs_y;
   uint32_t states_before_groups, sums_over_channels;  // addresses of the thread's first values there
   // Zero for channels and states that do not exist. `adjoint` is Abar_{t+1} g_{t+1}.
   States A, adjoint, grad_A, h;
@@ -86,7 +86,7 @@ struct BwdConsumer {
         partial_sums(partial_sums_),
         shared(shared_),
         at(*shared_.position),
-        needs_grad_z(p_.grad_z.data != nullptr),
+        needs_y(p_.grad_z.data != nullptr || p_.out.data != nullptr),
         states_before_groups(cuda::opaque_shared_address(shared_.states + threadIdx.x)),
         sums_over_channels(cuda::opaque_shared_address(shared_.sums + threadIdx.x / kWarpSize * Shared::kSums +
                                                        ((lane.row & 4 ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch)) {
@@ -208,7 +208,7 @@ struct BwdConsumer {
             const GradientSums<Acc> sums{sum_input[k][j], sum_step[k][j], to_B[j], grad_A[k][i]};
             adjoint[k][i] = step[j].add_gradients(sums, input_at(k, j), rate, b[j], g, previous, states[j]);
             to_C[j] = Math<Acc>::fma(dy_at(k, j), states[j], to_C[j]);
-            if (needs_grad_z) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
+            if (needs_y) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
           }
         }
       }
@@ -253,7 +253,7 @@ struct BwdConsumer {
       sum.set(j, both(late ? step : input, late ? input : step, 2));
     }
     sum.store_shared(tile.group(late ? Shared::kStep : Shared::kInput, 0, t));
-    if (!needs_grad_z) return;
+    if (!needs_y) return;
     Acc of_channel[kG];
 #pragma unroll
     for (int j = 0; j < kG; ++j) of_channel[j] = both(y[0][j], y[1][j], 1);

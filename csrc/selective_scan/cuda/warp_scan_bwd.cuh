@@ -14,6 +14,8 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
+// If the caller wants them, it also writes the outputs out_t again.
+//
 // warp_scan.h describes tiles and lanes. A block loops over its tiles from the last to the first; each tile starts from a state
 // that forward saved. For each state, a lane computes Abar of its steps once. The maps from step to step are scanned over the
 // lanes forwards for the states and backwards for the adjoints. The lane then repeats its steps from the true state and
@@ -359,7 +361,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           Acc previous_state = h_before;
 #pragma unroll
           for (int j = 0; j < K; ++j) previous_state = h[j] = Math<Acc>::fma(transition(j).abar(), previous_state, h[j]);
-          if (p.grad_z.data != nullptr) {
+          if (p.grad_z.data != nullptr || p.out.data != nullptr) {
 #pragma unroll
             for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
           }
@@ -429,24 +431,32 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (!carry_pass) {
       // The input tiles are intact. The gradients overwrite them once every lane has read its steps.
       const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
-          grad_z_tile{shared.z, plan.grad_z};
-      Acc u[K];
-      u_tile.read(lane.channel, first_step, u);
+          grad_z_tile{shared.z, plan.grad_z}, out_tile{shared.grad_out, plan.out};
       const Acc skip = of_channel(p.D);
-      if (p.grad_z.data != nullptr) {
-        Acc gate[K];
-        z_tile.read(lane.channel, first_step, gate);
+      if (p.grad_z.data != nullptr || p.out.data != nullptr) {
+        Acc gate[K], out[K];
+        u_tile.read(lane.channel, first_step, gate);
 #pragma unroll
-        for (int j = 0; j < K; ++j) {
-          y[j] = Math<Acc>::fma(skip, u[j], y[j]) * silu_derivative(gate[j], sigmoid(gate[j]));
+        for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(skip, gate[j], y[j]);
+        if (p.z.data != nullptr) z_tile.read(lane.channel, first_step, gate);
+        if (p.out.data != nullptr) {
+#pragma unroll
+          for (int j = 0; j < K; ++j) out[j] = p.z.data != nullptr ? y[j] * silu(gate[j]) : y[j];
         }
-        if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, gate);
+        if (p.grad_z.data != nullptr) {
 #pragma unroll
-        for (int j = 0; j < K; ++j) y[j] *= p.grad_out.data != nullptr ? gate[j] : Acc(0);
+          for (int j = 0; j < K; ++j) y[j] *= silu_derivative(gate[j], sigmoid(gate[j]));
+          if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, gate);
+#pragma unroll
+          for (int j = 0; j < K; ++j) y[j] *= p.grad_out.data != nullptr ? gate[j] : Acc(0);
+        }
         __syncthreads();
-        grad_z_tile.write(lane.channel, first_step, y);
+        if (p.grad_z.data != nullptr) grad_z_tile.write(lane.channel, first_step, y);
+        if (p.out.data != nullptr) out_tile.write(lane.channel, first_step, out);
       }
-      Acc raw[K];
+      // Read here, not above, to save registers.
+      Acc u[K], raw[K];
+      u_tile.read(lane.channel, first_step, u);
       delta_tile.read(lane.channel, first_step, raw);
       const Acc bias = of_channel(p.delta_bias);
       const bool unit_gain = has_unit_gain<Method>(p);
@@ -474,6 +484,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
       if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
       if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
+      if (p.out.data != nullptr) out_tile.store(p.out, rows.out, t0, at.channels, steps);
     }
     __syncthreads();
   }
