@@ -18,6 +18,8 @@
 #               without dependencies. It does the same where no index answers.
 # WORKERS       tests that run at a time, if pytest-xdist is installed (default: as many as cores, for tests-cuda at most sixteen,
 #               which share the GPUs there are)
+# BENCHMARKS    names of the benchmarks that run, separated by spaces (default: all). The page has the earlier measurements of the
+#               others.
 #
 # Exits with 1 if anything failed.
 set -uo pipefail
@@ -225,9 +227,13 @@ examples() {
 }
 
 benchmarks() {
-  local name page status=0 names=() files=()
+  local name page start status=0 names=() files=()
   for name in layers selective_scan ssd linear_scan summaries state_update causal_conv1d norms sizes overhead clients distributed; do
     echo "-- $name"
+    if [[ " ${BENCHMARKS:-$name} " != *" $name "* ]]; then
+      echo "not measured: not among BENCHMARKS"
+      continue
+    fi
     if [ "$name" = clients ] && ! "$python" -c 'import transformers' 2>/dev/null; then
       echo "not measured: transformers is not installed"
       continue
@@ -237,12 +243,15 @@ benchmarks() {
       continue
     fi
     rm -f "$out/$name.json"
+    start=$SECONDS
     "$python" "benchmarks/bench_$name.py" --json "$out/$name.json" || { status=1; echo "$name failed"; }
+    printf -- '-- %s: %d s\n' "$name" $((SECONDS - start))
     [ ! -e "$out/$name.json" ] || { names+=("$name"); files+=("$out/$name.json"); }
   done
   [ ${#files[@]} -gt 0 ] || return 1
   page=$("$python" benchmarks/report.py --output "$tree/docs/benchmarks" "${files[@]}") || return 1
   for name in "${names[@]}"; do cp "$out/$name.json" "${page%.md}_$name.json" || return 1; done
+  "$python" benchmarks/report.py --output "$tree/docs/benchmarks" "${page%.md}"_*.json || return 1
   cp "$page" "${page%.md}"_*.png "$out/" || status=1
   return $status
 }

@@ -21,6 +21,8 @@ case "$*" in
     for folder; do :; done
     mkdir -p "$folder/bin" "$folder/lib/python3.12/site-packages" && cp "$0" "$folder/bin/python" ;;
   "-c import sys"*) echo /somewhere/site-packages ;;
+  "benchmarks/bench_"*) for file; do :; done; echo "{}" > "$file" ;;
+  "benchmarks/report.py"*) touch "$3/A_GPU.md" "$3/A_GPU_figure.png"; echo "$3/A_GPU.md" ;;
 esac
 """
 
@@ -138,6 +140,22 @@ def test_carried_library_is_used_where_it_lies(tree, tmp_path):
     assert status == 0 and "for tuning only" in output
     assert not tree.checkout.exists() and not any("pip" in call for call in calls)
     assert [call.split(": ")[0] for call in calls if "-m pytest" in call] == [str(tree.folder)]
+
+
+def test_chosen_benchmarks_join_earlier_measurements_on_the_page(tree, tmp_path, monkeypatch):
+    pages = tree.folder / "docs" / "benchmarks"
+    pages.mkdir()
+    (pages / "A_GPU_ssd.json").write_text("{}")
+    monkeypatch.setenv("BENCHMARKS", "layers norms")
+    status, output, calls = tree.check("--carried", str(tmp_path / "out"), "benchmarks")
+    assert status == 0, output
+    out = tmp_path / "out"
+    run = [call.partition(": ")[2] for call in calls if "benchmarks/" in call]
+    assert run[:2] == [f"benchmarks/bench_{name}.py --json {out / name}.json" for name in ("layers", "norms")]
+    together = " ".join(str(pages / f"A_GPU_{name}.json") for name in ("layers", "norms", "ssd"))
+    assert run[3:] == [f"benchmarks/report.py --output {pages} {together}"]
+    log = (out / "benchmarks.log").read_text()
+    assert "-- layers: 0 s" in log and "-- ssd\nnot measured: not among BENCHMARKS" in log
 
 
 def test_unknown_stage_stops(tree, tmp_path):
