@@ -279,7 +279,9 @@ def cases(options: argparse.Namespace) -> list[SizeCase]:
 
 
 def context(run: Run) -> dict[str, Any]:
-    return {"peer": peers.described(peers.operator("selective_scan"), "causal-conv1d")}
+    peers.tune_once()
+    found = peers.operator("selective_scan")
+    return {"peer": peers.described(found, "causal-conv1d") if found else "not installed"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,33 @@ def described(peer: Any, *packages: str, recorded: str = SOURCE) -> str:
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"
 
 
+def tune_once() -> None:
+    """From here on each of Triton's tuned kernels keeps, for a set of dtypes, the configuration of the first size it is called
+    with: a sweep has hundreds of sizes, and Triton would tune for most of them anew. Others are tuned if that one fails."""
+    found = _imported("triton.runtime.autotuner", "Autotuner")
+    if found is None or hasattr(found[0].run, "tunes_once"):
+        return
+    tuned, chosen = found[0].run, {}
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key = (id(self), *(str(arg.dtype) for arg in args if isinstance(arg, Tensor)))
+        every = self.configs
+        if key in chosen:
+            try:
+                self.configs = [chosen[key]]
+                return tuned(self, *args, **kwargs)
+            except Exception:  # such as more shared memory than there is
+                del chosen[key]
+            finally:
+                self.configs = every
+        result = tuned(self, *args, **kwargs)
+        chosen.setdefault(key, self.best_config)
+        return result
+
+    run.tunes_once = True  # type: ignore[attr-defined]
+    found[0].run = run
+
+
 def _working_scan(scan: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
     """mamba_ssm's scan with softplus, if it runs: without its CUDA extension some versions can be imported."""
     scan = functools.partial(scan, delta_softplus=True)

@@ -494,6 +494,8 @@ def of_ssd_chunk_scan(dtype: torch.dtype) -> list[SizeCase]:
 
     def runs(case: SizeCase) -> bool:
         letter, kept = with_peer.get(case.kind, ("L", ()))
+        if dtype != BF16 and case.kind != "length":
+            return False
         return case.size["B"] == 4 and case.size["L"] in (2047, *with_peer["length"][1]) and case.size[letter] in kept
 
     return [replace(case, with_peer=runs(case)) for case in found]
@@ -503,7 +505,7 @@ def of_selective_state_update(dtype: torch.dtype) -> list[SizeCase]:
     base = SizeCase("selective_state_update", "columns", sizes(B=64, D=2048, N=16), dtype)
     found = around(base, "columns", "D", (2048, 2044, 2046, 2047)) + around(base, "states", "N", (8, 12, 13, 24, 100, 130))
     found += slices(base, 4096) + around(replace(base, sizes=sizes(B=1, D=2048, N=16)), "batch x channels", "D", (2048, 2047))
-    return found
+    return [replace(case, with_peer=case.size["N"] == 16) for case in found]
 
 
 def of_layers(dtype: torch.dtype) -> list[SizeCase]:
@@ -513,7 +515,8 @@ def of_layers(dtype: torch.dtype) -> list[SizeCase]:
     for layer in LAYERS:
         for d_model, headdim in headdims.items():
             letters = {"B": 4, "L": 2048, "d_model": d_model} | ({"P": headdim} if layer == "Mamba2" else {})
-            found += around(SizeCase(layer, "columns", sizes(**letters), dtype), "layer", "L", (2048, 2047, 1369))
+            base = SizeCase(layer, "columns", sizes(**letters), dtype, with_peer=layer == "Mamba" or dtype == BF16)
+            found += around(base, "layer", "L", (2048, 2047, 1369))
     return found
 
 
