@@ -25,6 +25,7 @@ __all__ = [
     "GateActivation",
     "LiquidActivation",
     "MixerName",
+    "RecomputeName",
     "RecurrenceName",
     "StepInitialization",
 ]
@@ -54,6 +55,10 @@ StepInitialization = Literal["random", "constant"]
 
 MixerName = Literal["Mamba", "Mamba2", "MinGRU", "MinLSTM"]
 """``mixer`` of :class:`ssm_kernels.models.MambaConfig`."""
+
+RecomputeName = Literal["none", "cheap", "all"]
+"""``recompute`` of :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2` and
+:class:`ssm_kernels.models.MambaConfig`."""
 
 RecurrenceName = Literal["MinGRU", "MinLSTM"]
 """``rnn`` of :class:`ssm_kernels.models.RecurrentMixer`."""

@@ -99,7 +99,7 @@ def test_fields_and_defaults_are_those_of_mamba_ssm():
         "pad_vocab_size_multiple": 8,
         "tie_embeddings": True,
     }
-    assert dataclasses.asdict(MambaConfig()) == expected | {"mixer": "Mamba", "discretization": "zoh"}
+    assert dataclasses.asdict(MambaConfig()) == expected | {"mixer": "Mamba", "discretization": "zoh", "recompute": "cheap"}
     assert MambaConfig().to_dict() == expected
     assert [*dataclasses.asdict(MambaConfig())][:12] == [*expected]
     own = ["attention_mask", "inputs_embeds", "labels"]  # keyword-only
@@ -176,6 +176,8 @@ def test_gate_that_lets_the_candidate_in_starts_closed(rnn, between):
         ({"discretization": "tustin"}, ValueError, "unknown discretization 'tustin'"),
         ({"discretization": "foh", "mixer": "MinGRU"}, ValueError, "expected no discretization with mixer 'MinGRU'"),
         ({"ssm_cfg": {"discretization": "foh"}}, ValueError, "MambaConfig(discretization=...)"),
+        ({"ssm_cfg": {"recompute": "all"}}, ValueError, "MambaConfig(recompute=...)"),
+        ({"recompute": "all", "mixer": "MinGRU"}, ValueError, "expected no recompute with mixer 'MinGRU'"),
     ],
 )
 def test_bad_configurations(fields, error, words):

@@ -50,7 +50,7 @@ def test_loads_checkpoints_of_mamba_ssm(mixer, tmp_path):
     # And what it saves is what mamba_ssm reads: its fields alone, its names, shared weights twice.
     model.save_pretrained(tmp_path / "new" / "folder")
     saved = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
-    fields = {field.name for field in dataclasses.fields(MambaConfig)} - {"mixer", "discretization"}
+    fields = {field.name for field in dataclasses.fields(MambaConfig)} - {"mixer", "discretization", "recompute"}
     assert set(saved) == fields and {name: saved[name] for name in config} == config
     again = torch.load(tmp_path / "new" / "folder" / "pytorch_model.bin", weights_only=True)
     assert [*again] == [*mamba_ssm_shapes(model.config)]
@@ -68,6 +68,14 @@ def test_round_trip(mixer, discretization, fields, tmp_path):
     # The marks that optimizers look for survive.
     marks = [getattr(parameter, "_no_weight_decay", False) for parameter in model.parameters()]
     assert [getattr(parameter, "_no_weight_decay", False) for parameter in other.parameters()] == marks
+
+
+def test_recompute_in_a_checkpoint(tmp_path):
+    make_model("Mamba2", recompute="all").save_pretrained(tmp_path)
+    model = MambaLM.from_pretrained(tmp_path)
+    assert model.config.recompute == "all" and {layer.mixer.recompute for layer in model.backbone.layers} == {"all"}
+    model = MambaLM.from_pretrained(tmp_path, recompute="none")
+    assert {layer.mixer.recompute for layer in model.backbone.layers} == {"none"}
 
 
 def test_fields_are_replaced_on_loading(tmp_path):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as own
-from ..choices import DiscretizationName, StepInitialization
+from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..nn.checks import check_bools, check_choice, check_int, check_number
 from ..nn.common import conv_parameters, is_only_a_product, mark_parameters, short_convolution
 from ..nn.initialization import fill_, linear
@@ -105,6 +105,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         nslices: int | None = None,
         if_devide_out: bool = False,
         discretization: DiscretizationName = "zoh",
+        recompute: RecomputeName = "cheap",
     ) -> None:
         kind = _read_type(bimamba_type, bimamba, nslices)
         check_bools("Mamba", if_divide_out=if_divide_out, if_devide_out=if_devide_out)
@@ -128,6 +129,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
             device,
             dtype,
             discretization=discretization,
+            recompute=recompute,
         )
         self.bimamba_type, self.nslices = kind, 5 if nslices is None else nslices
         self.if_divide_out, self.init_layer_scale = if_divide_out or if_devide_out, init_layer_scale

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._arguments import did_you_mean
-from ..choices import DiscretizationName, MixerName
-from ..nn.checks import check_bools, check_choice, check_discretization, check_int
+from ..choices import DiscretizationName, MixerName, RecomputeName
+from ..nn.checks import check_bools, check_choice, check_discretization, check_int, check_recompute
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from .recurrent_mixer import RecurrentMixer
@@ -21,6 +21,7 @@ _CLASSES: dict[MixerName, Any] = {"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": Re
 MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
 _LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
+_OWN_FIELDS = ("discretization", "recompute")
 _SET_BY_THE_MODEL = ("d_model", "rnn", "layer_idx", "device", "dtype")
 # The largest sizes: far above those of any model, and small enough that no product of them overflows.
 _LARGEST = {
@@ -53,7 +54,8 @@ class MambaSsmFields:
 
 @dataclasses.dataclass
 class MambaConfig(MambaSsmFields):
-    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and two more: ``mixer`` and ``discretization``.
+    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and three more: ``mixer``, ``discretization``
+    and ``recompute``.
 
     Args:
         d_model: channels of the residual stream.
@@ -71,6 +73,7 @@ class MambaConfig(MambaSsmFields):
         tie_embeddings: embedding and head share their weight.
         mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
         discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
+        recompute: for ``"Mamba"`` and ``"Mamba2"``: ``"none"``, ``"cheap"`` or ``"all"``; see :class:`ssm_kernels.nn.Mamba2`.
 
     Raises:
         ValueError: a value is not as above.
@@ -85,6 +88,7 @@ class MambaConfig(MambaSsmFields):
 
     mixer: MixerName | None = None
     discretization: DiscretizationName = "zoh"
+    recompute: RecomputeName = "cheap"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -113,16 +117,19 @@ class MambaConfig(MambaSsmFields):
             raise ValueError(
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"
             )
+        check_recompute(name, self.recompute)
+        if self.recompute != "cheap" and self.mixer not in ("Mamba", "Mamba2"):
+            raise ValueError(f"{name}: expected no recompute with mixer {self.mixer!r}, which has none, got {self.recompute!r}")
 
     def _check_ssm_cfg(self, mixer: MixerName) -> None:
         name, known = type(self).__name__, [*inspect.signature(_CLASSES[mixer]).parameters]
         for key, value in self.ssm_cfg.items():
-            if key == "discretization":
-                raise ValueError(f"{name}: expected the discretization as MambaConfig(discretization=...), got it in ssm_cfg")
+            if key in _OWN_FIELDS:
+                raise ValueError(f"{name}: expected {key} as MambaConfig({key}=...), got it in ssm_cfg")
             if key in _SET_BY_THE_MODEL:
                 raise ValueError(f"{name}: expected ssm_cfg without {key}, which the model sets itself, got {value!r}")
             if key not in known:
-                expected = [other for other in known if other not in (*_SET_BY_THE_MODEL, "discretization")]
+                expected = [other for other in known if other not in (*_SET_BY_THE_MODEL, *_OWN_FIELDS)]
                 nearest = did_you_mean(key, expected)
                 raise TypeError(f"{name}: expected arguments of {mixer} in ssm_cfg, {expected}, got {key!r}{nearest}")
             if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION and value not in (math.inf, -math.inf):
@@ -147,7 +154,7 @@ class MambaConfig(MambaSsmFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Fields for a ``config.json``: ``mamba_ssm``'s, and ``mixer`` and ``discretization`` only if ``mamba_ssm`` has no such
-        model.
+        model, ``recompute`` only if it is not the default.
 
         Examples:
             >>> from ssm_kernels.models import MambaConfig
@@ -162,6 +169,8 @@ class MambaConfig(MambaSsmFields):
             fields["mixer"] = mixer
         if discretization != "zoh":
             fields["discretization"] = discretization
+        if self.recompute == "cheap":
+            del fields["recompute"]
         return fields
 
     @classmethod

@@ -35,10 +35,10 @@ _NORM_EPS = 1e-5
 
 def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
     if config.mixer == "Mamba":
-        return functools.partial(Mamba, discretization=config.discretization, **config.ssm_cfg)
+        return functools.partial(Mamba, discretization=config.discretization, recompute=config.recompute, **config.ssm_cfg)
     if config.mixer == "Mamba2":
         rule = cast(ExponentialDiscretizationName, config.discretization)
-        return functools.partial(Mamba2, discretization=rule, **config.ssm_cfg)
+        return functools.partial(Mamba2, discretization=rule, recompute=config.recompute, **config.ssm_cfg)
     return functools.partial(RecurrentMixer, rnn=cast(RecurrenceName, config.mixer), **config.ssm_cfg)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from .._arguments import check_dense, did_you_mean, is_flag
 from .._discretizations import discretization_aliases, discretizations
+from ..choices import RecomputeName
 
 
 def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:
@@ -81,6 +82,10 @@ def check_discretization(layer: str, value: Any, supported: Sequence[str] = ()) 
     known = [*discretizations, *discretization_aliases]
     if not isinstance(value, str) or value not in known:
         check_choice(layer, "discretization", value, supported or known)
+
+
+def check_recompute(layer: str, value: Any) -> None:
+    check_choice(layer, "recompute", value, get_args(RecomputeName))
 
 
 def check_step_sizes(layer: str, dt_min: Any, dt_max: Any, dt_init_floor: Any) -> None:

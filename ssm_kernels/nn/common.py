@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .._arguments import is_autocast_enabled
 from .._packing import check_same_packing, with_padding
 from .._torchscript import refuse_tracing
+from ..choices import RecomputeName
 from ..convolutions import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
@@ -67,6 +68,24 @@ def is_only_a_product(module: nn.Module) -> bool:
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()
+    )
+
+
+# Subclasses of Tensor, such as DTensors and quantized weights, have their own products.
+_PLAIN_TENSORS = (nn.Parameter, Tensor)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether an operator may compute the product of ``module`` itself, forward and backward, from its plain tensors.
+
+    That needs more than :func:`is_only_a_product`: exactly ``nn.Linear``, as parametrizations derive classes from it, and no
+    subclass of ``Tensor`` as its weight or bias.
+    """
+    if type(module) is not nn.Linear:
+        return False
+    bias = module.bias
+    return (
+        type(module.weight) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS) and is_only_a_product(module)
     )
 
 
@@ -330,6 +349,9 @@ class ConvMixer(NamesNoDecay, nn.Module):
 
 class PackedMixer(ConvMixer):
     """A :class:`ConvMixer` for several sequences in a row, by ``seq_idx`` or by ``cu_seqlens``."""
+
+    # What backward recomputes: of the class, as layers that were pickled by earlier versions have none.
+    recompute: RecomputeName = "cheap"
 
     def _mix(
         self,

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..choices import DiscretizationName, StepInitialization
+from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..convolutions import causal_conv1d
-from .checks import check_bools, check_dtype, check_int, check_optional_int
+from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import PackedMixer, conv_parameters, expanded, short_convolution
 from .initialization import linear
 from .naming import name_for_operator, names_layer
@@ -64,6 +64,8 @@ class Mamba(SelectiveBase, PackedMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (within 3 % of the time), or
+            ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
         ValueError: the discretization or another argument is not as above.
@@ -98,15 +100,18 @@ class Mamba(SelectiveBase, PackedMixer):
         dtype: torch.dtype | None = None,
         *,
         discretization: DiscretizationName = "zoh",
+        recompute: RecomputeName = "cheap",
     ) -> None:
         super().__init__()
         check_int("Mamba", "d_model", d_model)
         check_bools("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         check_optional_int("Mamba", "layer_idx", layer_idx, low=0)
         check_dtype("Mamba", dtype)
+        check_recompute("Mamba", recompute)
         d_inner = expanded("Mamba", expand, d_model)
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.use_fast_path, self.layer_idx, self.activation = use_fast_path, layer_idx, "silu"
+        self.recompute = recompute
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         self.in_proj = linear(d_model, 2 * d_inner, bias, device, dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._arguments import finite_dt_limit
 from .._torchscript import refuse_script
-from ..choices import ConvActivation, ExponentialDiscretizationName
+from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeName
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
@@ -39,6 +39,7 @@ from .checks import (
     check_not_negative,
     check_optional_int,
     check_pair,
+    check_recompute,
     check_step_sizes,
     check_tensor,
 )
@@ -150,6 +151,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (within 3 % of the time), or
+            ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
@@ -197,6 +200,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         dtype: torch.dtype | None = None,
         *,
         discretization: ExponentialDiscretizationName = "zoh",
+        recompute: RecomputeName = "cheap",
     ) -> None:
         super().__init__()
         for name, size in (("d_model", d_model), ("ngroups", ngroups)):
@@ -222,6 +226,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         check_pair("Mamba2", "dt_limit", dt_limit)
         check_step_sizes("Mamba2", dt_min, dt_max, dt_init_floor)
         check_discretization("Mamba2", discretization, get_args(ExponentialDiscretizationName))
+        check_recompute("Mamba2", recompute)
         check_dtype("Mamba2", dtype)
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
         self.expand, self.d_inner = expand, expanded("Mamba2", expand, d_model)
@@ -236,6 +241,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, dt_limit
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
         self.discretization: ExponentialDiscretizationName = discretization
+        self.recompute = recompute
         self.activation: ConvActivation | None = "silu"
         if process_group is not None:
             raise ValueError(
