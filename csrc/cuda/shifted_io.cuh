@@ -2,9 +2,11 @@
 //
 // A shifted vector is loaded as the aligned pieces of memory that hold it, and a byte permutation moves its elements to the
 // front. It is stored as its aligned words, and in a row of 2-byte elements that starts inside a word also a first and a last
-// element.
+// element. Where the vectors of a warp are neighbors, each lane can instead join its own with the next lane's to an aligned
+// one.
 #pragma once
 
+#include "cuda/constants.h"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/vector_io.cuh"
 
@@ -124,6 +126,60 @@ __device__ __forceinline__ void store_shifted(Scalar* target, const Vector<Scala
   } else {
 #pragma unroll
     for (int k = 0; k < kWords; ++k) __stcg(reinterpret_cast<uint32_t*>(target) + k, words[k]);
+  }
+}
+
+// The vector that starts `skipped` < size elements into `first`, followed by `second`.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> join_vectors(const Vector<Scalar, size>& first,
+                                                             const Vector<Scalar, size>& second, int skipped) {
+  static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "words hold one or two elements");
+  constexpr int kBytes = size * static_cast<int>(sizeof(Scalar)), kWords = kBytes / 4;
+  static_assert((kWords & (kWords - 1)) == 0, "skipped words are the sum of distances that are powers of two");
+  const int bytes = skipped * static_cast<int>(sizeof(Scalar));
+  uint32_t words[2 * kWords];
+  memcpy(words, &first, kBytes);
+  memcpy(words + kWords, &second, kBytes);
+#pragma unroll
+  for (int distance = kWords / 2; distance > 0; distance /= 2) {
+    const bool skips = (bytes & 4 * distance) != 0;
+#pragma unroll
+    for (int k = 0; k < kWords + distance; ++k) words[k] = skips ? words[k + distance] : words[k];
+  }
+  if constexpr (sizeof(Scalar) == 2) {
+    const unsigned int selected = (bytes & 2) != 0 ? 0x5432 : 0x3210;
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) words[k] = __byte_perm(words[k], words[k + 1], selected);
+  }
+  Vector<Scalar, size> vector;
+  memcpy(&vector, words, kBytes);
+  return vector;
+}
+
+// The vector of the next lane. The last lane of the warp gets `above` of the first.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> vector_of_lane_above(const Vector<Scalar, size>& own,
+                                                                     const Vector<Scalar, size>& above) {
+  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t words[kWords], later[kWords];
+  memcpy(words, &own, sizeof(words));
+  memcpy(later, &above, sizeof(later));
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    words[k] = __shfl_sync(kAllLanes, lane == 0 ? later[k] : words[k], (lane + 1) % kWarpSize);
+  }
+  Vector<Scalar, size> vector;
+  memcpy(&vector, words, sizeof(words));
+  return vector;
+}
+
+// Stores elements [begin, end) of a vector singly.
+template <typename Scalar, int size>
+__device__ __forceinline__ void store_range(Scalar* target, const Vector<Scalar, size>& vector, int begin, int64_t end) {
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (begin <= i && i < end) target[i] = vector[i];
   }
 }
 

@@ -16,14 +16,17 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
 
 // Starts a copy of 4 or 8 bytes through the L1 cache, or of 16 bytes that bypasses it. Addresses are multiples of `bytes`.
 template <int bytes>
-__device__ __forceinline__ void cp_async(void* shared, const void* global) {
+__device__ __forceinline__ void cp_async(uint32_t target, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == kCpAsyncBytes, "cp.async has no other sizes");
-  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (bytes == kCpAsyncBytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(bytes) : "memory");
   }
+}
+template <int bytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global) {
+  cp_async<bytes>(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), global);
 }
 
 // Waits for every copy that this thread has started.
