@@ -25,25 +25,24 @@ namespace ssm_kernels::causal_conv1d {
 // kAfter: a step after the segment, g only. kInner: a step outside the final state. kEdge: any step of the segment.
 enum class StepKind { kAfter, kInner, kEdge };
 
-template <typename Scalar, bool is_specialized, bool has_second>
+template <typename Scalar, bool is_specialized, bool has_second, bool is_shifted>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_channels_last_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // per channel: grad_weight by lag, then grad_bias
-  using Inputs = cuda::Vector<Scalar, kVector>;
-  const ChannelsLastSegment segment(p, tiling, kVector);
+  using Inputs = ChannelsLastRows<const Scalar, is_shifted>;
+  const ChannelsLastSegment<Scalar, is_shifted> segment(p, tiling);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int width = is_specialized ? kMaxVectorWidth : static_cast<int>(p.width);
-  // Two pipeline stages of kAhead steps: x, grad_out and the second grad_out. Each lane reads what it copied itself.
-  __shared__ Inputs stages[2][kAhead][has_second ? 3 : 2][kWarpSize * kWarps];
+  // Two pipeline stages of kAhead steps: x, grad_out and the second grad_out.
+  __shared__ typename Inputs::Stage stages[2][kAhead][has_second ? 3 : 2];
   Acc grad_weight[kSums][kVector] = {};
 
   if (segment.has_channels && segment.t < segment.end) {
-    const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c), grad_out(p.grad_out, segment.b, segment.c);
-    const ChannelsLastRows<const Scalar> grad_out_2(p.grad_out_2, segment.b, segment.c);
-    const ChannelsLastRows<Scalar> grad_x(p.grad_x, segment.b, segment.c);
-    const Taps<Scalar, kVector> taps(p, width, segment.c);
+    const Inputs x(p.x, p, segment), grad_out(p.grad_out, p, segment), grad_out_2(p.grad_out_2, p, segment);
+    const ChannelsLastRows<Scalar, is_shifted> grad_x(p.grad_x, p, segment);
+    const Taps<Scalar, kVector, segment.kDistance> taps(p, width, segment.c);
     const int seqlen = static_cast<int>(p.seqlen);
 
     Acc inputs[kVector], before[kHalo][kVector], grad_after[kHalo][kVector] = {};
@@ -77,10 +76,12 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         if (kKind == StepKind::kEdge && to_last < width - 1) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
-            grad_inputs[i] += load_grad_final<Scalar>(p, segment.b, t + to_last, segment.c + i, to_last);
+            if (segment.has_channel(p, i)) {
+              grad_inputs[i] += load_grad_final<Scalar>(p, segment.b, t + to_last, segment.channel(i), to_last);
+            }
           }
         }
-        if (is_specialized || p.grad_x.data != nullptr) grad_x.store(t, Inputs::round(grad_inputs));
+        if (is_specialized || p.grad_x.data != nullptr) grad_x.store(t, grad_inputs);
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         to_last = has_grad_final && (t == seqlen - 1 || p.has_state_of_each_sequence) ? 0 : kFar;
       }
       to_channels(x.load(t), inputs);
-      load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
+      load_before<Scalar, is_specialized, is_shifted>(p, segment, x, t, before);
       Acc g[kVector];
       to_channels(grad_out.load_once(t), g);
       if constexpr (has_second) add_channels(grad_out_2.load_once(t), g);
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
 
     if (segment.end + kHalo <= seqlen && is_unbroken(segment.end - kHalo + 1, segment.end + kHalo - 1) &&
         !is_padding(segment.end)) {
-      Inputs rows[2 * kHalo], grads[kHalo];
+      typename Inputs::Row rows[2 * kHalo], grads[kHalo];
 #pragma unroll
       for (int j = 0; j < 2 * kHalo; ++j) rows[j] = x.load(segment.end + kHalo - 1 - j);
 #pragma unroll
@@ -177,11 +178,12 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         const auto start_copies = [&](int t) {
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
-            x.start_copy(t - kHalo - j, stages[stage][j][0][threadIdx.x]);
-            grad_out.start_copy(t - j, stages[stage][j][1][threadIdx.x]);
-            if constexpr (has_second) grad_out_2.start_copy(t - j, stages[stage][j][2][threadIdx.x]);
+            x.start_copy(t - kHalo - j, stages[stage][j][0]);
+            grad_out.start_copy(t - j, stages[stage][j][1]);
+            if constexpr (has_second) grad_out_2.start_copy(t - j, stages[stage][j][2]);
           }
         };
+        Inputs::sync();
         start_copies(t);
         cuda::cp_async_commit();
         const auto run = [&](auto has_silu) {
@@ -189,15 +191,17 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
           do {
             is_inner = are_inner(t - kAhead);
             stage ^= 1;
+            Inputs::sync();
             if (is_inner) start_copies(t - kAhead);
             cuda::cp_async_commit();
             cuda::cp_async_wait<1>();
+            Inputs::sync();
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
               Acc g[kVector];
-              to_channels(stages[stage ^ 1][j][0][threadIdx.x], before[kHalo - 1]);
-              to_channels(stages[stage ^ 1][j][1][threadIdx.x], g);
-              if constexpr (has_second) add_channels(stages[stage ^ 1][j][2][threadIdx.x], g);
+              to_channels(x.staged(t - kHalo - j, stages[stage ^ 1][j][0]), before[kHalo - 1]);
+              to_channels(grad_out.staged(t - j, stages[stage ^ 1][j][1]), g);
+              if constexpr (has_second) add_channels(grad_out_2.staged(t - j, stages[stage ^ 1][j][2]), g);
               step(t - j, g, std::integral_constant<StepKind, StepKind::kInner>(), has_silu);
               shift_inputs();
             }
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         p.has_silu ? run(std::true_type()) : run(std::false_type());
         to_last = kFar;
       } else if (is_padding(t)) {
-        if (p.grad_x.data != nullptr) grad_x.store(t, Inputs::zero());
+        if (p.grad_x.data != nullptr) grad_x.store_zero(t);
         --t;
       } else {
         step_alone(t, std::integral_constant<StepKind, StepKind::kEdge>());
@@ -225,15 +229,17 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
     for (int i = 0; i < kVector; ++i) shared[warp][row * kVector + i][lane] = grad_weight[row][i];
   }
   __syncthreads();
-  constexpr int kChannels = kWarpSize * kVector;
-  const int64_t block_channel = segment.c - lane * kVector;
+  constexpr int kChannels = segment.kChannels;
+  const int64_t block_channel = segment.c - lane * (is_shifted ? 1 : kVector);
   Acc* const target = sums + blockIdx.x / static_cast<unsigned>(tiling.channel_blocks) * (p.width + 1) * p.channels;
   for (int index = threadIdx.x; index < kSums * kChannels; index += kWarpSize * kWarps) {
     const int row = index / kChannels, channel = index % kChannels;
     if (block_channel + channel >= p.channels || (row >= width && row < kLags)) continue;
+    const int i = is_shifted ? channel / kWarpSize : channel % kVector;
+    const int owner = is_shifted ? channel % kWarpSize : channel / kVector;
     Acc sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared[w][row * kVector + channel % kVector][channel / kVector];
+    for (int w = 0; w < kWarps; ++w) sum += shared[w][row * kVector + i][owner];
     target[(row < kLags ? row : width) * p.channels + block_channel + channel] = sum;
   }
 }

@@ -1,120 +1,68 @@
 // Forward of the causal convolution for channels-last tensors (batch, seqlen, channels); causal_conv1d.h has the formula.
 //
 // A block takes kWarps consecutive segments of `steps` steps of one batch row, one per warp. A lane owns kLaneChannels
-// neighboring channels and advances in time, with their taps and the last kHalo inputs in registers. A warp thus reads and
-// writes contiguous memory, each element once; only the kHalo steps before its segment are read twice.
+// channels and advances in time, with their taps and the last kHalo inputs in registers. A warp thus reads and writes
+// contiguous memory, each element once; only the kHalo steps before its segment are read twice. channels_last_rows.cuh has the
+// accesses, to rows of aligned vectors and to shifted rows.
 //
 // The main loop computes kAhead steps per iteration, while cp.async copies the inputs of later iterations into stages of shared
-// memory that belong to the lane and need no barrier. Near the ends of packed sequences a second loop computes one step at a
-// time: where a sequence begins, it replaces the last inputs by the sequence's initial state. In padding it only stores
-// zeros. A sequence is padding as a whole and never begins in the main loop, so that loop does not test for padding.
+// memory, which belong to the lane or, with shifted rows, to the warp. Near the ends of packed sequences a second loop computes
+// one step at a time: where a sequence begins, it replaces the last inputs by the sequence's initial state. In padding it only
+// stores zeros. A sequence is padding as a whole and never begins in the main loop, so that loop does not test for padding.
 //
-// The channels-last kernels are compiled twice. The specialized one takes batch rows of one sequence and a width of
-// kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
+// The channels-last kernels are compiled twice for each kind of rows. The specialized one takes batch rows of one sequence and
+// a width of kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
-#include "cuda/index_math.cuh"
-#include "cuda/ptx/cp_async.cuh"
+#include "causal_conv1d/cuda/channels_last_rows.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
-// A warp's segment, steps [t, end) of entry b, and a lane's first channel.
-struct ChannelsLastSegment {
-  int64_t b, c;
-  int t, end;
-  bool has_channels;
-
-  __device__ __forceinline__ ChannelsLastSegment(const ConvParams& p, const Tiling& tiling, int vector) {
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const unsigned channel_blocks = static_cast<unsigned>(tiling.channel_blocks);
-    const unsigned tiles = static_cast<unsigned>(tiling.tiles), tile = blockIdx.x / channel_blocks;
-    const int64_t channel_block = blockIdx.x - tile * channel_blocks;
-    b = tile / tiles;
-    const int64_t first = ((tile - tile / tiles * tiles) * int64_t(kWarps) + warp) * tiling.steps;
-    t = static_cast<int>(first < p.seqlen ? first : p.seqlen);
-    end = static_cast<int>(first + tiling.steps < p.seqlen ? first + tiling.steps : p.seqlen);
-    c = (channel_block * kWarpSize + lane) * vector;
-    has_channels = c < p.channels;
-  }
-};
-
-// A lane's channels in a channels-last tensor, a row per step. The address of a row takes one 32-bit multiplication;
-// choose_kernels excludes tensors whose offsets need more.
-template <typename Scalar>
-class ChannelsLastRows {
- public:
-  using Row = cuda::Vector<std::remove_const_t<Scalar>, kLaneChannels>;
-
-  __device__ __forceinline__ ChannelsLastRows(const SequenceView& view, int64_t b, int64_t c)
-      : base_(reinterpret_cast<Bytes*>(static_cast<Scalar*>(view.data) + view.offset(b, 0, c))),
-        stride_(static_cast<int>(view.stride_step * static_cast<int64_t>(sizeof(Scalar)))) {}
-
-  __device__ __forceinline__ Scalar* at(int t) const { return reinterpret_cast<Scalar*>(cuda::add_product(base_, t, stride_)); }
-  // Bypasses the L1 cache.
-  __device__ __forceinline__ Row load_once(int t) const { return Row::load_once(at(t)); }
-  // Starts a copy into shared memory.
-  __device__ __forceinline__ void start_copy(int t, Row& target) const { cuda::cp_async<Row::kBytes>(&target, at(t)); }
-  __device__ __forceinline__ Row load(int t) const { return Row::load(at(t)); }
-  __device__ __forceinline__ void store(int t, const Row& row) const { row.store_once(at(t)); }
-
- private:
-  using Bytes = std::conditional_t<std::is_const_v<Scalar>, const char, char>;
-  Bytes* base_;
-  int stride_;
-};
-
-template <typename Acc, typename Row, int vector>
-__device__ __forceinline__ void to_channels(const Row& row, Acc (&channels)[vector]) {
-#pragma unroll
-  for (int i = 0; i < vector; ++i) channels[i] = row.accumulate(i);
-}
-
-template <typename Acc, typename Row, int vector>
-__device__ __forceinline__ void add_channels(const Row& row, Acc (&channels)[vector]) {
-#pragma unroll
-  for (int i = 0; i < vector; ++i) channels[i] += row.accumulate(i);
-}
-
-// The inputs of `vector` channels 1 to kHalo steps before step t, from x or from the initial state of t's sequence.
-template <typename Scalar, int vector, bool is_specialized>
-__device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int64_t t, int64_t c,
-                                            AccumulateType<Scalar> (&before)[kHalo][vector]) {
-  const int64_t most = kHalo;
+// The inputs of a lane's channels 1 to kHalo steps before step t, from x or from the initial state of t's sequence.
+template <typename Scalar, bool is_specialized, bool is_shifted>
+__device__ __forceinline__ void load_before(const ConvParams& p, const ChannelsLastSegment<Scalar, is_shifted>& segment,
+                                            const ChannelsLastRows<const Scalar, is_shifted>& x, int64_t t,
+                                            AccumulateType<Scalar> (&before)[kHalo][kLaneChannels]) {
+  const int64_t b = segment.b, most = kHalo;
   const int64_t since = is_specialized ? (t < most ? t : most) : steps_since_first(p, b, t, most);
 #pragma unroll
   for (int lag = 1; lag < kMaxVectorWidth; ++lag) {
     if (lag <= since) {
-      to_channels(cuda::Vector<Scalar, vector>::load(static_cast<const Scalar*>(p.x.data) + p.x.offset(b, t - lag, c)),
-                  before[lag - 1]);
+      if constexpr (is_shifted) {
+        to_channels(x.load(static_cast<int>(t) - lag), before[lag - 1]);
+      } else {
+        const auto* const row = static_cast<const Scalar*>(p.x.data) + p.x.offset(b, t - lag, segment.c);
+        to_channels(cuda::Vector<Scalar, kLaneChannels>::load(row), before[lag - 1]);
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < vector; ++i) {
-        before[lag - 1][i] = lag < p.width ? to_accumulate(load_initial<Scalar>(p, b, t - since, c + i, lag - since))
-                                           : AccumulateType<Scalar>(0);
+      for (int i = 0; i < kLaneChannels; ++i) {
+        before[lag - 1][i] = lag < p.width && segment.has_channel(p, i)
+                                 ? to_accumulate(load_initial<Scalar>(p, b, t - since, segment.channel(i), lag - since))
+                                 : AccumulateType<Scalar>(0);
       }
     }
   }
 }
 
-template <typename Scalar, bool is_specialized>
+template <typename Scalar, bool is_specialized, bool is_shifted>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks : kFwdBlocks / 2)
     conv_fwd_channels_last_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
-  using Inputs = cuda::Vector<Scalar, kVector>;
-  // Pipeline stages of kAhead steps: one in use, the others being copied. Each lane reads what it copied itself.
+  using Inputs = ChannelsLastRows<const Scalar, is_shifted>;
+  // Pipeline stages of kAhead steps: one in use, the others being copied.
   constexpr int kStages = 3;
-  __shared__ Inputs stages[kStages][kAhead][kWarpSize * kWarps];
+  __shared__ typename Inputs::Stage stages[kStages][kAhead];
   static_assert(sizeof(stages) <= 48 * 1024, "a block has at most 48 KiB of static shared memory");
-  const ChannelsLastSegment segment(p, tiling, kVector);
+  const ChannelsLastSegment<Scalar, is_shifted> segment(p, tiling);
   if (!segment.has_channels || segment.t >= segment.end) return;
-  const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c);
-  const ChannelsLastRows<Scalar> out(p.out, segment.b, segment.c);
+  const Inputs x(p.x, p, segment);
+  const ChannelsLastRows<Scalar, is_shifted> out(p.out, p, segment);
   const int width = is_specialized ? kMaxVectorWidth : static_cast<int>(p.width);
-  const Taps<Scalar, kVector> taps(p, width, segment.c);
+  const Taps<Scalar, kVector, segment.kDistance> taps(p, width, segment.c);
   Acc before[kHalo][kVector];
-  load_before<Scalar, kVector, is_specialized>(p, segment.b, segment.t, segment.c, before);
+  load_before<Scalar, is_specialized, is_shifted>(p, segment, x, segment.t, before);
 
   const auto step = [&](int t, const Acc(&inputs)[kVector], auto has_silu) {
     Acc outputs[kVector];
@@ -129,7 +77,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = silu(outputs[i]);
     }
-    out.store(t, Inputs::round(outputs));
+    out.store(t, outputs);
   };
   // Whether the main loop takes steps t to t + kAhead - 1: they belong to one sequence, which continues after them.
   const auto are_inner = [&](int t) {
@@ -145,7 +93,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
   const auto is_padding = [&](int t) { return !is_specialized && p.is_padding(segment.b, t); };
   const auto store_final_states = [&](int64_t t, bool is_padding) {
 #pragma unroll 1
-    for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, t, segment.c + i, is_padding);
+    for (int i = 0; i < kVector; ++i) {
+      if (segment.has_channel(p, i)) store_final_state<Scalar>(p, segment.b, t, segment.channel(i), is_padding);
+    }
   };
   int t = segment.t;
   bool is_inner = !is_padding(t) && are_inner(t);
@@ -155,8 +105,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
       int stage = 0;
       const auto start_copies = [&](int t, int stage) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) x.start_copy(t + j, stages[stage][j][threadIdx.x]);
+        for (int j = 0; j < kAhead; ++j) x.start_copy(t + j, stages[stage][j]);
       };
+      Inputs::sync();
       start_copies(t, 0);
       cuda::cp_async_commit();
       bool is_next_inner = are_inner(t + kAhead);
@@ -167,13 +118,15 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
         do {
           is_inner = is_next_inner;
           is_next_inner = is_inner && are_inner(t + 2 * kAhead);
+          Inputs::sync();
           if (is_next_inner) start_copies(t + 2 * kAhead, stage == 0 ? kStages - 1 : stage - 1);
           cuda::cp_async_commit();
           cuda::cp_async_wait<kStages - 1>();
+          Inputs::sync();
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
             Acc inputs[kVector];
-            to_channels(stages[stage][j][threadIdx.x], inputs);
+            to_channels(x.staged(t + j, stages[stage][j]), inputs);
             step(t + j, inputs, has_silu);
           }
           stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -184,10 +137,10 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks
     } else {
       const bool pads = is_padding(t);
       if (pads) {
-        out.store(t, Inputs::zero());
+        out.store_zero(t);
       } else {
         if (!is_specialized && t > segment.t && p.is_first_step(segment.b, t)) {
-          load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
+          load_before<Scalar, is_specialized, is_shifted>(p, segment, x, t, before);
         }
         Acc inputs[kVector];
         to_channels(x.load_once(t), inputs);

@@ -31,8 +31,9 @@ __device__ __forceinline__ AccumulateType<Scalar> load_bias(const ConvParams& p,
   return p.bias.data == nullptr ? AccumulateType<Scalar>(0) : load_parameter<Scalar>(p.bias, c * p.bias.stride_channel);
 }
 
-// The taps of `vector` neighboring channels by lag, zero beyond the width, and their biases, in registers.
-template <typename Scalar, int vector>
+// The taps of `vector` channels, `distance` apart, by lag, zero beyond the width, and their biases, in registers. At a distance
+// of more than one, channels beyond the last have zeros.
+template <typename Scalar, int vector, int distance = 1>
 struct Taps {
   using Acc = AccumulateType<Scalar>;
   Acc weight[kMaxVectorWidth][vector], bias[vector];
@@ -42,10 +43,11 @@ struct Taps {
       row += c * p.weight.stride_channel + (width - 1) * p.weight.stride_tap;
 #pragma unroll
       for (int i = 0; i < vector; ++i) {
-        const auto* tap = row + i * p.weight.stride_channel;
+        const auto* tap = row + i * distance * p.weight.stride_channel;
+        const bool exists = distance == 1 || c + i * distance < p.channels;
 #pragma unroll
         for (int lag = 0; lag < kMaxVectorWidth; ++lag, tap -= p.weight.stride_tap) {
-          weight[lag][i] = lag < width ? to_accumulate(*tap) : Acc(0);
+          weight[lag][i] = exists && lag < width ? to_accumulate(*tap) : Acc(0);
         }
       }
     };
@@ -55,7 +57,9 @@ struct Taps {
       load(static_cast<const Acc*>(p.weight.data));
     }
 #pragma unroll
-    for (int i = 0; i < vector; ++i) bias[i] = load_bias<Scalar>(p, c + i);
+    for (int i = 0; i < vector; ++i) {
+      bias[i] = distance == 1 || c + i * distance < p.channels ? load_bias<Scalar>(p, c + i * distance) : Acc(0);
+    }
   }
 
   // pre_t of channel i, with x_{t - lag} = x(lag): bias + sum_l weight[l] x(l), in the order of the lags.

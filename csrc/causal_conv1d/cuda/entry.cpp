@@ -33,34 +33,43 @@ constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
 // Steps per warp of the channels-last kernels are a multiple of the steps of an iteration.
 constexpr int64_t kStepGroup = 8;
 
-// Whether the axis of `stride` is contiguous and every vector of `vector` elements along it is aligned. Absent tensors qualify.
-bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
-  if (view.data == nullptr) return true;
-  const auto is_aligned = [&](int64_t elements) { return elements * bytes % (vector * bytes) == 0; };
-  return stride == 1 && is_aligned(size) && reinterpret_cast<int64_t>(view.data) % (vector * bytes) == 0 &&
-         is_aligned(view.stride_batch) && is_aligned(other_stride);
+// Whether rows along the axis of `size` elements consist of aligned vectors of `vector` elements.
+bool has_aligned_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t size, int64_t row_stride) {
+  return size % vector == 0 && reinterpret_cast<int64_t>(view.data) % (vector * bytes) == 0 &&
+         view.stride_batch % vector == 0 && row_stride % vector == 0;
 }
 
 KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views) {
   if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
   const int64_t bytes = cuda::element_bytes(p.kind);
-  const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
+  // Absent tensors fit.
+  const auto all = [&](const auto& fits) {
+    return std::all_of(views.begin(), views.end(),
+                       [&](const SequenceView& view) { return view.data == nullptr || fits(view); });
+  };
   const auto are_narrow = [&](const SequenceView& view) {
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
   const int64_t most_channels_last_blocks =
       p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, kStepGroup * kWarps);
-  if (most_channels_last_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
-        return are_narrow(view) && has_vectors(view, bytes, kLaneChannels, view.stride_channel, p.channels, view.stride_step);
+  const bool is_channels_last = most_channels_last_blocks <= kMaxNarrow &&
+                                all([&](const SequenceView& view) { return are_narrow(view) && view.stride_channel == 1; });
+  const bool is_channels_first = p.ids.data == nullptr &&
+                                 p.batch * p.channels * ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
+                                 all([&](const SequenceView& view) { return view.stride_step == 1; });
+  if (is_channels_last && all([&](const SequenceView& view) {
+        return has_aligned_vectors(view, bytes, kLaneChannels, p.channels, view.stride_step);
       })) {
     return KernelSet::kChannelsLast;
   }
-  const bool is_channels_first =
-      p.ids.data == nullptr && p.batch * p.channels * ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
-      all([&](const SequenceView& view) {
-        return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
-      });
-  return is_channels_first ? KernelSet::kChannelsFirst : KernelSet::kGeneral;
+  if (is_channels_first && all([&](const SequenceView& view) {
+        return has_aligned_vectors(view, bytes, kVectorBytes / bytes, p.seqlen, view.stride_channel);
+      })) {
+    return KernelSet::kChannelsFirst;
+  }
+  return is_channels_last    ? KernelSet::kChannelsLastShifted
+         : is_channels_first ? KernelSet::kChannelsFirstShifted
+                             : KernelSet::kGeneral;
 }
 
 // Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
@@ -69,7 +78,8 @@ constexpr int64_t kFewElements = 1024;
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
   const KernelSet set = choose_kernels(p, {p.x, p.out});
   const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
-  const bool may_be_general = set == KernelSet::kChannelsLast && debug_option(DebugOption::kCausalConv1dKernel) == 0;
+  const bool is_channels_last = set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted;
+  const bool may_be_general = is_channels_last && debug_option(DebugOption::kCausalConv1dKernel) == 0;
   return may_be_general && is_small ? KernelSet::kGeneral : set;
 }
 
@@ -85,7 +95,7 @@ constexpr int64_t kMaxWaves = 8;
 Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multiprocessor, bool has_whole_waves, int device) {
   const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
-  if (set == KernelSet::kChannelsLast) {
+  if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
     const int64_t most_tiles = ceil_div(p.seqlen, kMinSteps * kWarps);
@@ -103,7 +113,7 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
       if (rows * tiles > kMaxWaves * resident) break;
     }
     tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
-  } else if (set == KernelSet::kChannelsFirst) {
+  } else if (set == KernelSet::kChannelsFirst || set == KernelSet::kChannelsFirstShifted) {
     const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
     // One tile per channel, or more if there are too few channels to fill the device.
     constexpr int64_t kBlocksOfMultiprocessor = 16;

@@ -5,6 +5,7 @@
 
 #include "causal_conv1d/cuda/bwd_reduce.cuh"
 #include "causal_conv1d/cuda/channels_first.cuh"
+#include "causal_conv1d/cuda/channels_first_shifted.cuh"
 #include "causal_conv1d/cuda/channels_last_bwd.cuh"
 #include "causal_conv1d/cuda/channels_last_fwd.cuh"
 #include "causal_conv1d/cuda/general.cuh"
@@ -24,14 +25,21 @@ inline unsigned channels_first_blocks(const ConvParams& p, const Tiling& tiling)
 template <typename Scalar>
 cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
-    if (set == KernelSet::kChannelsLast) {
-      const auto kernel =
-          is_specialized(params) ? &conv_fwd_channels_last_kernel<Scalar, true> : &conv_fwd_channels_last_kernel<Scalar, false>;
+    if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
+      const bool is_shifted = set == KernelSet::kChannelsLastShifted;
+      auto* kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, false, true>
+                                : &conv_fwd_channels_last_kernel<Scalar, false, false>;
+      if (is_specialized(params)) {
+        kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, true, true>
+                            : &conv_fwd_channels_last_kernel<Scalar, true, false>;
+      }
       kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
       return cudaGetLastError();
     }
-    if (set == KernelSet::kChannelsFirst) {
-      conv_fwd_channels_first_kernel<Scalar><<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+    if (set == KernelSet::kChannelsFirst || set == KernelSet::kChannelsFirstShifted) {
+      const auto kernel = set == KernelSet::kChannelsFirst ? &conv_fwd_channels_first_kernel<Scalar>
+                                                           : &conv_fwd_channels_first_shifted_kernel<Scalar>;
+      kernel<<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
       return cudaGetLastError();
     }
   }
@@ -47,18 +55,22 @@ cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling&
   Acc* const sums = static_cast<Acc*>(workspace.sums);
   const auto launch_tiles = [&] {
     if constexpr (!std::is_same_v<Scalar, double>) {
-      if (set == KernelSet::kChannelsLast) {
-        void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_channels_last_kernel<Scalar, false, false>;
+      if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
+        const bool is_shifted = set == KernelSet::kChannelsLastShifted;
+        void (*kernel)(ConvBwdParams, Tiling, Acc*) = is_shifted ? &conv_bwd_channels_last_kernel<Scalar, false, false, true>
+                                                                 : &conv_bwd_channels_last_kernel<Scalar, false, false, false>;
         if (params.grad_out_2.data != nullptr) {
-          kernel = &conv_bwd_channels_last_kernel<Scalar, true, true>;
+          kernel = &conv_bwd_channels_last_kernel<Scalar, true, true, false>;
         } else if (is_specialized(params) && params.grad_x.data != nullptr) {
-          kernel = &conv_bwd_channels_last_kernel<Scalar, true, false>;
+          kernel = is_shifted ? &conv_bwd_channels_last_kernel<Scalar, true, false, true>
+                              : &conv_bwd_channels_last_kernel<Scalar, true, false, false>;
         }
         return kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
-      if (set == KernelSet::kChannelsFirst) {
-        return conv_bwd_channels_first_kernel<Scalar>
-            <<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
+      if (set == KernelSet::kChannelsFirst || set == KernelSet::kChannelsFirstShifted) {
+        const auto kernel = set == KernelSet::kChannelsFirst ? &conv_bwd_channels_first_kernel<Scalar>
+                                                             : &conv_bwd_channels_first_shifted_kernel<Scalar>;
+        return kernel<<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
     }
     const unsigned blocks = blocks_for(params.batch * params.seqlen * params.channels, kGeneralThreads);

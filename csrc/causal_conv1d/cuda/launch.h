@@ -2,9 +2,12 @@
 //
 // Three sets of kernels implement the convolution. Forward adds the taps in the same order in all of them.
 //
-//   channels last   a lane owns a few neighboring channels and advances in time; sequences may be packed
+//   channels last   a lane owns a few channels and advances in time; sequences may be packed
 //   channels first  a lane owns neighboring steps of one channel, and a warp advances in time; no packed sequences
 //   general         any strides and widths, and float64: one thread per element
+//
+// The first two are compiled for rows of aligned vectors and, as shifted, for rows that start at any element and have any
+// length. Both forms give the same bits.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +30,7 @@ constexpr int kLaneChannels = 4;
 // Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
-enum class KernelSet { kChannelsLast, kChannelsFirst, kGeneral };
+enum class KernelSet { kChannelsLast, kChannelsLastShifted, kChannelsFirst, kChannelsFirstShifted, kGeneral };
 
 // Whether the specialized channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch
 // entries of one sequence each.

@@ -1,0 +1,299 @@
+// Forward and backward of the causal convolution for channels-first tensors whose rows, the steps of a channel, start at any
+// element and have any length. Warps, lanes and sums are those of channels_first.cuh, and so are the bits of the results.
+//
+// Of each row a kernel reads aligned blocks of 16 bytes that hold an element of it, and writes such blocks if they lie in the
+// row as a whole. Elements of the first and the last block are written singly.
+//
+// Forward shifts the vectors of a warp in time so that those of `out` are aligned. Vectors of x are then aligned, too, if x and
+// out have the same strides, as they mostly do; otherwise each is taken out of two blocks. In backward the steps of a lane
+// decide in which order it adds its part of grad_weight, and they remain. It takes the vectors of x and of grad_out out of
+// blocks in shared memory, one more than lanes, that the warp has copied. For grad_x each lane joins the end of its vector with
+// the beginning of the vector of the lane above, which lane 31 got in the previous iteration, and writes the block that they
+// form.
+#pragma once
+
+#include <type_traits>
+
+#include "causal_conv1d/cuda/channels_first.cuh"
+#include "cuda/shifted_io.cuh"
+
+namespace ssm_kernels::causal_conv1d {
+
+template <typename Scalar>
+__global__ void __launch_bounds__(kWarpSize* kWarps)
+    conv_fwd_channels_first_shifted_kernel(const ConvFwdParams p, const Tiling tiling) {
+  using Acc = AccumulateType<Scalar>;
+  using Tail = VectorTail<Scalar>;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
+  using Inputs = cuda::Vector<Scalar, kVector>;
+  const int lane = threadIdx.x % kWarpSize;
+  ChannelsFirstSegment segment;
+  if (!segment.find(p, tiling)) return;
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
+  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
+  // The tile's steps move back to where blocks of `out` begin. Blocks of x begin x_past elements before its vectors.
+  const int past = cuda::bytes_past_multiple<kVectorBytes>(out) / static_cast<int>(sizeof(Scalar));
+  const int x_past = cuda::bytes_past_multiple<kVectorBytes>(x - past) / static_cast<int>(sizeof(Scalar));
+  const bool is_last = segment.end == p.seqlen;
+  const int64_t first = segment.begin - past, end = is_last ? p.seqlen : segment.end - past;
+
+  // x or what precedes the sequence.
+  const auto element_at = [&](int64_t t) {
+    if (t >= 0) return x[t];
+    return -t < width ? load_initial<Scalar>(p, segment.b, 0, segment.c, -t) : from_accumulate<Scalar>(Acc(0));
+  };
+  Tail earlier;
+  {
+    Scalar elements[Tail::kElements];
+#pragma unroll
+    for (int i = 0; i < Tail::kElements; ++i) {
+      const int lag = Tail::kElements - i;
+      elements[i] = lag < width ? element_at(first - lag) : from_accumulate<Scalar>(Acc(0));
+    }
+    memcpy(earlier.words, elements, sizeof(earlier.words));
+  }
+  for (int64_t begin = first; begin < end; begin += kAhead * kWarpSteps) {
+    Inputs blocks[kAhead], next_blocks[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int64_t t = begin + j * kWarpSteps + lane * kVector;
+      const int64_t block = t - x_past;
+      blocks[j] = t < end && block > -kVector ? Inputs::load(x + block) : Inputs::zero();
+      next_blocks[j] = Inputs::zero();
+      if (x_past != 0 && t < end && block + kVector < p.seqlen) next_blocks[j] = Inputs::load(x + block + kVector);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int64_t t = begin + j * kWarpSteps + lane * kVector;
+      Inputs loaded = blocks[j];
+      if (x_past != 0) loaded = cuda::join_vectors(blocks[j], next_blocks[j], x_past);
+      if (j == 0 && t < 0) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (t + i < 0) loaded.set(i, element_at(t + i));
+        }
+      }
+      Acc inputs[kHalo + kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded.accumulate(i);
+      const Tail tail = Tail::of(loaded);
+      tail.to_lane_above(earlier, inputs);
+      earlier = tail;
+      if (t >= end) continue;
+      Acc outputs[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
+      if (p.has_silu) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) outputs[i] = silu(outputs[i]);
+      }
+      const Inputs rounded = Inputs::round(outputs);
+      if (t >= 0 && t + kVector <= p.seqlen) {
+        rounded.store_once(out + t);
+      } else {
+        cuda::store_range(out + t, rounded, static_cast<int>(t < 0 ? -t : 0), p.seqlen - t);
+      }
+    }
+  }
+  if (p.final_state.data != nullptr && is_last && lane == 0) {
+    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
+  }
+}
+
+// A warp's part of a row, kWarpSize vectors, as the aligned blocks in shared memory that hold it.
+template <typename Scalar>
+struct StagedVectors {
+  static constexpr int kVector = kVectorBytes / sizeof(Scalar);
+  using Inputs = cuda::Vector<Scalar, kVector>;
+
+  alignas(kVectorBytes) char blocks[kWarps][(kWarpSize + 1) * kVectorBytes];
+
+  // Starts the copy of the lane's vector at `source`, of which `left` elements exist, or more in the same row. `past` is the
+  // address's distance from a multiple of 16, the same for the whole row.
+  __device__ __forceinline__ void start_copy(const Scalar* source, int past, int64_t left) {
+    const int lane = threadIdx.x % kWarpSize;
+    char* const target = blocks[threadIdx.x / kWarpSize] + lane * kVectorBytes;
+    const char* const first = reinterpret_cast<const char*>(source) - past;
+    const int64_t left_bytes = left * static_cast<int64_t>(sizeof(Scalar)) + past;
+    if (left_bytes > 0) cuda::cp_async<kVectorBytes>(target, first);
+    if (lane == kWarpSize - 1 && left_bytes > kVectorBytes) {
+      cuda::cp_async<kVectorBytes>(target + kVectorBytes, first + kVectorBytes);
+    }
+  }
+  // The lane's vector; elements that do not exist are zeros.
+  __device__ __forceinline__ Inputs load(int past, int64_t left) const {
+    const char* const source = blocks[threadIdx.x / kWarpSize] + threadIdx.x % kWarpSize * kVectorBytes;
+    Inputs vector = cuda::load_shifted_shared<Scalar, kVector>(source, past);
+    if (left < kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (i >= left) vector.set(i, from_accumulate<Scalar>(AccumulateType<Scalar>(0)));
+      }
+    }
+    return vector;
+  }
+};
+
+template <typename Scalar>
+__global__ void __launch_bounds__(kWarpSize* kWarps)
+    conv_bwd_channels_first_shifted_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
+  using Acc = AccumulateType<Scalar>;
+  using Tail = VectorTail<Scalar>;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
+  using Inputs = cuda::Vector<Scalar, kVector>;
+  // Pipeline stages of x and of grad_out: one in use, the others being copied.
+  constexpr int kStages = 4;
+  __shared__ StagedVectors<Scalar> stages[kStages][2];
+  const int lane = threadIdx.x % kWarpSize;
+  ChannelsFirstSegment segment;
+  if (!segment.find(p, tiling)) return;
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
+  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
+  Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
+  // Tiles and vectors begin at multiples of 16 bytes from the row's first element.
+  const int x_past = cuda::bytes_past_multiple<kVectorBytes>(x),
+            grad_out_past = cuda::bytes_past_multiple<kVectorBytes>(grad_out);
+  const int grad_x_past = cuda::bytes_past_multiple<kVectorBytes>(grad_x) / static_cast<int>(sizeof(Scalar));
+
+  // The gradient of the channel's final state, which is its last width - 1 steps.
+  const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
+                                                                      : static_cast<const Scalar*>(p.grad_final_state.data) +
+                                                                            p.grad_final_state.offset(segment.b, segment.c, 0);
+
+  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
+  Acc later[kHalo];
+#pragma unroll
+  for (int i = 0; i < kHalo; ++i) {
+    const int64_t t = segment.end + i;
+    later[i] = 0;
+    if (t >= p.seqlen) continue;
+    later[i] = to_accumulate(grad_out[t]);
+    if (!p.has_silu) continue;
+    Acc inputs[kHalo + 1];
+#pragma unroll
+    for (int lag = 0; lag <= kHalo; ++lag) inputs[kHalo - lag] = to_accumulate(x[t - lag]);
+    later[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo - lag]; }));
+  }
+
+  Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
+  const int64_t begin = segment.begin + lane * kVector;
+  int64_t t = begin + (segment.end - segment.begin - 1) / kWarpSteps * kWarpSteps;
+  const auto start_copies = [&](int64_t t, int stage) {
+    if (begin <= t) {
+      stages[stage][0].start_copy(x + t, x_past, segment.end - t);
+      stages[stage][1].start_copy(grad_out + t, grad_out_past, segment.end - t);
+    }
+    cuda::cp_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * kWarpSteps, i);
+  const Tail first = Tail::load(p, segment, x);
+  cuda::cp_async_wait<kStages - 2>();
+  __syncwarp();
+  Inputs next = stages[0][0].load(x_past, segment.end - t);
+  Inputs above = Inputs::zero();  // lane 0: its vector of grad_x in the previous iteration
+#pragma unroll 1
+  for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
+    // The lanes have read what this copy overwrites.
+    __syncwarp();
+    start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
+    // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
+    cuda::cp_async_wait<kStages - 2>();
+    __syncwarp();
+    const int64_t left = segment.end - t;  // steps of the tile from t on; negative in lanes without steps
+    const Inputs loaded = next, grads = stages[stage][1].load(grad_out_past, left);
+    Tail earlier = first;
+    if (t > begin) {
+      next = stages[(stage + 1) % kStages][0].load(x_past, kVector);
+      earlier = Tail::of(next);
+    }
+    Acc inputs[kHalo + kVector], g[kVector + kHalo];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      inputs[kHalo + i] = loaded.accumulate(i);
+      g[i] = grads.accumulate(i);
+    }
+    Tail::of(loaded).to_lane_above(earlier, inputs);
+    if (p.has_silu) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        g[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; }));
+    }
+    if (left < kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (i >= left) g[i] = 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHalo; ++i) {
+      const Acc sent = lane == 0 ? later[i] : g[i];
+      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, (lane + 1) % kWarpSize);
+      later[i] = g[i];
+    }
+
+    Acc grad_inputs[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      grad_inputs[i] = taps.correlate(width, 0, [&](int lag) { return g[i + lag]; });
+    }
+    // Skips steps after the last one, as zero times an infinity or NaN is NaN.
+    const auto add_products = [&](auto is_whole) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (!is_whole && i >= left) break;
+#pragma unroll
+        for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
+          grad_weight[lag] = Math<Acc>::fma(g[i], inputs[kHalo + i - lag], grad_weight[lag]);
+        }
+        grad_bias += g[i];
+      }
+    };
+    left >= kVector ? add_products(std::true_type()) : add_products(std::false_type());
+    if (grad_final != nullptr && t + kVector + kHalo > p.seqlen) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const int64_t index = t + i - (p.seqlen - (p.width - 1));
+        if (index >= 0 && index < p.width - 1) {
+          grad_inputs[i] += to_accumulate(grad_final[index * p.grad_final_state.stride_step]);
+        }
+      }
+    }
+    if (p.grad_x.data == nullptr) continue;
+    const Inputs rounded = Inputs::round(grad_inputs);
+    if (grad_x_past == 0) {
+      if (left >= kVector) {
+        rounded.store_once(grad_x + t);
+      } else {
+        cuda::store_range(grad_x + t, rounded, 0, left);
+      }
+      continue;
+    }
+    // The block that the row's vector t ends in.
+    const Inputs block = cuda::join_vectors(rounded, cuda::vector_of_lane_above(rounded, above), kVector - grad_x_past);
+    const int block_begin = kVector - grad_x_past;
+    if (left >= block_begin + kVector) {
+      block.store_once(grad_x + t + block_begin);
+    } else {
+      cuda::store_range(grad_x + t + block_begin, block, 0, left - block_begin);
+    }
+    if (t == segment.begin) cuda::store_range(grad_x + t, rounded, 0, left < block_begin ? left : block_begin);
+    above = rounded;
+  }
+
+  if (sums == nullptr) return;
+  Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
+#pragma unroll
+  for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
+    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
+    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
+  }
+  const Acc sum = cuda::sum_over_warp(grad_bias);
+  if (lane == 0) target[p.width * p.channels] = sum;
+}
+
+}  // namespace ssm_kernels::causal_conv1d
