@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,12 +27,19 @@ from benchmarks.benchmark import PEER, Benchmark, Case, Result, Run, main, speed
 from benchmarks.layer_cases import DecodeCase, GenerationCase, LanguageModelCase, LatencyCase, LayerCase, ModelCase
 from benchmarks.operator_cases import Convolution, Norm, operator_columns
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, by_direction, figure, median, ratio, text, throughput
+from ssm_kernels.choices import RecomputeName
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = {"Mamba": 2048, "Mamba2": 2560}
 CASES: list[Case] = [
     *(LayerCase(layer, 8, d_model) for layer, d_model in LAYERS.items()),
     *(LayerCase(layer, 1, 768) for layer in LAYERS),
+    *(
+        LayerCase(layer, 8, size, recompute=level)
+        for layer, d_model in LAYERS.items()
+        for size in (768, d_model)
+        for level in get_args(RecomputeName)
+    ),
     *(
         DecodeCase(layer, batch, d_model, dtype)
         for layer, d_model in LAYERS.items()
@@ -53,8 +61,11 @@ def figures(row: Row, result: Result) -> dict[str, float]:
     others = {name: name for name in (PEER, "copy", "PyTorch")}
     found = speedups(row, others, (*DIRECTIONS, "both", "step", "generate"))
     found |= {what: value for what in ("kept", "replay") if (value := median(row["ours"], what)) is not None}
-    ours, theirs = (median(row.get(who), "peak") for who in ("ours", PEER))
-    return found | ({"peak over mamba_ssm": ours / theirs} if ours and theirs else {})
+    for what in ("peak", "kept"):
+        ours, theirs = (median(row.get(who), what) for who in ("ours", PEER))
+        if ours and theirs:
+            found[f"{what} over mamba_ssm"] = ours / theirs
+    return found
 
 
 def beside(what: str, unit: float, decimals: int, name: str, *, before: bool = True) -> list[Column]:
@@ -86,7 +97,7 @@ def tables(result: Result) -> list[Table]:
     rows, case = result["rows"], text("case", "name")
 
     def of_kind(title: str, kind: str, *columns: Column) -> Table:
-        return Table(title, [case, *columns], [row for row in rows if row["kind"] == kind])
+        return Table(title, [case, *columns], [row for row in rows if row["kind"] == kind and not row.get("recompute")])
 
     operators = by_direction([row for row in rows if row["kind"] == "operator"])
     unsupported = [row for row in rows if (row.get(PEER) or {}).get("unsupported")]
@@ -107,6 +118,16 @@ def tables(result: Result) -> list[Table]:
             ratio("ours / mamba_ssm", "peak", "ours", PEER),
             *beside("kept", 1e3, 1, "kept, kB", before=False),
             *beside("held", 1e3, 1, "held, kB", before=False),
+        ),
+        Table(
+            "recompute",
+            [
+                case,
+                figure("kept, kB", "ours", "kept", 1e3, 1),
+                figure("peak, MB", "ours", "peak", 1e6, 0),
+                figure("forward + backward, ms", "ours", "both", 1e-3, 3),
+            ],
+            [row for row in rows if row.get("recompute")],
         ),
         of_kind("decoding steps, microseconds", "decode", *beside("step", 1e-6, 2, "µs", before=False), speedup("step")),
         of_kind("small layers, milliseconds", "latency", *beside("replay", 1e-3, 4, "ms")),

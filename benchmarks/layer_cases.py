@@ -21,6 +21,7 @@ import ssm_kernels.nn
 from benchmarks import peers
 from benchmarks.benchmark import PEER, Case, Contender, Contest, Run
 from benchmarks.harness import Stages, graph_of, peak_bytes, synchronize
+from ssm_kernels.choices import RecomputeName
 from ssm_kernels.models import MambaConfig, MambaLM
 
 Figures = dict[str, Any]
@@ -97,16 +98,25 @@ def held_bytes(layer: nn.Module, x: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class LayerCase(PairedCase):
-    """Forward, forward and backward, and memory of a layer, projections included."""
+    """Forward, forward and backward, and memory of a layer, projections included.
+
+    With ``recompute``, of ours with that value, without mamba_ssm's.
+    """
 
     batch: int = 8
     d_model: int = 2048
     seqlen: int = 2048
+    recompute: RecomputeName | None = None
     kind = "layer"
 
     @property
     def name(self) -> str:
-        return f"{self.layer} B{self.batch} L{self.seqlen} d_model {self.d_model}"
+        suffix = "" if self.recompute is None else f", recompute {self.recompute}"
+        return f"{self.layer} B{self.batch} L{self.seqlen} d_model {self.d_model}{suffix}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"kind": self.kind, "layer": self.layer, "d_model": self.d_model, "recompute": self.recompute}
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Input and incoming gradient."""
@@ -117,6 +127,9 @@ class LayerCase(PairedCase):
 
     def contest(self, run: Run) -> Contest:
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
+        if self.recompute is not None:
+            layers = {"ours": layers["ours"]}
+            layers["ours"].recompute = self.recompute  # type: ignore[assignment]
         x, grad_out = self.tensors(run.device)
         steps, tokens = min(COMPARED_STEPS, self.seqlen), self.batch * self.seqlen
         masked = torch.zeros_like(grad_out)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .choices import DiscretizationName
 
-__all__ = ["Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer"]
+__all__ = ["MAMBA2_ARGUMENTS", "Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer"]
 
 
 class Mamba2Tensors(NamedTuple):
@@ -68,6 +68,9 @@ class Mamba2Options(NamedTuple):
     def groups(self, matrix: Tensor) -> Tensor:
         """B or C, (..., ngroups * dstate), as (..., ngroups, dstate)."""
         return matrix.unflatten(-1, (self.ngroups, self.dstate))
+
+
+MAMBA2_ARGUMENTS = len(Mamba2Tensors._fields) + len(Mamba2Options._fields)
 
 
 def mamba2_arguments(arguments: tuple[Any, ...]) -> tuple[Mamba2Tensors, Mamba2Options]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
+from ._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer
 from .reference import RECURRENCES
 
 
@@ -517,6 +518,12 @@ def _mamba2_mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return mamba2_mixer(*parts, *mamba2_arguments(arguments))
 
 
+def _mamba2_mixer_projected(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, *states = _mamba2_mixer(*arguments)
+    weight, bias = arguments[MAMBA2_ARGUMENTS : MAMBA2_ARGUMENTS + 2]
+    return out if weight is None else F.linear(out, weight, bias), states[0], states[1]
+
+
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
 _NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
@@ -535,6 +542,7 @@ for _name in (
     "_ssd_chunk_scan_states_bwd",
     "_ssd_chunk_scan_summary_bwd",
     "_mamba2_mixer_bwd",
+    "_mamba2_mixer_projected_bwd",
     "_mamba_mixer_bwd",
 ):
     torch.library.register_vmap(
@@ -557,4 +565,5 @@ torch.library.register_vmap("ssm_kernels::selective_scan_summary", _selective_sc
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)
 torch.library.register_vmap("ssm_kernels::selective_state_update_out", _selective_state_update_out)
 _library.impl("_mamba2_mixer", _mamba2_mixer, "FuncTorchBatchedDecomposition")
+_library.impl("_mamba2_mixer_projected", _mamba2_mixer_projected, "FuncTorchBatchedDecomposition")
 _library.impl("_mamba_mixer", _mamba_mixer, "FuncTorchBatchedDecomposition")

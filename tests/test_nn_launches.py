@@ -12,8 +12,8 @@ import ssm_kernels.nn as snn
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 # Operators that call others: of a profile, what is inside of them counts.
-COMPOSED = ("_mamba_conv", "_mamba_mixer", "_mamba2_mixer", "rms_norm_gated", "_norm_gated", "reshape", "flatten")
-COMPOSED += ("unflatten", "to", "matmul", "contiguous")
+COMPOSED = ("_mamba_conv", "_mamba_mixer", "_mamba2_mixer", "_mamba2_mixer_projected", "rms_norm_gated")
+COMPOSED += ("_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
 VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
 MIXERS = {"Mamba": {}, "Mamba-bias": {}, "Mamba2": {}, "Mamba2-D_has_hdim": {"rmsnorm": False}}

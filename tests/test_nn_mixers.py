@@ -72,7 +72,7 @@ def test_constructor_is_that_of_mamba_ssm(name):
     positional = [(p.name, p.default) for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     theirs = inspect.signature(eval(f"(lambda {SIGNATURES[name]}: None)", {"math": math})).parameters.values()
     assert positional == [(p.name, p.default) for p in theirs]
-    assert [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["discretization"]
+    assert [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["discretization", "recompute"]
 
 
 def test_forward_of_mamba2_is_that_of_mamba_ssm():

@@ -8,8 +8,18 @@
 // Forward saves `projected`, y, the parameters as the scan reads them and the norm's rstd per group; backward recomputes the
 // convolution, the step sizes and the norm. Kernels write the gradients of z, xBC and dt directly into the gradient of
 // `projected`.
+//
+// A second operator, _mamba2_mixer_projected, keeps less. With the weight of the out-projection it returns
+//
+//   out weight^T + bias
+//
+// and does not keep the projection's input: backward computes it again from y by the norm's forward kernel, with the same bits,
+// and frees it before the gradients of the norm are computed. With recomputes_scan it does not keep y either, which is then the
+// scan's forward in backward.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -21,6 +31,7 @@
 #include "norm/norm_call.h"
 #include "ssd/ssd_op.h"
 #include "torch/allocation.h"
+#include "torch/autocast.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
@@ -31,8 +42,22 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 constexpr char kOp[] = "Mamba2", kActivation[] = "silu";
 
-// In the order of the operator's arguments.
-enum Grad { kProjected, kConvWeight, kConvBias, kALog, kD, kDtBias, kNormWeight, kConvState, kSsmState, kNumGrads };
+// In the order of the operators' arguments; the last two of _mamba2_mixer_projected alone.
+enum Grad {
+  kProjected,
+  kConvWeight,
+  kConvBias,
+  kALog,
+  kD,
+  kDtBias,
+  kNormWeight,
+  kConvState,
+  kSsmState,
+  kNumGrads,
+  kProjWeight = kNumGrads,
+  kProjBias,
+  kNumProjectedGrads
+};
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;
 
@@ -88,6 +113,33 @@ struct BwdInputs {
     return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields_but_layer(), std::tie(norm_mean_product, in.layer));
   }
 };
+
+struct ProjectedInputs : Inputs {
+  OptionalTensor proj_weight, proj_bias;
+  bool recomputes_scan = false;
+
+  auto differentiable() { return std::tuple_cat(Inputs::differentiable(), std::tie(proj_weight, proj_bias)); }
+  auto tensors() { return std::tuple_cat(Inputs::tensors(), std::tie(proj_weight, proj_bias)); }
+  auto fields_but_layer() {
+    return std::tuple_cat(Inputs::fields_but_layer(), std::tie(proj_weight, proj_bias, recomputes_scan));
+  }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(layer)); }
+
+  bool projects() const { return is_present(proj_weight); }
+};
+
+// At least one of the first three is present.
+struct ProjectedBwdInputs {
+  OptionalTensor grad_out, grad_conv_state, grad_ssm_state;
+  at::Tensor y, rstd, parameters;
+  std::array<bool, kNumProjectedGrads> needs_grad{};
+  ProjectedInputs in;
+
+  auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
+  auto saved() { return std::tie(y, rstd, parameters); }
+  auto fields() { return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields()); }
+};
+using ProjectedGrads = std::array<at::Tensor, kNumProjectedGrads>;
 
 // The sizes and parts of `projected`, and the arguments of the operators that the mixer is composed of.
 struct Call {
@@ -172,6 +224,11 @@ struct Call {
     return norm;
   }
 
+  norm::GatedOutputs normalize(const at::Tensor& y) const {
+    static const Operator<norm::GatedOutputs, norm::GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
+    return op(norm::GatedFwdInputs{norm_inputs(y), {}});
+  }
+
  private:
   at::Tensor in_groups(const at::Tensor& conv_out, int64_t which) const {
     return columns(conv_out, d_ssm + which * in.groups * in.dstate, {in.groups, in.dstate});
@@ -205,13 +262,13 @@ Outputs forward(const FwdInputs& in) {
   y = y.flatten(-2);
   const auto none = [&, &y = y] { return empty_tensor({0}, y.options()); };
   if (!call.has_norm() || !in.applies_norm) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
-  static const Operator<norm::GatedOutputs, norm::GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
-  auto [out, rstd, mean] = op(norm::GatedFwdInputs{call.norm_inputs(y), {}});
+  auto [out, rstd, mean] = call.normalize(y);
   return {out, conv_state, ssm_state, y, rstd, call.parameters.saved};
 }
 
-// Gradients that are not needed are undefined.
-GradTensors backward(const BwdInputs& bwd) {
+// Gradients that are not needed are undefined. Releases tensors of `bwd` when they have been read. conv_out: the convolution's
+// output, if the caller has computed it.
+GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}) {
   const Inputs& in = bwd.in;
   const NeedsGrad& needs_grad = bwd.needs_grad;
   const Call call(in, bwd.parameters);
@@ -236,6 +293,9 @@ GradTensors backward(const BwdInputs& bwd) {
       auto [grad_weight, grad_bias] = op(norm);
       if (needs_grad[kNormWeight]) grads[kNormWeight] = grad_weight;
       scan.grad_out = call.in_heads(grad_y);
+      norm = {};
+      bwd.grad_out.reset();
+      bwd.y.reset();
     } else {
       call.z_of(grad_projected).zero_();
       if (needs_grad[kNormWeight]) grads[kNormWeight] = in.norm_weight->new_zeros({call.d_ssm});
@@ -250,9 +310,10 @@ GradTensors backward(const BwdInputs& bwd) {
 
   at::Tensor grad_conv_out;
   {
-    const at::Tensor conv_out = call.convolve().out;
+    if (!conv_out.defined()) conv_out = call.convolve().out;
     grad_conv_out = empty_tensor_like(conv_out);
     scan.in = call.scan_inputs(conv_out);
+    conv_out.reset();
     scan.needs_grad.fill(true);
     scan.needs_grad[ssd::kGradA] = needs_grad[kALog];
     scan.needs_grad[ssd::kGradD] = needs_grad[kD];
@@ -288,13 +349,75 @@ GradTensors backward(const BwdInputs& bwd) {
   return grads;
 }
 
-GradTensors bwd(const BwdInputs& in) {
-  GradTensors grads = backward(in);
+template <size_t count>
+std::array<at::Tensor, count> or_empty(std::array<at::Tensor, count> grads, const at::TensorOptions& options) {
   for (at::Tensor& grad : grads) {
-    if (!grad.defined()) grad = empty_tensor({0}, in.parameters.options());
+    if (!grad.defined()) grad = empty_tensor({0}, options);
   }
   return grads;
 }
+
+GradTensors bwd(BwdInputs& in) { return or_empty(backward(in), in.parameters.options()); }
+
+// y is empty if it is not kept. Without a norm, it is the input of the out-projection, and kept for its sake alone.
+Outputs projected_forward(const ProjectedInputs& in) {
+  Outputs outputs = forward(FwdInputs{in, true});
+  if (in.projects()) {
+    if (!is_present(in.norm_weight)) outputs.y = outputs.out;
+    outputs.out = at::linear(outputs.out, *in.proj_weight, in.proj_bias);
+  }
+  if (in.recomputes_scan) outputs.y = empty_tensor({0}, outputs.out.options());
+  return outputs;
+}
+
+// The gradients of the out-projection by the products that autograd takes for torch.nn.functional.linear, and then those of
+// the mixer.
+ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
+  ProjectedGrads grads;
+  const bool has_norm = is_present(bwd.in.norm_weight), has_grad_out = is_present(bwd.grad_out);
+  const bool needs_mixer =
+      std::any_of(bwd.needs_grad.begin(), bwd.needs_grad.begin() + kNumGrads, [](bool needs) { return needs; });
+  const bool needs_weight = bwd.needs_grad[kProjWeight];
+
+  at::Tensor conv_out;
+  if (bwd.in.recomputes_scan && has_grad_out && (needs_weight || (has_norm && needs_mixer))) {
+    const Call call(bwd.in, bwd.parameters);
+    conv_out = call.convolve().out;
+    bwd.y = ssd::fwd(call.scan_inputs(conv_out)).out.flatten(-2);
+  }
+  if (bwd.in.projects() && has_grad_out) {
+    const at::Tensor grad_out = bwd.grad_out->flatten(0, -2);
+    if (needs_weight) {
+      const at::Tensor projected = has_norm ? Call(bwd.in, bwd.parameters).normalize(bwd.y).out : bwd.y;
+      grads[kProjWeight] = grad_out.t().mm(projected.flatten(0, -2));
+    }
+    if (bwd.needs_grad[kProjBias]) grads[kProjBias] = grad_out.sum(0);
+    if (needs_mixer) {
+      c10::SymDimVector sizes(bwd.grad_out->sym_sizes().begin(), bwd.grad_out->sym_sizes().end());
+      sizes.back() = bwd.in.proj_weight->sym_size(1);
+      bwd.grad_out = grad_out.mm(*bwd.in.proj_weight).view_symint(sizes);
+    }
+  } else {
+    if (needs_weight) grads[kProjWeight] = at::zeros_like(*bwd.in.proj_weight);
+    if (bwd.needs_grad[kProjBias]) grads[kProjBias] = at::zeros_like(*bwd.in.proj_bias);
+  }
+  if (!needs_mixer) return grads;
+
+  BwdInputs mixer;
+  mixer.grad_out = std::move(bwd.grad_out);
+  mixer.grad_conv_state = bwd.grad_conv_state;
+  mixer.grad_ssm_state = bwd.grad_ssm_state;
+  mixer.y = std::move(bwd.y);
+  mixer.rstd = bwd.rstd;
+  mixer.parameters = bwd.parameters;
+  std::copy_n(bwd.needs_grad.begin(), kNumGrads, mixer.needs_grad.begin());
+  mixer.in = bwd.in;
+  GradTensors of_mixer = backward(mixer, std::move(conv_out));
+  std::move(of_mixer.begin(), of_mixer.end(), grads.begin());
+  return grads;
+}
+
+ProjectedGrads projected_bwd(ProjectedBwdInputs& in) { return or_empty(projected_backward(in), in.parameters.options()); }
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
@@ -330,13 +453,49 @@ struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, BwdInputs, Result> {
   }
 };
 
+struct Mamba2MixerProjected : DifferentiableOp<Mamba2MixerProjected, ProjectedBwdInputs, Result> {
+  static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer_projected";
+  static constexpr char kBackward[] = "ssm_kernels::_mamba2_mixer_projected_bwd";
+
+  static const char* name(const ProjectedInputs&) { return kOp; }
+
+  static auto differentiable(ProjectedInputs& in) { return in.differentiable(); }
+
+  static Result forward(ProjectedInputs& in, variable_list* saved) {
+    static const Operator<Outputs, ProjectedInputs> op("ssm_kernels::_mamba2_mixer_projected_fwd");
+    const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(in.tensors());
+    Outputs outputs = is_eager ? projected_forward(in) : op(in);
+    if (saved != nullptr) *saved = {outputs.y, outputs.rstd, outputs.parameters};
+    return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
+  }
+
+  static ProjectedGrads backward(ProjectedBwdInputs& bwd) {
+    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.tensors(), bwd.saved(), bwd.grads()))) {
+      return DifferentiableOp::backward(bwd);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    // The products have the dtype of forward's, wherever backward is called.
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(bwd.in.projected.device().type()));
+    return projected_backward(bwd);
+  }
+
+  // As Mamba2Mixer; the out-projection as torch.nn.functional.linear.
+  static void cast(ProjectedInputs& in, const Autocast& to) {
+    Mamba2Mixer::cast(in, to);
+    to.to_lower(in.proj_weight, in.proj_bias);
+  }
+};
+
 }  // namespace
 
 SSM_DIFFERENTIABLE_OPERATOR(Mamba2Mixer)
+SSM_DIFFERENTIABLE_OPERATOR(Mamba2MixerProjected)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   implement<&forward>(m, "_mamba2_mixer_fwd");
   implement<&bwd>(m, "_mamba2_mixer_bwd");
+  implement<&projected_forward>(m, "_mamba2_mixer_projected_fwd");
+  implement<&projected_bwd>(m, "_mamba2_mixer_projected_bwd");
 }
 
 }  // namespace ssm_kernels::mamba2_mixer

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
 from .. import reference
-from .._mixers import mamba2_arguments, mamba2_mixer, mamba_mixer
+from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer
 from ..choices import ConvActivation, DiscretizationName
 from ..reference_sequences import step_sizes
 
@@ -333,3 +333,11 @@ def _mamba2_mixer(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     norm = partial(_norm, "rms_norm_gated") if given.pop("applies_norm") else _without_norm
     results = mamba2_mixer(_causal_conv1d, _ssd_chunk_scan, norm, *mamba2_arguments(tuple(given.values())))
     return *results, *(given["projected"].new_zeros(0) for _ in range(3))
+
+
+@_decomposes("_mamba2_mixer_projected_fwd")
+def _mamba2_mixer_projected(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = _bound(torch.ops.ssm_kernels._mamba2_mixer_projected_fwd.default, arguments, options)
+    weight, bias = given["out_proj_weight"], given["out_proj_bias"]
+    out, *others = _mamba2_mixer(*(*given.values(),)[:MAMBA2_ARGUMENTS])
+    return out if weight is None else F.linear(out, weight, bias), *others

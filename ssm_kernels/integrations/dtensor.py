@@ -134,6 +134,7 @@ _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
     **dict.fromkeys(("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd", "_causal_conv1d_bwd"), _CONVOLUTION),
     **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
     **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),
+    **dict.fromkeys(tuple(f"_mamba2_mixer_projected{kind}" for kind in ("", "_fwd", "_bwd")), _MIXER),
     **dict.fromkeys(("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd"), _NORM),
     **dict.fromkeys(("_norm_gated_squares", "_norm_gated_products"), _NORM),
     **dict.fromkeys(("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"), _NORM),

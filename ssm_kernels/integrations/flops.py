@@ -74,6 +74,12 @@ def _mamba2_mixer(call: Arguments, *, backward: bool = False) -> int:
     return convolution + scan
 
 
+def _mamba2_mixer_projected(call: Arguments, *, backward: bool = False) -> int:
+    weight = call["out_proj_weight"]
+    projection = 0 if weight is None else 2 * call["projected"].shape[0] * call["projected"].shape[1] * weight.numel()
+    return _mamba2_mixer(call, backward=backward) + (1 + backward) * projection
+
+
 def _recurrence(call: Arguments, *, inputs: str | None = None, backward: bool = False) -> int:
     steps = next(iter(call.values())) if inputs is None else call[inputs][0]
     return (1 + backward) * 2 * steps.numel()
@@ -112,6 +118,8 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     partial(_chunk_scan, backward=True): ("_ssd_chunk_scan_bwd", "_ssd_chunk_scan_states_bwd"),
     _mamba2_mixer: ("_mamba2_mixer", "_mamba2_mixer_fwd"),
     partial(_mamba2_mixer, backward=True): ("_mamba2_mixer_bwd",),
+    _mamba2_mixer_projected: ("_mamba2_mixer_projected", "_mamba2_mixer_projected_fwd"),
+    partial(_mamba2_mixer_projected, backward=True): ("_mamba2_mixer_projected_bwd",),
     _convolution: (
         *("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd"),
         *("causal_conv1d_update", "causal_conv1d_update_out"),

@@ -89,6 +89,14 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
+def keeps_less(layer: Any) -> bool:
+    """Whether a layer with ``recompute`` gives its projections to its operator, if they are plain: where there is a backward.
+
+    Exported programs keep the projections as they are, for tools that quantize or convert them.
+    """
+    return layer.recompute != "none" and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
 def expanded(layer: str, expand: float, d_model: int) -> int:
     """The inner channels, ``int(expand * d_model)``."""
     check_number(layer, "expand", expand)

@@ -47,6 +47,8 @@ from .common import (
     PackedMixer,
     conv_parameters,
     expanded,
+    is_plain_linear,
+    keeps_less,
     mark_parameters,
     readable,
     short_convolution,
@@ -61,6 +63,7 @@ from .weight_decay import NamesNoDecay
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
 _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
+_mamba2_mixer_projected = torch.ops.ssm_kernels._mamba2_mixer_projected.default
 
 
 @refuse_script
@@ -409,7 +412,15 @@ class Mamba2(DiscretizedModule, PackedMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
         mixer = self._mixer()
-        named = name_for_operator(self) if mixer is _mamba2_mixer else ()
+        is_projected = False
+        own: tuple[Any, ...] = ()  # arguments of the operator that this layer calls itself
+        if mixer is _mamba2_mixer:
+            own = name_for_operator(self)
+            is_projected = mlp is None and keeps_less(self) and is_plain_linear(self.out_proj)
+            if is_projected or (self.recompute == "all" and torch.is_grad_enabled()):
+                mixer = _mamba2_mixer_projected
+                weights = (self.out_proj.weight, self.out_proj.bias) if is_projected else (None, None)
+                own = (*weights, self.recompute == "all", *own)
         y, _, final_states = mixer(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
@@ -429,9 +440,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
             self.norm.eps if self.rmsnorm else 0.0,
             self.norm_before_gate,
             self.discretization,
-            *named,
+            *own,
         )
-        return self._finish(y, mlp), mixed, final_states
+        return y if is_projected else self._finish(y, mlp), mixed, final_states
 
     def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
         """The operator between the projections, with the arguments and results of ``_mamba2_mixer``."""
