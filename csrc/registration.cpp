@@ -260,15 +260,16 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_ssm_state)");
   // The same with the out-projection, if its weight is given, and without y among what backward keeps.
   const std::string projected_arguments =
-      mixer_arguments + ", Tensor? out_proj_weight, Tensor? out_proj_bias, bool recomputes_scan";
-  def("_mamba2_mixer_projected(" + projected_arguments + ", str layer='Mamba2'" + mixer_results + ")");
-  def_below_autograd("_mamba2_mixer_projected_fwd(" + projected_arguments + ", str layer='Mamba2'" + mixer_results +
+      mixer_arguments +
+      ", Tensor? out_proj_weight, Tensor? out_proj_bias, bool recomputes_scan, str layer='Mamba2', bool casts_projection=False";
+  def("_mamba2_mixer_projected(" + projected_arguments + mixer_results + ")");
+  def_below_autograd("_mamba2_mixer_projected_fwd(" + projected_arguments + mixer_results +
                      ", Tensor y, Tensor rstd, Tensor parameters)");
   def_below_autograd(
       "_mamba2_mixer_projected_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
       "Tensor rstd, Tensor parameters, bool[11] needs_grad, " +
       projected_arguments +
-      ", str layer='Mamba2') -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, "
+      ") -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, "
       "Tensor grad_D, Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state, "
       "Tensor grad_out_proj_weight, Tensor grad_out_proj_bias)");
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .choices import DiscretizationName
 
-__all__ = ["MAMBA2_ARGUMENTS", "Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer"]
+__all__ = ["MAMBA2_ARGUMENTS", "Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer", "project"]
 
 
 class Mamba2Tensors(NamedTuple):
@@ -78,6 +79,22 @@ def mamba2_arguments(arguments: tuple[Any, ...]) -> tuple[Mamba2Tensors, Mamba2O
     tensors = len(Mamba2Tensors._fields)
     options = arguments[tensors : tensors + len(Mamba2Options._fields)]
     return Mamba2Tensors(*arguments[:tensors]), Mamba2Options(*options)
+
+
+def project(
+    out: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    recomputes_scan: bool,
+    layer: str = "Mamba2",
+    casts_projection: bool = False,
+) -> Tensor:
+    """The out-projection of a mixer's result, with the last arguments of ``torch.ops.ssm_kernels._mamba2_mixer_projected``."""
+    if weight is None:
+        return out
+    if casts_projection:
+        weight, bias = weight.to(out.dtype), None if bias is None else bias.to(out.dtype)
+    return F.linear(out, weight, bias)
 
 
 def mamba_mixer(

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer
+from ._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
 from .reference import RECURRENCES
 
 
@@ -520,8 +519,7 @@ def _mamba2_mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _mamba2_mixer_projected(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, *states = _mamba2_mixer(*arguments)
-    weight, bias = arguments[MAMBA2_ARGUMENTS : MAMBA2_ARGUMENTS + 2]
-    return out if weight is None else F.linear(out, weight, bias), states[0], states[1]
+    return project(out, *arguments[MAMBA2_ARGUMENTS:]), states[0], states[1]
 
 
 _library = torch.library.Library("ssm_kernels", "IMPL")

@@ -108,7 +108,7 @@ def test_gradient_of_one_result(result, recomputes, device):
     assert_close(evaluate(projected, inputs, results=(result,)), expected, 1e-10)
 
 
-def kept_bytes(inputs: dict[str, Any]) -> int:
+def kept_bytes(inputs: dict[str, Any], autocast: torch.dtype | None = None) -> int:
     """Bytes that are kept for backward beside the arguments."""
     saved: dict[int, int] = {}
 
@@ -117,7 +117,10 @@ def kept_bytes(inputs: dict[str, Any]) -> int:
         return tensor
 
     inputs = inputs | {"projected": inputs["projected"].detach().requires_grad_()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast(inputs["projected"].device.type, autocast, enabled=autocast is not None),
+    ):
         out, *_ = projected(*inputs.values())
     assert out.untyped_storage().data_ptr() not in saved
     given = {v.untyped_storage().data_ptr() for v in inputs.values() if isinstance(v, Tensor)}
@@ -131,6 +134,15 @@ def test_keeps_little_for_backward(norm, device):
     rstd = rows * 4 if norm else 0
     assert kept_bytes(make_projected_inputs(norm=norm, **sizes)) == rows * d_ssm * 2 + rstd + A
     assert kept_bytes(make_projected_inputs(norm=norm, recomputes=True, **sizes)) == rstd + A
+
+
+def test_keeps_no_copy_of_a_weight_under_autocast(device):
+    sizes = {"seqlen": 80, "heads": 4, "headdim": 16, "dstate": 16, "device": device}
+    inputs = make_projected_inputs(dtype=torch.float32, **sizes)
+    inputs["out_proj_weight"].requires_grad_()
+    inputs["projected"] = inputs["projected"].bfloat16()
+    expected = kept_bytes(make_projected_inputs(dtype=torch.bfloat16, **sizes))
+    assert kept_bytes(inputs, torch.bfloat16) == expected
 
 
 @recomputation

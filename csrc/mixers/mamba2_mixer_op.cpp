@@ -117,15 +117,22 @@ struct BwdInputs {
 struct ProjectedInputs : Inputs {
   OptionalTensor proj_weight, proj_bias;
   bool recomputes_scan = false;
+  // Under autocast: forward and backward cast the projection's parameters each for itself, so that no copies are kept, neither
+  // for backward nor by autocast.
+  bool casts_projection = false;
 
   auto differentiable() { return std::tuple_cat(Inputs::differentiable(), std::tie(proj_weight, proj_bias)); }
   auto tensors() { return std::tuple_cat(Inputs::tensors(), std::tie(proj_weight, proj_bias)); }
   auto fields_but_layer() {
     return std::tuple_cat(Inputs::fields_but_layer(), std::tie(proj_weight, proj_bias, recomputes_scan));
   }
-  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(layer)); }
+  auto fields() { return std::tuple_cat(fields_but_layer(), std::tie(layer, casts_projection)); }
 
   bool projects() const { return is_present(proj_weight); }
+  // The weight or the bias as the product takes it.
+  at::Tensor in_product(const at::Tensor& parameter) const {
+    return casts_projection ? parameter.to(projected.scalar_type()) : parameter;
+  }
 };
 
 // At least one of the first three is present.
@@ -364,7 +371,9 @@ Outputs projected_forward(const ProjectedInputs& in) {
   Outputs outputs = forward(FwdInputs{in, true});
   if (in.projects()) {
     if (!is_present(in.norm_weight)) outputs.y = outputs.out;
-    outputs.out = at::linear(outputs.out, *in.proj_weight, in.proj_bias);
+    OptionalTensor bias;
+    if (is_present(in.proj_bias)) bias = in.in_product(*in.proj_bias);
+    outputs.out = at::linear(outputs.out, in.in_product(*in.proj_weight), bias);
   }
   if (in.recomputes_scan) outputs.y = empty_tensor({0}, outputs.out.options());
   return outputs;
@@ -389,13 +398,13 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
     const at::Tensor grad_out = bwd.grad_out->flatten(0, -2);
     if (needs_weight) {
       const at::Tensor projected = has_norm ? Call(bwd.in, bwd.parameters).normalize(bwd.y).out : bwd.y;
-      grads[kProjWeight] = grad_out.t().mm(projected.flatten(0, -2));
+      grads[kProjWeight] = mixers::in_dtype_of(grad_out.t().mm(projected.flatten(0, -2)), *bwd.in.proj_weight);
     }
-    if (bwd.needs_grad[kProjBias]) grads[kProjBias] = grad_out.sum(0);
+    if (bwd.needs_grad[kProjBias]) grads[kProjBias] = mixers::in_dtype_of(grad_out.sum(0), *bwd.in.proj_bias);
     if (needs_mixer) {
       c10::SymDimVector sizes(bwd.grad_out->sym_sizes().begin(), bwd.grad_out->sym_sizes().end());
       sizes.back() = bwd.in.proj_weight->sym_size(1);
-      bwd.grad_out = grad_out.mm(*bwd.in.proj_weight).view_symint(sizes);
+      bwd.grad_out = grad_out.mm(bwd.in.in_product(*bwd.in.proj_weight)).view_symint(sizes);
     }
   } else {
     if (needs_weight) grads[kProjWeight] = at::zeros_like(*bwd.in.proj_weight);
@@ -482,7 +491,8 @@ struct Mamba2MixerProjected : DifferentiableOp<Mamba2MixerProjected, ProjectedBw
   // As Mamba2Mixer; the out-projection as torch.nn.functional.linear.
   static void cast(ProjectedInputs& in, const Autocast& to) {
     Mamba2Mixer::cast(in, to);
-    to.to_lower(in.proj_weight, in.proj_bias);
+    in.casts_projection =
+        in.projects() && in.projected.scalar_type() == to.lower && in.proj_weight->scalar_type() != at::kDouble;
   }
 };
 

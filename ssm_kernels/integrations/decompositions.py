@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
 from .. import reference
-from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer
+from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
 from ..choices import ConvActivation, DiscretizationName
 from ..reference_sequences import step_sizes
 
@@ -338,6 +338,5 @@ def _mamba2_mixer(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
 @_decomposes("_mamba2_mixer_projected_fwd")
 def _mamba2_mixer_projected(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     given = _bound(torch.ops.ssm_kernels._mamba2_mixer_projected_fwd.default, arguments, options)
-    weight, bias = given["out_proj_weight"], given["out_proj_bias"]
     out, *others = _mamba2_mixer(*(*given.values(),)[:MAMBA2_ARGUMENTS])
-    return out if weight is None else F.linear(out, weight, bias), *others
+    return project(out, *(*given.values(),)[MAMBA2_ARGUMENTS:]), *others

@@ -83,9 +83,13 @@ def is_plain_linear(module: nn.Module) -> bool:
     """
     if type(module) is not nn.Linear:
         return False
-    bias = module.bias
+    # Not as attributes, whose lookup takes longer than all the rest. What stands in for a parameter is an attribute.
+    parameters = module._parameters
+    bias = parameters.get("bias")
     return (
-        type(module.weight) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS) and is_only_a_product(module)
+        type(parameters.get("weight")) in _PLAIN_TENSORS
+        and (bias is None or type(bias) in _PLAIN_TENSORS)
+        and is_only_a_product(module)
     )
 
 
