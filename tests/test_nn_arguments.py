@@ -63,6 +63,7 @@ RECURRENT = {
 INIT = {"dt_min": POSITIVE, "dt_max": POSITIVE, "dt_init_floor": NOT_NEGATIVE, "discretization": NAME, "dtype": DTYPE}
 SELECTIVE = INIT | {"d_state": SMALL_SIZE, "dt_rank": RANK, "dt_init": NAME, "dt_scale": NOT_NEGATIVE}
 MIXER = {"d_model": SIZE, "d_conv": SIZE, "expand": POSITIVE, "layer_idx": INDEX, "bias": BOOL, "conv_bias": BOOL}
+MIXER |= {"recompute": NAME}
 
 # Arguments that make a layer, and what is wrong for each one that it has.
 LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
@@ -98,6 +99,7 @@ LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
     ),
 }
 
+NAMED = ("discretization", "dt_init", "candidate_activation", "dt_rank", "recompute")
 RECURRENCES = (MinGRU, MinLSTM, Liquid)
 every_layer = pytest.mark.parametrize("layer_type", LAYERS, ids=lambda layer_type: layer_type.__name__)
 
@@ -129,7 +131,7 @@ def test_arguments_of_constructors(layer_type):
             if argument == "process_group":
                 with pytest.raises(ValueError, match="Mamba2: expected process_group None"):
                     layer_type(**good | {argument: value})
-            elif argument in ("discretization", "dt_init", "candidate_activation", "dt_rank") and isinstance(value, str):
+            elif isinstance(value, str) and argument in NAMED:
                 with pytest.raises(ValueError, match=f"^{name}: unknown {argument} '{value}', expected one of "):
                     layer_type(**good | {argument: value})
             else:

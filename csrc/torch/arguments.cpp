@@ -41,7 +41,7 @@ std::string public_name(const c10::OperatorHandle& op) {
   std::string name = op.schema().name();
   name.erase(0, name.find("::") + 2);
   if (name.front() == '_') name.erase(0, 1);
-  for (const std::string_view suffix : {"_out", "_fwd", "_bwd"}) {
+  for (const std::string_view suffix : {"_out", "_fwd", "_bwd", "_projected"}) {
     const size_t end = name.size() - std::min(name.size(), suffix.size());
     if (name.substr(end) == suffix) name.erase(end);
   }
@@ -58,7 +58,7 @@ std::string public_name(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue
   std::string name = op.schema().name();
   name.erase(0, name.find("::") + 2);
   if (name.front() == '_') name.erase(0, 1);
-  for (const std::string_view part : {"_fwd", "_bwd", "_states", "_initial_gradient", "_squares", "_products"}) {
+  for (const std::string_view part : {"_fwd", "_bwd", "_states", "_initial_gradient", "_squares", "_products", "_projected"}) {
     name.erase(std::min(name.size(), name.find(part)));
   }
   if (name == "mamba_mixer") return "Mamba";
