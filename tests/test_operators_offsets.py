@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+import conv_helpers
 import pytest
 import torch
-from guarded_memory import LAYOUTS, Layout, assert_offsets_keep_bits
+from guarded_memory import (
+    ALIGNED,
+    LAYOUTS,
+    Layout,
+    assert_guards_kept,
+    assert_offsets_keep_bits,
+    assert_same_bits,
+    guard_all,
+)
 from helpers import dtypes, kernel_choices
 from offset_cases import OFFSET_CASES, OffsetCase
+from operator_spec import Inputs
 from operators import OPERATORS
+from selective_scan_helpers import make_step_inputs
+
+import ssm_kernels
 
 OPERATOR = "every operator"
 
@@ -22,3 +37,36 @@ def test_bits_are_those_of_aligned_rows(case: OffsetCase, device: str, dtype: to
     for context in kernel_choices(spec.family, device):
         with context:
             assert_offsets_keep_bits(spec, inputs, case.axes, layouts=layouts)
+
+
+@pytest.mark.parametrize("dstate", [13, 16, 128])
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+def test_decoding_steps_have_the_bits_of_aligned_rows(dstate: int, device: str, dtype: torch.dtype) -> None:
+    inputs = make_step_inputs(dim=83, dstate=dstate, dtype=dtype, device=device)
+    axes = dict.fromkeys(("state", "x", "dt", "B", "C", "z"), (-1,))
+    assert_steps_keep_bits(ssm_kernels.selective_state_update, inputs, axes, "state")
+
+
+@pytest.mark.parametrize("seqlen", [None, 3])
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+def test_steps_of_the_convolution_have_the_bits_of_aligned_rows(seqlen: int | None, device: str, dtype: torch.dtype) -> None:
+    inputs = conv_helpers.make_step_inputs(channels=83, seqlen=seqlen, dtype=dtype, device=device)
+    for state_axis in (-1, 1):
+        assert_steps_keep_bits(
+            ssm_kernels.causal_conv1d_update, inputs, {"x": (-1,), "conv_state": (state_axis,)}, "conv_state"
+        )
+
+
+def assert_steps_keep_bits(function: Callable, inputs: Inputs, axes: Mapping[str, Sequence[int]], state: str) -> None:
+    """The output and the state, which the function updates in place."""
+
+    def results(layout: Layout) -> Inputs:
+        moved = guard_all(inputs, axes, layout)
+        found = {"out": function(**moved), state: moved[state]}
+        for name in axes:
+            assert_guards_kept(moved[name], f"{layout} {name}")
+        return found
+
+    expected = results(ALIGNED)
+    for layout in LAYOUTS:
+        assert_same_bits(results(layout), expected, str(layout))
