@@ -36,6 +36,15 @@ __device__ __forceinline__ void cp_async_word(void* shared, const void* global, 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(global), "r"(is_there ? 4 : 0) : "memory");
 }
 
+// The same for 4 or 8 bytes, of which only the first `valid_bytes` are read; the rest are zeros.
+template <int bytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes) {
+  static_assert(bytes == 4 || bytes == 8, "16 bytes have a function of their own, which bypasses the L1 cache");
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(global), "n"(bytes), "r"(valid_bytes)
+               : "memory");
+}
+
 // Waits for every copy that this thread has started.
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -40,7 +40,7 @@ class Plan {
  public:
   Plan(const LinearScanParams& p, const char* op, const at::Tensor& like)
       : params_(p), op_(op), like_(like), scalar_bytes_(like.element_size()), accumulate_bytes_(scalar_bytes_ == 8 ? 8 : 4) {
-    is_plain_ = p.sequence_of_step == nullptr && p.reset.data == nullptr;
+    is_whole_ = p.sequence_of_step == nullptr && p.reset.data == nullptr;
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
   }
@@ -50,17 +50,19 @@ class Plan {
     if (has_vector_rows(view, params_.channels, element_bytes, kVectorBytes / scalar_bytes_)) {
       vector_views_ |= 1u << bit;
     } else if (view.data != nullptr) {
-      is_plain_ = false;
+      has_vectors_ = false;
+      has_contiguous_channels_ &= view.stride_channel == 1 || params_.channels == 1;
     }
   }
 
   bool is_empty() const { return params_.batch == 0 || params_.seqlen == 0 || params_.channels == 0; }
 
-  // Whether the sequential kernels take the call. A block of theirs has a chain, so three quarters of the multiprocessors have
-  // one, and their copies fill the memory's bandwidth.
+  // Whether the sequential kernels take the call, whose rows may start at any element. A block of theirs has a chain, so three
+  // quarters of the multiprocessors have one, and their copies fill the memory's bandwidth.
   bool is_sequential() const {
     const auto kernel = static_cast<KernelChoice>(debug_option(DebugOption::kLinearScanKernel));
-    const bool has_kernels = is_plain_ && scalar_bytes_ < 8 && chains() <= kMost && params_.seqlen <= kMost;
+    const bool has_kernels =
+        is_whole_ && has_contiguous_channels_ && scalar_bytes_ < 8 && chains() <= kMost && params_.seqlen <= kMost;
     if (!has_kernels || kernel == KernelChoice::kTiles) return false;
     return kernel == KernelChoice::kSequential || 4 * chains() >= 3 * cuda::multiprocessor_count(like_.get_device());
   }
@@ -69,6 +71,7 @@ class Plan {
     const cudaDeviceProp& device = cuda::device_properties(like_.get_device());
     SequentialPartition partition;
     partition.chains = static_cast<uint32_t>(chains());
+    partition.is_shifted = !has_vectors_;
     partition.channel_blocks = cuda::Divisor(channel_blocks());
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
@@ -140,7 +143,7 @@ class Plan {
     partition.tiles_in_all = static_cast<uint32_t>(others * tiles);
     partition.channel_blocks = cuda::Divisor(channel_blocks());
     partition.vector_views = vector_views_;
-    partition.is_plain = is_plain_;
+    partition.is_plain = is_whole_ && has_vectors_;
   }
 
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
@@ -151,7 +154,8 @@ class Plan {
   const at::Tensor& like_;
   int64_t scalar_bytes_, accumulate_bytes_;
   uint32_t vector_views_ = 0;
-  bool is_plain_;
+  bool is_whole_;                                             // neither packed sequences nor a reset mask
+  bool has_vectors_ = true, has_contiguous_channels_ = true;  // all views
 };
 
 FwdOutputs fwd_cuda(const Inputs& in) {

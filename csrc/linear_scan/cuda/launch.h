@@ -97,9 +97,11 @@ struct SummaryPartition : Partition {
 };
 constexpr int kSummaryShares = 8, kSummaryFoldThreads = kSummaryShares * kTileChannels;
 
-// How the sequential kernels share the work: a block for each chain. All views have vectors, and sequences are not packed.
+// How the sequential kernels share the work: a block for each chain. Channels of all views are contiguous, and sequences are
+// not packed.
 struct SequentialPartition {
   uint32_t chains = 0;
+  bool is_shifted = false;       // some view's rows are not vectors: they start at any element
   cuda::Divisor channel_blocks;  // chains of one batch row
   int segments = 0;              // of a chain; the launcher sets it
   int multiprocessors = 0;

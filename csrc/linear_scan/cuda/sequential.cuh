@@ -4,7 +4,8 @@
 // A block has one chain: kTileChannels channels of one row of the batch, over all of time. Its warps take segments of kSteps
 // steps in turn: warp w takes segments w, w + warps, w + 2 warps and so on. A lane has kLaneChannels neighboring channels. It
 //
-// 1. starts the copies of its warp's later segments (cp.async), kStages ahead, 16 bytes at a time;
+// 1. starts the copies of its warp's later segments (cp.async), kStages ahead, 16 bytes at a time, or 4 where rows start at any
+//    element (shifted_rows.cuh);
 // 2. computes the coefficients of all steps of a segment, which need no state;
 // 3. waits for the state before the segment, from the same lane of the warp before, through shared memory and an mbarrier;
 // 4. takes the state through the steps, passes it to the next warp, and stores the results, a row of 32 lanes at a time.
@@ -20,6 +21,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/vector_io.cuh"
 #include "linear_scan/cuda/launch.h"
+#include "linear_scan/cuda/shifted_rows.cuh"
 
 namespace ssm_kernels::linear_scan {
 
@@ -35,12 +37,16 @@ struct Segment {
   static_assert(kRowsAtOnce >= 1 && kSteps % kRowsAtOnce == 0, "a warp copies whole groups of rows");
 
   using Row = cuda::Vector<Scalar, kLaneChannels>;  // a lane's part of a row
+  using Shifted = ShiftedRows<Scalar, kSteps>;
+  static_assert(kLaneChannels == 2, "shifted rows are moved and stored as pairs");
   struct Stage {
-    Scalar rows[kTensors][kSteps][kTileChannels];
+    typename Shifted::Rows rows[kTensors];
+    typename Shifted::LastWords last[kTensors];
   };
+  static_assert(sizeof(Stage) % kVectorBytes == 0, "cp.async copies vectors to every stage");
   // About 12 KB of copies in flight for each of the 16 warps of a multiprocessor. At the rate of a copy a multiprocessor
   // needs 33 KB for each microsecond of latency.
-  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage));
+  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(kTensors * sizeof(typename Shifted::Rows));
   static constexpr int kStages = kWantedStages < 2 ? 2 : kWantedStages;
   static constexpr int kWarpBytes = kStages * static_cast<int>(sizeof(Stage)) + kTileChannels * static_cast<int>(sizeof(Acc));
 };
@@ -109,7 +115,7 @@ class Chain {
   // starts copies to a stage. work() calls carry(), and release() when no lane of the warp reads the stage any more.
   template <typename Copy, typename Work>
   __device__ __forceinline__ void for_each_segment(const Copy& copy, const Work& work) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < S::kStages; ++i) {
       if (warp + i * warps < segments) copy(warp + i * warps, stages_[i]);
       cuda::cp_async_commit();
@@ -145,20 +151,22 @@ class Chain {
   __device__ __forceinline__ void load_state(const StateView& view, Acc (&state)[S::kLaneChannels]) const {
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) {
-      state[j] = view.data != nullptr && has_channels ? *state_element(view, j) : Acc(0);
+      state[j] = view.data != nullptr && channel + j < channels ? *state_element(view, j) : Acc(0);
     }
   }
   __device__ __forceinline__ void store_state(const StateView& view, const Acc (&state)[S::kLaneChannels]) const {
-    if (view.data == nullptr || !has_channels) return;
+    if (view.data == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < S::kLaneChannels; ++j) *state_element(view, j) = state[j];
+    for (int j = 0; j < S::kLaneChannels; ++j) {
+      if (channel + j < channels) *state_element(view, j) = state[j];
+    }
   }
 
   const int warp, warps, lane, segments;
   const int64_t channels;
   int64_t batch, block_channel;
   int64_t channel;    // the lane's first
-  bool has_channels;  // all of the lane's, or none
+  bool has_channels;  // any of the lane's; where rows are vectors, all of them or none
 
  private:
   __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
@@ -218,6 +226,47 @@ struct CopiedRows {
   }
 };
 
+// Copies, where rows start at any element: of all tensors of a stage, in a loop, whose code is short. view(i) is tensor i, with
+// `data` of the row that position 0 reads, and steps(i) the number of its rows in the segment.
+template <typename S, bool is_forward, typename View, typename Steps>
+__device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& chain, int segment, typename S::Stage& stage,
+                                                  const View& view, const Steps& steps) {
+  const int64_t left = chain.channels - chain.block_channel;
+#pragma unroll 1
+  for (int i = 0; i < S::kTensors; ++i) {
+    const SequenceView of = view(i);
+    S::Shifted::copy(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
+                     Chain<S, is_forward>::row_stride(of), left < kTileChannels ? static_cast<int>(left) : kTileChannels,
+                     steps(i), chain.lane, stage.rows[i], stage.last[i]);
+  }
+}
+// Moves the elements of copied rows to where aligned rows have them.
+template <typename S, bool is_forward, typename View>
+__device__ __forceinline__ void shift_rows(const Chain<S, is_forward>& chain, int segment, typename S::Stage& stage,
+                                           const View& view) {
+  if constexpr (!S::Shifted::kHasShifts) return;
+#pragma unroll 1
+  for (int i = 0; i < S::kTensors; ++i) {
+    const SequenceView of = view(i);
+    S::Shifted::shift(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
+                      Chain<S, is_forward>::row_stride(of), chain.lane, stage.rows[i], stage.last[i]);
+  }
+}
+
+// Stores the rows of a result in a segment, where rows start at any element: `steps` rows, of which the lane has row s in
+// values(s). All lanes of the warp call this, with the same `steps`.
+template <typename S, typename Element, int unrolled, bool is_forward, typename Values>
+__device__ __forceinline__ void store_shifted_rows(const SequenceView& view, const Chain<S, is_forward>& chain, int segment,
+                                                   int steps, const Values& values) {
+  ShiftedStores<Element> out(chain.template element<Element>(view, segment, chain.channel),
+                             Chain<S, is_forward>::row_stride(view), chain.channels - chain.channel, chain.lane);
+#pragma unroll unrolled
+  for (int s = 0; s < S::kSteps; s += 2) {
+    out.store_next(0, s < steps, values(s));
+    out.store_next(1, s + 1 < steps, values(s + 1));
+  }
+}
+
 // The inputs of a segment's steps for one lane. Narrow inputs, which do not broadcast, come from shared memory, wide ones from
 // global memory. Backward does not read the input that is b itself.
 template <typename S, typename Variant, bool is_forward>
@@ -234,11 +283,18 @@ struct SegmentInputs {
   const LinearScanParams& p;
   const typename S::Stage& stage;
   int lane, steps;  // steps: for which the lane has inputs
+  int channels;     // of wide inputs that are loaded one by one; none where rows are vectors
   const char* wide[kWide > 0 ? kWide : 1];
 
   __device__ __forceinline__ SegmentInputs(const LinearScanParams& p, const ChainOf& chain, const typename S::Stage& stage,
-                                           int segment, int steps)
-      : p(p), stage(stage), lane(chain.lane), steps(steps) {
+                                           int segment, int steps, bool is_shifted)
+      : p(p),
+        stage(stage),
+        lane(chain.lane),
+        steps(steps),
+        channels(!is_shifted                          ? 0
+                 : chain.channel + 1 < chain.channels ? 2
+                                                      : 1) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
       const SequenceView& view = p.inputs[kNarrow + i];
@@ -264,7 +320,14 @@ struct SegmentInputs {
     for (int i = 0; i < kWide; ++i) {
       const SequenceView& view = p.inputs[kNarrow + i];
       auto values = cuda::Vector<Acc, kChannels>::zero();
-      if (s < steps) {
+      if (s < steps && channels > 0) {
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+          if (j >= channels) continue;
+          values.set(j, view.is_accumulate ? reinterpret_cast<const Acc*>(wide[i])[j]
+                                           : cuda::to_accumulate(reinterpret_cast<const Scalar*>(wide[i])[j]));
+        }
+      } else if (s < steps) {
         if (view.is_accumulate) {
           values = cuda::Vector<Acc, kChannels>::load(reinterpret_cast<const Acc*>(wide[i]));
         } else {

@@ -3,11 +3,11 @@
 //   e_t = a_t g_t          g_t = grad_h_t + e_{t+1}
 //   the input's gradients from g_t, h_{t-1} and the inputs, as the recurrence has them
 //
-// Tensors are (batch, seqlen, channels), rows are vectors, and sequences are not packed. The scan runs from the last step to
-// the first (position 0 is the last step) and starts from the gradient of the last state. sequential.cuh describes how blocks,
-// warps and lanes share the work. A lane keeps the gates and grad_h of all steps of a segment in registers, replaces grad_h by
-// g as it takes e through the steps, and then computes the gradients. Each tensor is read once and each gradient written once;
-// inputs that broadcast are read from global memory twice.
+// Tensors are (batch, seqlen, channels), channels are contiguous, and sequences are not packed. The scan runs from the last
+// step to the first (position 0 is the last step) and starts from the gradient of the last state. sequential.cuh describes how
+// blocks, warps and lanes share the work. A lane keeps the gates and grad_h of all steps of a segment in registers, replaces
+// grad_h by g as it takes e through the steps, and then computes the gradients, which take the gates' and g's place. Each
+// tensor is read once and each gradient written once; inputs that broadcast are read from global memory twice.
 #pragma once
 
 #include <utility>
@@ -23,36 +23,17 @@ constexpr int kBwdSteps = Variant::kNames.size() <= 3 ? 16 / static_cast<int>(si
 template <typename Scalar, typename Variant>
 using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>, kStagedInputs<Variant, false> + 2>;
 
-// The rows of an input's gradient for one lane, stored one after another.
-template <typename S>
-struct StoredRows {
-  using Scalar = typename S::Scalar;
-  using Acc = typename S::Acc;
-
-  char* target;
-  int steps;  // that exist; none of a gradient that is not wanted
-  bool is_accumulate;
-
-  StoredRows() = default;
-  __device__ __forceinline__ StoredRows(const SequenceView& view, const Chain<S, false>& chain, int segment, int steps,
-                                        bool is_accumulate)
-      : target(is_accumulate ? reinterpret_cast<char*>(chain.template element<Acc>(view, segment, chain.channel))
-                             : reinterpret_cast<char*>(chain.template element<Scalar>(view, segment, chain.channel))),
-        steps(view.data == nullptr ? 0 : steps),
-        is_accumulate(is_accumulate) {}
-
-  __device__ __forceinline__ void store_next(const SequenceView& view, int s, const Acc (&values)[S::kLaneChannels]) {
-    if (s < steps) {
-      if (is_accumulate) {
-        cuda::Vector<Acc, S::kLaneChannels>::round(values).store_once(reinterpret_cast<Acc*>(target));
-      } else {
-        S::Row::round(values).store_once(reinterpret_cast<Scalar*>(target));
-      }
-    }
-    target += Chain<S, false>::row_stride(view) * static_cast<int64_t>(is_accumulate ? sizeof(Acc) : sizeof(Scalar));
+// Stores the rows of an input's gradient in a segment: `steps` rows, of which the lane has row s in values(s).
+template <typename S, typename Element, typename Values>
+__device__ __forceinline__ void store_rows(const SequenceView& view, const Chain<S, false>& chain, int segment, int steps,
+                                           const Values& values) {
+  Element* target = chain.template element<Element>(view, segment, chain.channel);
+#pragma unroll
+  for (int s = 0; s < S::kSteps; ++s) {
+    if (s < steps) cuda::Vector<Element, S::kLaneChannels>(values(s)).store_once(target);
+    target += Chain<S, false>::row_stride(view);
   }
-};
-
+}
 // Warps of a multiprocessor: with gates of several values 128 registers a thread are too few.
 template <typename Variant>
 constexpr int kBwdWarps = Variant::kNames.size() <= 2 ? kSequentialMaxWarps : 12;
@@ -69,6 +50,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   constexpr int kChannels = S::kLaneChannels;
   constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in a stage
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
+  static_assert(Inputs::kNarrow <= S::kTensors, "a stage has rows for the inputs' gradients");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
   ChainOf chain(p, partition, memory, p.grad_last_state);
@@ -77,8 +59,27 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 #pragma unroll
   for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, false>(p.inputs[i], chain);
   CopiedRows<S, false> grad_h_rows(p.grad_h, chain), h_before_rows(p.h, chain, 1);
+  // A tensor of a stage. Its fields are selected one by one: they are in the constant bank.
+  const auto view = [&](int i) {
+    SequenceView result;
+    const SequenceView& input = p.inputs[i < Inputs::kStaged ? i : 0];
+    const auto select = [&](auto of_input, auto of_grad_h, auto of_h) {
+      return i < Inputs::kStaged ? of_input : i == kGradH ? of_grad_h : of_h;
+    };
+    result.stride_batch = select(input.stride_batch, p.grad_h.stride_batch, p.h.stride_batch);
+    result.stride_step = select(input.stride_step, p.grad_h.stride_step, p.h.stride_step);
+    result.data = static_cast<Scalar*>(select(input.data, p.grad_h.data, p.h.data)) - (i == kHBefore ? p.h.stride_step : 0);
+    return result;
+  };
   const auto copy = [&](int segment, typename S::Stage& stage) {
     const int steps = chain.steps(segment);
+    const int steps_with_before = chain.steps_until(p.seqlen - 1, segment);
+    if (partition.is_shifted) {
+      // An absent grad_h has no steps.
+      return copy_shifted_rows(chain, segment, stage, view, [&](int i) {
+        return i == kHBefore ? steps_with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : steps;
+      });
+    }
 #pragma unroll
     for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, steps, stage.rows[i]);
     if (p.grad_h.data != nullptr) {
@@ -86,12 +87,13 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     } else {
       grad_h_rows.clear(chain, stage.rows[kGradH]);
     }
-    h_before_rows.copy(p.h, chain, chain.steps_until(p.seqlen - 1, segment), stage.rows[kHBefore]);
+    h_before_rows.copy(p.h, chain, steps_with_before, stage.rows[kHBefore]);
   };
 
-  chain.for_each_segment(copy, [&](int segment, const typename S::Stage& stage, const auto& release) {
+  chain.for_each_segment(copy, [&](int segment, typename S::Stage& stage, const auto& release) {
+    if (partition.is_shifted) shift_rows(chain, segment, stage, view);
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
-    Inputs inputs(p, chain, stage, segment, steps), inputs_again = inputs;
+    Inputs inputs(p, chain, stage, segment, steps, partition.is_shifted), inputs_again = inputs;
     Gates gates[S::kSteps][kChannels];
     Acc g[S::kSteps][kChannels];  // begins as grad_h
 #pragma unroll
@@ -136,14 +138,11 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       chain.store_state(p.grad_initial_state, e);
     }
 
-    StoredRows<S> out[Inputs::kInputs];
-#pragma unroll
-    for (int i = 0; i < Inputs::kInputs; ++i) {
-      out[i] = StoredRows<S>(p.grad_inputs[i], chain, segment, steps, i >= Inputs::kNarrow && p.grad_inputs[i].is_accumulate);
-    }
+    typename S::Row narrow[Inputs::kNarrow][S::kSteps];
+    Acc wide[Inputs::kWide > 0 ? Inputs::kWide : 1][S::kSteps][kChannels];
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
-      Acc x[kChannels][Inputs::kInputs], grads[Inputs::kInputs][kChannels];
+      Acc x[kChannels][Inputs::kInputs], grads[Inputs::kNarrow][kChannels];
       inputs_again.next(s, x);
       const auto h_before = S::Row::load(&stage.rows[kHBefore][s][chain.lane * kChannels]);
 #pragma unroll
@@ -152,12 +151,57 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
         Acc grad[Inputs::kInputs];
         variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
 #pragma unroll
-        for (int i = 0; i < Inputs::kInputs; ++i) grads[i][j] = grad[i];
+        for (int i = 0; i < Inputs::kNarrow; ++i) grads[i][j] = grad[i];
+#pragma unroll
+        for (int i = 0; i < Inputs::kWide; ++i) wide[i][s][j] = grad[Inputs::kNarrow + i];
       }
 #pragma unroll
-      for (int i = 0; i < Inputs::kInputs; ++i) out[i].store_next(p.grad_inputs[i], s, grads[i]);
+      for (int i = 0; i < Inputs::kNarrow; ++i) narrow[i][s] = S::Row::round(grads[i]);
+    }
+    if (partition.is_shifted) {
+      // The gradients take the place of the stage's rows, where a loop over the inputs finds them: it compiles faster.
+      const int rows_of_segment = chain.steps(segment);
+#pragma unroll
+      for (int i = 0; i < Inputs::kNarrow; ++i) {
+#pragma unroll
+        for (int s = 0; s < S::kSteps; ++s) narrow[i][s].store(&stage.rows[i][s][chain.lane * kChannels]);
+      }
+#pragma unroll 1
+      for (int i = 0; i < Inputs::kNarrow; ++i) {
+        if (p.grad_inputs[i].data == nullptr) continue;
+        store_shifted_rows<S, Scalar, 1>(p.grad_inputs[i], chain, segment, rows_of_segment,
+                                         [&](int s) { return S::Row::load(&stage.rows[i][s][chain.lane * kChannels]); });
+      }
+#pragma unroll
+      for (int i = 0; i < Inputs::kWide; ++i) {
+        const SequenceView& view = p.grad_inputs[Inputs::kNarrow + i];
+        if (view.data == nullptr) continue;
+        if (view.is_accumulate) {
+          store_shifted_rows<S, Acc, S::kSteps>(view, chain, segment, rows_of_segment,
+                                                [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
+        } else {
+          store_shifted_rows<S, Scalar, S::kSteps>(view, chain, segment, rows_of_segment,
+                                                   [&](int s) { return S::Row::round(wide[i][s]); });
+        }
+      }
     }
     release();
+    if (partition.is_shifted) return;
+#pragma unroll
+    for (int i = 0; i < Inputs::kNarrow; ++i) {
+      if (p.grad_inputs[i].data == nullptr) continue;
+      store_rows<S, Scalar>(p.grad_inputs[i], chain, segment, steps, [&](int s) { return narrow[i][s]; });
+    }
+#pragma unroll
+    for (int i = 0; i < Inputs::kWide; ++i) {
+      const SequenceView& view = p.grad_inputs[Inputs::kNarrow + i];
+      if (view.data == nullptr) continue;
+      if (view.is_accumulate) {
+        store_rows<S, Acc>(view, chain, segment, steps, [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
+      } else {
+        store_rows<S, Scalar>(view, chain, segment, steps, [&](int s) { return S::Row::round(wide[i][s]); });
+      }
+    }
   });
 }
 

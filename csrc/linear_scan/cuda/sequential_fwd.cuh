@@ -1,5 +1,5 @@
 // Linear scan, forward, on CUDA, for many chains: h_t = a_t h_{t-1} + b_t, one step after another. Tensors are (batch, seqlen,
-// channels), rows are vectors, and sequences are not packed.
+// channels), channels are contiguous, and sequences are not packed.
 //
 // sequential.cuh describes how blocks, warps and lanes share the work. A lane keeps a and b of all steps of a segment in
 // registers, replaces b by h as it takes the state through the steps, and stores h from there. Each input is read once and h
@@ -36,13 +36,17 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, true>(p.inputs[i], chain);
   const auto copy = [&](int segment, typename S::Stage& stage) {
     const int steps = chain.steps(segment);
+    if (partition.is_shifted) {
+      return copy_shifted_rows(chain, segment, stage, [&](int i) { return p.inputs[i]; }, [&](int) { return steps; });
+    }
 #pragma unroll
     for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, steps, stage.rows[i]);
   };
 
-  chain.for_each_segment(copy, [&](int segment, const typename S::Stage& stage, const auto& release) {
+  chain.for_each_segment(copy, [&](int segment, typename S::Stage& stage, const auto& release) {
+    if (partition.is_shifted) shift_rows(chain, segment, stage, [&](int i) { return p.inputs[i]; });
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
-    Inputs inputs(p, chain, stage, segment, steps);
+    Inputs inputs(p, chain, stage, segment, steps, partition.is_shifted);
     Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
@@ -55,7 +59,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
         h[s][j] = step.b;
       }
     }
-    release();
+    if (!partition.is_shifted) release();
 
     Acc state[kChannels];
     chain.wait_for_state(state);
@@ -66,11 +70,20 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     }
     chain.pass_on(segment, state);
 
-    Scalar* target = chain.template element<Scalar>(p.h, segment, chain.channel);
+    if (partition.is_shifted) {
+      // h takes the place of the first input's rows, where a short loop finds it: it compiles faster.
 #pragma unroll
-    for (int s = 0; s < S::kSteps; ++s) {
-      if (s < steps) S::Row::round(h[s]).store_once(target);
-      target += p.h.stride_step;
+      for (int s = 0; s < S::kSteps; ++s) S::Row::round(h[s]).store(&stage.rows[0][s][chain.lane * kChannels]);
+      store_shifted_rows<S, Scalar, 1>(p.h, chain, segment, chain.steps(segment),
+                                       [&](int s) { return S::Row::load(&stage.rows[0][s][chain.lane * kChannels]); });
+      release();
+    } else {
+      Scalar* target = chain.template element<Scalar>(p.h, segment, chain.channel);
+#pragma unroll
+      for (int s = 0; s < S::kSteps; ++s) {
+        if (s < steps) S::Row::round(h[s]).store_once(target);
+        target += p.h.stride_step;
+      }
     }
     if (chain.is_last(segment)) {
 #pragma unroll
