@@ -23,6 +23,8 @@
 // warpgroup stores its state tile from its registers, as it stores the final state. With wgmma other calls take a kernel
 // without this code, with mma.sync they have one branch for it a chunk.
 //
+// Rows of x, z, B and C may begin at any element and have any length (cuda/shifted_rows.cuh). Tiles have zeros beyond them.
+//
 // Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32, other
 // devices and reverse scans, and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
