@@ -32,7 +32,7 @@ KERNEL_LIMITS = {
     "cuda": 10,
     "linear_scan": 303,
     "mixers": 2,
-    "norm": 50,
+    "norm": 70,
     "selective_scan": 164,
     "selective_state_update": 107,
     "ssd": 76,

@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 namespace ssm_kernels::cuda {
@@ -89,6 +90,60 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int s
   config.attrs = &pdl;
   config.numAttrs = uses_pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// The configuration of a launch in clusters of `cluster` blocks. It points to `attribute`.
+inline cudaLaunchConfig_t cluster_config(int64_t blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream,
+                                         cudaLaunchAttribute& attribute) {
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return config;
+}
+
+// Launches a kernel in clusters of `cluster` blocks, which needs compute capability 9.0 unless it is 1.
+template <typename... Params>
+cudaError_t launch_clusters(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, int cluster,
+                            cudaStream_t stream, const Params&... params) {
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = cluster_config(blocks, threads, shared_bytes, cluster, stream, attribute);
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// How many clusters of a kernel are resident on the current device at a time. Each thread queries a launch once. A failed query
+// returns 0.
+template <typename Kernel>
+int resident_clusters(Kernel kernel, int threads, int shared_bytes, int cluster) {
+  struct Launch {
+    KernelOnDevice kernel;
+    int threads, shared_bytes, cluster;
+
+    bool operator<(const Launch& other) const {
+      return std::tie(kernel, threads, shared_bytes, cluster) <
+             std::tie(other.kernel, other.threads, other.shared_bytes, other.cluster);
+    }
+  };
+  static thread_local std::map<Launch, int> kept;
+  int device = 0, clusters = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    const Launch launch{{reinterpret_cast<const void*>(kernel), device}, threads, shared_bytes, cluster};
+    if (const auto known = kept.find(launch); known != kept.end()) return known->second;
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config = cluster_config(cluster, threads, shared_bytes, cluster, nullptr, attribute);
+    error = allow_shared_bytes(kernel, shared_bytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error == cudaSuccess) return kept[launch] = clusters;
+  }
+  cudaGetLastError();
+  return 0;
 }
 
 }  // namespace ssm_kernels::cuda

@@ -26,13 +26,13 @@ namespace ssm_kernels::norm {
 
 // A thread's inputs of a group: grad_out, x, and z or grad_new_residual. In add_norm, x and grad_new_residual may be wide, that
 // is, of the accumulation type.
-template <typename Scalar, bool use_vectors, bool is_add>
+template <typename Scalar, bool is_aligned, bool is_add>
 class BwdInputs {
  public:
   // grad_out comes first in a stage, because the positions of the others depend on their width.
   enum Input { kGradOut, kX, kThird };
   using Acc = AccumulateType<Scalar>;
-  static constexpr int kSize = kVectorSize<Scalar, use_vectors>, kVectors = kVectorsOfThread<Scalar, use_vectors>;
+  static constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
   static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
 
   __device__ __forceinline__ BwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* record)
@@ -41,7 +41,7 @@ class BwdInputs {
   // Starts the copies of a group into a stage; is_valid(i) says whether vector i exists.
   template <typename IsValid, typename OffsetOf>
   __device__ __forceinline__ void copy(int stage, const IsValid& is_valid, const OffsetOf& offset_of) {
-    if constexpr (use_vectors) {
+    if constexpr (is_aligned) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid(i)) continue;
@@ -52,10 +52,11 @@ class BwdInputs {
     }
   }
 
-  // Reads vector i from a stage or, in the scalar kernel, from global memory.
+  // Reads vector i from a stage or, unless is_aligned, from global memory its first `count` elements.
   template <typename OffsetOf>
-  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf& offset_of) const {
-    if constexpr (use_vectors) {
+  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf& offset_of,
+                                       int count) const {
+    if constexpr (is_aligned) {
       const char* const source = access(stage, input, i);
       if constexpr (kMayBeWide) {
         static_assert(kSize * sizeof(Acc) == 2 * kVectorBytes, "a wide vector takes two accesses");
@@ -68,7 +69,7 @@ class BwdInputs {
       }
       to_values(Vector<Scalar, kSize>::load(reinterpret_cast<const Scalar*>(source)), values);
     } else {
-      load_values<Scalar>(view(input).data, view(input).is_accumulate, offset_of(view(input), i), values);
+      load_shifted_values<Scalar>(view(input).data, view(input).is_accumulate, offset_of(view(input), i), count, values);
     }
   }
 
@@ -103,14 +104,26 @@ class BwdInputs {
   char* record_;
 };
 
-// Adds a vector of terms to sums in global memory, which the first row initializes.
+// Adds the first `count` of a vector of terms to sums in global memory, which the first row initializes.
 template <typename Acc, int size>
-__device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], bool is_first) {
-  Acc values[size] = {};
-  if (!is_first) to_values(Vector<Acc, size>::load(sums), values);
+__device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], int count, bool is_first) {
 #pragma unroll
-  for (int j = 0; j < size; ++j) values[j] += terms[j];
-  from_values<Acc>(values).store(sums);
+  for (int j = 0; j < size; ++j) {
+    if (j < count) sums[j] = (is_first ? Acc(0) : sums[j]) + terms[j];
+  }
+}
+
+// Stores the first `count` sums of a vector.
+template <bool is_aligned, typename Acc, int size>
+__device__ __forceinline__ void store_sums(Acc* target, const Acc (&sums)[size], int count) {
+  if constexpr (is_aligned) {
+    from_values<Acc>(sums).store(target);
+  } else {
+#pragma unroll
+    for (int j = 0; j < size; ++j) {
+      if (j < count) target[j] = sums[j];
+    }
+  }
 }
 
 // A thread's sums for grad_bias, in shared memory: with these sums in registers too, the kernels would spill.
@@ -144,35 +157,41 @@ class SharedSums {
   char* record_;
 };
 
-template <typename Scalar, bool use_vectors, bool is_add>
+template <typename Scalar, bool is_aligned, bool is_add>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
-  using Inputs = BwdInputs<Scalar, use_vectors, is_add>;
+  using Inputs = BwdInputs<Scalar, is_aligned, is_add>;
   constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
   static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "the number of a stage selects a buffer of the sums");
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   extern __shared__ __align__(kVectorBytes) char records[];
+  constexpr bool kMayCluster = !is_aligned && kHasVectorKernels<Scalar>;
   __shared__ typename TeamSum<Acc, 2>::Shared shared_sums;
+  __shared__ ClusterSum<2>::Shared cluster_shared;
   const Teams& teams = plan.teams;
+  const int blocks = kMayCluster ? teams.cluster : 1, rank = kMayCluster ? blockIdx.x % blocks : 0;
+  if (blocks > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
   TeamSum<Acc, 2> team_sum(shared_sums, teams.lanes);
   char* const record = records + threadIdx.x * plan.record_bytes;
   Inputs inputs(p, plan, record);
 
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
   const int row_team = team / plan.group_teams;
-  const int row_block = blockIdx.x / plan.column_blocks, column_block = blockIdx.x - row_block * plan.column_blocks;
+  const int block = blockIdx.x / blocks;
+  const int row_block = block / plan.column_blocks, column_block = block - row_block * plan.column_blocks;
   const int group = column_block * plan.group_teams + (team - row_team * plan.group_teams);
   const int partial = row_block * plan.row_teams + row_team;
-  const bool has_group = group < p.groups, is_single = use_vectors || teams.chunks == 1;
+  const bool has_group = group < p.groups, is_single = is_aligned || teams.chunks <= blocks;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
-  const int chunks = use_vectors ? 1 : teams.chunks, gradient_chunks = p.sums == nullptr ? chunks : 0;
+  const int chunks = is_aligned ? 1 : teams.chunks, gradient_chunks = p.sums == nullptr ? chunks : 0;
   const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
 
-  using Row = RowIndex<use_vectors>;
+  using Row = RowIndex<is_aligned>;
   const auto is_active = [&](Row row) { return has_group && row < static_cast<Row>(p.rows()); };
   const auto column = [&](int chunk, int i) { return (chunk * kVectors + i) * stride + lane * kSize; };
+  const auto left = [&](int chunk, int i) { return group_size - column(chunk, i); };
   const auto partial_offset = [&](int first_column) {
     return partial * p.columns() + group * static_cast<int>(p.group_size) + first_column;
   };
@@ -186,10 +205,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     }
     cuda::cp_async_commit();
   };
-  if constexpr (use_vectors) {
+  if constexpr (is_aligned) {
     for (int i = 0; i < kBwdStages - 1; ++i) copy(partial + i * plan.partials, i);
   }
-  int stage = 0;  // of the row
+  int stage = 0, buffer = 0;  // of the row; of a cluster's sums
 
   Acc sum_weight[kVectors][kSize] = {};
   SharedSums<Acc, kVectors, kSize> sum_bias(record + kBwdStages * plan.stage_accesses * kVectorBytes);
@@ -208,25 +227,25 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     next_rstd = statistic(p.rstd, row + plan.partials);
     if (p.subtract_mean) next_mean = statistic(p.mean, row + plan.partials);
 
-    if constexpr (use_vectors) {
+    if constexpr (is_aligned) {
       // Refills the stage of the previous row, which only this thread reads.
       copy(row + (kBwdStages - 1) * plan.partials, stage == 0 ? kBwdStages - 1 : stage - 1);
       cuda::cp_async_wait<kBwdStages - 1>();
     }
 
     Acc sums[2] = {0, 0};  // gy weight y and gy weight
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = rank; chunk < chunks; chunk += blocks) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         Acc v[kSize], gy[kSize], weight[kSize];  // weight is needed last and loaded last, to save registers
-        inputs.read(v, Inputs::kX, stage, i, offset_of);
-        inputs.read(gy, Inputs::kGradOut, stage, i, offset_of);
+        inputs.read(v, Inputs::kX, stage, i, offset_of, left(chunk, i));
+        inputs.read(gy, Inputs::kGradOut, stage, i, offset_of, left(chunk, i));
         if constexpr (!is_add) {
           if (has_gate) {
             Acc z[kSize];
-            inputs.read(z, Inputs::kThird, stage, i, offset_of);
+            inputs.read(z, Inputs::kThird, stage, i, offset_of, left(chunk, i));
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) z[j] = gate.value(z[j]);
@@ -241,7 +260,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
           }
         }
-        load_parameter<Scalar>(p.weight, index.first_column + column(chunk, i), 1, weight);
+        load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(chunk, i), left(chunk, i), 1, weight);
         Acc terms[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
@@ -256,41 +275,47 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           if (sums_bias) sum_bias.add(i, gy);
         } else {
           const int64_t offset = partial_offset(column(chunk, i));
-          if (p.partial_weight != nullptr) add_to(static_cast<Acc*>(p.partial_weight) + offset, terms, row == partial);
-          if (p.partial_bias != nullptr) add_to(static_cast<Acc*>(p.partial_bias) + offset, gy, row == partial);
+          if (p.partial_weight != nullptr)
+            add_to(static_cast<Acc*>(p.partial_weight) + offset, terms, left(chunk, i), row == partial);
+          if (p.partial_bias != nullptr) add_to(static_cast<Acc*>(p.partial_bias) + offset, gy, left(chunk, i), row == partial);
         }
       }
     }
-    team_sum(sums, stage);
-    if (p.sums != nullptr && active && lane == 0) static_cast<Acc*>(p.sums)[row * p.groups + group] = sums[0];
+    if (blocks == 1) team_sum(sums, stage);
+    if constexpr (kMayCluster) {
+      if (blocks > 1) ClusterSum<2>::add(cluster_shared, sums, buffer, blocks, teams.lanes / kWarpSize);
+      buffer ^= 1;
+    }
+    if (p.sums != nullptr && active && lane == 0 && rank == 0) static_cast<Acc*>(p.sums)[row * p.groups + group] = sums[0];
     const Acc mean_gwy = p.group_mean != nullptr ? statistic(p.group_mean, row) : sums[0] / size;
     const Acc mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
 
-    for (int chunk = 0; chunk < gradient_chunks; ++chunk) {
+    for (int chunk = rank; chunk < gradient_chunks; chunk += blocks) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         const int parameter_offset = index.first_column + column(chunk, i);
         Acc x[kSize], g[kSize], weight[kSize];
-        inputs.read(x, Inputs::kX, stage, i, offset_of);
-        inputs.read(g, Inputs::kGradOut, stage, i, offset_of);
+        inputs.read(x, Inputs::kX, stage, i, offset_of, left(chunk, i));
+        inputs.read(g, Inputs::kGradOut, stage, i, offset_of, left(chunk, i));
         if constexpr (is_add) {
-          load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, left(chunk, i), 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
           if (p.grad_new_residual.data != nullptr) {
-            inputs.read(x, Inputs::kThird, stage, i, offset_of);
+            inputs.read(x, Inputs::kThird, stage, i, offset_of, left(chunk, i));
 #pragma unroll
             for (int j = 0; j < kSize; ++j) grad[j] += x[j];
           }
-          if (p.grad_x.data != nullptr) store_values<Scalar>(p.grad_x, offset_of(p.grad_x, i), grad);
-          if (p.grad_residual.data != nullptr) store_values<Scalar>(p.grad_residual, offset_of(p.grad_residual, i), grad);
+          if (p.grad_x.data != nullptr) store_part<Scalar, is_aligned>(p.grad_x, offset_of(p.grad_x, i), left(chunk, i), grad);
+          if (p.grad_residual.data != nullptr)
+            store_part<Scalar, is_aligned>(p.grad_residual, offset_of(p.grad_residual, i), left(chunk, i), grad);
         } else {
           Acc a[kSize], slope[kSize];
           if (has_gate) {
-            inputs.read(a, Inputs::kThird, stage, i, offset_of);
+            inputs.read(a, Inputs::kThird, stage, i, offset_of, left(chunk, i));
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) {
@@ -306,7 +331,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] = 0;
             }
           }
-          load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, left(chunk, i), 1, weight);
           // One copy per order of gate and norm: the orders share few values, and a joint copy would spill.
           const auto differentiate = [&](auto before) {
             constexpr bool kBefore = decltype(before)::value;
@@ -319,9 +344,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] *= kBefore ? grad_v * x[j] : g[j];
               if (!kBefore) x[j] = y * weight[j];
             }
-            if (p.grad_x.data != nullptr) store_values<Scalar>(p.grad_x, offset_of(p.grad_x, i), grad_x);
+            if (p.grad_x.data != nullptr)
+              store_part<Scalar, is_aligned>(p.grad_x, offset_of(p.grad_x, i), left(chunk, i), grad_x);
             if (kBefore || p.grad_z.data == nullptr) return;
-            load_parameter<Scalar>(p.bias, parameter_offset, 0, weight);
+            load_parameter_part<Scalar, is_aligned>(p.bias, parameter_offset, left(chunk, i), 0, weight);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) slope[j] *= x[j] + weight[j];
           };
@@ -330,7 +356,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           } else {
             differentiate(std::false_type());
           }
-          if (p.grad_z.data != nullptr) store_values<Scalar>(p.grad_z, offset_of(p.grad_z, i), slope);
+          if (p.grad_z.data != nullptr) store_part<Scalar, is_aligned>(p.grad_z, offset_of(p.grad_z, i), left(chunk, i), slope);
         }
       }
     }
@@ -340,13 +366,16 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   if (!is_single || !has_group) return;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (column(0, i) >= group_size) continue;
-    const int64_t offset = partial_offset(column(0, i));
-    if (p.partial_weight != nullptr) from_values<Acc>(sum_weight[i]).store(static_cast<Acc*>(p.partial_weight) + offset);
+    if (column(rank, i) >= group_size) continue;
+    const int64_t offset = partial_offset(column(rank, i));
+    const int count = left(rank, i);
+    if (p.partial_weight != nullptr) {
+      store_sums<is_aligned>(static_cast<Acc*>(p.partial_weight) + offset, sum_weight[i], count);
+    }
     if (sums_bias) {
       Acc values[kSize];
       sum_bias.load(i, values);
-      from_values<Acc>(values).store(static_cast<Acc*>(p.partial_bias) + offset);
+      store_sums<is_aligned>(static_cast<Acc*>(p.partial_bias) + offset, values, count);
     }
   }
 }
@@ -382,20 +411,26 @@ __global__ void __launch_bounds__(BlockSums::kThreads, sizeof(Acc) == 4 ? 3 : 1)
 }
 
 template <typename Scalar>
+int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan) {
+  const auto kernel = params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
+  return cuda::resident_clusters(kernel, plan.teams.threads(), plan.teams.threads() * plan.record_bytes, plan.teams.cluster);
+}
+
+template <typename Scalar>
 cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream) {
   void (*kernel)(NormBwdParams, BwdPlan) =
       params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {
     if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_bwd<Scalar>(params, plan.rms, stream);
-    if (plan.teams.use_vectors) {
+    if (plan.teams.is_aligned) {
       kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
     }
   }
   const size_t shared_bytes = static_cast<size_t>(plan.teams.threads()) * plan.record_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(plan.row_blocks * plan.column_blocks), plan.teams.threads(), shared_bytes, stream>>>(params,
-                                                                                                                      plan);
-  return cudaGetLastError();
+  const int cluster = plan.teams.cluster;
+  const int64_t blocks = static_cast<int64_t>(plan.row_blocks) * plan.column_blocks * cluster;
+  return cuda::launch_clusters(kernel, blocks, plan.teams.threads(), shared_bytes, cluster, stream, params, plan);
 }
 
 template <typename Acc>

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "cuda/lane_sums.cuh"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/shifted_io.cuh"
 #include "cuda/vector_io.cuh"
 #include "norm/cuda/launch.h"
 
@@ -17,15 +19,22 @@ constexpr int kMaxWarps = 32;
 // double has no vector kernels: its elementary functions are long, and would be compiled many times.
 template <typename Scalar>
 constexpr bool kHasVectorKernels = !std::is_same_v<Scalar, double>;
-template <typename Scalar, bool use_vectors>
-constexpr int kVectorSize = use_vectors ? kVectorBytes / static_cast<int>(sizeof(Scalar)) : 1;
+template <typename Scalar>
+constexpr int kVectorSize = kHasVectorKernels<Scalar> ? kVectorBytes / static_cast<int>(sizeof(Scalar)) : 1;
 
-template <typename Scalar, bool use_vectors>
-constexpr int kVectorsOfThread = use_vectors ? kThreadColumns / kVectorSize<Scalar, use_vectors> : 1;
+template <typename Scalar>
+constexpr int kVectorsOfThread = kHasVectorKernels<Scalar> ? kThreadColumns / kVectorSize<Scalar> : 1;
 
-// The vector kernels count rows in 32 bits, which saves registers; calls of kMaxNarrowRows or more use the scalar kernels.
-template <bool use_vectors>
-using RowIndex = std::conditional_t<use_vectors, int, int64_t>;
+// The aligned kernels count rows in 32 bits, which saves registers; calls of kMaxNarrowRows or more use the others.
+template <bool is_aligned>
+using RowIndex = std::conditional_t<is_aligned, int, int64_t>;
+
+// a / b of numbers that are not negative: a division of 64 bits takes four times as long as one of 32.
+__device__ __forceinline__ int divide(int a, int b) { return a / b; }
+__device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
 
 // The position of a group: its row's indices along the two merged leading axes, and its first column.
 template <typename Row>
@@ -34,12 +43,36 @@ struct GroupIndex {
   int first_column;
 
   __device__ __forceinline__ GroupIndex(const NormParams& p, Row row, int group) {
-    outer = p.outer == 1 ? 0 : row / static_cast<Row>(p.inner);
+    outer = p.outer == 1 ? 0 : divide(row, static_cast<Row>(p.inner));
     inner = row - outer * static_cast<Row>(p.inner);
     first_column = group * static_cast<int>(p.group_size);
   }
   __device__ __forceinline__ int64_t offset(const RowsView& view) const {
     return outer * view.stride_outer + inner * view.stride_inner + first_column;
+  }
+};
+
+// Sums `count` values over a team that is a cluster of blocks; all lanes of all blocks get the same bits. Buffers alternate as
+// those of TeamSum do.
+template <int count>
+class ClusterSum {
+ public:
+  using Shared = float[2][count][cuda::kMaxClusterBlocks * kMaxWarps];
+
+  static __device__ __forceinline__ void add(Shared& shared, float (&values)[count], int buffer, int blocks, int warps) {
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, own = cuda::cluster_rank() * warps + warp;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      values[i] = cuda::sum_over_warp(values[i]);
+      if (lane < blocks) cuda::store_cluster(&shared[buffer][i][own], lane, values[i]);
+    }
+    cuda::cluster_barrier();
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      values[i] = 0;
+      for (int k = lane; k < blocks * warps; k += kWarpSize) values[i] += shared[buffer][i][k];
+      values[i] = cuda::sum_over_warp(values[i]);
+    }
   }
 };
 
@@ -104,12 +137,40 @@ __device__ __forceinline__ void load_values(const void* data, bool is_accumulate
   }
 }
 
+// The first `count` values from any element on, zeros beyond them.
+template <typename Scalar, int size>
+__device__ __forceinline__ void load_shifted_values(const void* data, bool is_accumulate, int64_t offset, int count,
+                                                    AccumulateType<Scalar> (&values)[size]) {
+  using Acc = AccumulateType<Scalar>;
+  if constexpr (std::is_same_v<Scalar, double>) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) values[j] = j < count ? static_cast<const double*>(data)[offset + j] : 0.0;
+  } else if (!std::is_same_v<Scalar, Acc> && is_accumulate) {
+    to_values(cuda::ShiftedLoad<Acc, size>(static_cast<const Acc*>(data) + offset, count).vector(), values);
+  } else {
+    to_values(cuda::ShiftedLoad<Scalar, size>(static_cast<const Scalar*>(data) + offset, count).vector(), values);
+  }
+}
+
 template <typename Scalar, int size>
 __device__ __forceinline__ void load_parameter(const ParameterView& view, int64_t offset, AccumulateType<Scalar> absent,
                                                AccumulateType<Scalar> (&values)[size]) {
   if (view.data != nullptr) return load_values<Scalar>(view.data, view.is_accumulate, offset, values);
 #pragma unroll
   for (int j = 0; j < size; ++j) values[j] = absent;
+}
+
+// The first `count` values of a parameter from any column on, 0 beyond them.
+template <typename Scalar, int size>
+__device__ __forceinline__ void load_shifted_parameter(const ParameterView& view, int64_t offset, int count,
+                                                       AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
+  using Acc = AccumulateType<Scalar>;
+  if (view.data == nullptr) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) values[j] = j < count ? absent : Acc(0);
+  } else {
+    load_shifted_values<Scalar>(view.data, view.is_accumulate, offset, count, values);
+  }
 }
 
 template <typename Scalar, int size>
@@ -120,6 +181,43 @@ __device__ __forceinline__ void store_values(const RowsView& view, int64_t offse
     from_values<Acc>(values).store(static_cast<Acc*>(view.data) + offset);
   } else {
     from_values<Scalar>(values).store(static_cast<Scalar*>(view.data) + offset);
+  }
+}
+
+// Stores the first `count` values from any element on.
+template <typename Scalar, int size>
+__device__ __forceinline__ void store_shifted_values(const RowsView& view, int64_t offset, int count,
+                                                     const AccumulateType<Scalar> (&values)[size]) {
+  using Acc = AccumulateType<Scalar>;
+  if constexpr (std::is_same_v<Scalar, double>) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) {
+      if (j < count) static_cast<double*>(view.data)[offset + j] = values[j];
+    }
+  } else if (!std::is_same_v<Scalar, Acc> && view.is_accumulate) {
+    cuda::store_shifted(static_cast<Acc*>(view.data) + offset, from_values<Acc>(values), count);
+  } else {
+    cuda::store_shifted(static_cast<Scalar*>(view.data) + offset, from_values<Scalar>(values), count);
+  }
+}
+
+// The first `count` values of a parameter or of a row: all of them if is_aligned, because groups then are whole vectors.
+template <typename Scalar, bool is_aligned, int size>
+__device__ __forceinline__ void load_parameter_part(const ParameterView& view, int64_t offset, int count,
+                                                    AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
+  if constexpr (is_aligned) {
+    load_parameter<Scalar>(view, offset, absent, values);
+  } else {
+    load_shifted_parameter<Scalar>(view, offset, count, absent, values);
+  }
+}
+template <typename Scalar, bool is_aligned, int size>
+__device__ __forceinline__ void store_part(const RowsView& view, int64_t offset, int count,
+                                           const AccumulateType<Scalar> (&values)[size]) {
+  if constexpr (is_aligned) {
+    store_values<Scalar>(view, offset, values);
+  } else {
+    store_shifted_values<Scalar>(view, offset, count, values);
   }
 }
 

@@ -24,9 +24,11 @@ namespace {
 
 bool is_aligned(int64_t bytes) { return bytes % kVectorBytes == 0; }
 
-// Whether the vector kernels take the call: each vector of each tensor must begin at a multiple of 16 bytes.
-bool can_use_vectors(const NormParams& p, std::initializer_list<RowsView> views) {
-  if (p.kind == ScalarKind::kDouble || p.rows() * p.groups >= kMaxNarrowRows) return false;
+// Whether the kernels with vectors and rows that are counted in 32 bits take the call.
+bool is_narrow(const NormParams& p) { return p.kind != ScalarKind::kDouble && p.rows() * p.groups < kMaxNarrowRows; }
+
+// Whether each vector of each tensor begins at a multiple of 16 bytes.
+bool is_aligned(const NormParams& p, std::initializer_list<RowsView> views) {
   if (!is_aligned(p.group_size * cuda::element_bytes(p.kind))) return false;
   for (const ParameterView& view : {p.weight, p.bias}) {
     if (!is_aligned(reinterpret_cast<int64_t>(view.data))) return false;
@@ -38,11 +40,19 @@ bool can_use_vectors(const NormParams& p, std::initializer_list<RowsView> views)
   });
 }
 
-// Teams of at most max_lanes threads for groups of p.group_size columns.
-Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
+// How many blocks share a group that needs `needed` threads, more than the max_threads of a block: the fewest that need at most
+// preferred_threads each, or all that a cluster may have. A device without clusters has 1.
+int choose_cluster(const NormParams& p, int64_t needed, int preferred_threads) {
+  if (cuda::device_properties(p.device).major < 9) return 1;
+  int cluster = 2;
+  while (cluster < cuda::kMaxClusterBlocks && needed > int64_t(cluster) * preferred_threads) cluster *= 2;
+  return cluster;
+}
+
+// Teams of at most max_lanes threads for groups of p.group_size columns, or clusters of such teams.
+Teams make_teams(const NormParams& p, int max_lanes, int preferred_lanes) {
   Teams teams;
-  teams.use_vectors = use_vectors;
-  const int64_t columns = use_vectors ? kThreadColumns : 1;
+  const int64_t columns = p.kind == ScalarKind::kDouble ? 1 : kThreadColumns;
   const int64_t needed = ceil_div(p.group_size, columns);
   if (needed <= kWarpSize) {
     teams.lanes = 1;
@@ -50,8 +60,9 @@ Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
     teams.count = kSharedBlockThreads / teams.lanes;
     return teams;
   }
-  teams.chunks = static_cast<int>(ceil_div(needed, max_lanes));
-  teams.lanes = static_cast<int>(ceil_div(ceil_div(needed, teams.chunks), kWarpSize)) * kWarpSize;
+  if (needed > max_lanes && p.kind != ScalarKind::kDouble) teams.cluster = choose_cluster(p, needed, preferred_lanes);
+  const int64_t chunks = std::max<int64_t>(ceil_div(needed, max_lanes), teams.cluster);
+  teams.lanes = static_cast<int>(ceil_div(ceil_div(needed, chunks), kWarpSize)) * kWarpSize;
   // Rounding up to whole warps may leave fewer chunks.
   teams.chunks = static_cast<int>(ceil_div(needed, teams.lanes));
   return teams;
@@ -69,8 +80,8 @@ int64_t resident_blocks(int device, int warps, int registers, int shared_bytes) 
   return static_cast<int64_t>(cuda::multiprocessor_count(device)) * per_multiprocessor;
 }
 
-// The RMSNorm kernel for a call that the vector kernels take. The choice does not depend on the number of rows or on the needed
-// gradients, so that a row has the same bits in every batch.
+// The RMSNorm kernel for a call with narrow rows. The choice does not depend on the number of rows or on the needed
+// gradients or on alignment, so that a row has the same bits in every batch.
 RmsCase choose_rms_case(const NormParams& p) {
   if (p.subtract_mean || p.bias.data != nullptr) return RmsCase::kNone;
   if (p.is_add || p.z.data == nullptr) {
@@ -88,82 +99,132 @@ RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
   return fits ? RmsCase::kNoGateWide : RmsCase::kNone;
 }
 
-// One block per group of each row. The case is kNone for groups of at most half a warp's columns or more than a block's.
-RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int max_threads) {
+// One block or cluster per group of each row. The case is kNone for groups of at most half a warp's columns, and for those that
+// are too long.
+RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, bool is_aligned, int max_threads, int preferred_threads) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
   RmsPlan plan;
   const int64_t warps = ceil_div(p.group_size, kWarpColumns);
-  if (p.group_size <= kWarpColumns / 2 || warps * kWarpSize > max_threads) return plan;
-  plan.warps = static_cast<int>(warps);
+  if (p.group_size <= kWarpColumns / 2) return plan;
+  if (warps * kWarpSize > max_threads) plan.cluster = choose_cluster(p, warps * kWarpSize, preferred_threads);
+  if (ceil_div(warps, plan.cluster) * kWarpSize > max_threads) return {};
+  plan.warps = static_cast<int>(ceil_div(warps, plan.cluster));
+  plan.is_any = !is_aligned || plan.cluster > 1;
   plan.row_blocks = static_cast<int>(p.rows());
   plan.rms_case = rms_case;
   return plan;
 }
 
 // Persistent blocks: as many as are resident, with the pipeline stages in shared memory. The case is also kNone if these exceed
-// a block's shared memory.
-RmsPlan plan_persistent_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads,
-                            int registers) {
-  RmsPlan plan = plan_rms(p, rms_case, max_threads);
-  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, row_bytes);
-  if (plan.rms_case == RmsCase::kNone || plan.shared_bytes > cuda::max_shared_bytes(p.device)) return {};
-  const int64_t resident = resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
+// a block's shared memory. count_clusters(plan) says how many clusters of a plan are resident.
+template <typename CountClusters>
+void make_persistent(RmsPlan& plan, const NormParams& p, int registers, const CountClusters& count_clusters) {
+  if (plan.rms_case == RmsCase::kNone) return;
+  if (plan.shared_bytes > cuda::max_shared_bytes(p.device)) {
+    plan = {};
+    return;
+  }
+  const int64_t resident =
+      plan.cluster > 1 ? count_clusters(plan) : resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
+  if (resident == 0) {
+    plan = {};
+    return;
+  }
   // More blocks than are resident would write more partial sums.
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / p.groups, 1, p.rows()));
+}
+
+// Calls visit(Scalar()) for the element types of the RMSNorm kernels.
+template <typename Visit>
+int visit_rms_scalar(ScalarKind kind, const Visit& visit) {
+  return kind == ScalarKind::kHalf ? visit(__half()) : kind == ScalarKind::kBFloat16 ? visit(__nv_bfloat16()) : visit(0.0f);
+}
+
+RmsPlan plan_rms_fwd(const NormFwdParams& p, bool is_aligned) {
+  const RmsCase rms_case = choose_fwd_rms_case(p);
+  if (rms_case == RmsCase::kNone) return {};
+  // Two blocks of kFwdMaxThreads are resident.
+  RmsPlan plan = plan_rms(p, rms_case, is_aligned, kFwdMaxThreads, /*preferred_threads=*/kFwdMaxThreads);
+  const int shifted_bytes = plan.is_any ? 2 * kShiftedInputBytes : 0;
+  if (rms_case == RmsCase::kNoGateWide) {
+    // One stage of x and the residual; the sums are in static shared memory.
+    const int column_bytes = bytes_of(p, false) + static_cast<int>(sizeof(float));
+    if (plan.is_any) plan.shared_bytes = plan.warps * (kWarpSize * kThreadColumns * column_bytes + shifted_bytes);
+    return plan;
+  }
+  const int column_bytes = 2 * bytes_of(p, false);
+  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, /*row_bytes=*/0) +
+                      plan.warps * rms_stages(column_bytes) * shifted_bytes + (plan.cluster > 1 ? kClusterSumBytes : 0);
+  make_persistent(plan, p, kFwdRegisters, [&](const RmsPlan& launched) {
+    return visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_rms_fwd_clusters<decltype(scalar)>(launched); });
+  });
+  return plan;
+}
+
+RmsPlan plan_rms_bwd(const NormBwdParams& p, bool is_aligned) {
+  const RmsCase rms_case = choose_rms_case(p);
+  if (rms_case == RmsCase::kNone) return {};
+  // A block with half of the registers leaves room for a second one.
+  RmsPlan plan = plan_rms(p, rms_case, is_aligned, kBwdMaxThreads, /*preferred_threads=*/kBwdMaxThreads / 2);
+  const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);
+  // Kernels for any rows need no more, and so their sums over rows have the same order.
+  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, kRmsBwdRowBytes) + (plan.cluster > 1 ? kClusterSumBytes : 0);
+  make_persistent(plan, p, kBwdRegisters, [&](const RmsPlan& launched) {
+    return visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_rms_bwd_clusters<decltype(scalar)>(launched); });
+  });
   return plan;
 }
 
 FwdPlan plan_fwd(const NormFwdParams& p) {
   FwdPlan plan;
   plan.units = p.rows() * p.groups;
-  const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
-  const RmsCase rms_case = choose_fwd_rms_case(p);
-  if (use_vectors && rms_case == RmsCase::kNoGateWide) {
-    plan.rms = plan_rms(p, rms_case, kFwdMaxThreads);
-  } else if (use_vectors && rms_case != RmsCase::kNone) {
-    plan.rms = plan_persistent_rms(p, rms_case, 2 * bytes_of(p, false), /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
-  }
-  plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
-  plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
+  const bool narrow = is_narrow(p), aligned = is_aligned(p, {p.x, p.z, p.residual, p.out, p.new_residual});
+  if (narrow) plan.rms = plan_rms_fwd(p, aligned);
+  plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/kFwdMaxThreads);
+  plan.teams.is_aligned = narrow && aligned && plan.teams.cluster == 1;
+  plan.blocks =
+      std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max() / cuda::kMaxClusterBlocks);
   return plan;
 }
 
 BwdPlan plan_bwd(const NormBwdParams& p) {
   BwdPlan plan;
+  const bool narrow = is_narrow(p),
+             aligned = is_aligned(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual});
+  if (narrow) {
+    plan.rms = plan_rms_bwd(p, aligned);
+    plan.partials = plan.rms.row_blocks;
+    if (plan.rms.rms_case != RmsCase::kNone) return plan;
+  }
   const int vector_size = kVectorBytes / cuda::element_bytes(p.kind);
   const int stage_accesses = bwd_accesses(p, kThreadColumns / vector_size);
-  // Accesses for the grad_bias sums: one per thread of a scalar kernel, else those of all its columns.
-  const auto record_bytes = [&](int accesses, int sums) {
-    return ((kBwdStages * accesses + (p.grad_bias.data != nullptr ? sums : 0)) | 1) * kVectorBytes;
-  };
-  const int vector_record = record_bytes(stage_accesses, kThreadColumns * 4 / kVectorBytes);
+  // Accesses for the grad_bias sums: one per thread of the float64 kernels, else those of all its columns.
+  const int sums = p.grad_bias.data == nullptr ? 0 : p.kind == ScalarKind::kDouble ? 1 : kThreadColumns * 4 / kVectorBytes;
+  const auto record_bytes = [&](int accesses) { return ((kBwdStages * accesses + sums) | 1) * kVectorBytes; };
   // Sums of the teams, in static shared memory.
   constexpr int kStaticBytes = 2048;
   const int available = cuda::max_shared_bytes(p.device) - kStaticBytes;
 
-  bool use_vectors = can_use_vectors(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual});
-  const RmsCase rms_case = choose_rms_case(p);
-  if (use_vectors && rms_case != RmsCase::kNone) {
-    const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);
-    plan.rms = plan_persistent_rms(p, rms_case, column_bytes, kRmsBwdRowBytes, kBwdMaxThreads, kBwdRegisters);
-    plan.partials = plan.rms.row_blocks;
-    if (plan.rms.rms_case != RmsCase::kNone) return plan;
-  }
-  plan.teams = make_teams(p, use_vectors, kBwdMaxThreads);
-  if (use_vectors && (plan.teams.chunks > 1 || plan.teams.threads() * vector_record > available)) {
-    use_vectors = false;
-    plan.teams = make_teams(p, use_vectors, kBwdMaxThreads);
-  }
-  plan.stage_accesses = use_vectors ? stage_accesses : 0;
-  plan.record_bytes = use_vectors ? vector_record : record_bytes(0, 1);
+  plan.teams = make_teams(p, kBwdMaxThreads, /*preferred_lanes=*/kBwdMaxThreads / 2);
+  const int threads = plan.teams.threads();
+  // Whether the stages of the aligned kernel fit. If so, the others have as many blocks: their sums over rows have the same
+  // order.
+  const bool has_stages = narrow && plan.teams.chunks == 1 && threads * record_bytes(stage_accesses) <= available;
+  plan.teams.is_aligned = has_stages && aligned;
+  plan.stage_accesses = plan.teams.is_aligned ? stage_accesses : 0;
+  plan.record_bytes = record_bytes(plan.stage_accesses);
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
   plan.column_blocks = static_cast<int>(ceil_div(p.groups, plan.group_teams));
   // More blocks than are resident would write more partial sums.
-  const int threads = plan.teams.threads();
-  const int64_t resident =
-      resident_blocks(p.device, threads / kWarpSize, kBwdRegisters, plan.record_bytes * threads + kStaticBytes);
+  int64_t resident = 0;
+  if (plan.teams.cluster > 1) {
+    resident = visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_bwd_clusters<decltype(scalar)>(p, plan); });
+  } else {
+    const int planned_bytes = record_bytes(has_stages ? stage_accesses : 0) * threads + kStaticBytes;
+    resident = resident_blocks(p.device, threads / kWarpSize, kBwdRegisters, planned_bytes);
+  }
   const int64_t most = ceil_div(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));
   plan.partials = plan.row_blocks * plan.row_teams;

@@ -15,7 +15,7 @@
 namespace ssm_kernels::norm {
 
 // A thread's part of a group: v in the accumulation type, and a gate that is applied after the norm.
-template <typename Scalar, int vectors, int size, bool is_add>
+template <typename Scalar, int vectors, int size, bool is_add, bool is_aligned>
 struct GroupValues {
   using Acc = AccumulateType<Scalar>;
   static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
@@ -23,9 +23,9 @@ struct GroupValues {
   Acc v[vectors][size];
   Vector<Scalar, size> z[is_add ? 1 : vectors];
 
-  // is_valid(i) says whether vector i exists, offset_of(view, i) where it is in a tensor.
-  template <typename IsValid, typename OffsetOf>
-  __device__ __forceinline__ void load(const NormFwdParams& p, const IsValid& is_valid, const OffsetOf& offset_of,
+  // left(i) says how many columns the group has from vector i on, offset_of(view, i) where it is in a tensor.
+  template <typename Left, typename OffsetOf>
+  __device__ __forceinline__ void load(const NormFwdParams& p, const Left& left, const OffsetOf& offset_of,
                                        bool stores_residual) {
     Vector<Scalar, size> x[vectors], residual[is_add ? vectors : 1];
     Vector<Acc, size> wide_residual[kMayBeWide ? vectors : 1];
@@ -34,8 +34,12 @@ struct GroupValues {
       using Stored = std::decay_t<decltype(vectors_of_lane[0][0])>;
 #pragma unroll
       for (int i = 0; i < vectors; ++i) {
-        vectors_of_lane[i] =
-            is_valid(i) ? Element::load_once(static_cast<const Stored*>(view.data) + offset_of(view, i)) : Element::zero();
+        const Stored* const source = static_cast<const Stored*>(view.data) + offset_of(view, i);
+        if constexpr (is_aligned || std::is_same_v<Scalar, double>) {
+          vectors_of_lane[i] = left(i) > 0 ? Element::load_once(source) : Element::zero();
+        } else {
+          vectors_of_lane[i] = cuda::ShiftedLoad<Stored, size>(source, left(i)).vector();
+        }
       }
     };
     load_all(x, p.x);
@@ -62,7 +66,9 @@ struct GroupValues {
         }
         // add_norm normalizes the new residual as rounded to its dtype.
         if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
-        if (stores_residual && is_valid(i)) store_values<Scalar>(p.new_residual, offset_of(p.new_residual, i), v[i]);
+        if (stores_residual && left(i) > 0) {
+          store_part<Scalar, is_aligned>(p.new_residual, offset_of(p.new_residual, i), left(i), v[i]);
+        }
       }
     } else {
       if (p.z.data != nullptr) load_all(z, p.z);
@@ -88,14 +94,18 @@ struct GroupValues {
 template <typename Scalar, bool is_add>
 constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
 
-template <typename Scalar, bool use_vectors, bool is_add>
+template <typename Scalar, bool is_aligned, bool is_add>
 __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>))
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kSize = kVectorSize<Scalar, use_vectors>, kVectors = kVectorsOfThread<Scalar, use_vectors>;
+  constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
+  constexpr bool kMayCluster = !is_aligned && kHasVectorKernels<Scalar>;
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   __shared__ typename TeamSum<Acc, 1>::Shared shared;
+  __shared__ ClusterSum<1>::Shared cluster_shared;
   const Teams& teams = plan.teams;
+  const int blocks = kMayCluster ? teams.cluster : 1, rank = kMayCluster ? blockIdx.x % blocks : 0;
+  if (blocks > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
   TeamSum<Acc, 1> team_sum(shared, teams.lanes);
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
@@ -104,19 +114,19 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
   int buffer = 0;
 
   // The bounds are the same for the whole block, because every thread takes part in the sums.
-  using Row = RowIndex<use_vectors>;
-  for (Row first = static_cast<Row>(blockIdx.x) * teams.count; first < static_cast<Row>(plan.units);
-       first += static_cast<Row>(gridDim.x) * teams.count) {
+  using Row = RowIndex<is_aligned>;
+  for (Row first = static_cast<Row>(blockIdx.x / blocks) * teams.count; first < static_cast<Row>(plan.units);
+       first += static_cast<Row>(gridDim.x / blocks) * teams.count) {
     const Row unit = first + team;
     const bool is_active = unit < static_cast<Row>(plan.units);
-    const Row row = !is_active ? 0 : p.groups == 1 ? unit : unit / static_cast<Row>(p.groups);
+    const Row row = !is_active ? 0 : p.groups == 1 ? unit : divide(unit, static_cast<Row>(p.groups));
     const GroupIndex<Row> index(p, row, is_active ? static_cast<int>(unit - row * static_cast<Row>(p.groups)) : 0);
 
-    GroupValues<Scalar, kVectors, kSize, is_add> group;
+    GroupValues<Scalar, kVectors, kSize, is_add, is_aligned> group;
     Acc mean = 0, rstd = 0;
     const auto set_rstd = [&](Acc mean_square) {
       rstd = Acc(1) / Math<Acc>::sqrt(mean_square + static_cast<Acc>(p.eps));
-      if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
+      if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
     };
     // Pass 0 sums v^2 (LayerNorm: v), pass 1 (LayerNorm only) sums (v - mean)^2, pass 2 writes the output.
     const int first_pass = p.group_mean == nullptr ? 0 : 2;
@@ -124,19 +134,20 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
     for (int pass = first_pass; pass < 3; ++pass) {
       if (pass == 1 && !p.subtract_mean) continue;
       Acc sum[1] = {0};
-      for (int chunk = 0; chunk < teams.chunks; ++chunk) {
+      for (int chunk = rank; chunk < teams.chunks; chunk += blocks) {
         const int first_column = chunk * kVectors * stride + lane * kSize;
         const auto column = [&](int i) { return first_column + i * stride; };
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
+        const auto left = [&](int i) { return is_active ? group_size - column(i) : 0; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
-        if (pass == first_pass || teams.chunks > 1) group.load(p, is_valid, offset_of, pass == 0);
+        if (pass == first_pass || teams.chunks > blocks) group.load(p, left, offset_of, pass == 0);
         if (pass < 2) {
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
             if (!is_valid(i)) continue;
 #pragma unroll
             for (int j = 0; j < kSize; ++j) {
-              const Acc v = group.v[i][j] - mean;
+              const Acc v = is_aligned || j < left(i) ? group.v[i][j] - mean : Acc(0);
               sum[0] = pass == 0 && p.subtract_mean ? sum[0] + v : Math<Acc>::fma(v, v, sum[0]);
             }
           }
@@ -146,8 +157,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         for (int i = 0; i < kVectors; ++i) {
           if (!is_valid(i)) continue;
           Acc weight[kSize], bias[kSize];
-          load_parameter<Scalar>(p.weight, index.first_column + column(i), 1, weight);
-          load_parameter<Scalar>(p.bias, index.first_column + column(i), 0, bias);
+          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), left(i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), left(i), 0, bias);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
         }
@@ -156,19 +167,22 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         }
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
+          if (is_valid(i)) store_part<Scalar, is_aligned>(p.out, offset_of(p.out, i), left(i), group.v[i]);
         }
       }
       if (pass == 2) continue;
-      team_sum(sum, buffer);
+      if (blocks == 1) team_sum(sum, buffer);
+      if constexpr (kMayCluster) {
+        if (blocks > 1) ClusterSum<1>::add(cluster_shared, sum, buffer, blocks, teams.lanes / kWarpSize);
+      }
       buffer ^= 1;
       if (p.sums != nullptr) {
-        if (is_active && lane == 0) static_cast<Acc*>(p.sums)[unit] = sum[0];
+        if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.sums)[unit] = sum[0];
         break;
       }
       if (pass == 0 && p.subtract_mean) {
         mean = sum[0] / size;
-        if (is_active && lane == 0) static_cast<Acc*>(p.mean)[unit] = mean;
+        if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.mean)[unit] = mean;
       } else {
         set_rstd(sum[0] / size);
       }
@@ -183,12 +197,12 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
   if constexpr (kHasVectorKernels<Scalar>) {
     if (plan.rms.rms_case == RmsCase::kNoGateWide) return launch_norm_rms_sum_fwd<Scalar>(params, plan.rms, stream);
     if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_fwd<Scalar>(params, plan.rms, stream);
-    if (plan.teams.use_vectors) {
+    if (plan.teams.is_aligned) {
       kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
     }
   }
-  kernel<<<static_cast<unsigned>(plan.blocks), plan.teams.threads(), 0, stream>>>(params, plan);
-  return cudaGetLastError();
+  const int cluster = plan.teams.cluster;
+  return cuda::launch_clusters(kernel, plan.blocks * cluster, plan.teams.threads(), 0, cluster, stream, params, plan);
 }
 
 }  // namespace ssm_kernels::norm

@@ -38,10 +38,11 @@ constexpr int kSharedBlockThreads = 128;
 constexpr int kBwdStages = 3;
 
 struct Teams {
-  bool use_vectors = false;
-  int lanes = kWarpSize;  // per team
-  int count = 1;          // teams per block
-  int chunks = 1;         // per group
+  bool is_aligned = false;  // whether each vector of each tensor starts at a multiple of 16 bytes
+  int lanes = kWarpSize;    // per team; of a team that is a cluster: per block
+  int count = 1;            // teams per block
+  int chunks = 1;           // per group
+  int cluster = 1;          // blocks of a team, a chunk each
 
   int threads() const { return lanes * count; }
 };
@@ -53,7 +54,9 @@ enum class RmsCase : int { kNone, kGateBefore, kGateAfter, kNoGate, kNoGateWide 
 // An RMSNorm kernel has groups * row_blocks blocks. Each takes one group of every row_blocks-th row.
 struct RmsPlan {
   RmsCase rms_case = RmsCase::kNone;
-  int warps = 1;  // per block
+  bool is_any = false;  // rows start and end at any element, or a cluster shares a group
+  int warps = 1;        // per block
+  int cluster = 1;      // blocks of a group of a row
   int shared_bytes = 0;
   int row_blocks = 1;
 };
@@ -92,6 +95,9 @@ template <typename Scalar>
 cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream);
+// How many clusters are resident on the current device, 0 if the query fails. Instantiated for the same types but double.
+template <typename Scalar>
+int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan);
 // For float and double.
 template <typename Acc>
 cudaError_t launch_norm_sum(const NormBwdParams& params, cudaStream_t stream);

@@ -13,13 +13,15 @@ struct RowStream {
   int64_t step = 0;              // row_step rows on, within an outer row
   int64_t wrap = 0;              // added if a step passes the end of an outer row
   int64_t group = 0;             // between groups of a row
+  int64_t block = 0;             // between blocks of a cluster
 };
 
 struct RmsParams {
   int rows = 0, inner = 1;  // fewer than kMaxNarrowRows
   int groups = 1, group_size = 0;
   int warps = 1;       // per block
-  int row_step = 1;    // blocks that share the rows of a group
+  int cluster = 1;     // blocks that share a group of a row
+  int row_step = 1;    // blocks or clusters that share the rows of a group
   int inner_step = 1;  // row_step % inner
   float inverse_size = 0, eps = 0;
   ParameterView weight;
@@ -54,6 +56,11 @@ constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
   return kRmsSumBytes + warps * kWarpSize * rms_stages(column_bytes) * (kThreadColumns * column_bytes + row_bytes);
 }
 
+// Shared memory of a cluster's sums: two buffers of a sum for each of its warps.
+constexpr int kClusterSumBytes = 2 * cuda::kMaxClusterBlocks * 32 * static_cast<int>(sizeof(float));
+// What a shifted input takes besides its columns, per warp and stage.
+constexpr int kShiftedInputBytes = kVectorBytes;
+
 inline int bytes_of(const NormParams& p, bool is_accumulate) {
   if (p.kind == ScalarKind::kDouble) return 8;
   return p.kind == ScalarKind::kFloat || is_accumulate ? 4 : 2;
@@ -68,6 +75,7 @@ inline RowStream make_row_stream(const NormParams& p, const RmsPlan& plan, const
   stream.step = plan.row_blocks / p.inner * stream.outer + plan.row_blocks % p.inner * stream.inner;
   stream.wrap = stream.outer - p.inner * stream.inner;
   stream.group = p.group_size * bytes;
+  stream.block = int64_t(plan.warps) * kWarpSize * kThreadColumns * bytes;
   return stream;
 }
 
@@ -77,6 +85,7 @@ inline void fill_rms_params(RmsParams& target, const NormParams& p, const RmsPla
   target.groups = static_cast<int>(p.groups);
   target.group_size = static_cast<int>(p.group_size);
   target.warps = plan.warps;
+  target.cluster = plan.cluster;
   target.row_step = plan.row_blocks;
   target.inner_step = static_cast<int>(plan.row_blocks % p.inner);
   target.inverse_size = 1.0f / static_cast<float>(p.group_size);
@@ -102,5 +111,10 @@ template <typename Scalar>
 cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan, cudaStream_t stream);
+// How many clusters of a plan are resident on the current device, 0 if the query fails. Instantiated for the same types.
+template <typename Scalar>
+int count_norm_rms_fwd_clusters(const RmsPlan& plan);
+template <typename Scalar>
+int count_norm_rms_bwd_clusters(const RmsPlan& plan);
 
 }  // namespace ssm_kernels::norm

@@ -34,7 +34,7 @@ namespace ssm_kernels::norm {
 template <typename Scalar, RmsCase rms_case>
 constexpr int kRmsBwdColumnBytes = sizeof(Scalar) + 2 * (rms_case == RmsCase::kNoGateWide ? sizeof(float) : sizeof(Scalar));
 
-template <typename Scalar, RmsCase rms_case>
+template <typename Scalar, RmsCase rms_case, bool is_any>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const __grid_constant__ RmsBwdParams p) {
   constexpr bool kBefore = rms_case == RmsCase::kGateBefore, kAfter = rms_case == RmsCase::kGateAfter;
   constexpr bool kHasGate = kBefore || kAfter;
@@ -44,20 +44,24 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   using Second = std::conditional_t<kHasGate, Scalar, float>;
   constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Wide)), kVectors = kThreadColumns / kSize;
   constexpr int kStages = rms_stages(kRmsBwdColumnBytes<Scalar, rms_case>), kOffset = kWarpSize * kSize;
-  using GradOut = StagedInput<Scalar, kSize, kVectors>;
-  using Input = StagedInput<Wide, kSize, kVectors>;
-  using Rstd = StagedInput<float, 1, 1>;
+  using GradOut = StagedInput<Scalar, kSize, kVectors, is_any>;
+  using Input = StagedInput<Wide, kSize, kVectors, is_any>;
+  using Rstd = StagedInput<float, 1, 1, false>;
   static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "the plan counts rstd's bytes in shared memory");
-  constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + Rstd::kBytes;
+  // With is_any, the warp has one copy of rstd.
+  constexpr int kRstdBytes = is_any ? kVectorBytes : Rstd::kBytes;
+  constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + kRstdBytes;
+  static_assert(3 * kShiftedInputBytes + kVectorBytes <= Rstd::kBytes,
+                "with is_any as many blocks are resident, so that sums over rows have the same bits");
   enum { kReadGradOut, kReadX, kReadThird };
   enum { kGradX, kSecondGrad };
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
-  const RmsPlace place(p, kSize);
+  const RmsPlace<is_any> place(p, kSize);
   bool is_valid[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
+  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < place.columns;
 
   float weight[kVectors][kSize], sum_weight[kVectors][kSize] = {};
   load_weight<Scalar>(p, place, weight);
@@ -70,20 +74,45 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
                         (GradOut::kLaneBytes == Input::kLaneBytes ? static_cast<int>(first_grad_out - warp_stages)
                                                                   : cuda::opaque(first_stage + place.lane * Input::kLaneBytes));
   char* const first_third = first_x + Input::kBytes;
-  char* const first_rstd = warp_stages + kStageBytes - Rstd::kBytes + cuda::opaque(first_stage + place.lane * Rstd::kLaneBytes);
+  char* const first_rstd =
+      warp_stages + kStageBytes - kRstdBytes + cuda::opaque(first_stage + (is_any ? 0 : place.lane * Rstd::kLaneBytes));
   const bool has_third = kHasGate || p.reads[kReadThird].data != nullptr;
+  if constexpr (!is_any) {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (is_valid[i]) continue;
-    for (int stage = 0; stage < kStages; ++stage) {
-      GradOut::clear(first_grad_out + stage * kStageBytes, i);
-      Input::clear(first_x + stage * kStageBytes, i);
-      Input::clear(first_third + stage * kStageBytes, i);
+    for (int i = 0; i < kVectors; ++i) {
+      if (is_valid[i]) continue;
+      for (int stage = 0; stage < kStages; ++stage) {
+        GradOut::clear(first_grad_out + stage * kStageBytes, i);
+        Input::clear(first_x + stage * kStageBytes, i);
+        Input::clear(first_third + stage * kStageBytes, i);
+      }
     }
   }
 
   RowCursor<kRmsBwdReads> reads(p, p.reads, place);
+  // With is_any: where the rows of all stages start past multiples of 16 bytes, and the thread's first piece of grad_out.
+  ShiftQueue<kRmsBwdReads, kStages> shifts;
+  static_assert(Input::kLaneBytes == kVectorBytes, "a lane's vectors of x are its pieces");
+  char* const grad_out_piece = first_x - GradOut::kBytes;
+  const auto copy_shifted = [&](int row, int stage) {
+    const int left = place.left_of_warp();
+    if (row < p.rows) {
+      if (place.lane == 0) Rstd::copy(first_rstd + stage, 0, p.rstd + (row * p.groups + place.group));
+      const auto copy_wide = [&](char* piece, int stream) {
+        const char* const first = reads.template segment<Wide>(stream, place);
+        Input::Segment::copy(piece + stage, first, left * static_cast<int>(sizeof(Wide)), place.lane);
+      };
+      GradOut::Segment::copy(grad_out_piece + stage, reads.template segment<Scalar>(kReadGradOut, place),
+                             left * static_cast<int>(sizeof(Scalar)), place.lane);
+      copy_wide(first_x, kReadX);
+      if (has_third) copy_wide(first_third, kReadThird);
+    }
+    cuda::cp_async_commit();
+    shifts.push(reads);
+    reads.advance(p, p.reads);
+  };
   const auto copy = [&](int row, int stage) {
+    if constexpr (is_any) return copy_shifted(row, stage);
     const Scalar* const grad_out = reads.template at<Scalar>(kReadGradOut, place);
     const Wide* const x = reads.template at<Wide>(kReadX, place);
     const Wide* const third = reads.template at<Wide>(kReadThird, place);
@@ -108,16 +137,26 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
   RowCursor<kRmsBwdWrites> writes(p, p.writes, place);
+  if (is_any && p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
 
-  float* const sums = reinterpret_cast<float*>(rms_shared);
+  char* const stages_end = rms_shared + kRmsSumBytes + p.warps * (kStages * kStageBytes);
+  float* const sums = reinterpret_cast<float*>(is_any && p.cluster > 1 ? stages_end : rms_shared);
   int stage = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
     const int statistic = row * p.groups + place.group;
     // Loaded this early so that the sums hide the latency.
     const float group_mean = p.group_mean == nullptr ? 0.0f : p.group_mean[statistic];
-    // Refills the stage of the previous row, which only this thread reads.
+    if constexpr (is_any) __syncwarp();
+    // Refills the stage of the previous row, which only this thread reads, or with is_any its warp.
     copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
+    if constexpr (is_any) {
+      __syncwarp();
+      GradOut::Segment::align(grad_out_piece + stage, shifts.past(kReadGradOut));
+      Input::Segment::align(first_x + stage, shifts.past(kReadX));
+      if (has_third) Input::Segment::align(first_third + stage, shifts.past(kReadThird));
+      if constexpr (GradOut::kLaneBytes != kVectorBytes) __syncwarp();
+    }
     const float rstd = Rstd::load(first_rstd + stage, 0)[0];
 
     float s[kHasGate ? kVectors : 1][kSize], sum = 0;
@@ -142,8 +181,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
     }
     float mean;  // of gy weight y
     if (p.group_mean == nullptr) {
-      sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane) * rstd;
-      if (p.sums != nullptr && threadIdx.x == 0) p.sums[statistic] = sum;
+      sum = sum_over_group(sum, p, place, sums, buffer) * rstd;
+      if (p.sums != nullptr && threadIdx.x == 0 && (!is_any || cuda::cluster_rank() == 0)) p.sums[statistic] = sum;
       mean = sum * p.inverse_size;
     } else {
       mean = group_mean;
@@ -190,10 +229,17 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
           for (int j = 0; j < kSize; ++j) grad_x[j] += third.accumulate(j);
         }
       }
-      if (!is_valid[i]) continue;
-      if (p.writes[kGradX].data != nullptr) Vector<Scalar, kSize>::round(grad_x).store(grad_x_row + i * kOffset);
+      const auto store = [&](auto* row, const auto& vector) {
+        if constexpr (is_any) {
+          cuda::store_shifted_by_warp(row + i * kOffset, vector, place.left(i * kOffset), place.lane);
+        } else {
+          vector.store(row + i * kOffset);
+        }
+      };
+      if (!is_any && !is_valid[i]) continue;
+      if (p.writes[kGradX].data != nullptr) store(grad_x_row, Vector<Scalar, kSize>::round(grad_x));
       if (p.writes[kSecondGrad].data != nullptr) {
-        Vector<Second, kSize>::round(kHasGate ? grad_z : grad_x).store(second_row + i * kOffset);
+        store(second_row, Vector<Second, kSize>::round(kHasGate ? grad_z : grad_x));
       }
     }
     writes.advance(p, p.writes);
@@ -202,12 +248,42 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   }
 
   if (p.partial_weight == nullptr) return;
-  float* const target =
-      p.partial_weight + (static_cast<int64_t>(place.first_row) * p.groups + place.group) * p.group_size + place.first_column;
+  const auto target_at = [&](const RmsPlace<is_any>& at) {
+    return p.partial_weight + (static_cast<int64_t>(at.first_row) * p.groups + at.group) * p.group_size + at.block_column +
+           at.first_column;
+  };
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (is_valid[i]) Vector<float, kSize>::round(sum_weight[i]).store(target + i * kOffset);
+    if constexpr (is_any) {
+      // Computed again: kept in registers over the rows, the place would spill.
+      const RmsPlace<is_any> last(p, kSize, cuda::opaque(static_cast<unsigned int>(blockIdx.x)));
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if (j < last.left(i * kOffset)) target_at(last)[i * kOffset + j] = sum_weight[i][j];
+      }
+    } else {
+      if (is_valid[i]) Vector<float, kSize>::round(sum_weight[i]).store(target_at(place) + i * kOffset);
+    }
   }
+}
+
+template <typename Scalar>
+auto norm_rms_bwd_kernel_for(const RmsPlan& plan) {
+  const auto choose = [&](auto rms_case) -> void (*)(RmsBwdParams) {
+    constexpr RmsCase kCase = decltype(rms_case)::value;
+    return plan.is_any ? norm_rms_bwd_kernel<Scalar, kCase, true> : norm_rms_bwd_kernel<Scalar, kCase, false>;
+  };
+  if (plan.rms_case == RmsCase::kGateBefore) return choose(std::integral_constant<RmsCase, RmsCase::kGateBefore>());
+  if (plan.rms_case == RmsCase::kGateAfter) return choose(std::integral_constant<RmsCase, RmsCase::kGateAfter>());
+  if constexpr (sizeof(Scalar) == 2) {
+    if (plan.rms_case == RmsCase::kNoGateWide) return choose(std::integral_constant<RmsCase, RmsCase::kNoGateWide>());
+  }
+  return choose(std::integral_constant<RmsCase, RmsCase::kNoGate>());
+}
+
+template <typename Scalar>
+int count_norm_rms_bwd_clusters(const RmsPlan& plan) {
+  return count_rms_clusters(norm_rms_bwd_kernel_for<Scalar>(plan), plan);
 }
 
 template <typename Scalar>
@@ -220,15 +296,7 @@ cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan
   p.writes[0] = make_row_stream(params, plan, params.grad_x);
   p.writes[1] = make_row_stream(params, plan, params.is_add ? params.grad_residual : params.grad_z);
   p.partial_weight = static_cast<float*>(params.partial_weight);
-  void (*kernel)(RmsBwdParams) = norm_rms_bwd_kernel<Scalar, RmsCase::kNoGate>;
-  if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kGateBefore>;
-  if (plan.rms_case == RmsCase::kGateAfter) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kGateAfter>;
-  if constexpr (sizeof(Scalar) == 2) {
-    if (plan.rms_case == RmsCase::kNoGateWide) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kNoGateWide>;
-  }
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_rms(norm_rms_bwd_kernel_for<Scalar>(plan), params.groups, plan, stream, p);
 }
 
 }  // namespace ssm_kernels::norm

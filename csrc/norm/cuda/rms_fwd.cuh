@@ -16,37 +16,49 @@
 
 namespace ssm_kernels::norm {
 
-template <typename Scalar, RmsCase rms_case>
+template <typename Scalar, RmsCase rms_case, bool is_any>
 __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const __grid_constant__ RmsFwdParams p) {
   constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Scalar)), kVectors = kThreadColumns / kSize;
   constexpr int kStages = rms_stages(2 * static_cast<int>(sizeof(Scalar))), kOffset = kWarpSize * kSize;
-  using Input = StagedInput<Scalar, kSize, kVectors>;
+  using Input = StagedInput<Scalar, kSize, kVectors, is_any>;
   constexpr int kStageBytes = 2 * Input::kBytes;
   enum { kX, kZ };
   enum { kOut };
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
-  const RmsPlace place(p, kSize);
+  const RmsPlace<is_any> place(p, kSize);
   bool is_valid[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
+  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < place.columns;
 
   char* const warp_stages = rms_shared + kRmsSumBytes + place.warp * (kStages * kStageBytes);
   char* const first_stage = warp_stages + cuda::opaque(place.lane * Input::kLaneBytes);
   char* const first_z = first_stage + Input::kBytes;
+  if constexpr (!is_any) {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (is_valid[i]) continue;
-    for (int stage = 0; stage < kStages; ++stage) {
-      Input::clear(first_stage + stage * kStageBytes, i);
-      Input::clear(first_z + stage * kStageBytes, i);
+    for (int i = 0; i < kVectors; ++i) {
+      if (is_valid[i]) continue;
+      for (int stage = 0; stage < kStages; ++stage) {
+        Input::clear(first_stage + stage * kStageBytes, i);
+        Input::clear(first_z + stage * kStageBytes, i);
+      }
     }
   }
 
   RowCursor<kRmsFwdReads> reads(p, p.reads, place);
+  // Where the rows of all stages start past multiples of 16 bytes, the newest first.
+  ShiftQueue<kRmsFwdReads, kStages> shifts;
   const auto copy = [&](int row, int stage_offset) {
-    if (row < p.rows) {
+    if constexpr (is_any) {
+      const int left = place.left_of_warp() * static_cast<int>(sizeof(Scalar));
+      char* const x = first_stage + stage_offset;
+      if (row < p.rows) {
+        Input::Segment::copy(x, reads.template segment<Scalar>(kX, place), left, place.lane);
+        Input::Segment::copy(x + Input::kBytes, reads.template segment<Scalar>(kZ, place), left, place.lane);
+      }
+      shifts.push(reads);
+    } else if (row < p.rows) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid[i]) continue;
@@ -61,17 +73,25 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
   RowCursor<1> writes(p, p.writes, place);
   float weight[kVectors][kSize];
   load_weight<Scalar>(p, place, weight);
+  if (is_any && p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
 
-  float* const sums = reinterpret_cast<float*>(rms_shared);
+  char* const stages_end = rms_shared + kRmsSumBytes + p.warps * (kStages * kStageBytes);
+  float* const sums = reinterpret_cast<float*>(is_any && p.cluster > 1 ? stages_end : rms_shared);
   const bool writes_sums = p.sums != nullptr;
   int stage_offset = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
     const int statistic = row * p.groups + place.group;
     // Loaded this early so that the sums hide the latency.
     const float group_mean = p.group_mean == nullptr ? 0.0f : p.group_mean[statistic];
-    // Refills the stage of the previous row, which only this thread reads.
+    if constexpr (is_any) __syncwarp();
+    // Refills the stage of the previous row, which only this thread reads, or with is_any its warp.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
+    if constexpr (is_any) {
+      __syncwarp();
+      Input::Segment::align(first_stage + stage_offset, shifts.past(kX));
+      Input::Segment::align(first_z + stage_offset, shifts.past(kZ));
+    }
     const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;
 
     float v[kVectors][kSize], sum = 0;
@@ -88,12 +108,13 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
     }
     float rstd;
     if (p.group_mean == nullptr) {
-      sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
+      sum = sum_over_group(sum, p, place, sums, buffer);
       rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
     } else {
       rstd = reciprocal_sqrt(group_mean + p.eps);
     }
-    if (threadIdx.x == 0) (writes_sums ? p.sums : p.rstd)[statistic] = writes_sums ? sum : rstd;
+    if (threadIdx.x == 0 && (!is_any || cuda::cluster_rank() == 0))
+      (writes_sums ? p.sums : p.rstd)[statistic] = writes_sums ? sum : rstd;
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -104,7 +125,12 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
       }
-      if (is_valid[i] && !writes_sums) Input::Values::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
+      Scalar* const out = writes.template at<Scalar>(kOut, place) + i * kOffset;
+      if constexpr (is_any) {
+        if (!writes_sums) cuda::store_shifted_by_warp(out, Input::Values::round(v[i]), place.left(i * kOffset), place.lane);
+      } else {
+        if (is_valid[i] && !writes_sums) Input::Values::round(v[i]).store(out);
+      }
     }
     writes.advance(p, p.writes);
     buffer ^= kMaxWarps;
@@ -113,13 +139,26 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 }
 
 template <typename Scalar>
+auto norm_rms_fwd_kernel_for(const RmsPlan& plan) {
+  void (*kernel)(RmsFwdParams) = nullptr;
+  if (plan.rms_case == RmsCase::kGateBefore) {
+    kernel = plan.is_any ? norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore, true>
+                         : norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore, false>;
+  } else {
+    kernel = plan.is_any ? norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter, true>
+                         : norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter, false>;
+  }
+  return kernel;
+}
+
+template <typename Scalar>
+int count_norm_rms_fwd_clusters(const RmsPlan& plan) {
+  return count_rms_clusters(norm_rms_fwd_kernel_for<Scalar>(plan), plan);
+}
+
+template <typename Scalar>
 cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
-  void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
-  if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>;
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(
-      make_rms_fwd_params(params, plan));
-  return cudaGetLastError();
+  return launch_rms(norm_rms_fwd_kernel_for<Scalar>(plan), params.groups, plan, stream, make_rms_fwd_params(params, plan));
 }
 
 }  // namespace ssm_kernels::norm

@@ -11,7 +11,7 @@
 
 namespace ssm_kernels::norm {
 
-template <typename Scalar>
+template <typename Scalar, bool is_any>
 __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(const __grid_constant__ RmsFwdParams p) {
   constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(float)), kVectors = kThreadColumns / kSize;
   constexpr int kOffset = kWarpSize * kSize;  // columns between a thread's vectors
@@ -20,20 +20,53 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   enum { kX, kResidual };
   enum { kOut, kNewResidual };
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
-  __shared__ float sums[kMaxWarps];
+  __shared__ float sums[(is_any ? cuda::kMaxClusterBlocks : 1) * kMaxWarps];
+  extern __shared__ __align__(kVectorBytes) char rms_shared[];  // with is_any: the rows of x and of the residual
 
-  const RmsPlace place(p, kSize);
+  const RmsPlace<is_any> place(p, kSize);
   const RowCursor<kRmsFwdReads> reads(p, p.reads, place);
   const RowCursor<kRmsFwdWrites> writes(p, p.writes, place);
+  const auto store = [&](auto* row, const auto& vector, int i) {
+    const int count = place.left(i * kOffset);
+    if constexpr (is_any) {
+      cuda::store_shifted_by_warp(row + i * kOffset, vector, count, place.lane);
+    } else {
+      if (count > 0) vector.store(row + i * kOffset);
+    }
+  };
   bool is_valid[kVectors];
   Input x[kVectors];
   Residual residual[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    is_valid[i] = place.first_column + i * kOffset < p.group_size;
+    is_valid[i] = place.first_column + i * kOffset < place.columns;
+    if constexpr (is_any) continue;
     x[i] = is_valid[i] ? Input::load_once(reads.template at<Scalar>(kX, place) + i * kOffset) : Input::zero();
     residual[i] =
         is_valid[i] ? Residual::load_once(reads.template at<float>(kResidual, place) + i * kOffset) : Residual::zero();
+  }
+
+  if constexpr (is_any) {
+    using StagedX = StagedInput<Scalar, kSize, kVectors, true>;
+    using StagedResidual = StagedInput<float, kSize, kVectors, true>;
+    const int left = place.left_of_warp();
+    char* const x_segment = rms_shared + place.warp * (StagedX::kBytes + StagedResidual::kBytes);
+    char *const x_piece = x_segment + place.lane * kVectorBytes, *const residual_piece = x_piece + StagedX::kBytes;
+    StagedX::Segment::copy(x_piece, reads.template segment<Scalar>(kX, place), left * static_cast<int>(sizeof(Scalar)),
+                           place.lane);
+    StagedResidual::Segment::copy(residual_piece, reads.template segment<float>(kResidual, place),
+                                  left * static_cast<int>(sizeof(float)), place.lane);
+    if (p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
+    cuda::cp_async_wait();
+    __syncwarp();
+    StagedX::Segment::align(x_piece, reads.past(kX));
+    StagedResidual::Segment::align(residual_piece, reads.past(kResidual));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      x[i] = StagedX::load(x_segment + place.lane * StagedX::kLaneBytes, i);
+      residual[i] = StagedResidual::load(residual_piece, i);
+    }
   }
 
   float v[kVectors][kSize], sum = 0;
@@ -45,11 +78,11 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
       v[i][j] += residual[i][j];
       sum = Math<float>::fma(v[i][j], v[i][j], sum);
     }
-    if (is_valid[i]) Residual::round(v[i]).store(writes.template at<float>(kNewResidual, place) + i * kOffset);
+    store(writes.template at<float>(kNewResidual, place), Residual::round(v[i]), i);
   }
-  sum = sum_over_block(sum, sums, p.warps, place.warp, place.lane);
+  sum = sum_over_group(sum, p, place, sums, 0);
   const float rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
-  if (threadIdx.x == 0) p.rstd[blockIdx.x] = rstd;
+  if (threadIdx.x == 0 && (!is_any || cuda::cluster_rank() == 0)) p.rstd[place.first_row * p.groups + place.group] = rstd;
 
   float weight[kVectors][kSize];
   load_weight<Scalar>(p, place, weight);
@@ -57,15 +90,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
-    if (is_valid[i]) Input::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
+    store(writes.template at<Scalar>(kOut, place), Input::round(v[i]), i);
   }
 }
 
 template <typename Scalar>
 cudaError_t launch_norm_rms_sum_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(params.groups * plan.row_blocks);
-  norm_rms_sum_fwd_kernel<Scalar><<<blocks, plan.warps * kWarpSize, 0, stream>>>(make_rms_fwd_params(params, plan));
-  return cudaGetLastError();
+  const auto kernel = plan.is_any ? norm_rms_sum_fwd_kernel<Scalar, true> : norm_rms_sum_fwd_kernel<Scalar, false>;
+  return launch_rms(kernel, params.groups, plan, stream, make_rms_fwd_params(params, plan));
 }
 
 }  // namespace ssm_kernels::norm
