@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from test_nn_projections import WATCHED, Adapter, Wrapper
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -242,6 +243,19 @@ def test_activation_checkpointing(use_reentrant):
     out = checkpoint(layer, x, use_reentrant=use_reentrant)
     out.sum().backward()
     assert torch.equal(out.detach(), expected["out"]) and x.grad is not None
+
+
+def test_tangents_of_the_projection_alone():
+    layer = make()
+    x, weight = make_input(layer).detach(), layer.out_proj.weight.detach()
+    layer.requires_grad_(False)
+    layer.out_proj.requires_grad_()
+    expected = torch.autograd.grad(layer(x).sum(), layer.out_proj.weight)[0]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, weight)
+        out = torch.func.functional_call(layer, {"out_proj.weight": dual}, (x,))
+        tangent = forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(tangent.sum(), (expected * weight).sum())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -96,9 +97,14 @@ def is_plain_linear(module: nn.Module) -> bool:
 def keeps_less(layer: Any) -> bool:
     """Whether a layer with ``recompute`` gives its projections to its operator, if they are plain: where there is a backward.
 
-    Exported programs keep the projections as they are, for tools that quantize or convert them.
+    Exported programs keep the projections as they are, for tools that quantize or convert them. Tangents, which PyTorch's
+    functions support and the operators do not, may be of the projection alone.
     """
-    return layer.recompute != "none" and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    if layer.recompute == "none" or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return forward_ad._current_level < 0
 
 
 def expanded(layer: str, expand: float, d_model: int) -> int:
