@@ -1,8 +1,8 @@
 // The interface between the linear scan's CUDA entry points (entry.cpp) and its kernels: how blocks share the work.
 //
 // There are two kinds of kernels, and those of the summary (summary.cuh). With many chains a block of the sequential kernels
-// has one chain, over all of time (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences, rows
-// that vectors do not divide, and doubles.
+// has one chain, over all of time (sequential.cuh); its rows may start at any element. The tile kernels take all other calls:
+// few chains, packed sequences, channels that are not contiguous, and doubles.
 //
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
