@@ -14,8 +14,8 @@ from torch import Tensor
 GATED = ("rms_norm_gated", "layer_norm_gated")
 ADD = ("add_rms_norm", "add_layer_norm")
 
-# Sizes that reach every mapping of the CUDA kernels: several groups of a row to a warp, a group to a warp and to several, one
-# that is cut into chunks; vectors of 16 bytes and single elements.
+# Sizes that reach every mapping of the CUDA kernels: several groups of a row to a warp, a group to a warp, to several and to a
+# cluster of blocks, one of more chunks than a cluster has blocks; rows that start at multiples of 16 bytes and between them.
 SIZES: dict[str, dict[str, Any]] = {
     "few_columns": {"rows": (5,), "columns": 5},
     "odd": {"rows": (3, 7), "columns": 37},
@@ -26,7 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "groups": {"rows": (2, 9), "columns": 96, "group_size": 8},
     "odd_groups": {"rows": (11,), "columns": 35, "group_size": 7},
     "groups_of_warps": {"rows": (7,), "columns": 2400, "group_size": 800},
-    "chunks": {"rows": (3,), "columns": 12288},
+    "cluster": {"rows": (3,), "columns": 12288},
+    "chunks": {"rows": (2,), "columns": 90001},
     "more_rows": {"rows": (601,), "columns": 40},
 }
 

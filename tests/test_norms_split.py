@@ -70,8 +70,7 @@ def pieces_of(tensor: Tensor, cut: int) -> list[Tensor]:
     return [tensor[..., :cut], tensor[..., cut:]]
 
 
-# Aligned pieces take the vector kernels on CUDA: one block a group, or several groups a warp. Unaligned ones and those longer
-# than a block take the scalar kernels, the last ones in chunks.
+# On CUDA: one block a group, several groups a warp, groups that start between 16-byte boundaries, clusters of blocks.
 @every_order
 @every_dtype
 @pytest.mark.parametrize(("columns", "cut"), [(1536, 512), (96, 32), (1001, 333), (24576, 12288)])

@@ -10,8 +10,9 @@
 // two means take one sum over the team. The sums for grad_weight stay in registers and those for grad_bias in shared memory
 // until the last row; they then become a row of partial sums, which norm_sum_kernel adds in order.
 //
-// The scalar kernel reads global memory in both passes. It also takes groups too long for the registers, in chunks; it then
-// adds each row to the partial sums in global memory.
+// Without is_aligned, both passes read vectors from global memory that start at any element (cuda/shifted_io.cuh); the second
+// finds them in the L1 cache. A group too long for a block's registers takes a cluster, or chunks that one block reads one
+// after another; it then adds each row to the partial sums in global memory.
 #pragma once
 
 #include <algorithm>

@@ -3,7 +3,8 @@
 //
 // A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then
 // (v - mean)^2) and writes the output from the registers. All loads of a group come before their first use, so that a whole
-// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group.
+// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, each vector is loaded as
+// the aligned pieces that hold it, and stored in words (cuda/shifted_io.cuh).
 #pragma once
 
 #include <algorithm>

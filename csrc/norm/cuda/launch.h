@@ -2,15 +2,19 @@
 //
 // A team of threads normalizes one group of one row. A team of up to a warp has a power of two of lanes, and a block has
 // several such teams. A larger team is a whole number of warps and fills a block. Lane l owns vectors l, l + lanes, ... of the
-// group, up to kThreadColumns columns. A longer group is processed in chunks, which every pass reads again.
+// group, up to kThreadColumns columns. A longer group is cut into chunks. The blocks of a cluster take a chunk each and add
+// their sums; without clusters, or with more chunks than a cluster has blocks, a block takes several, which every pass reads
+// again.
 //
 // Forward: a work unit is a group of a row; a team keeps its unit in registers.
 // Backward: a block keeps its columns and takes every row_blocks-th row, so that its sums over rows stay in registers. The
 // teams of a block take group_teams neighboring groups of row_teams rows. They write row_blocks * row_teams rows of partial
 // sums, which a second kernel adds in order.
 //
-// The vector kernels move 16 bytes at a time and need contiguous, aligned groups. The scalar kernels take all other calls, and
-// float64. The RMSNorm kernels (rms.h) are vector kernels that are compiled for one case each, without options in their loops.
+// Every kernel has a variant for aligned groups, whose vectors all start at multiples of 16 bytes, and one for groups that
+// start and end at any element. Columns belong to the same threads in both, and equally many blocks share the rows, so that
+// results have the same bits. The variants for any groups also take clusters and, one element at a time, float64. The RMSNorm
+// kernels (rms.h) are compiled for one case each, without options in their loops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,13 +28,13 @@
 namespace ssm_kernels::norm {
 
 using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
-// Columns per thread of the vector kernels, in registers: forward keeps their values, backward their sums over rows. A thread
-// of the scalar kernels has one column.
+// Columns per thread, in registers: forward keeps their values, backward their sums over rows. In float64 a thread has one.
 constexpr int kThreadColumns = 16;
 // Backward: 640 threads with 96 registers each, for groups of up to 10240 columns. Forward: two blocks of 512 threads with 64
-// registers each, for up to 8192 columns. Longer groups are read in chunks, in backward by the scalar kernel.
+// registers each, for up to 8192 columns. Longer groups take clusters or chunks.
 constexpr int kFwdMaxThreads = 512, kBwdMaxThreads = 640, kFwdRegisters = 64, kBwdRegisters = 96;
-// Limit of the groups of all rows in a call of the vector kernels, which count rows, with those they prefetch, in 32 bits.
+// Limit of the groups of all rows in a call of the aligned and the RMSNorm kernels, which count rows, with those they prefetch,
+// in 32 bits.
 constexpr int64_t kMaxNarrowRows = int64_t(1) << 30;
 // Threads per block of several teams.
 constexpr int kSharedBlockThreads = 128;
@@ -86,7 +90,7 @@ inline int bwd_accesses(const NormBwdParams& p, int vectors) {
   return vectors * (1 + (1 + third) * (is_wide ? 2 : 1));
 }
 
-// 16-byte accesses to a vector of sums. The scalar kernels use a part of one.
+// 16-byte accesses to a vector of sums. In float64 a sum uses a part of one.
 template <typename Acc, int size>
 constexpr int kSumAccesses = std::max<int>(1, size * sizeof(Acc) / kVectorBytes);
 

@@ -1,5 +1,5 @@
 // Parameters of the RMSNorm kernels, and the host functions that fill them in. entry.cpp chooses these kernels for calls
-// without bias whose groups take whole warps and fit into one block.
+// without bias whose groups take whole warps and fit into one block or cluster.
 #pragma once
 
 #include "norm/cuda/launch.h"
