@@ -31,12 +31,6 @@ __device__ __forceinline__ uint4 shift_blocks(const uint4& block, const uint4& n
           __byte_perm(by_one[2], by_one[3], selected), __byte_perm(by_one[3], by_one[4], selected)};
 }
 
-// The first `bytes` bytes of a block, and zeros after them.
-__device__ __forceinline__ uint4 first_bytes(const uint4& block, int bytes) {
-  const auto keep = [&](uint32_t word, int left) { return left >= 4 ? word : left <= 0 ? 0u : word & ((1u << 8 * left) - 1); };
-  return {keep(block.x, bytes), keep(block.y, bytes - 4), keep(block.z, bytes - 8), keep(block.w, bytes - 12)};
-}
-
 // A warp's share of a chunk's rows: consecutive ones.
 template <int element_bytes>
 struct ShiftedRows {
@@ -90,14 +84,22 @@ struct ShiftedRows {
     }
   }
 
-  // The block that follows the last vector of the lane's row, the round-th one.
+  // The block that follows the last vector of the lane's row, the round-th one. Reads nothing beyond the row.
   __device__ __forceinline__ uint4 last_block(int round) const {
     const int i = row_of_lane(round);
     const unsigned char* const from = row(i);
-    const int past = bytes_past_multiple<kCpAsyncBytes>(from), valid = valid_bytes(i, past, vectors);
-    uint4 block = {0, 0, 0, 0};
-    if (past != 0 && valid > 0) block = first_bytes(__ldcg(reinterpret_cast<const uint4*>(from - past) + vectors), valid);
-    return block;
+    const int past = bytes_past_multiple<kCpAsyncBytes>(from), valid = past != 0 ? valid_bytes(i, past, vectors) : 0;
+    const unsigned char* const block = from - past + vectors * kCpAsyncBytes;
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (4 * k + 4 <= valid) {
+        words[k] = __ldcg(reinterpret_cast<const unsigned int*>(block) + k);
+      } else if (4 * k + 2 <= valid) {
+        words[k] = __ldcg(reinterpret_cast<const unsigned short*>(block) + 2 * k);
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
   }
 
   // The warp's copies have arrived, and its lanes have waited for one another since.

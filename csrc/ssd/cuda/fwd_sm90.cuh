@@ -154,8 +154,13 @@ struct FwdSm90 {
 
   // The same for rows that begin at any element (cuda/shifted_rows.cuh).
   __device__ __forceinline__ void copy_shifted(const WorkSpan& at, PipelineState& pipeline) {
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize - kConsumerThreads / kWarpSize;
+    // Opaque, as in copy().
+    const int warp = cuda::opaque(static_cast<int>(threadIdx.x)) / kWarpSize - kConsumerThreads / kWarpSize;
+    // Of each state tile what the rows need, in few registers: the head, and its first row, or -1 if there is no such tile.
+    const auto first_row_of = [](const StateTile& tile) { return tile.is_there() ? tile.first_row : -1; };
     const StateTile first_tile(p, schedule, at, 0), second_tile(p, schedule, at, 1);
+    const int first_head = first_tile.head, second_head = second_tile.head;
+    const int first_row = first_row_of(first_tile), second_row = first_row_of(second_tile);
     // B and C of each column block, then x and, with a gate, z of each row block.
     constexpr int kGroupTiles = 2 * Layout::kColumnBlocks;
     const int tiles = kGroupTiles + Layout::kRowBlocks * (has_gate ? 2 : 1);
@@ -174,10 +179,10 @@ struct FwdSm90 {
       const int number_of_heads = number - kGroupTiles, block = number_of_heads % Layout::kRowBlocks;
       const bool is_z = number_of_heads >= Layout::kRowBlocks;
       const RowsView& view = is_z ? p.z : p.x;
-      const StateTile state_tile = block == 0 ? first_tile : second_tile;
+      const int row = block == 0 ? first_row : second_row, head = block == 0 ? first_head : second_head;
       return Rows::make(is_z ? *z_tile(stage_index, block) : target.x[block],
-                        at.template rows<const Scalar>(view, state_tile.head, chunk) + state_tile.first_row, view.stride_step,
-                        state_tile.rows, steps, warp, kCopyWarps, 0, /*is_from_both_ends=*/!is_z);
+                        at.template rows<const Scalar>(view, head, chunk) + max(row, 0), view.stride_step,
+                        row < 0 ? 0 : p.headdim - row, steps, warp, kCopyWarps, 0, /*is_from_both_ends=*/!is_z);
     };
     cuda::produce_copies<Shared::kMaxStages - 2>(
         at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
