@@ -237,6 +237,12 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
       "Tensor grad_initial_state)");
 
+  // The Mamba mixer from the in-projection's output to the layer's, with the other projections: mixers/mamba_inner_op.cpp. Of
+  // what backward needs, recompute="cheap" keeps xz, the output of x_proj and the chunk states, "all" no chunk states.
+  def("_mamba_inner(Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, Tensor? delta_bias, "
+      "Tensor A_log, Tensor? D, Tensor out_proj, Tensor? out_bias, Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, str discretization, str recompute='cheap', str layer='Mamba') -> (Tensor out, Tensor last_state)");
+
   // The Mamba-2 mixer between its projections: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
   // has the formulas. Forward alone also returns what it saves for backward.
   const std::string mixer_arguments =

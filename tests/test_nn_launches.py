@@ -12,7 +12,7 @@ import ssm_kernels.nn as snn
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 # Operators that call others: of a profile, what is inside of them counts.
-COMPOSED = ("_mamba_conv", "_mamba_mixer", "_mamba2_mixer", "_mamba2_mixer_projected", "rms_norm_gated")
+COMPOSED = ("_mamba_conv", "_mamba_inner", "_mamba_mixer", "_mamba2_mixer", "_mamba2_mixer_projected", "rms_norm_gated")
 COMPOSED += ("_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
 VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
@@ -78,13 +78,19 @@ def test_forward(name, made, cast):
 
 
 @every_dtype
-def test_backward_of_mamba(made, cast):
+@pytest.mark.parametrize("recompute", ["none", "cheap"])
+def test_backward_of_mamba(made, cast, recompute):
     """Beside the adjoints of the scan and of the convolution: the gradient of A_log, conversions of those of parameters, the
-    gradient of x_proj's output, put together, and the sum of the gradients of the convolution's result.
+    gradient of x_proj's output, put together, and the sum of the gradients of the convolution's result, which is part of a
+    product if the node recomputes.
     """
     layer, x = make_layer_and_input("Mamba", made, cast)
+    layer.recompute = recompute
     out = layer(x.requires_grad_())
     found = profiled(lambda: out.backward(torch.ones_like(out)))
     rounded = {None: ["_to_copy"] * (made == torch.bfloat16), torch.bfloat16: ["_to_copy"] * 2}[cast]
     expected = ["_selective_scan_bwd_out", "mul" if cast else "mul_", *rounded, "cat", "add_", "_causal_conv1d_bwd_out"]
+    if recompute == "cheap":
+        expected.remove("add_")
+        assert found[: found.index("_selective_scan_bwd_out")] == ["ones_like", "_causal_conv1d_fwd"]
     assert found[found.index("_selective_scan_bwd_out") :] == expected

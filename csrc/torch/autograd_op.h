@@ -64,6 +64,8 @@ struct DifferentiableOp {
 
   // Whether users call the operator itself: its arguments are then checked here.
   static constexpr bool kIsPublic = false;
+  // Whether compiled autograd may trace backward, which then calls registered operators unless it runs eagerly.
+  static constexpr bool kIsTraceable = true;
 
   static Result forward(Inputs& in, variable_list*) {
     static const Operator<Result, Inputs> op(Op::kForward);
@@ -100,8 +102,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   using Context = torch::autograd::AutogradContext;
 
  public:
-  // Backward calls registered operators unless it runs eagerly, so compiled autograd may trace it.
-  static constexpr bool is_traceable = true;
+  static constexpr bool is_traceable = Op::kIsTraceable;
 
   // Autograd finds the inputs among `Tensors`.
   template <typename... Tensors>

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
-from .common import PackedMixer, conv_parameters, expanded, short_convolution
+from .common import PackedMixer, conv_parameters, expanded, is_plain_linear, short_convolution, wide_dtype
 from .initialization import linear
 from .naming import name_for_operator, names_layer
 from .selective_ssm import SelectiveBase
@@ -29,6 +29,7 @@ from .selective_ssm import SelectiveBase
 __all__ = ["Mamba"]
 
 _mamba_conv = torch.ops.ssm_kernels._mamba_conv.default
+_mamba_inner = torch.ops.ssm_kernels._mamba_inner.default
 
 
 @names_layer
@@ -219,6 +220,14 @@ class Mamba(SelectiveBase, PackedMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
         first_inputs = self._initial_state(conv_state, xz.dtype)
+        if self._takes_projections_in():
+            initial_state = None if ssm_state is None else ssm_state.to(wide_dtype(xz.dtype))
+            parameters = (self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D)
+            projection = (self.out_proj.weight, self.out_proj.bias)
+            states = (first_inputs, initial_state, seq_idx, cu_seqlens)
+            options = (self.discretization, self.recompute, *name_for_operator(self))
+            out, last_state = _mamba_inner(xz, weight, bias, *parameters, *projection, *states, *options)
+            return out, xz, last_state
         if seq_idx is None and cu_seqlens is None:
             arguments = (xz, weight, bias, first_inputs)
             if self.context is None:
@@ -233,6 +242,19 @@ class Mamba(SelectiveBase, PackedMixer):
             x = convolve(inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed)
             y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
         return self.out_proj(y), xz, last_state
+
+    def _takes_projections_in(self) -> bool:
+        """Whether one operator also computes ``x_proj``, ``dt_proj`` and ``out_proj``, so that it keeps less for backward.
+
+        A compiler sees the products, and decides what to keep.
+        """
+        return (
+            self.recompute != "none"
+            and self.context is None
+            and not torch.compiler.is_compiling()
+            and all(is_plain_linear(module) for module in (self.x_proj, self.dt_proj, self.out_proj))
+            and self.x_proj.bias is None
+        )
 
     def _conv_channels(self) -> int:
         return self.d_inner
