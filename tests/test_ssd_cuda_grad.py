@@ -197,9 +197,13 @@ def test_a_step_that_forgets_everything(strong):
     inputs |= {"A": torch.tensor([strong, -1.0], device="cuda"), "dt": inputs["dt"].abs()}
     cotangents = make_cotangents(inputs)
     exact = evaluate_in_float64(inputs, cotangents)
-    results = [evaluate(scan, inputs, cotangents), evaluate_natively(inputs, cotangents, exact)]
     assert all(value.isfinite().all() for value in exact.values())
-    assert_all_as_accurate(*results, exact, inputs)
+    # PyTorch's own gradient of dt is NaN beside an infinite A: its error does not excuse the kernel's.
+    native = {
+        name: value.where(value.isfinite(), exact[name].to(value.dtype))
+        for name, value in evaluate_natively(inputs, cotangents, exact).items()
+    }
+    assert_all_as_accurate(evaluate(scan, inputs, cotangents), native, exact, inputs)
 
 
 def test_weak_decay_after_a_step_that_forgets_everything():
