@@ -35,10 +35,13 @@ namespace ssm_kernels::selective_scan {
 using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
 // How a tile's elements are loaded and stored: kVectorBytes at a time along the steps, or along the channels (for B and C: the
-// states), with rows that start at multiples of kVectorBytes; along the steps of rows that start at any element (kShifted, in
-// the sequential scan only); along the steps of rows that descend in memory, as those of a reverse scan do (kDescending, not in
-// the short scan); or one by one.
-enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kSingly, kDescending };
+// states), with rows that start at multiples of kVectorBytes; the same of rows that start and end at any element (kShifted
+// along the steps, kShiftedChannels along the channels; types of at most 32 bits, not in the short scan); along the steps of
+// rows that descend in memory, as those of a reverse scan do (kDescending, not in the short scan); or one by one. In this
+// order one comparison says whether vectors are along the channels; odd values are shifted.
+enum class VectorAccess : int { kAlongChannels, kShiftedChannels, kAlongSteps, kShifted, kSingly, kDescending = 6 };
+SSM_HOST_DEVICE constexpr bool is_along_channels(VectorAccess access) { return access <= VectorAccess::kShiftedChannels; }
+SSM_HOST_DEVICE constexpr bool is_shifted(VectorAccess access) { return static_cast<int>(access) % 2 != 0; }
 
 // How blocks share channels and time.
 struct ChannelPartition {

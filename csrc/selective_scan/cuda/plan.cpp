@@ -55,12 +55,18 @@ int64_t steps_of_row(const SelectiveScanParams& p) {
   return p.is_packed() ? ceil_div(p.batch * p.seqlen, std::max<int64_t>(1, p.rows)) : p.seqlen;
 }
 
+// How vectors of rows that start at any element are accessed; those of doubles are not.
+VectorAccess shifted_access(bool along_steps, bool along_channels, int64_t bytes) {
+  if (bytes > 4) return VectorAccess::kSingly;
+  return along_steps ? VectorAccess::kShifted : along_channels ? VectorAccess::kShiftedChannels : VectorAccess::kSingly;
+}
+
 // A packed sequence may begin at any step, so that its vectors along the steps are not aligned.
 VectorAccess access_of(const SequenceView& view, const SelectiveScanParams& p, const ChannelPartition& partition,
                        int64_t bytes) {
   if (!p.is_packed() && is_along_steps(view, bytes)) return VectorAccess::kAlongSteps;
-  return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? VectorAccess::kAlongChannels
-                                                                                  : VectorAccess::kSingly;
+  if (is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes)) return VectorAccess::kAlongChannels;
+  return shifted_access(view.stride_step == 1, view.stride_dim == 1, bytes);
 }
 
 VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
@@ -72,7 +78,7 @@ VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int
       is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_step})) {
     return VectorAccess::kAlongChannels;
   }
-  return VectorAccess::kSingly;
+  return shifted_access(view.stride_step == 1, view.stride_state == 1, bytes);
 }
 
 // Divides the channels into tiles of `block_channels`.
@@ -188,8 +194,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   set_tiles_that_fit<Scalar>(plan, p, Sizes::tile_channels(kIsDouble), device);
   set_accesses(plan, p, sizeof(Scalar));
   // With half as many states in a slice, the block synchronizes twice as often. A slice is whole vectors of states.
-  const auto is_along_states = [&](VectorAccess access) { return access == VectorAccess::kAlongChannels; };
-  const int64_t fewest = is_along_states(plan.B) || is_along_states(plan.C) ? kVectorBytes / sizeof(Scalar) : 1;
+  const int64_t fewest = is_along_channels(plan.B) || is_along_channels(plan.C) ? kVectorBytes / sizeof(Scalar) : 1;
   const auto fit_together = [&](int slice) {
     plan.slice = slice;
     const int64_t bytes = warp_scan_shared_bytes<Scalar>(p, plan) + device.reserved_shared_bytes_per_block;
@@ -232,7 +237,7 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
   const auto access_of_matrix = [&](const MatrixView& view) {
     if (view.per_step && is_descending(view, p, bytes)) return VectorAccess::kDescending;
     const VectorAccess access = access_of(view, p, bytes);
-    return access == VectorAccess::kSingly && view.stride_step == 1 ? VectorAccess::kShifted : access;
+    return access == VectorAccess::kShiftedChannels ? VectorAccess::kSingly : access;
   };
   plan.B = access_of_matrix(p.B);
   plan.C = access_of_matrix(p.C);
@@ -434,6 +439,7 @@ bool has_layout(const SequenceView& view, const SelectiveScanParams& p, const se
       return is_shifted(view, sizeof(Scalar));
     case VectorAccess::kDescending:
       return is_descending(view, p, sizeof(Scalar));
+    case VectorAccess::kShiftedChannels:
     case VectorAccess::kSingly:
       break;
   }

@@ -238,13 +238,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps, p.dim - at.first_channel);
     if (p.grad_out.data != nullptr) {
-      grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
+      grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps, p.dim - at.first_channel);
     }
-    if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+    if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps, p.dim - at.first_channel);
     if (!carry_pass) {
-      u_tile.load(p.u, rows.u, t0, at.channels, steps);
+      u_tile.load(p.u, rows.u, t0, at.channels, steps, p.dim - at.first_channel);
       const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
       const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
       load_states_before<TileConfig>(p, plan, shared, source, at.channels);
@@ -260,17 +260,17 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_B_steps && !carry_pass) {
-        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+        B.stage(p, at, plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
       if (has_C_steps) {
-        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+        C.stage(p, at, plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
-        delta_tile.finish_load();
-        if (p.grad_out.data != nullptr) grad_out_tile.finish_load();
-        if (p.z.data != nullptr) z_tile.finish_load();
-        if (!carry_pass) u_tile.finish_load();
+        delta_tile.finish_load(p.delta, rows.delta, t0);
+        if (p.grad_out.data != nullptr) grad_out_tile.finish_load(p.grad_out, rows.grad_out, t0);
+        if (p.z.data != nullptr) z_tile.finish_load(p.z, rows.z, t0);
+        if (!carry_pass) u_tile.finish_load(p.u, rows.u, t0);
       }
       __syncthreads();
 

@@ -120,9 +120,9 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
-    u_tile.load(p.u, rows.u, t0, at.channels, steps);
-    if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps, p.dim - at.first_channel);
+    u_tile.load(p.u, rows.u, t0, at.channels, steps, p.dim - at.first_channel);
+    if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps, p.dim - at.first_channel);
 
     const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
@@ -131,16 +131,16 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_B_steps) {
-        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+        B.stage(p, at, plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
       if (has_C_steps && !carry_pass) {
-        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+        C.stage(p, at, plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
-        delta_tile.finish_load();
-        u_tile.finish_load();
-        if (p.z.data != nullptr && !carry_pass) z_tile.finish_load();
+        delta_tile.finish_load(p.delta, rows.delta, t0);
+        u_tile.finish_load(p.u, rows.u, t0);
+        if (p.z.data != nullptr && !carry_pass) z_tile.finish_load(p.z, rows.z, t0);
       }
       __syncthreads();
 

@@ -6,11 +6,17 @@
 // vector that ends with step 0. Steps and channels past the end are zeros. A tile of B or C is widened to the accumulation
 // type, with the steps of a state contiguous. kVectorBytes of padding before each lane's steps put the lanes' vectors into
 // different banks.
+//
+// Rows may start between multiples of kVectorBytes (shifted_io.cuh). Along the steps (kShifted), a warp copies the aligned
+// blocks of memory that hold the rows of its channels and moves the elements to their places once they have arrived; it stores
+// aligned blocks, and only the elements before a row's first and after its last one singly. Along the channels
+// (kShiftedChannels), a row has few vectors, which go through registers.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/shifted_io.cuh"
 #include "selective_scan/cuda/device.cuh"
 #include "selective_scan/cuda/warp_scan.h"
 
@@ -22,6 +28,10 @@ constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes
 // through a table, which is slower.
 __device__ __forceinline__ bool is_access(VectorAccess access, VectorAccess tested) {
   return opaque(static_cast<int>(access)) == static_cast<int>(tested);
+}
+// The same of both accesses in shifted vectors.
+__device__ __forceinline__ bool is_shifted_access(VectorAccess access) {
+  return is_shifted(static_cast<VectorAccess>(opaque(static_cast<int>(access))));
 }
 
 // Sizes of a block and its tile at compile time.
@@ -50,12 +60,17 @@ struct SequenceTile {
       std::max(kChannels * kChannelPitch, round_up_to_vector(kSteps* kChannels + TileConfig::kTimeLanes * kVector));
   // Tiles with fewer channels than a vector are not moved along channels.
   static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
+  static constexpr bool kHasShiftedVectors = sizeof(Scalar) <= 4;
 
   Scalar* data;
   VectorAccess access;
 
+  __device__ __forceinline__ bool is_along_channels() const {
+    return kHasChannelVectors && selective_scan::is_along_channels(access);
+  }
+
   __device__ __forceinline__ Scalar* at(int channel, int step) const {
-    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+    if (is_along_channels()) {
       return data + channel + step * kChannels + step / TileConfig::kSteps * kVector;
     }
     return data + channel * kChannelPitch + step;
@@ -63,7 +78,7 @@ struct SequenceTile {
 
   __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[TileConfig::kSteps]) const {
     const Scalar* const source = at(channel, opaque(first_step));
-    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+    if (is_along_channels()) {
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
     } else {
@@ -75,7 +90,7 @@ struct SequenceTile {
 
   __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[TileConfig::kSteps]) const {
     Scalar* const target = at(channel, opaque(first_step));
-    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+    if (is_along_channels()) {
 #pragma unroll
       for (int j = 0; j < TileConfig::kSteps; ++j) target[j * kChannels] = from_accumulate<Scalar>(values[j]);
     } else {
@@ -87,8 +102,12 @@ struct SequenceTile {
   }
 
   // Called by the whole block, with the row of its first channel. Copies may still be in flight when this returns.
-  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
-                                       int steps) const {
+  // channels_left: to the end of the tensor.
+  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels, int steps,
+                                       int64_t channels_left) const {
+    if constexpr (kHasShiftedVectors) {
+      if (is_shifted_access(access)) return load_shifted(view, row, first_step, channels, steps, channels_left);
+    }
     const auto copy = [&](Scalar* element, int64_t offset, int count) {
       cuda::cp_async(element, row + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
     };
@@ -96,9 +115,12 @@ struct SequenceTile {
       *element = exists ? row[offset] : from_accumulate<Scalar>(0);
     });
   }
-  // Puts loaded steps that descend in memory in order. Each thread reverses the vectors that it has copied; they have arrived,
-  // and the block synchronizes next.
-  __device__ __forceinline__ void finish_load() const {
+  // Puts loaded steps that descend in memory in order, and shifted rows in their places. Each thread reverses the vectors that
+  // it has copied, and each warp shifts its rows. The thread's copies have arrived, and the block synchronizes next.
+  __device__ __forceinline__ void finish_load(const SequenceView& view, const Scalar* row, int64_t first_step) const {
+    if constexpr (kHasShiftedVectors) {
+      if (is_access(access, VectorAccess::kShifted)) return shift_rows(view, row, first_step);
+    }
     if (is_access(access, VectorAccess::kDescending)) {
       for_each_descending_vector(
           [](Scalar* element, int, int) { reversed(Vector<Scalar, kVector>::load(element)).store(element); });
@@ -107,6 +129,9 @@ struct SequenceTile {
 
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
+    if constexpr (kHasShiftedVectors) {
+      if (is_shifted_access(access)) return store_shifted(view, row, first_step, channels, steps);
+    }
     const auto store_elements = [&](const Scalar* element, int64_t offset, int count) {
       for (int i = 0; i < count; ++i) row[offset + i] = element[i];
     };
@@ -147,6 +172,114 @@ struct SequenceTile {
     for_each_vector_along_steps<1>(visit);
   }
 
+  // Calls visit(element in the tile, channel, step) for each vector along the steps of the warp's own channels, which are those
+  // of its lanes. All lanes take part in each round, in the order of the elements.
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_vector_of_warp(const Visitor& visit) const {
+    constexpr int kRowVectors = kSteps / kVector, kVectors = TileConfig::kLanesPerStep * kRowVectors;
+    static_assert(kVectors % kWarpSize == 0, "a warp's rows are whole rounds of its lanes");
+    const int thread = opaque_thread();
+#pragma unroll 1
+    for (int i = thread % kWarpSize; i < kVectors; i += kWarpSize) {
+      const int channel = thread / kWarpSize * TileConfig::kLanesPerStep + i / kRowVectors, step = i % kRowVectors * kVector;
+      visit(data + channel * kChannelPitch + step, channel, step);
+    }
+  }
+  __device__ __forceinline__ void load_shifted(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
+                                               int steps, int64_t channels_left) const {
+    if (is_along_channels()) {
+      load_shifted_channels(view, row, first_step, channels, steps, channels_left);
+    } else {
+      copy_shifted_rows(view, row, first_step, channels, steps);
+    }
+  }
+  __device__ __forceinline__ void store_shifted(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
+                                                int steps) const {
+    if (is_along_channels()) {
+      store_shifted_channels(view, row, first_step, channels, steps);
+    } else {
+      store_shifted_rows(view, row, first_step, channels, steps);
+    }
+  }
+  // Copies the blocks that hold the warp's rows: one more than a row's vectors, in the padding.
+  __device__ __forceinline__ void copy_shifted_rows(const SequenceView& view, const Scalar* row, int64_t first_step,
+                                                    int channels, int steps) const {
+    static_assert(kChannelPitch >= kSteps + kVector, "a shifted row has one block more than vectors");
+    for_each_vector_of_warp([&](Scalar* element, int channel, int step) {
+      const Scalar* const source = row + channel * view.stride_dim + first_step + step;
+      // Without a channel none, not even the part before the row's first element.
+      const int bytes = channel < channels ? (steps - step) * static_cast<int>(sizeof(Scalar)) : -kVectorBytes;
+      cuda::cp_async_block<false>(element, source, bytes);
+      if (step + kVector == kSteps) cuda::cp_async_block<true>(element + kVector, source, bytes);
+    });
+  }
+  // Moves the elements of the warp's rows to their places. A round reads the first block of the next one before that is
+  // written.
+  __device__ __forceinline__ void shift_rows(const SequenceView& view, const Scalar* row, int64_t first_step) const {
+    static_assert(kSteps * sizeof(Scalar) % kVectorBytes == 0, "all tiles of a row have the same shift");
+    __syncwarp();
+    for_each_vector_of_warp([&](Scalar* element, int channel, int) {
+      const int past = cuda::bytes_past_multiple<kVectorBytes>(row + channel * view.stride_dim + first_step);
+      const auto vector = cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(element), past);
+      __syncwarp();
+      vector.store(element);
+    });
+  }
+  // Stores the aligned blocks of the warp's rows. The lane with a row's first block, which begins before the row, stores the
+  // elements after the tile's last whole block, too: together they are one block.
+  __device__ __forceinline__ void store_shifted_rows(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
+                                                     int steps) const {
+    for_each_vector_of_warp([&](const Scalar* element, int channel, int step) {
+      if (channel >= channels) return;
+      Scalar* const target = row + channel * view.stride_dim + first_step;
+      const int past = cuda::bytes_past_multiple<kVectorBytes>(target) / static_cast<int>(sizeof(Scalar));
+      const int first = step - past;
+      const Scalar* const source = element - step;
+      if (first >= 0 && first + kVector <= steps) {
+        cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(source),
+                                                   first * static_cast<int>(sizeof(Scalar)))
+            .store_once(target + first);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int at = first + j < 0 ? kSteps + first + j : first + j;
+          if (at < steps) target[at] = source[at];
+        }
+      }
+    });
+  }
+  // Calls visit(element in the tile, offset in the tensor, count) for each vector along the channels, `count` of whose elements
+  // exist in the tile.
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_vector_along_channels(const SequenceView& view, int64_t first_step, int channels,
+                                                                 int steps, const Visitor& visit) const {
+    constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
+    const int thread = opaque_thread(), channel = thread % kRowVectors * kVector;
+    const int count = max(0, min(kVector, channels - channel));
+    const int64_t first = first_step * view.stride_step;
+#pragma unroll 1
+    for (int step = thread / kRowVectors; step < kSteps; step += kRows) {
+      visit(at(channel, step), first + channel + step * view.stride_step, step < steps ? count : 0);
+    }
+  }
+  // Pieces of whole vectors may reach into channels of other tiles; other vectors are loaded element by element. Not inlined:
+  // once for each tensor, it would take registers and instructions from backward's loop over states.
+  __device__ __noinline__ void load_shifted_channels(const SequenceView& view, const Scalar* row, int64_t first_step,
+                                                     int channels, int steps, int64_t channels_left) const {
+    constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1;
+    const int channel = opaque_thread() % kRowVectors * kVector;
+    const int left = static_cast<int>(min(channels_left - channel, int64_t(2 * kVector)));
+    for_each_vector_along_channels(view, first_step, channels, steps, [&](Scalar* element, int64_t offset, int count) {
+      cuda::ShiftedLoad<Scalar, kVector>(row + offset, count == kVector ? left : count).vector().store(element);
+    });
+  }
+  __device__ __forceinline__ void store_shifted_channels(const SequenceView& view, Scalar* row, int64_t first_step,
+                                                         int channels, int steps) const {
+    for_each_vector_along_channels(view, first_step, channels, steps, [&](const Scalar* element, int64_t offset, int count) {
+      cuda::store_shifted(row + offset, Vector<Scalar, kVector>::load(element), count);
+    });
+  }
+
   // Calls visit(element in the tile, offset in the tensor, count) for each vector, of which `count` elements exist; of steps
   // that descend in memory visit_descending; or visit_element(element in the tile, offset in the tensor, exists) for each
   // element.
@@ -163,15 +296,10 @@ struct SequenceTile {
       for_each_descending_vector([&](Scalar* element, int channel, int step) {
         visit_descending(element, channel * view.stride_dim - first_step - step, count_of(channel, step));
       });
-    } else if (const int thread = opaque_thread(); kHasChannelVectors && access == VectorAccess::kAlongChannels) {
-      constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
-      const int channel = thread % kRowVectors * kVector, count = max(0, min(kVector, channels - channel));
-      const int64_t first = first_step * view.stride_step;
-#pragma unroll 1
-      for (int step = thread / kRowVectors; step < kSteps; step += kRows) {
-        visit(at(channel, step), first + channel + step * view.stride_step, step < steps ? count : 0);
-      }
+    } else if (is_along_channels()) {
+      for_each_vector_along_channels(view, first_step, channels, steps, visit);
     } else {
+      const int thread = opaque_thread();
       const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_dim);
       const int64_t first = first_step * view.stride_step;
 #pragma unroll 1
@@ -192,6 +320,7 @@ struct MatrixSlice {
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kLanePitch = TileConfig::kSteps + kVectorSize<Acc>;
   static constexpr int kPitch = TileConfig::kTimeLanes * kLanePitch;
+  static constexpr bool kHasShiftedVectors = sizeof(Scalar) <= 4;
 
   Acc* data;
 
@@ -203,11 +332,17 @@ struct MatrixSlice {
   }
 
   // Called by the whole block, with the first row of its group.
-  __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
-                                        int64_t first_step, int states, int steps) const {
+  __device__ __forceinline__ void stage(const SelectiveScanParams& p, const Position& position, VectorAccess access,
+                                        const MatrixView& view, const Scalar* row, int first_state, int64_t first_step,
+                                        int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    if (is_access(access, VectorAccess::kAlongSteps)) {
+    if (kHasShiftedVectors && is_shifted_access(access)) {
+      if constexpr (kHasShiftedVectors) {
+        stage_shifted(selective_scan::is_along_channels(access), view, source, states, steps,
+                      static_cast<int>(p.dstate) - first_state, position.steps_from(first_step, 2 * TileConfig::kTileSteps));
+      }
+    } else if (is_access(access, VectorAccess::kAlongSteps)) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
@@ -255,6 +390,39 @@ struct MatrixSlice {
         const int step = steps_are_closer ? i % TileConfig::kTileSteps : i / slice_states;
         if (state >= states) continue;
         *at(state, step) = step < steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
+      }
+    }
+  }
+
+ private:
+  // Stages vectors that start at any element, along the states or along the steps. Pieces of a vector may reach into the states
+  // and the steps that follow in its row: states_left and steps_left count these, too.
+  __device__ __forceinline__ void stage_shifted(bool along_states, const MatrixView& view, const Scalar* source, int states,
+                                                int steps, int states_left, int steps_left) const {
+    const int thread = opaque_thread();
+    if (along_states) {
+      constexpr int kRowVectors = slice_states / kVector;
+#pragma unroll 1
+      for (int i = thread; i < TileConfig::kTileSteps * kRowVectors; i += TileConfig::kThreads) {
+        const int step = i / kRowVectors, state = i % kRowVectors * kVector;
+        const int count = step < steps ? (state + kVector <= states ? states_left : states) - state : 0;
+        const auto vector = cuda::ShiftedLoad<Scalar, kVector>(source + state + step * view.stride_step, count).vector();
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (state + j < states) *at(state + j, step) = vector.accumulate(j);
+        }
+      }
+    } else {
+      constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
+      const int step = thread % kRowVectors * kVector;
+#pragma unroll 1
+      for (int state = thread / kRowVectors; state < states; state += kRows) {
+        const auto vector =
+            cuda::ShiftedLoad<Scalar, kVector>(source + state * view.stride_state + step, steps_left - step).vector();
+        Vector<Acc, kVector> wide;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) wide.set(j, vector.accumulate(j));
+        wide.store(at(state, step));
       }
     }
   }
