@@ -65,8 +65,8 @@ class Mamba(SelectiveBase, PackedMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (within 3 % of the time), or
-            ``"all"``. Assignable. docs/layers.md has bytes and times of each.
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (some 2 to 3 % more time in training)
+            or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
         ValueError: the discretization or another argument is not as above.

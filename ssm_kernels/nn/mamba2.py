@@ -154,8 +154,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (within 3 % of the time), or
-            ``"all"``. Assignable. docs/layers.md has bytes and times of each.
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (some 2 to 3 % more time in training)
+            or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
