@@ -264,6 +264,50 @@ bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& 
          plan.sequences != VectorAccess::kSingly && bytes <= device.shared_bytes;
 }
 
+// The time of a launch in waves of blocks that fill every multiprocessor. A last wave with one block for a multiprocessor or
+// fewer takes `alone` of a whole one.
+double waves(int64_t blocks, int64_t resident, const DeviceLimits& device, double alone) {
+  const int64_t slots = device.multiprocessors * resident, rest = blocks % slots;
+  const double last = rest == 0 ? 0 : rest <= device.multiprocessors ? alone : 1;
+  return static_cast<double>(blocks / slots) + last;
+}
+
+// The time of a kernel in one segment: microseconds of a launch and of a step of a wave of blocks, on an H200 in bfloat16 with
+// 16 states.
+struct ScanTime {
+  double launch, step, alone;
+  int64_t tile_channels, tile_steps, resident;
+
+  double of(const SelectiveScanParams& p, const DeviceLimits& device) const {
+    ChannelPartition partition;
+    set_tiles(partition, p, static_cast<int>(tile_channels));
+    const int64_t steps = round_up(std::max<int64_t>(1, steps_of_row(p)), tile_steps);
+    return launch + step * static_cast<double>(steps) * waves(p.rows * partition.tiles, resident, device, alone);
+  }
+};
+
+// docs/tuning.md has the measurements. Forward of the sequential scan at B8 D1024, 16 D768 and B8 D2048, 2048 steps: 166, 255
+// and 256, and 36 with 200 steps; of the warp scan 175, 288 and 340, and 32.
+bool is_sequential_fwd_faster(const SelectiveScanParams& p, const DeviceLimits& device) {
+  using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
+  constexpr ScanTime kSequential = {
+      21, 0.1135, 0.645, sequential::kTileChannels, sequential::fwd_tile_steps(2), sequential::kResidentBlocks};
+  constexpr ScanTime kWarpScan = {
+      17, 0.0768, 0.7, Many::kTileChannels, Many::tile_steps(false), kWarpScanResidentWarps >> Many::kLog2Warps};
+  return kSequential.of(p, device) < kWarpScan.of(p, device);
+}
+
+// Backward of the sequential scan at B16 D768 and B8 D2048, 2048 steps, takes 857 and 862; of the warp scan at B8 D1024, B16
+// D768 and B8 D2048 617, 1046 and 1198.
+bool is_sequential_bwd_faster(const SelectiveScanParams& p, const DeviceLimits& device) {
+  using Sizes = warp_scan::BwdSizes;
+  constexpr ScanTime kSequential = {
+      0, 0.42, 0.8, sequential::kTileChannels, sequential::kBwdTileSteps, sequential::kResidentBlocks};
+  constexpr ScanTime kWarpScan = {
+      0, 0.303, 0.69, Sizes::tile_channels(false), Sizes::kTileSteps, kWarpScanResidentWarps >> Sizes::log2_warps(false)};
+  return kSequential.of(p, device) < kWarpScan.of(p, device);
+}
+
 }  // namespace
 
 template <typename Scalar>
@@ -274,9 +318,13 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
-      const bool fills = p.rows * plan.sequential.tiles * 2 >= device.multiprocessors * 3;
+      const int64_t blocks = p.rows * plan.sequential.tiles;
+      // Partial tiles along the channels are moved element by element, and the short scan is faster than either.
+      const bool is_slow = is_short(p, device) || (is_along_channels(plan.sequential.sequences) &&
+                                                   plan.sequential.group_channels % sequential::kTileChannels != 0);
+      const bool is_faster = is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, device);
       plan.is_sequential =
-          choice == KernelChoice::kSequential || (fills && suits_sequential(p, plan.sequential, device, shared_bytes));
+          choice == KernelChoice::kSequential || (is_faster && suits_sequential(p, plan.sequential, device, shared_bytes));
       if (plan.is_sequential) plan.shared_bytes = shared_bytes;
     }
     if (choice == KernelChoice::kFaster && !plan.is_sequential && is_short(p, device)) {
@@ -311,7 +359,10 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       const int64_t segments =
           blocks > 0 && !p.is_packed() ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
-      plan.is_sequential = choice == KernelChoice::kSequential || suits_sequential(p, plan.sequential, device, shared_bytes);
+      // With segments the sequential scan fills the device where the warp scan leaves multiprocessors to one block.
+      const bool is_faster = plan.sequential.segments > 1 || is_sequential_bwd_faster(p, device);
+      plan.is_sequential =
+          choice == KernelChoice::kSequential || (is_faster && suits_sequential(p, plan.sequential, device, shared_bytes));
       if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, shared_bytes);
     }
   }
