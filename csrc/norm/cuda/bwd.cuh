@@ -262,19 +262,22 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           }
         }
         load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(chunk, i), left(chunk, i), 1, weight);
-        Acc terms[kSize];
+        Acc y[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          const Acc y = (v[j] - mean) * rstd, gw = gy[j] * weight[j];
-          sums[0] = Math<Acc>::fma(gw, y, sums[0]);
+          const Acc gw = gy[j] * weight[j];
+          y[j] = (v[j] - mean) * rstd;
+          sums[0] = Math<Acc>::fma(gw, y[j], sums[0]);
           sums[1] += gw;
-          terms[j] = gy[j] * y;
         }
         if (is_single) {
 #pragma unroll
-          for (int j = 0; j < kSize; ++j) sum_weight[i][j] += terms[j];
+          for (int j = 0; j < kSize; ++j) sum_weight[i][j] = Math<Acc>::fma(gy[j], y[j], sum_weight[i][j]);
           if (sums_bias) sum_bias.add(i, gy);
         } else {
+          Acc terms[kSize];
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) terms[j] = gy[j] * y[j];
           const int64_t offset = partial_offset(column(chunk, i));
           if (p.partial_weight != nullptr)
             add_to(static_cast<Acc*>(p.partial_weight) + offset, terms, left(chunk, i), row == partial);
