@@ -319,9 +319,11 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const int64_t blocks = p.rows * plan.sequential.tiles;
-      // Partial tiles along the channels are moved element by element, and the short scan is faster than either.
-      const bool is_slow = is_short(p, device) || (is_along_channels(plan.sequential.sequences) &&
-                                                   plan.sequential.group_channels % sequential::kTileChannels != 0);
+      // The short scan is faster than either; fewer states than kStates, and partial tiles along the channels, which are moved
+      // element by element, take longer than the model says.
+      const bool is_slow =
+          is_short(p, device) || p.dstate != sequential::kStates ||
+          (is_along_channels(plan.sequential.sequences) && plan.sequential.group_channels % sequential::kTileChannels != 0);
       const bool is_faster = is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, device);
       plan.is_sequential =
           choice == KernelChoice::kSequential || (is_faster && suits_sequential(p, plan.sequential, device, shared_bytes));
