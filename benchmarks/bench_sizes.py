@@ -41,8 +41,20 @@ def measure(cases: Sequence[SizeCase], run: Run) -> list[dict[str, Any]]:
     turns.measure()
     neighbors = {row["name"]: row for row in rows}
     for row in rows:
-        row["ratios"] = ratios(row, neighbors.get(row["neighbor"]))
+        row["ratios"] = {name: rounded(value) for name, value in ratios(row, neighbors.get(row["neighbor"])).items()}
+    for row in rows:
+        for who in row.keys() & {"ours", PEER, *CHOICES.get(row["operator"], ("", {}))[1]}:
+            row[who] |= {what: short(row[who][what]) for what in DIRECTIONS if what in row[who]}
     return rows
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def short(timing: Mapping[str, float]) -> dict[str, float]:
+    """What the tables show of a timing: there are thousands."""
+    return {name: rounded(timing[name]) for name in ("median", "spread")}
 
 
 def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
