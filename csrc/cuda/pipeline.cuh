@@ -62,24 +62,17 @@ struct StagedShared : Once {
   static constexpr int kStageBytes = align(sizeof(Stage));
 };
 
-// For copies that are complete when they have arrived.
-struct NothingToFinish {
-  __device__ __forceinline__ void operator()(int, int) const {}
-};
-
 // Run by the warps that copy: copy(position, stage) starts the copies for a position. With at least pending + 2 stages, the
 // copies of `pending` later positions are in flight when a stage is committed to the consumers. The first position is committed
-// as soon as it has arrived; with fewer stages every position is. finish(position, stage) is called when this thread's copies
-// of a position have arrived, before it is committed.
-template <int pending, typename Copy, typename Finish = NothingToFinish>
+// as soon as it has arrived; with fewer stages every position is.
+template <int pending, typename Copy>
 __device__ __forceinline__ void produce_copies(int positions, int stages, PipelineState& at, Mbarrier* full, Mbarrier* empty,
-                                               const Copy& copy, const Finish& finish = {}) {
+                                               const Copy& copy) {
   const bool runs_ahead = stages >= pending + 2;
-  const auto commit_stage = [&](int end, int positions_ago) {
-    const int before = at.stage - positions_ago, stage = before < 0 ? before + stages : before;
-    finish(end - positions_ago, stage);
+  const auto commit_stage = [&](int positions_ago) {
+    const int stage = at.stage - positions_ago;
     fence_proxy_async();
-    full[stage].arrive();
+    full[stage < 0 ? stage + stages : stage].arrive();
   };
 #pragma unroll 1
   for (int position = 0; position < positions; ++position) {
@@ -89,15 +82,15 @@ __device__ __forceinline__ void produce_copies(int positions, int stages, Pipeli
     at.advance(stages);
     if (!runs_ahead || position == 0) {
       cp_async_wait<0>();
-      commit_stage(position + 1, 1);
+      commit_stage(1);
     } else if (position > pending) {
       cp_async_wait<pending>();
-      commit_stage(position + 1, 1 + pending);
+      commit_stage(1 + pending);
     }
   }
   if (!runs_ahead) return;
   cp_async_wait<0>();
-  for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(positions, ago);
+  for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(ago);
 }
 
 // Run by a warp that computes tables. fetch(position, fetched) starts to load the inputs of a position, kFetchedAhead of the

@@ -88,7 +88,6 @@ struct FromBothEnds {
 };
 
 // A thread's share of copying a tensor's rows, chunk by chunk, to tiles of `columns` columns: one vector of every kRows-th row.
-// Rows begin at multiples of 16 bytes; cuda/shifted_rows.cuh copies others.
 template <typename Scalar, int columns, int threads, typename Order = InOrder>
 class RowCopier {
  public:
@@ -98,7 +97,7 @@ class RowCopier {
   __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
       : column_(thread % kVectors),
         row_(thread / kVectors),
-        bytes_(max(0, min((elements - column_ * kVectorElements) * static_cast<int>(sizeof(Scalar)), kCpAsyncBytes))),
+        is_there_(column_ * kVectorElements < elements),
         source_(source + column_ * kVectorElements + row_ * stride_step) {}
 
   // Starts the copies of a chunk and advances to the next chunk, or the previous one. Rows from `first` to steps - 1 are
@@ -107,15 +106,16 @@ class RowCopier {
                                        int first = 0) {
     const Scalar* source = source_;
     if (steps == kTileRows && first == 0) {
+      const int bytes = is_there_ ? kCpAsyncBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        cp_async(tile.vector(row_ + tile_row(i * kRows), column_), source, bytes_);
+        cp_async(tile.vector(row_ + tile_row(i * kRows), column_), source, bytes);
         source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kTileRows; row += kRows) {
-        cp_async(tile.vector(tile_row(row), column_), source, row >= first && row < steps ? bytes_ : 0);
+        cp_async(tile.vector(tile_row(row), column_), source, is_there_ && row >= first && row < steps ? kCpAsyncBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -134,7 +134,7 @@ class RowCopier {
   }
 
   int column_, row_;
-  int bytes_;  // of the vector that belong to the row
+  bool is_there_;
   const Scalar* source_;
 };
 

@@ -29,14 +29,7 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   cp_async<bytes>(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), global);
 }
 
-// Starts a copy of 4 bytes through the L1 cache, or stores 4 bytes of zeros. Addresses are multiples of 4; unless it is there,
-// the source is not read.
-__device__ __forceinline__ void cp_async_word(void* shared, const void* global, bool is_there) {
-  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(global), "r"(is_there ? 4 : 0) : "memory");
-}
-
-// The same for 4 or 8 bytes, of which only the first `valid_bytes` are read; the rest are zeros.
+// Starts a copy of 4 or 8 bytes, of which only the first `valid_bytes` are read; the rest are zeros.
 template <int bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes) {
   static_assert(bytes == 4 || bytes == 8, "16 bytes have a function of their own, which bypasses the L1 cache");

@@ -403,10 +403,6 @@ struct BwdChunks {
   }
 
   __device__ __forceinline__ void copy(const FragmentLane& lane) const {
-    if (p.are_shifted) {
-      copy_shifted(lane);
-      return;
-    }
     const int thread = lane.index;
     using HeadRows = RowCopier<Scalar, kStateRows, kWarpSize>;
     using GroupRows = RowCopier<Scalar, dstate, kWarpSize>;
@@ -430,66 +426,20 @@ struct BwdChunks {
             const Scalar* const source = block.at.template rows<Scalar>(view, cursor.head, 0) + first_row;
             HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
           };
-          copy_states(*S, *T, target, shared.full[stage], lane);
+          if constexpr (!kUsesTma) {
+            copy_swizzled_state(*T, target.T, lane);
+            copy_swizzled_state(*S, target.S, lane);
+          } else if (thread == 0) {
+            shared.full[stage].arrive_and_expect_tx(sizeof(target.S) + sizeof(target.T));
+            cuda::tma_load(&target.T, T, sizeof(target.T), shared.full[stage]);
+            cuda::tma_load(&target.S, S, sizeof(target.S), shared.full[stage]);
+          }
           copy_tile_rows(p.x, target.x);
           copy_tile_rows(p.grad_out, target.g);
           ++S;
           ++T;
           cursor.advance(row_blocks());
         });
-  }
-
-  // The same for rows that begin at any element (cuda/shifted_rows.cuh).
-  __device__ __forceinline__ void copy_shifted(const FragmentLane& lane) const {
-    const int64_t first_state = block.chunk_index * p.state_tiles + block.first_head * row_blocks();
-    const SwizzledState* const S = static_cast<const SwizzledState*>(p.states) + first_state;
-    const SwizzledState* const T = static_cast<const SwizzledState*>(p.grad_states) + first_state;
-    using Rows = cuda::ShiftedRows<sizeof(Scalar)>;
-    const auto group_rows = [&](int number) {
-      const RowsView& view = number == 0 ? p.B : p.C;
-      return Rows::make(number == 0 ? shared.B : shared.C, block.at.template rows<const Scalar>(view, block.group, 0),
-                        view.stride_step, p.dstate, block.steps, 0, 1);
-    };
-    // x and g of a state tile.
-    const auto head_rows = [&](int number, const TileCursor& cursor, Stage& target) {
-      const RowsView& view = number == 0 ? p.x : p.grad_out;
-      const int first_row = cursor.row_block * kStateRows;
-      return Rows::make(number == 0 ? target.x : target.g,
-                        block.at.template rows<const Scalar>(view, cursor.head, 0) + first_row, view.stride_step,
-                        p.headdim - first_row, block.steps, 0, 1);
-    };
-    cuda::start_shifted_rows(2, group_rows);
-    cuda::grid_dependency_sync();
-    TileCursor started{block.first_head}, finished{block.first_head};
-    PipelineState pipeline;
-    cuda::produce_copies<Shared::kMaxStages - 2>(
-        block.state_tiles, stages(), pipeline, shared.full, shared.empty,
-        [&](int tile, int stage) {
-          Stage& target = shared.stage(stage);
-          copy_states(S[tile], T[tile], target, shared.full[stage], lane);
-          cuda::start_shifted_rows(2, [&](int number) { return head_rows(number, started, target); });
-          started.advance(row_blocks());
-        },
-        [&](int tile, int stage) {
-          if constexpr (!kIsFp32<Scalar>) {
-            if (tile == 0) cuda::finish_shifted_rows<2>(2, group_rows);
-            cuda::finish_shifted_rows<2>(2, [&](int number) { return head_rows(number, finished, shared.stage(stage)); });
-            finished.advance(row_blocks());
-          }
-        });
-  }
-
-  // Starts the copies of S and T.
-  __device__ __forceinline__ void copy_states(const SwizzledState& S, const SwizzledState& T, Stage& target, Mbarrier& full,
-                                              const FragmentLane& lane) const {
-    if constexpr (!kUsesTma) {
-      copy_swizzled_state(T, target.T, lane);
-      copy_swizzled_state(S, target.S, lane);
-    } else if (lane.index == 0) {
-      full.arrive_and_expect_tx(sizeof(target.S) + sizeof(target.T));
-      cuda::tma_load(&target.T, &T, sizeof(target.T), full);
-      cuda::tma_load(&target.S, &S, sizeof(target.S), full);
-    }
   }
 
   static __device__ __forceinline__ void copy_swizzled_state(const SwizzledState& source, SwizzledState& target,
@@ -554,8 +504,7 @@ struct BwdChunks {
   // Writes the chunk's part of D's gradient: the sums over steps of g x.
   __device__ __forceinline__ void write_grad_D(const TileCursor& cursor, Stage& tiles, const FragmentLane& lane) const {
     const int first_row = cursor.row_block * kStateRows;
-    float* const target =
-        p.grad_D_parts + (block.chunk_index * p.parts_heads + cursor.head) * padded_row(p.headdim) + first_row;
+    float* const target = p.grad_D_parts + (block.chunk_index * p.parts_heads + cursor.head) * p.headdim + first_row;
     write_column_products<Scalar>(tiles.g, tiles.x, target, p.headdim - first_row, lane);
   }
 };
@@ -594,8 +543,7 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
       for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
         const int64_t part = chunk_index * p.parts_heads + head;
         p.grad_A_parts[part] = p.grad_bias_parts[part] = 0;
-        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row)
-          p.grad_D_parts[part * padded_row(p.headdim) + row] = 0;
+        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[part * p.headdim + row] = 0;
       }
       return;
     }

@@ -27,7 +27,7 @@ namespace {
 
 void run_forward(const Inputs& in, const KernelInputs& inputs, const FwdOutputs& outputs,
                  const ChunkStates& chunk_states = {}) {
-  const KernelResult out = result_as_rows(outputs.out), final_states = inputs.result_as_states(outputs.final_states);
+  const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
   launch_forward(inputs, in.z, out.written, final_states.written, chunk_states);
   out.finish();
   final_states.finish();
@@ -43,11 +43,11 @@ ChunkStates allocate_chunk_states(const StatesInputs& in, const KernelInputs& in
   result.every = 0;
   for (auto at = begin; at != end; ++at) result.every = std::gcd(result.every, *at / kChunk);
   if (result.every == 0) return {};
-  const int64_t count = *std::prev(end) / kChunk / result.every, headdim = in.x.size(3), columns = inputs.state_columns();
-  bool is_in_place = end - begin == count && columns == in.B.size(3);
+  const int64_t count = *std::prev(end) / kChunk / result.every, headdim = inputs.x.size(3), dstate = inputs.B.size(3);
+  bool is_in_place = end - begin == count && headdim == in.x.size(3) && dstate == in.B.size(3);
   for (auto at = begin; at != end; ++at) is_in_place &= *at == (at - begin + 1) * result.every * kChunk;
   result.states = is_in_place ? states.narrow(1, begin - positions.begin(), count)
-                              : empty_tensor({in.x.size(0), count, in.x.size(2), headdim, columns}, states.options());
+                              : empty_tensor({in.x.size(0), count, in.x.size(2), headdim, dstate}, states.options());
   return result;
 }
 

@@ -11,7 +11,6 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/named_barrier.cuh"
-#include "cuda/shifted_rows.cuh"
 #include "ssd/cuda/state_carry.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
@@ -64,7 +63,7 @@ class RegisterEpilogue {
                                               const FragmentLane& lane)
       : p_(p), D_(load_D(p, state_tile, lane)) {
     const int column = vector(lane) * OutTile::kVectorElements;
-    elements_ = state_tile.rows - column;
+    is_there_ = column < state_tile.rows;
     target_ = at.rows<Scalar>(p.out, state_tile.head, 0) + state_tile.first_row + column + row(lane) * p.out.stride_step;
   }
 
@@ -73,37 +72,19 @@ class RegisterEpilogue {
     round_out<Scalar, InOrder>(y, x, D_, z_tile, tile, lane);
     __syncwarp();
     const uint4* const source = tile.vector(row(lane), vector(lane));
-    const int rows = elements_ > 0 ? steps - row(lane) : 0;
+    const int rows = is_there_ ? steps - row(lane) : 0;
     uint4 vectors[kChunk / kRows];
 #pragma unroll
     for (int i = 0; i < kChunk / kRows; ++i) vectors[i] = source[kRows * i * OutTile::kPanelVectors];
 #pragma unroll
     for (int i = 0; i < kChunk / kRows; ++i) {
-      if (kRows * i < rows) {
-        if (p_.out_has_vectors) {
-          __stcg(reinterpret_cast<uint4*>(target_), vectors[i]);
-        } else {
-          store_pairs(vectors[i]);
-        }
-      }
+      if (kRows * i < rows) __stcg(reinterpret_cast<uint4*>(target_), vectors[i]);
       target_ += kRows * p_.out.stride_step;
     }
     __syncwarp();
   }
 
  private:
-  using Pair = std::conditional_t<kIsFp32<Scalar>, uint2, uint32_t>;
-  // Stores the pairs of elements of a vector that belong to the row.
-  __device__ __forceinline__ void store_pairs(const uint4& vector) const {
-    constexpr int kPairs = sizeof(uint4) / sizeof(Pair);
-    Pair pairs[kPairs];
-    memcpy(pairs, &vector, sizeof(pairs));
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (2 * i < elements_) __stcg(reinterpret_cast<Pair*>(target_) + i, pairs[i]);
-    }
-  }
-
   // Vectors of a warp's 16 columns, and rows that it writes at once. The vectors of eight lanes are in different banks.
   static constexpr int kVectors = 16 / OutTile::kVectorElements, kRows = kWarpSize / kVectors;
   // The lane writes every kRows-th row from row() on, in each the vector vector().
@@ -116,7 +97,7 @@ class RegisterEpilogue {
 
   const SsdFwdParams& p_;
   float2 D_;
-  int elements_;  // of the row from the lane's vector on
+  bool is_there_;
   Scalar* target_;
 };
 
@@ -178,11 +159,6 @@ struct FwdSm80 {
       } else {
         cuda::cp_async_wait<0>();
       }
-      if constexpr (!kIsFp32<Scalar>) {
-        if (p.are_shifted) {
-          cuda::finish_shifted_rows<1>(shifted_tiles(), [&](int number) { return shifted_rows(number, chunk); });
-        }
-      }
       __syncthreads();
       if (schedule.stages > 1) copy(chunk + prefetched);
       fetch(chunk + 2);
@@ -217,9 +193,7 @@ struct FwdSm80 {
 
   // Starts the block's copies of a chunk, if the segment has it, and commits a group.
   __device__ __forceinline__ void copy(int chunk) const {
-    if (chunk < at.chunks && p.are_shifted) {
-      cuda::start_shifted_rows(shifted_tiles(), [&](int number) { return shifted_rows(number, chunk); });
-    } else if (chunk < at.chunks) {
+    if (chunk < at.chunks) {
       const int steps = at.steps_of(chunk);
       Stage& target = stage_of(chunk);
       int thread = threadIdx.x;
@@ -244,28 +218,6 @@ struct FwdSm80 {
       if (has_gate()) copy_head_rows(*z_of(chunk), p.z);
     }
     cuda::cp_async_commit();
-  }
-
-  // Rows that begin at any element (cuda/shifted_rows.cuh): B and C of each column block, then x and, with a gate, z.
-  __device__ __forceinline__ int shifted_tiles() const { return 2 * Layout::kColumnBlocks + (has_gate() ? 2 : 1); }
-  __device__ __forceinline__ auto shifted_rows(int number, int chunk) const {
-    constexpr int kGroupTiles = 2 * Layout::kColumnBlocks, kWarps = kThreads / kWarpSize;
-    using Rows = cuda::ShiftedRows<sizeof(Scalar)>;
-    Stage& target = stage_of(chunk);
-    const int steps = at.steps_of(chunk), warp = cuda::opaque(static_cast<int>(threadIdx.x)) / kWarpSize;
-    if (number < kGroupTiles) {
-      const bool is_C = number % 2 != 0;
-      const int block = number / 2, first = block * Layout::kColumns;
-      const RowsView& view = is_C ? p.C : p.B;
-      return Rows::make(is_C ? target.C[block] : target.B[block], at.rows<const Scalar>(view, at.group, chunk) + first,
-                        view.stride_step, p.dstate - first, steps, warp, kWarps);
-    }
-    constexpr int kWarpsOfRows = kThreadsOfRows / kWarpSize;
-    const bool is_z = number > kGroupTiles;
-    const RowsView& view = is_z ? p.z : p.x;
-    return Rows::make(is_z ? *z_of(chunk) : target.x[Layout::row_block(index)],
-                      at.rows<const Scalar>(view, state_tile.head, chunk) + state_tile.first_row, view.stride_step,
-                      state_tile.rows, steps, warp % kWarpsOfRows, kWarpsOfRows);
   }
 
   // The intra-chunk part of chunk_scan: y^T += x^T M^T, with M^T in `tile`.

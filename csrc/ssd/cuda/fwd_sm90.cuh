@@ -18,7 +18,6 @@
 #include "cuda/launch.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
-#include "cuda/shifted_rows.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
@@ -109,10 +108,6 @@ struct FwdSm90 {
   }
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
-    if (p.are_shifted) {
-      copy_shifted(at, pipeline);
-      return;
-    }
     // Opaque: the compiler recomputes what follows from it for each segment.
     const int thread = cuda::opaque(static_cast<int>(threadIdx.x) - kConsumerThreads);
     const auto group_copier = [&](const RowsView& view, int block, auto order) {
@@ -150,48 +145,6 @@ struct FwdSm90 {
                                                        copy_z[index].copy(*z_tile(stage_index, index), steps, p.z.stride_step);
                                                    }
                                                  });
-  }
-
-  // The same for rows that begin at any element (cuda/shifted_rows.cuh).
-  __device__ __forceinline__ void copy_shifted(const WorkSpan& at, PipelineState& pipeline) {
-    // Opaque, as in copy().
-    const int warp = cuda::opaque(static_cast<int>(threadIdx.x)) / kWarpSize - kConsumerThreads / kWarpSize;
-    // Of each state tile what the rows need, in few registers: the head, and its first row, or -1 if there is no such tile.
-    const auto first_row_of = [](const StateTile& tile) { return tile.is_there() ? tile.first_row : -1; };
-    const StateTile first_tile(p, schedule, at, 0), second_tile(p, schedule, at, 1);
-    const int first_head = first_tile.head, second_head = second_tile.head;
-    const int first_row = first_row_of(first_tile), second_row = first_row_of(second_tile);
-    // B and C of each column block, then x and, with a gate, z of each row block.
-    constexpr int kGroupTiles = 2 * Layout::kColumnBlocks;
-    const int tiles = kGroupTiles + Layout::kRowBlocks * (has_gate ? 2 : 1);
-    const auto rows_of = [&](int number, int chunk, int stage_index) {
-      Stage& target = stage(stage_index);
-      const int steps = at.steps_of(chunk);
-      using Rows = cuda::ShiftedRows<2>;
-      if (number < kGroupTiles) {
-        const bool is_C = number % 2 != 0;
-        const int block = number / 2, first = block * Layout::kColumns;
-        const RowsView& view = is_C ? p.C : p.B;
-        return Rows::make(is_C ? target.C[block] : target.B[block],
-                          at.template rows<const Scalar>(view, at.group, chunk) + first, view.stride_step, p.dstate - first,
-                          steps, warp, kCopyWarps, 0, /*is_from_both_ends=*/!is_C);
-      }
-      const int number_of_heads = number - kGroupTiles, block = number_of_heads % Layout::kRowBlocks;
-      const bool is_z = number_of_heads >= Layout::kRowBlocks;
-      const RowsView& view = is_z ? p.z : p.x;
-      const int row = block == 0 ? first_row : second_row, head = block == 0 ? first_head : second_head;
-      return Rows::make(is_z ? *z_tile(stage_index, block) : target.x[block],
-                        at.template rows<const Scalar>(view, head, chunk) + max(row, 0), view.stride_step,
-                        row < 0 ? 0 : p.headdim - row, steps, warp, kCopyWarps, 0, /*is_from_both_ends=*/!is_z);
-    };
-    cuda::produce_copies<Shared::kMaxStages - 2>(
-        at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
-        [&](int chunk, int stage_index) {
-          cuda::start_shifted_rows(tiles, [&](int number) { return rows_of(number, chunk, stage_index); });
-        },
-        [&](int chunk, int stage_index) {
-          cuda::finish_shifted_rows<1>(tiles, [&](int number) { return rows_of(number, chunk, stage_index); });
-        });
   }
 
   // Run by a consumer warpgroup.
@@ -246,7 +199,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<1>(m);
       // All warps have read the previous chunk's M^T and have written its out.
       sync_warpgroup(index);
-      if (left < at.chunks) out.template send<has_options>(shared.out[rows], at.chunks - left - 1);
+      if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
       const FragmentPairs<> opaque_pairs = pairs.opaque();
       auto& bmm = shared.bmm[index];
       mask.apply(m, [&](float low, float high, int n, int half) {
@@ -299,21 +252,18 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
-      if constexpr (has_options) {
-        if (!p.out_has_vectors) out.store_pairs(shared.out[rows], at.chunks - left, lane);
-        store_chunk_state(left - 1);
-      }
+      if constexpr (has_options) store_chunk_state(left - 1);
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }
     }
     sync_warpgroup(index);
-    if (!has_options || p.out_has_vectors) out.send_last(shared.out[rows]);
+    out.send_last(shared.out[rows]);
   }
 };
 
-// has_options: whether p.resets and p.chunk_states may be given, and out may have no vectors. Without these the loop over
-// chunks has no code for them: code to store chunk states slows the loop even where it is skipped.
+// has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
+// to store chunk states slows the loop even where it is skipped.
 template <typename Scalar, int dstate, bool has_options>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {

@@ -90,28 +90,24 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   }
   const at::Tensor grad_out = as_rows(*bwd.grad_out);
   if (!is_present(bwd.in.z)) return grad_out;
-  const at::Tensor z = as_rows(*bwd.in.z), padded_grad_y = empty_padded_like(x);
+  const at::Tensor z = as_rows(*bwd.in.z), grad_y = empty_contiguous_like(x);
   GateBwdParams params;
   params.batch = x.size(0);
   params.seqlen = x.size(1);
   params.heads = x.size(2);
-  params.headdim = static_cast<int>(x.size(3));
-  params.vectors_per_head = cuda::Divisor(static_cast<int>(padded_row(x.size(3)) / kRowElements));
+  params.vectors_per_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
   check_count(params.heads * params.vectors_per_head.value<int64_t>(), "vectors of a step");
   params.grad_out = const_rows_view(grad_out);
   params.z = const_rows_view(z);
-  params.grad_y = rows_view(padded_grad_y);
-  params.are_shifted = !has_vectors(grad_out) || !has_vectors(z);
+  params.grad_y = rows_view(grad_y);
   at::Tensor y;
   std::optional<KernelResult> grad_z;
   if (needs_grad_z) {
-    y = empty_padded_like(x);
+    y = empty_contiguous_like(x);
     launch_forward(inputs, /*z=*/{}, y, inputs.empty_states());
     params.y = const_rows_view(y);
-    const at::Tensor& target = grads[kGradZ];
-    grad_z.emplace(target, target.stride(3) == 1 ? target : empty_padded_like(x));
+    grad_z.emplace(result_as_rows(grads[kGradZ], x));
     params.grad_z = rows_view(grad_z->written);
-    params.are_shifted |= !has_vectors(grad_z->written);
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   constexpr int64_t kBlocksPerMultiprocessor = 32;
@@ -121,7 +117,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
     return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream);
   }));
   if (grad_z.has_value()) grad_z->finish();
-  return padded_grad_y.narrow(3, 0, x.size(3));
+  return grad_y;
 }
 
 // Partial sums of the gradients of A, dt_bias and D, (chunks, heads), the last one (chunks, heads, headdim) and only if needed.
@@ -136,7 +132,7 @@ struct ParameterParts {
                                                      : in.x.size(0) * ceil_div(seqlen, kChunk);
     A = empty_tensor({chunks, heads}, in.A.options());
     dt_bias = empty_tensor_like(A);
-    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, padded_row(in.x.size(3))}, in.A.options());
+    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
   }
 
   // Sets the pointers for a sub-batch, from its first chunk and head on.
@@ -185,7 +181,6 @@ class Backward {
   void run(GroupSums& sums) {
     const at::Tensor grad_y = gate(bwd_, inputs_, grads_);
     params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
-    params_.are_shifted |= !are_aligned(grad_y);
     const at::Tensor grad_final_states =
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
     if (grad_final_states.defined()) {
@@ -194,7 +189,7 @@ class Backward {
 
     std::optional<KernelResult> grad_x, grad_initial_states;
     if (needs(kGradX)) {
-      grad_x.emplace(result_as_rows(grads_[kGradX]));
+      grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
       params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
@@ -276,13 +271,12 @@ class Backward {
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, RowsView& parts) {
     if (!needs(grad)) return {};
-    if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_pairs(grads_[grad])) {
+    if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_rows(grads_[grad])) {
       in_place = rows_view(grads_[grad], inputs_.is_reverse());
       return {};
     }
     const at::Tensor& B = inputs_.B;
-    const at::Tensor result =
-        empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), padded_row(B.size(3))}, bwd_.in.A.options());
+    const at::Tensor result = empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
     parts = rows_view(result[0], inputs_.is_reverse());
     params_.parts_stride_split = result.stride(0);
     return result;

@@ -78,9 +78,8 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptor of TMA stores to out (epilogue.cuh), if it has vectors. Returns whether the sizes allow it.
+// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
-  if (!params.out_has_vectors) return true;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
@@ -104,10 +103,8 @@ ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const a
   if (is_present(z)) {
     call.gate = as_rows(*z);
     call.params.z = const_rows_view(call.gate, inputs.is_reverse());
-    call.params.are_shifted |= !are_aligned(call.gate);
   }
   call.params.out = rows_view(out, inputs.is_reverse());
-  call.params.out_has_vectors = has_vectors(out);
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
@@ -163,7 +160,7 @@ std::string describe_kernel(const at::Tensor& x, bool uses_wgmma) {
 
 std::string describe_forward(const Inputs& in, Discretization method) {
   const KernelInputs inputs(in, method);
-  const ForwardCall call = prepare(inputs, in.z, result_as_rows(empty_tensor_like(in.x)).written, inputs.empty_states());
+  const ForwardCall call = prepare(inputs, in.z, empty_contiguous_like(inputs.x), inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.uses_wgmma), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

@@ -56,18 +56,9 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   const int padded_steps = (steps + kStateLanes - 1) / kStateLanes * kStateLanes;
   for (int i = threadIdx.x; i < padded_steps * (Shared::kColumns / kVector); i += kShortThreads) {
     const int t = i / (Shared::kColumns / kVector), column = i % (Shared::kColumns / kVector) * kVector;
-    const int elements = t < steps ? max(0, min(p.dstate - column, kVector)) : 0;
-    const auto copy = [&](float* target, const RowsView& view) {
-      const float* const source = rows_of(view, group) + t * view.stride_step + column;
-      if (!p.are_shifted) {
-        cuda::cp_async(target, source, elements * static_cast<int>(sizeof(float)));
-        return;
-      }
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) cuda::cp_async_word(target + k, source + k, k < elements);
-    };
-    copy(&shared.B[t][column], p.B);
-    copy(&shared.C[t][column], p.C);
+    const int bytes = t < steps && column < p.dstate ? cuda::kCpAsyncBytes : 0;
+    cuda::cp_async(&shared.B[t][column], rows_of(p.B, group) + t * p.B.stride_step + column, bytes);
+    cuda::cp_async(&shared.C[t][column], rows_of(p.C, group) + t * p.C.stride_step + column, bytes);
   }
   // The thread's elements of x and z are in one row, kStepsBetween steps apart.
   const int element_row = threadIdx.x % kShortRows, first_step = threadIdx.x / kShortRows;
@@ -89,13 +80,13 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
 
   const int row = threadIdx.x / kStateLanes, first_column = threadIdx.x % kStateLanes * kVector;
   const bool has_row = first_row + row < p.headdim;
-  const int64_t state_row = (entry_and_head * p.headdim + first_row + row) * p.state_columns;
+  const int64_t state_row = (entry_and_head * p.headdim + first_row + row) * p.dstate;
   // Calls visit(vector of the state, its first column) for the columns that exist.
   const auto for_each_vector = [&](const auto& visit) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int column = first_column + k * kStateLanes * kVector;
-      if (has_row && column < p.state_columns) visit(k, column);
+      if (has_row && column < p.dstate) visit(k, column);
     }
   };
   float state[kVectors][kVector];
@@ -109,14 +100,9 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   clear_state();
   if (p.initial_states != nullptr) {
     for_each_vector([&](int k, int column) {
-    // Rows of states begin at multiples of two columns, and a row's last vector may be half of one.
+      const auto vector = cuda::Vector<float, kVector>::load(p.initial_states + state_row + column);
 #pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        if (column + i >= p.state_columns) continue;
-        const float2 pair = *reinterpret_cast<const float2*>(p.initial_states + state_row + column + i);
-        state[k][i] = pair.x;
-        state[k][i + 1] = pair.y;
-      }
+      for (int i = 0; i < kVector; ++i) state[k][i] = vector[i];
     });
   }
 
@@ -175,11 +161,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   shared.resets == 0 ? run(std::false_type()) : run(std::true_type());
   if (p.final_states != nullptr) {
     for_each_vector([&](int k, int column) {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        if (column + i >= p.state_columns) continue;
-        *reinterpret_cast<float2*>(p.final_states + state_row + column + i) = {state[k][i], state[k][i + 1]};
-      }
+      *reinterpret_cast<float4*>(p.final_states + state_row + column) = {state[k][0], state[k][1], state[k][2], state[k][3]};
     });
   }
   __syncthreads();

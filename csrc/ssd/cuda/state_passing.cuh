@@ -32,7 +32,6 @@
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/shifted_rows.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
@@ -284,10 +283,6 @@ struct StatePassing {
 
   // Run by the warps that copy.
   __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
-    if (p.are_shifted) {
-      produce_shifted_rows(thread / kWarpSize, pipeline);
-      return;
-    }
     const RowsView &group_rows = group_view(), &head_rows = head_view();
     const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
     using GroupCopier = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
@@ -317,43 +312,6 @@ struct StatePassing {
         copy_head_rows[block].copy(target.head_rows[block], rows.end, head_rows.stride_step, at.is_reverse, rows.first);
       }
     });
-  }
-
-  // The same for rows that begin at any element (cuda/shifted_rows.cuh).
-  __device__ __forceinline__ void produce_shifted_rows(int warp, PipelineState& pipeline) const {
-    const StateTile first_tile(p, work, at, 0), second_tile(p, work, at, 1);
-    constexpr int kTiles = Layout::kColumnBlocks + Layout::kRowBlocks;
-    const auto rows_of = [&](int number, int chunk, const Rows& rows, Stage& target) {
-      using ShiftedRows = cuda::ShiftedRows<sizeof(Scalar)>;
-      if (number < Layout::kColumnBlocks) {
-        const RowsView& view = group_view();
-        const int column = number * Layout::kColumns;
-        return ShiftedRows::make(target.group_rows[number], at.template rows<const Scalar>(view, at.group, chunk) + column,
-                                 view.stride_step, p.dstate - column, rows.end, warp, kCopyWarps, rows.first);
-      }
-      const RowsView& view = head_view();
-      const int block = number - Layout::kColumnBlocks;
-      const StateTile state_tile = block == 0 ? first_tile : second_tile;
-      return ShiftedRows::make(target.head_rows[block],
-                               at.template rows<const Scalar>(view, state_tile.head, chunk) + state_tile.first_row,
-                               view.stride_step, state_tile.rows, rows.end, warp, kCopyWarps, rows.first);
-    };
-    constexpr int kPending = Shared::kMaxStages - 2;
-    cuda::produce_copies<kPending>(
-        at.chunks, stages(), pipeline, shared.full, shared.empty,
-        [&](int position, int stage) {
-          const int chunk = at.chunk_at(position);
-          const Rows rows = rows_of_chunk(chunk);
-          cuda::start_shifted_rows(kTiles, [&](int number) { return rows_of(number, chunk, rows, shared.stage(stage)); });
-        },
-        [&](int position, int stage) {
-          if constexpr (!kIsFp32<Scalar>) {
-            const int chunk = at.chunk_at(position);
-            constexpr int kRounds = kCopyWarps == 1 ? 2 : 1;
-            cuda::finish_shifted_rows<kRounds>(
-                kTiles, [&](int number) { return rows_of(number, chunk, Rows{0, at.steps_of(chunk)}, shared.stage(stage)); });
-          }
-        });
   }
 
   // The tile of a position is at first_target() + chunk_at(position) * target_stride(). A summary stores none.

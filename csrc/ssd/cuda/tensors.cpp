@@ -23,12 +23,12 @@ static_assert(kMinSharedBytes == kMinSharedBytesPerBlock, "the least that the op
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
-// Whether rows are contiguous and begin at multiples of so many elements, from memory aligned to as many.
-bool begin_at_multiples(const at::Tensor& tensor, int64_t elements) {
-  const auto bytes = static_cast<uintptr_t>(elements * tensor.element_size());
-  bool result = tensor.stride(3) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
-  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % elements == 0 || tensor.size(axis) == 1;
-  return result;
+int64_t padding(int64_t size) { return round_up(size, kRowElements) - size; }
+
+// Returns a contiguous tensor: constant_pad_nd alone keeps the memory order of tensors whose second axis is the innermost.
+at::Tensor zero_padded(const at::Tensor& tensor, at::IntArrayRef sizes) {
+  const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
+  return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
 }
 
 RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
@@ -42,19 +42,16 @@ RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
 
 }  // namespace
 
-bool has_vectors(const at::Tensor& tensor) { return tensor.size(3) % kRowElements == 0 && are_aligned(tensor); }
-bool has_pairs(const at::Tensor& tensor) { return tensor.size(3) % 2 == 0 && begin_at_multiples(tensor, 2); }
-bool are_aligned(const at::Tensor& tensor) {
-  constexpr int64_t kVectorBytes = 16;
-  return begin_at_multiples(tensor, kVectorBytes / tensor.element_size());
+bool has_rows(const at::Tensor& tensor) {
+  bool result = padding(tensor.size(3)) == 0 && tensor.stride(3) == 1 && is_aligned(tensor);
+  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
+  return result;
 }
 
 at::Tensor as_rows(const at::Tensor& tensor) {
-  return tensor.stride(3) == 1 || tensor.size(3) == 1 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
-at::Tensor empty_padded_like(const at::Tensor& tensor) {
-  return empty_tensor({tensor.size(0), tensor.size(1), tensor.size(2), padded_row(tensor.size(3))}, tensor.options());
+  if (has_rows(tensor)) return tensor;
+  const int64_t more = padding(tensor.size(3));
+  return more > 0 ? zero_padded(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 RowsView rows_view(const at::Tensor& tensor, bool reverse) { return view_of(tensor, tensor.data_ptr(), reverse); }
@@ -66,8 +63,8 @@ at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
 }
 
-KernelResult result_as_rows(const at::Tensor& target) {
-  return {target, has_pairs(target) ? target : empty_padded_like(target)};
+KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
+  return {target, has_rows(target) ? target : empty_contiguous_like(like)};
 }
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method)
@@ -76,6 +73,8 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
       C(in.C.is_same(in.B) ? B : as_rows(in.C)),
       in_(in),
       method_(method),
+      more_rows_(padding(in.x.size(3))),
+      more_columns_(padding(in.B.size(3))),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
   if (is_present(in.seq_idx)) resets_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
   if (is_present(in.cu_seqlens)) {
@@ -89,7 +88,7 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
   }
   A_ = in.A.contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
-  if (is_present(in.D)) D_ = in.D->contiguous();
+  if (is_present(in.D)) D_ = in.D->dim() == 2 ? zero_padded(*in.D, {0, more_rows_}) : in.D->contiguous();
   if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states);
 }
 
@@ -100,8 +99,6 @@ void KernelInputs::fill(SsdParams& params) const {
   params.groups = B.size(2);
   params.headdim = static_cast<int>(x.size(3));
   params.dstate = static_cast<int>(B.size(3));
-  params.state_columns = static_cast<int>(state_columns());
-  params.are_shifted = !are_aligned(x) || !are_aligned(B) || !are_aligned(C);
   params.discretization = method_;
   params.dt_softplus = in_.dt_softplus;
   const auto [dt_min, dt_max] = kernel_dt_limit(in_.dt_min, in_.dt_max);
@@ -132,26 +129,22 @@ WorkPartition KernelInputs::partition() const {
   return result;
 }
 
-int64_t KernelInputs::state_columns() const { return round_up(B.size(3), 2); }
-
 at::Tensor KernelInputs::empty_states() const {
-  return empty_tensor({sequences_, x.size(2), x.size(3), state_columns()}, in_.A.options());
+  return empty_tensor({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
 }
 
 at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
-  const int64_t more = state_columns() - states.size(3);
-  // constant_pad_nd alone keeps the memory order of tensors whose second axis is the innermost.
-  const at::Tensor padded = (more > 0 ? at::constant_pad_nd(states, {0, more}) : states).contiguous();
+  const at::Tensor padded = zero_padded(states, {0, more_columns_, 0, more_rows_});
   return is_aligned(padded) ? padded : padded.clone();
 }
 
 KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
-  const bool is_written = state_columns() == target.size(3) && target.is_contiguous() && is_aligned(target);
+  const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
   return {target, is_written ? target : empty_states()};
 }
 
 int64_t KernelInputs::states_stride_entry() const {
-  const int64_t stride = x.size(2) * x.size(3) * state_columns();
+  const int64_t stride = x.size(2) * x.size(3) * B.size(3);
   return in_.reverse && cu_seqlens_.defined() ? -stride : stride;
 }
 

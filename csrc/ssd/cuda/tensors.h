@@ -1,5 +1,5 @@
-// The tensors of a call in the layout of the SSD kernels: contiguous rows, which may begin at any element, and states with an
-// even number of columns.
+// The tensors of a call in the layout of the SSD kernels: rows aligned to 16 bytes and padded with zeros to a multiple of 16
+// bytes, and states padded to the same numbers of rows and columns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,17 +11,10 @@
 
 namespace ssm_kernels::ssd {
 
-// Properties of the rows of a tensor (batch, seqlen, heads, row). Each implies those after it.
-// Vectors of kRowElements contiguous elements, that begin at multiples of 16 bytes.
-bool has_vectors(const at::Tensor& tensor);
-// Pairs of contiguous elements, that begin at multiples of their size: what kernels store.
-bool has_pairs(const at::Tensor& tensor);
-// Whether contiguous rows, of any length, begin at multiples of 16 bytes.
-bool are_aligned(const at::Tensor& tensor);
-// A tensor with contiguous rows.
+// Whether kernels can move the rows of a tensor (batch, seqlen, heads, row): contiguous, aligned, a multiple of 16 bytes.
+bool has_rows(const at::Tensor& tensor);
+// A tensor with such rows.
 at::Tensor as_rows(const at::Tensor& tensor);
-// Uninitialized, of the same shape and dtype but for the rows, which are padded to vectors.
-at::Tensor empty_padded_like(const at::Tensor& tensor);
 // With reverse, step 0 of a view is the tensor's last step.
 RowsView rows_view(const at::Tensor& tensor, bool reverse = false);
 RowsView const_rows_view(const at::Tensor& tensor, bool reverse = false);
@@ -42,8 +35,8 @@ class KernelResult {
  private:
   const at::Tensor target_;
 };
-// A result for `target`, with padded rows unless it has pairs.
-KernelResult result_as_rows(const at::Tensor& target);
+// A result for `target`, padded to the shape of `like`.
+KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like);
 
 // The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
@@ -54,11 +47,9 @@ class KernelInputs {
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
 
-  // Columns of states in memory: dstate, rounded up to an even number.
-  int64_t state_columns() const;
-  // Uninitialized.
+  // Uninitialized, with the kernels' headdim and dstate.
   at::Tensor empty_states() const;
-  // States with so many columns, aligned to 16 bytes.
+  // States, padded and aligned.
   at::Tensor as_states(const at::Tensor& states) const;
   KernelResult result_as_states(const at::Tensor& target) const;
   // How many elements of such states come before those of the sequence, or row of the batch, that is scanned first.
@@ -73,7 +64,7 @@ class KernelInputs {
 
   const Inputs& in_;
   const Discretization method_;
-  const int64_t sequences_;
+  const int64_t more_rows_, more_columns_, sequences_;
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
 
