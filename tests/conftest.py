@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch._inductor.utils
 from helpers import DEVICES
 from operator_spec import OperatorSpec
 from process_pool import Processes
+from selection import select_tests
 from ssd_helpers import preferred_products
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
@@ -174,24 +173,6 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in others]
 
 
-def _deselect(config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]) -> None:
-    others = [item for item in items if not keep(item)]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = filter(keep, items)
-
-
-def _share(text: str) -> tuple[int, int]:
-    """The numbers of ``--part i/n``."""
-    try:
-        part, parts = map(int, text.split("/"))
-    except ValueError:
-        part, parts = 0, 0
-    if not 1 <= part <= parts:
-        raise pytest.UsageError(f"expected --part i/n with 1 <= i <= n, got {text}")
-    return part, parts
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", metavar="i/n", help="run the i-th of n shares of the tests, for machines that are lent for minutes"
@@ -200,12 +181,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = filter(_runs, items)
-    if "exhaustive" not in config.option.markexpr:
-        _deselect(config, items, lambda item: item.get_closest_marker("exhaustive") is None)
-    if config.option.part is not None:
-        part, parts = _share(config.option.part)
-        # By the name alone, so that every worker and every run chooses the same.
-        _deselect(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % parts == part - 1)
+    select_tests(config, items)
     if config.pluginmanager.hasplugin("xdist"):
         # One worker runs them, with --dist loadgroup: two at a time would not find the memory that they need.
         for item in items:

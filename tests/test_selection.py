@@ -1,4 +1,4 @@
-"""The choice of tests in conftest.py: exhaustive grids, and shares of the suite."""
+"""The choice of tests in selection.py: exhaustive grids, and shares of the suite."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
+from selection import select_tests
 
 
 def selected(names: list[str], *, markexpr: str = "", part: str | None = None) -> list[str]:
@@ -20,12 +20,9 @@ def selected(names: list[str], *, markexpr: str = "", part: str | None = None) -
     config = SimpleNamespace(
         option=SimpleNamespace(markexpr=markexpr, part=part),
         hook=hook,
-        pluginmanager=SimpleNamespace(hasplugin=lambda name: False),
     )
-    items: list[Any] = [
-        SimpleNamespace(nodeid=name, get_closest_marker=mark(name), path=SimpleNamespace(stem="test")) for name in names
-    ]
-    conftest.pytest_collection_modifyitems(config, items)
+    items: list[Any] = [SimpleNamespace(nodeid=name, get_closest_marker=mark(name)) for name in names]
+    select_tests(config, items)
     return [item.nodeid for item in items]
 
 
