@@ -64,6 +64,12 @@ def _mamba_conv(call: Arguments) -> int:
     return 2 * math.prod(call["xz"].shape[:-1]) * call["weight"].numel()
 
 
+def _mamba_inner(call: Arguments) -> int:
+    steps = math.prod(call["xz"].shape[:-1])
+    products = sum(call[name].numel() for name in ("conv_weight", "x_proj", "dt_proj", "out_proj"))
+    return steps * (2 * products + 9 * call["A_log"].numel())
+
+
 def _mamba2_mixer(call: Arguments, *, backward: bool = False) -> int:
     batch, length, _ = call["projected"].shape
     convolution = (1 + backward) * 2 * batch * length * call["conv_weight"].numel()
@@ -126,6 +132,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     ),
     partial(_convolution, backward=True): ("_causal_conv1d_bwd", "_causal_conv1d_bwd_out"),
     _mamba_conv: ("_mamba_conv",),
+    _mamba_inner: ("_mamba_inner",),
     _recurrence: tuple(f"{name}_{kind}" for name in _RECURRENCES for kind in ("scan", "step")),
     partial(_recurrence, inputs="inputs"): ("_linear_recurrence", "_linear_recurrence_fwd"),
     partial(_recurrence, inputs="inputs", backward=True): ("_linear_recurrence_bwd",),
