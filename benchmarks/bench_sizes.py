@@ -53,7 +53,7 @@ def rounded(value: float) -> float:
 
 
 def short(timing: Mapping[str, float]) -> dict[str, float]:
-    """What the tables show of a timing: there are thousands."""
+    """Keeps only the figures of a timing that the tables show: a sweep has thousands of timings."""
     return {name: rounded(timing[name]) for name in ("median", "spread")}
 
 

@@ -119,7 +119,7 @@ class Draw:
         return wide[..., self.first : self.first + length].unflatten(-1, shape[-inner:])
 
 
-# What one call takes, by the operator.
+# The sizes of one call, by operator.
 Make = Callable[[SizeCase, torch.device], tuple[Function, dict[str, Tensor]]]
 
 
@@ -322,7 +322,7 @@ def different_bits(ours: Contender) -> dict[str, float]:
 
 
 def layer_stages(layer: nn.Module, case: SizeCase, device: torch.device) -> dict[str, Stages]:
-    """Replays of graphs of a forward, and of forward and backward: the host's time is no part of a small layer's."""
+    """Captures forward, and forward with backward, in CUDA graphs, so that times leave out the host's."""
     generator = torch.Generator(device).manual_seed(1)
     shape = tuple(case.size[letter] for letter in ("B", "L", "d_model"))
     x, grad = (torch.randn(shape, generator=generator, device=device, dtype=case.dtype) for _ in range(2))
@@ -348,7 +348,7 @@ def layer_stages(layer: nn.Module, case: SizeCase, device: torch.device) -> dict
 
 
 def stages_of(case: SizeCase, device: torch.device) -> tuple[dict[str, Callable[[], Mapping[str, Stages]]], dict[str, float]]:
-    """What makes the stages of each contender, by name; and the results with other bits than those of aligned copies."""
+    """Returns what makes each contender's stages, by name, and the results whose bits differ from aligned copies."""
     if case.operator in LAYERS:
         options = {"headdim": case.size["P"]} if "P" in case.size else {}
         layers = make_layers(case.operator, case.size["d_model"], device, case.dtype, **options)

@@ -1,4 +1,4 @@
-"""What Mamba2 keeps for backward: the same bits with every value of recompute, and calls of projections that are not plain."""
+"""Mamba2 has the same bits with every value of recompute, and calls projections that are not plain as modules."""
 
 from __future__ import annotations
 

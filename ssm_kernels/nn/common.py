@@ -368,7 +368,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
 class PackedMixer(ConvMixer):
     """A :class:`ConvMixer` for several sequences in a row, by ``seq_idx`` or by ``cu_seqlens``."""
 
-    # What backward recomputes: of the class, as layers that were pickled by earlier versions have none.
+    # A class attribute, because layers that earlier versions pickled have no value of their own.
     recompute: RecomputeName = "cheap"
 
     def _mix(

@@ -1,7 +1,7 @@
 // Forward and backward of the causal convolution for channels-first tensors whose rows, the steps of a channel, start at any
 // element and have any length. Warps, lanes and sums are those of channels_first.cuh, and so are the bits of the results.
 //
-// Of each row a kernel reads aligned blocks of 16 bytes that hold an element of it, and writes such blocks if they lie in the
+// A kernel reads the aligned blocks of 16 bytes that hold an element of a row, and writes such blocks if they lie in the
 // row as a whole. Elements of the first and the last block are written singly.
 //
 // Forward shifts the vectors of a warp in time so that those of `out` are aligned. Vectors of x are then aligned, too, if x and

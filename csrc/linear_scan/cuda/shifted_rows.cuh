@@ -123,8 +123,8 @@ template <typename Element>
 struct ShiftedStores {
   using Pair = cuda::Vector<Element, 2>;
 
-  // Of the first two rows: the lane's aligned pair, which in a shifted row begins with an element of the lane before, and what
-  // the lane stores.
+  // Holds, for the first two rows, the lane's aligned pair, which in a shifted row begins with an element of the lane before,
+  // and what the lane stores.
   char* target[2];
   bool is_shifted[2], has_pair[2], has_first[2], has_second[2];
   int64_t two_strides;

@@ -58,7 +58,7 @@ constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
 
 // Shared memory of a cluster's sums: two buffers of a sum for each of its warps.
 constexpr int kClusterSumBytes = 2 * cuda::kMaxClusterBlocks * 32 * static_cast<int>(sizeof(float));
-// What a shifted input takes besides its columns, per warp and stage.
+// Extra shared memory of a shifted input beside its columns, per warp and stage.
 constexpr int kShiftedInputBytes = kVectorBytes;
 
 inline int bytes_of(const NormParams& p, bool is_accumulate) {

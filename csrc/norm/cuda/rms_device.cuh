@@ -131,7 +131,7 @@ class ShiftQueue {
 #pragma unroll
     for (int i = 0; i < count; ++i) packed_ |= (rows.past(i) / 2) << (i * kBits);
   }
-  // Of the oldest row.
+  // Bytes that the oldest row is shifted by.
   __device__ __forceinline__ int past(int stream) const {
     return (packed_ >> ((stages - 1) * kRowBits + stream * kBits) & ((1 << kBits) - 1)) * 2;
   }
