@@ -141,6 +141,15 @@ void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
   plan.C = warp_scan_access_of(p.C, p, bytes);
 }
 
+// Whether any tensor of a call has shifted vectors. `others` are the accesses of those that set_accesses leaves.
+bool has_shifted_vectors(const warp_scan::ScanPlan& plan, const SelectiveScanParams& p,
+                         std::initializer_list<VectorAccess> others) {
+  const auto shifted = [](VectorAccess access) { return is_shifted(access); };
+  const auto of_matrix = [](const MatrixView& view, VectorAccess access) { return view.per_step && is_shifted(access); };
+  return is_shifted(plan.u) || is_shifted(plan.delta) || is_shifted(plan.z) || of_matrix(p.B, plan.B) ||
+         of_matrix(p.C, plan.C) || std::any_of(others.begin(), others.end(), shifted);
+}
+
 constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
 
 // carry_pass: a carry pass that no main pass follows.
@@ -180,6 +189,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
                plan.config == FwdConfig::kManyChannels ? Many::tile_steps(kIsDouble) : Few::tile_steps(kIsDouble));
   set_accesses(plan, p, sizeof(Scalar));
   plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
+  plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.out});
   return plan;
 }
 
@@ -214,6 +224,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   plan.grad_delta = warp_scan_access_of(p.grad_delta, p, plan, sizeof(Scalar));
   plan.grad_z = warp_scan_access_of(p.grad_z, p, plan, sizeof(Scalar));
   plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
+  plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.grad_out, plan.grad_u, plan.grad_delta, plan.grad_z, plan.out});
   return plan;
 }
 

@@ -63,6 +63,7 @@ struct ScanPlan : ChannelPartition {
   VectorAccess grad_out = VectorAccess::kSingly, grad_u = VectorAccess::kSingly, grad_delta = VectorAccess::kSingly,
                grad_z = VectorAccess::kSingly;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
+  bool has_shifted_vectors = false;  // of any tensor
 };
 
 // Bytes of shared memory of a block.

@@ -179,12 +179,65 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   }
 }
 
+// How a tile of a call with shifted vectors moves.
+template <typename TileConfig>
+struct AnyBwdTile {
+  using Scalar = typename TileConfig::Scalar;
+  using Sequence = SequenceTile<TileConfig>;
+
+  // Calls visit(shared, at, rows) with what bwd_block has.
+  template <typename Visitor>
+  __device__ __forceinline__ static void visit(const SelectiveScanBwdParams& p, const ScanPlan& plan, const Visitor& visit) {
+    extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+    const BwdShared<TileConfig> shared(memory, p, plan);
+    if constexpr (kHasShiftedVectors<Scalar>) visit(shared, *shared.position, *shared.rows);
+  }
+
+  __device__ __noinline__ static void load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+      const int64_t left = p.dim - at.first_channel;
+      Sequence{shared.delta, plan.delta}.load_any(p.delta, rows.delta, t0, at.channels, steps, left);
+      Sequence{shared.grad_out, plan.grad_out}.load_any(p.grad_out, rows.grad_out, t0, at.channels, steps, left);
+      Sequence{shared.z, plan.z}.load_any(p.z, rows.z, t0, at.channels, steps, left);
+      if (!plan.carry_pass) Sequence{shared.u, plan.u}.load_any(p.u, rows.u, t0, at.channels, steps, left);
+    });
+  }
+  __device__ __noinline__ static void finish_load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position&, const BwdRows<Scalar>& rows) {
+      Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
+      Sequence{shared.grad_out, plan.grad_out}.finish_load_any(p.grad_out, rows.grad_out, t0);
+      Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
+      if (!plan.carry_pass) Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
+    });
+  }
+  __device__ __noinline__ static void stage(const SelectiveScanBwdParams& p, const ScanPlan& plan, int first_state,
+                                            int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+      using Slice = MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>;
+      const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
+      if (!plan.carry_pass) Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
+      Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
+    });
+  }
+  __device__ __noinline__ static void store(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+      Sequence{shared.u, plan.grad_u}.store_any(p.grad_u, rows.grad_u, t0, at.channels, steps);
+      Sequence{shared.delta, plan.grad_delta}.store_any(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+      Sequence{shared.z, plan.grad_z}.store_any(p.grad_z, rows.grad_z, t0, at.channels, steps);
+      Sequence{shared.grad_out, plan.out}.store_any(p.out, rows.out, t0, at.channels, steps);
+    });
+  }
+};
+
 template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
+  using AnyTile = AnyBwdTile<TileConfig>;
   constexpr int K = TileConfig::kSteps;
   constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
                 kPerState = Shared::kPerState;
@@ -238,13 +291,15 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps, p.dim - at.first_channel);
-    if (p.grad_out.data != nullptr) {
-      grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps, p.dim - at.first_channel);
+    if (has_shifted_vectors<Scalar>(plan)) {
+      AnyTile::load(p, plan, t0);
+    } else {
+      delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+      if (p.grad_out.data != nullptr) grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
+      if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+      if (!carry_pass) u_tile.load(p.u, rows.u, t0, at.channels, steps);
     }
-    if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps, p.dim - at.first_channel);
     if (!carry_pass) {
-      u_tile.load(p.u, rows.u, t0, at.channels, steps, p.dim - at.first_channel);
       const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
       const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
       load_states_before<TileConfig>(p, plan, shared, source, at.channels);
@@ -259,18 +314,22 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (has_B_steps && !carry_pass) {
-        B.stage(p, at, plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
-      }
-      if (has_C_steps) {
-        C.stage(p, at, plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+      if (has_shifted_vectors<Scalar>(plan)) {
+        AnyTile::stage(p, plan, first_state, t0);
+      } else {
+        if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+        if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
-        delta_tile.finish_load(p.delta, rows.delta, t0);
-        if (p.grad_out.data != nullptr) grad_out_tile.finish_load(p.grad_out, rows.grad_out, t0);
-        if (p.z.data != nullptr) z_tile.finish_load(p.z, rows.z, t0);
-        if (!carry_pass) u_tile.finish_load(p.u, rows.u, t0);
+        if (has_shifted_vectors<Scalar>(plan)) {
+          AnyTile::finish_load(p, plan, t0);
+        } else {
+          delta_tile.finish_load();
+          if (p.grad_out.data != nullptr) grad_out_tile.finish_load();
+          if (p.z.data != nullptr) z_tile.finish_load();
+          if (!carry_pass) u_tile.finish_load();
+        }
       }
       __syncthreads();
 
@@ -481,10 +540,14 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       grad_u_tile.write(lane.channel, first_step, grad_input);
       grad_delta_tile.write(lane.channel, first_step, grad_step);
       __syncthreads();
-      if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
-      if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
-      if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
-      if (p.out.data != nullptr) out_tile.store(p.out, rows.out, t0, at.channels, steps);
+      if (has_shifted_vectors<Scalar>(plan)) {
+        AnyTile::store(p, plan, t0);
+      } else {
+        if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
+        if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+        if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
+        if (p.out.data != nullptr) out_tile.store(p.out, rows.out, t0, at.channels, steps);
+      }
     }
     __syncthreads();
   }

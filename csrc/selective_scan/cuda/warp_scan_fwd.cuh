@@ -60,11 +60,59 @@ struct FwdShared {
   }
 };
 
+// How a tile of a call with shifted vectors moves.
+template <typename TileConfig, int slice>
+struct AnyFwdTile {
+  using Scalar = typename TileConfig::Scalar;
+  using Sequence = SequenceTile<TileConfig>;
+
+  // Calls visit(shared, at, rows) with what fwd_block has.
+  template <typename Visitor>
+  __device__ __forceinline__ static void visit(const SelectiveScanFwdParams& p, const ScanPlan& plan, const Visitor& visit) {
+    extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+    const FwdShared<TileConfig, slice> shared(memory, p, plan);
+    if constexpr (kHasShiftedVectors<Scalar>) visit(shared, *shared.position, *shared.rows);
+  }
+
+  __device__ __noinline__ static void load(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+      const int64_t left = p.dim - at.first_channel;
+      Sequence{shared.delta, plan.delta}.load_any(p.delta, rows.delta, t0, at.channels, steps, left);
+      Sequence{shared.u, plan.u}.load_any(p.u, rows.u, t0, at.channels, steps, left);
+      if (!plan.carry_pass) Sequence{shared.z, plan.z}.load_any(p.z, rows.z, t0, at.channels, steps, left);
+    });
+  }
+  __device__ __noinline__ static void finish_load(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position&, const FwdRows<Scalar>& rows) {
+      Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
+      Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
+      if (!plan.carry_pass) Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
+    });
+  }
+  __device__ __noinline__ static void stage(const SelectiveScanFwdParams& p, const ScanPlan& plan, int first_state,
+                                            int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+      using Slice = MatrixSlice<TileConfig, slice>;
+      const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
+      Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
+      if (!plan.carry_pass) Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
+    });
+  }
+  __device__ __noinline__ static void store(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
+    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+      Sequence{shared.u, plan.out}.store_any(p.out, rows.out, t0, at.channels, steps);
+    });
+  }
+};
+
 template <typename TileConfig, int slice, typename Method, Pass pass>
 __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig, slice>;
+  using AnyTile = AnyFwdTile<TileConfig, slice>;
   using Pair = typename Shared::Pair;
   constexpr int K = TileConfig::kSteps, kHalf = K / 2;
   const Shared shared(memory, p, plan);
@@ -120,9 +168,13 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps, p.dim - at.first_channel);
-    u_tile.load(p.u, rows.u, t0, at.channels, steps, p.dim - at.first_channel);
-    if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps, p.dim - at.first_channel);
+    if (has_shifted_vectors<Scalar>(plan)) {
+      AnyTile::load(p, plan, t0);
+    } else {
+      delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+      u_tile.load(p.u, rows.u, t0, at.channels, steps);
+      if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+    }
 
     const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
@@ -130,17 +182,21 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (has_B_steps) {
-        B.stage(p, at, plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
-      }
-      if (has_C_steps && !carry_pass) {
-        C.stage(p, at, plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+      if (has_shifted_vectors<Scalar>(plan)) {
+        AnyTile::stage(p, plan, first_state, t0);
+      } else {
+        if (has_B_steps) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+        if (has_C_steps && !carry_pass) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
-        delta_tile.finish_load(p.delta, rows.delta, t0);
-        u_tile.finish_load(p.u, rows.u, t0);
-        if (p.z.data != nullptr && !carry_pass) z_tile.finish_load(p.z, rows.z, t0);
+        if (has_shifted_vectors<Scalar>(plan)) {
+          AnyTile::finish_load(p, plan, t0);
+        } else {
+          delta_tile.finish_load();
+          u_tile.finish_load();
+          if (p.z.data != nullptr && !carry_pass) z_tile.finish_load();
+        }
       }
       __syncthreads();
 
@@ -225,7 +281,11 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       const SequenceTile<TileConfig> out_tile{shared.u, plan.out};
       out_tile.write(lane.channel, first_step, out);
       __syncthreads();
-      out_tile.store(p.out, rows.out, t0, at.channels, steps);
+      if (has_shifted_vectors<Scalar>(plan)) {
+        AnyTile::store(p, plan, t0);
+      } else {
+        out_tile.store(p.out, rows.out, t0, at.channels, steps);
+      }
       if (p.chunk_states != nullptr) {
 #pragma unroll 1
         for (int chunk = 0; chunk < shared.chunks; ++chunk) {

@@ -29,9 +29,16 @@ constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes
 __device__ __forceinline__ bool is_access(VectorAccess access, VectorAccess tested) {
   return opaque(static_cast<int>(access)) == static_cast<int>(tested);
 }
-// The same of both accesses in shifted vectors.
-__device__ __forceinline__ bool is_shifted_access(VectorAccess access) {
-  return is_shifted(static_cast<VectorAccess>(opaque(static_cast<int>(access))));
+
+template <typename Scalar>
+constexpr bool kHasShiftedVectors = sizeof(Scalar) <= 4;
+
+// Whether the tensors of a call move by the functions for shifted vectors, load_any and so on, of which each kernel has one
+// copy outside of its own code: a loop over tiles with those inside fetches its instructions too slowly, and takes 7 to 10 %
+// longer.
+template <typename Scalar>
+__device__ __forceinline__ bool has_shifted_vectors(const ScanPlan& plan) {
+  return kHasShiftedVectors<Scalar> && opaque(static_cast<int>(plan.has_shifted_vectors)) != 0;
 }
 
 // Sizes of a block and its tile at compile time.
@@ -60,7 +67,6 @@ struct SequenceTile {
       std::max(kChannels * kChannelPitch, round_up_to_vector(kSteps* kChannels + TileConfig::kTimeLanes * kVector));
   // Tiles with fewer channels than a vector are not moved along channels.
   static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
-  static constexpr bool kHasShiftedVectors = sizeof(Scalar) <= 4;
 
   Scalar* data;
   VectorAccess access;
@@ -102,12 +108,8 @@ struct SequenceTile {
   }
 
   // Called by the whole block, with the row of its first channel. Copies may still be in flight when this returns.
-  // channels_left: to the end of the tensor.
-  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels, int steps,
-                                       int64_t channels_left) const {
-    if constexpr (kHasShiftedVectors) {
-      if (is_shifted_access(access)) return load_shifted(view, row, first_step, channels, steps, channels_left);
-    }
+  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
+                                       int steps) const {
     const auto copy = [&](Scalar* element, int64_t offset, int count) {
       cuda::cp_async(element, row + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
     };
@@ -115,12 +117,9 @@ struct SequenceTile {
       *element = exists ? row[offset] : from_accumulate<Scalar>(0);
     });
   }
-  // Puts loaded steps that descend in memory in order, and shifted rows in their places. Each thread reverses the vectors that
-  // it has copied, and each warp shifts its rows. The thread's copies have arrived, and the block synchronizes next.
-  __device__ __forceinline__ void finish_load(const SequenceView& view, const Scalar* row, int64_t first_step) const {
-    if constexpr (kHasShiftedVectors) {
-      if (is_access(access, VectorAccess::kShifted)) return shift_rows(view, row, first_step);
-    }
+  // Puts loaded steps that descend in memory in order. Each thread reverses the vectors that it has copied; they have arrived,
+  // and the block synchronizes next.
+  __device__ __forceinline__ void finish_load() const {
     if (is_access(access, VectorAccess::kDescending)) {
       for_each_descending_vector(
           [](Scalar* element, int, int) { reversed(Vector<Scalar, kVector>::load(element)).store(element); });
@@ -129,9 +128,6 @@ struct SequenceTile {
 
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
-    if constexpr (kHasShiftedVectors) {
-      if (is_shifted_access(access)) return store_shifted(view, row, first_step, channels, steps);
-    }
     const auto store_elements = [&](const Scalar* element, int64_t offset, int count) {
       for (int i = 0; i < count; ++i) row[offset + i] = element[i];
     };
@@ -150,6 +146,39 @@ struct SequenceTile {
         [&](const Scalar* element, int64_t offset, bool exists) {
           if (exists) row[offset] = *element;
         });
+  }
+
+  // The same of tensors of which some have shifted vectors; absent tensors are left out. channels_left: to the tensor's end.
+  __device__ __forceinline__ void load_any(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
+                                           int steps, int64_t channels_left) const {
+    if (view.data == nullptr) return;
+    if (!is_shifted(access)) {
+      load(view, row, first_step, channels, steps);
+    } else if (is_along_channels()) {
+      load_shifted_channels(view, row, first_step, channels, steps, channels_left);
+    } else {
+      copy_shifted_rows(view, row, first_step, channels, steps);
+    }
+  }
+  // Each warp moves the elements of its shifted rows to their places.
+  __device__ __forceinline__ void finish_load_any(const SequenceView& view, const Scalar* row, int64_t first_step) const {
+    if (view.data == nullptr) return;
+    if (access == VectorAccess::kShifted) {
+      shift_rows(view, row, first_step);
+    } else {
+      finish_load();
+    }
+  }
+  __device__ __forceinline__ void store_any(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
+                                            int steps) const {
+    if (view.data == nullptr) return;
+    if (!is_shifted(access)) {
+      store(view, row, first_step, channels, steps);
+    } else if (is_along_channels()) {
+      store_shifted_channels(view, row, first_step, channels, steps);
+    } else {
+      store_shifted_rows(view, row, first_step, channels, steps);
+    }
   }
 
  private:
@@ -183,22 +212,6 @@ struct SequenceTile {
     for (int i = thread % kWarpSize; i < kVectors; i += kWarpSize) {
       const int channel = thread / kWarpSize * TileConfig::kLanesPerStep + i / kRowVectors, step = i % kRowVectors * kVector;
       visit(data + channel * kChannelPitch + step, channel, step);
-    }
-  }
-  __device__ __forceinline__ void load_shifted(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
-                                               int steps, int64_t channels_left) const {
-    if (is_along_channels()) {
-      load_shifted_channels(view, row, first_step, channels, steps, channels_left);
-    } else {
-      copy_shifted_rows(view, row, first_step, channels, steps);
-    }
-  }
-  __device__ __forceinline__ void store_shifted(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
-                                                int steps) const {
-    if (is_along_channels()) {
-      store_shifted_channels(view, row, first_step, channels, steps);
-    } else {
-      store_shifted_rows(view, row, first_step, channels, steps);
     }
   }
   // Copies the blocks that hold the warp's rows: one more than a row's vectors, in the padding.
@@ -262,10 +275,9 @@ struct SequenceTile {
       visit(at(channel, step), first + channel + step * view.stride_step, step < steps ? count : 0);
     }
   }
-  // Pieces of whole vectors may reach into channels of other tiles; other vectors are loaded element by element. Not inlined:
-  // once for each tensor, it would take registers and instructions from backward's loop over states.
-  __device__ __noinline__ void load_shifted_channels(const SequenceView& view, const Scalar* row, int64_t first_step,
-                                                     int channels, int steps, int64_t channels_left) const {
+  // Pieces of whole vectors may reach into channels of other tiles; other vectors are loaded element by element.
+  __device__ __forceinline__ void load_shifted_channels(const SequenceView& view, const Scalar* row, int64_t first_step,
+                                                        int channels, int steps, int64_t channels_left) const {
     constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1;
     const int channel = opaque_thread() % kRowVectors * kVector;
     const int left = static_cast<int>(min(channels_left - channel, int64_t(2 * kVector)));
@@ -320,7 +332,6 @@ struct MatrixSlice {
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kLanePitch = TileConfig::kSteps + kVectorSize<Acc>;
   static constexpr int kPitch = TileConfig::kTimeLanes * kLanePitch;
-  static constexpr bool kHasShiftedVectors = sizeof(Scalar) <= 4;
 
   Acc* data;
 
@@ -332,17 +343,11 @@ struct MatrixSlice {
   }
 
   // Called by the whole block, with the first row of its group.
-  __device__ __forceinline__ void stage(const SelectiveScanParams& p, const Position& position, VectorAccess access,
-                                        const MatrixView& view, const Scalar* row, int first_state, int64_t first_step,
-                                        int states, int steps) const {
+  __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
+                                        int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    if (kHasShiftedVectors && is_shifted_access(access)) {
-      if constexpr (kHasShiftedVectors) {
-        stage_shifted(selective_scan::is_along_channels(access), view, source, states, steps,
-                      static_cast<int>(p.dstate) - first_state, position.steps_from(first_step, 2 * TileConfig::kTileSteps));
-      }
-    } else if (is_access(access, VectorAccess::kAlongSteps)) {
+    if (is_access(access, VectorAccess::kAlongSteps)) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
@@ -391,6 +396,21 @@ struct MatrixSlice {
         if (state >= states) continue;
         *at(state, step) = step < steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
       }
+    }
+  }
+
+  // The same of a matrix that may have shifted vectors, or be constant.
+  __device__ __forceinline__ void stage_any(const SelectiveScanParams& p, const Position& position, VectorAccess access,
+                                            const MatrixView& view, const Scalar* row, int first_state, int64_t first_step,
+                                            int states) const {
+    if (!view.per_step) return;
+    const int steps = position.steps_from(first_step, TileConfig::kTileSteps);
+    if (is_shifted(access)) {
+      const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
+      stage_shifted(selective_scan::is_along_channels(access), view, source, states, steps,
+                    static_cast<int>(p.dstate) - first_state, position.steps_from(first_step, 2 * TileConfig::kTileSteps));
+    } else {
+      stage(access, view, row, first_state, first_step, states, steps);
     }
   }
 
