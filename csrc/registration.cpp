@@ -95,7 +95,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)");
   // As _selective_scan_bwd, but writes grad_z, and grad_delta if given, into the caller's tensors, which may be column slices.
   // The second result then has no elements. chunk_states lose their values only with reuses_chunk_states. `out` receives the
-  // outputs of forward, and may be the memory of grad_out.
+  // outputs of forward; a copy of grad_out precedes them unless it is the memory of grad_out.
   def_kernels(
       "_selective_scan_bwd_out(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, "
       "Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor(c!) chunk_states, str discretization, bool delta_softplus, "

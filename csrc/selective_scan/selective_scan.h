@@ -144,9 +144,9 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
   // Gradients that are absent or not needed have data null; per_step is then false.
   SequenceView grad_u, grad_delta, grad_z;
   MatrixView grad_B, grad_C;
-  // The outputs of forward, computed again; data null if they are not wanted. They may take the place of grad_out: each element
-  // is written after its last read, by the thread that read it.
-  SequenceView out;
+  // Whether the outputs of forward, computed again, replace grad_out: each element is written after its last read, by the
+  // thread that read it.
+  bool replaces_grad_out = false;
   // Contiguous: (dim, dstate), (dim,), (dim,) and (batch or sequences, dim, dstate).
   void* grad_A = nullptr;
   void* grad_D = nullptr;

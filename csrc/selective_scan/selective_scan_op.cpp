@@ -112,6 +112,8 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
                     "selective_scan backward: expected z with bwd.grad_z, got None");
   checks.tensor("grad_z", bwd.grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_delta", bwd.grad_delta, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+  TORCH_CHECK_VALUE(is_present(bwd.grad_out) || !is_present(bwd.out),
+                    "selective_scan backward: expected grad_out with out, got None");
   checks.tensor("out", bwd.out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const auto parameter = [](const at::Tensor& like) { return empty_tensor(like.sym_sizes(), like.options()); };
@@ -250,6 +252,12 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
   params.initial_state = state_view(rows.initial_state);
   const bool reverse = bwd.in.reverse;
   params.grad_out = sequence_view(bwd.grad_out, Access::kRead, reverse);
+  if (is_present(bwd.out)) {
+    const at::Tensor &out = *bwd.out, &grad_out = *bwd.grad_out;
+    if (out.const_data_ptr() != grad_out.const_data_ptr() || out.strides() != grad_out.strides()) out.copy_(grad_out);
+    params.grad_out = sequence_view(out, Access::kWrite, reverse);
+    params.replaces_grad_out = true;
+  }
   params.grad_last_state = state_view(bwd.grad_last_state);
   params.chunk_states = chunk_states.const_data_ptr();
   const auto sequence = [&](Grad grad) {
@@ -262,7 +270,6 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
   params.grad_u = sequence(kGradU);
   params.grad_delta = sequence(kGradDelta);
   params.grad_z = sequence(kGradZ);
-  if (is_present(bwd.out) && bwd.out->numel() > 0) params.out = sequence_view(bwd.out, Access::kWrite, reverse);
   params.grad_B = matrix(kGradB);
   params.grad_C = matrix(kGradC);
   params.grad_A = pointer(kGradA);

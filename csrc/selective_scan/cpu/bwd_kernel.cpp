@@ -227,14 +227,14 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
 
     const V D = load_channels<Acc>(p.D, channel, channels);
-    if (p.out.data != nullptr) {
+    if (p.replaces_grad_out) {
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
         V y = V::loadu(tiles.y + i);
         if (p.D.data != nullptr) y = at::vec::fmadd(D, V::loadu(tiles.u + i), y);
         if (p.z.data != nullptr) y = y * silu(V::loadu(tiles.z + i));
         y.store(tiles.out + i);
       }
-      store_sequence<Acc, Scalar>(p.out, tiles.out, task.row, channel, channels, start, steps);
+      store_sequence<Acc, Scalar>(p.grad_out, tiles.out, task.row, channel, channels, start, steps);
     }
     if (p.grad_z.data != nullptr) {
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {

@@ -125,7 +125,7 @@ template <typename Scalar>
 struct BwdRows {
   using Acc = AccumulateType<Scalar>;
 
-  Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z, *out;
+  Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z;
   const Scalar *B, *C;
   // The states before the row's first chunk, (channels, dstate), from the block's first channel on, null if they are zero; and
   // their place among the saved states. Backward's initial state is contiguous.
@@ -139,7 +139,6 @@ struct BwdRows {
         grad_u(first_row<Scalar>(p.grad_u, at)),
         grad_delta(first_row<Scalar>(p.grad_delta, at)),
         grad_z(first_row<Scalar>(p.grad_z, at)),
-        out(first_row<Scalar>(p.out, at)),
         B(first_row<Scalar>(p.B, p, at)),
         C(first_row<Scalar>(p.C, p, at)),
         saved_states(static_cast<const Acc*>(p.chunk_states) + state_offset(p, at.chunk_states, at.first_channel, 0)) {

@@ -284,15 +284,15 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     return grads;
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  at::Tensor arranged_grad_out;
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(in.u);
     Plan plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     check_plan(params, plan, device, in.u.scalar_type());
-    at::Tensor arranged_grad_out;
     if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, params, plan.sequential)) {
       arranged_grad_out = empty_tensor_like(in.u).copy_(*bwd.grad_out);
-      params.grad_out = sequence_view(arranged_grad_out, Access::kRead, in.reverse);
+      params.grad_out = sequence_view(arranged_grad_out, Access::kWrite, in.reverse);
       plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     }
     Workspace workspace;
@@ -325,6 +325,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     }
     return error;
   }));
+  if (arranged_grad_out.defined() && is_present(bwd.out)) bwd.out->copy_(arranged_grad_out);
   return grads;
 }
 

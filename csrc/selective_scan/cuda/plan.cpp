@@ -223,8 +223,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   plan.grad_u = warp_scan_access_of(p.grad_u, p, plan, sizeof(Scalar));
   plan.grad_delta = warp_scan_access_of(p.grad_delta, p, plan, sizeof(Scalar));
   plan.grad_z = warp_scan_access_of(p.grad_z, p, plan, sizeof(Scalar));
-  plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
-  plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.grad_out, plan.grad_u, plan.grad_delta, plan.grad_z, plan.out});
+  plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.grad_out, plan.grad_u, plan.grad_delta, plan.grad_z});
   return plan;
 }
 
@@ -366,7 +365,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's; a multiple of the sequential tile
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.
-      set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z, &p.out},
+      set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},
                    /*writes_dense=*/true);
       const int64_t blocks = p.rows * plan.sequential.tiles, resident = device.multiprocessors * sequential::kResidentBlocks;
       const int64_t segments =
@@ -425,8 +424,7 @@ SelectiveScanBwdParams span_params(const SelectiveScanBwdParams& p, int64_t begi
   using Acc = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
   SelectiveScanBwdParams span = p;
   span.seqlen = steps;
-  for (SequenceView* view :
-       {&span.u, &span.delta, &span.z, &span.grad_out, &span.grad_u, &span.grad_delta, &span.grad_z, &span.out}) {
+  for (SequenceView* view : {&span.u, &span.delta, &span.z, &span.grad_out, &span.grad_u, &span.grad_delta, &span.grad_z}) {
     *view = from_step<Scalar>(*view, begin);
   }
   for (MatrixView* view : {&span.B, &span.C, &span.grad_B, &span.grad_C}) *view = from_step<Scalar>(*view, begin);
@@ -468,7 +466,6 @@ void for_each_tile(SelectiveScanBwdParams& p, warp_scan::ScanPlan& plan, const V
   visit(p.grad_u, plan.grad_u);
   visit(p.grad_delta, plan.grad_delta);
   visit(p.grad_z, plan.grad_z);
-  visit(p.out, plan.out);
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ struct BwdConsumer {
         partial_sums(partial_sums_),
         shared(shared_),
         at(*shared_.position),
-        needs_y(p_.grad_z.data != nullptr || p_.out.data != nullptr),
+        needs_y(p_.grad_z.data != nullptr || p_.replaces_grad_out),
         states_before_groups(cuda::opaque_shared_address(shared_.states + threadIdx.x)),
         sums_over_channels(cuda::opaque_shared_address(shared_.sums + threadIdx.x / kWarpSize * Shared::kSums +
                                                        ((lane.row & 4 ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch)) {

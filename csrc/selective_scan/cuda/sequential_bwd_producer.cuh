@@ -131,15 +131,15 @@ struct BwdProducer {
     });
   }
 
-  // Makes forward's outputs of `count` elements in place: y is <C, h> before.
+  // Makes forward's outputs of `count` elements from <C, h>.
   template <int count>
   __device__ __forceinline__ void make_outputs(const Acc (&u)[count], const Acc (&z)[count], const Acc (&skip)[count],
-                                               Acc (&y)[count]) const {
+                                               const Acc (&y)[count], Acc (&out)[count]) const {
 #pragma unroll
-    for (int j = 0; j < count; ++j) y[j] = Math<Acc>::fma(skip[j], u[j], y[j]);
-    if (p.z.data == nullptr) return;
-#pragma unroll
-    for (int j = 0; j < count; ++j) y[j] *= silu(z[j]);
+    for (int j = 0; j < count; ++j) {
+      out[j] = Math<Acc>::fma(skip[j], u[j], y[j]);
+      if (p.z.data != nullptr) out[j] *= silu(z[j]);
+    }
   }
 
   // Computes the gradients of `count` elements in place: y becomes grad_z, input grad_u, step grad_delta, and grad_out the
@@ -180,13 +180,7 @@ struct BwdProducer {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    by_access(
-        t0,
-        [&](auto thread_vectors) {
-          write_vectors(thread_vectors, t0, tile);
-          if (p.out.data != nullptr) write_outputs(thread_vectors, t0, tile);
-        },
-        [&] { write_elements(t0, tile); });
+    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); }, [&] { write_elements(t0, tile); });
   }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
@@ -245,8 +239,13 @@ struct BwdProducer {
         finish(load_delta, delta);
         if (has_grad) finish(load_grad_out, grad_out);
         if (has_gate) finish(load_z, z);
-        if (needs_grad_z) thread_vectors.get(shared.array(tile, Shared::kY), i, first, y);
+        if (needs_grad_z || p.replaces_grad_out) thread_vectors.get(shared.array(tile, Shared::kY), i, first, y);
         thread_vectors.get_channels(shared.skip, i, first, skip);
+        if (p.replaces_grad_out) {
+          Acc out[kPart];
+          make_outputs(u, z, skip, y, out);
+          store(p.grad_out, rows.grad_out, out);
+        }
         thread_vectors.get_channels(shared.bias, i, first, bias);
         thread_vectors.get(shared.array(tile, Shared::kInput), i, first, of_u);
         thread_vectors.get(shared.array(tile, Shared::kStep), i, first, of_delta);
@@ -271,52 +270,20 @@ struct BwdProducer {
     }
   }
 
-  // Writes forward's outputs, after the gradients, whose loop has no registers left. The sums y are still in shared memory.
-  template <typename P>
-  __device__ __forceinline__ void write_outputs(P thread_vectors, int64_t t0, int tile) const {
-#pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll 1
-      for (int first = 0; first < kVector; first += kPart) {
-        const int left = thread_vectors.left(i, at.channels, steps_left(t0)) - first;
-        const auto address = [&](const SequenceView& view, Scalar* row) {
-          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) +
-                 P::template part_offset<kPart>(first);
-        };
-        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
-          const auto part = P::template vector_of<kPart>(P::template load<kPart>(address(view, row), left));
-#pragma unroll
-          for (int j = 0; j < kPart; ++j) values[j] = part.accumulate(j);
-        };
-        Acc u[kPart], z[kPart] = {}, skip[kPart], y[kPart];
-        load(p.u, rows.u, u);
-        if (p.z.data != nullptr) load(p.z, rows.z, z);
-        thread_vectors.get(shared.array(tile, Shared::kY), i, first, y);
-        thread_vectors.get_channels(shared.skip, i, first, skip);
-        make_outputs(u, z, skip, y);
-        Vector<Scalar, kPart> part;
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(y[j]));
-        P::store(part, address(p.out, rows.out), left);
-      }
-    }
-  }
-
   // Writes an element's gradients; returns its terms of grad_D and grad_delta_bias.
   __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
-    const bool needs_out = p.out.data != nullptr;
     const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
     const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
     const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
     Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
-    Acc y[1] = {needs_grad_z || needs_out ? *shared.array(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc y[1] = {needs_grad_z || p.replaces_grad_out ? *shared.array(tile, Shared::kY).at(channel, step) : Acc(0)};
     Acc of_u[1] = {*shared.array(tile, Shared::kInput).at(channel, step)};
     Acc of_delta[1] = {*shared.array(tile, Shared::kStep).at(channel, step)};
-    if (needs_out) {
-      Acc out[1] = {y[0]};
-      make_outputs(u, z, skip, out);
-      store_element(p.out, rows.out, channel, t, out[0]);
+    if (p.replaces_grad_out) {
+      Acc out[1];
+      make_outputs(u, z, skip, y, out);
+      store_element(p.grad_out, rows.grad_out, channel, t, out[0]);
     }
     make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
     if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);

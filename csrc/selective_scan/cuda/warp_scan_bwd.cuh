@@ -226,7 +226,9 @@ struct AnyBwdTile {
       Sequence{shared.u, plan.grad_u}.store_any(p.grad_u, rows.grad_u, t0, at.channels, steps);
       Sequence{shared.delta, plan.grad_delta}.store_any(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
       Sequence{shared.z, plan.grad_z}.store_any(p.grad_z, rows.grad_z, t0, at.channels, steps);
-      Sequence{shared.grad_out, plan.out}.store_any(p.out, rows.out, t0, at.channels, steps);
+      if (p.replaces_grad_out) {
+        Sequence{shared.grad_out, plan.grad_out}.store_any(p.grad_out, rows.grad_out, t0, at.channels, steps);
+      }
     });
   }
 };
@@ -420,7 +422,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           Acc previous_state = h_before;
 #pragma unroll
           for (int j = 0; j < K; ++j) previous_state = h[j] = Math<Acc>::fma(transition(j).abar(), previous_state, h[j]);
-          if (p.grad_z.data != nullptr || p.out.data != nullptr) {
+          if (p.grad_z.data != nullptr || p.replaces_grad_out) {
 #pragma unroll
             for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
           }
@@ -490,15 +492,15 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (!carry_pass) {
       // The input tiles are intact. The gradients overwrite them once every lane has read its steps.
       const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
-          grad_z_tile{shared.z, plan.grad_z}, out_tile{shared.grad_out, plan.out};
+          grad_z_tile{shared.z, plan.grad_z}, out_tile{shared.grad_out, plan.grad_out};
       const Acc skip = of_channel(p.D);
-      if (p.grad_z.data != nullptr || p.out.data != nullptr) {
+      if (p.grad_z.data != nullptr || p.replaces_grad_out) {
         Acc gate[K], out[K];
         u_tile.read(lane.channel, first_step, gate);
 #pragma unroll
         for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(skip, gate[j], y[j]);
         if (p.z.data != nullptr) z_tile.read(lane.channel, first_step, gate);
-        if (p.out.data != nullptr) {
+        if (p.replaces_grad_out) {
 #pragma unroll
           for (int j = 0; j < K; ++j) out[j] = p.z.data != nullptr ? y[j] * silu(gate[j]) : y[j];
         }
@@ -511,7 +513,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         }
         __syncthreads();
         if (p.grad_z.data != nullptr) grad_z_tile.write(lane.channel, first_step, y);
-        if (p.out.data != nullptr) out_tile.write(lane.channel, first_step, out);
+        if (p.replaces_grad_out) out_tile.write(lane.channel, first_step, out);
       }
       // Read here, not above, to save registers.
       Acc u[K], raw[K];
@@ -546,7 +548,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
         if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
         if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
-        if (p.out.data != nullptr) out_tile.store(p.out, rows.out, t0, at.channels, steps);
+        if (p.replaces_grad_out) out_tile.store(p.grad_out, rows.grad_out, t0, at.channels, steps);
       }
     }
     __syncthreads();
