@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda
 
 both_directions = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 small_dtypes = dtypes(torch.float32, torch.float16, torch.bfloat16)
-kernels = pytest.mark.parametrize("choice", ["sequential"])
+both_kernels = pytest.mark.parametrize("choice", ["sequential", "tiles"])
 
 
 def assert_rows_keep_bits(variant: Variant, channels: int, layouts: tuple[Layout, ...], only: str = "", **sizes: Any) -> None:
@@ -42,7 +42,7 @@ def assert_rows_keep_bits(variant: Variant, channels: int, layouts: tuple[Layout
             assert_guards_kept(x, f"{what} {name}")
 
 
-@kernels
+@both_kernels
 @small_dtypes
 @every_recurrence
 def test_every_recurrence(variant, dtype, choice):
@@ -50,7 +50,7 @@ def test_every_recurrence(variant, dtype, choice):
         assert_rows_keep_bits(variant, 83, (Layout(0), Layout(1), Layout(2), Layout(3, odd=True)), seqlen=150, dtype=dtype)
 
 
-@kernels
+@both_kernels
 @both_directions
 @small_dtypes
 def test_every_offset(dtype, reverse, choice):
@@ -61,7 +61,7 @@ def test_every_offset(dtype, reverse, choice):
             assert_rows_keep_bits(MINGRU, channels, layouts, seqlen=77, dtype=dtype, reverse=reverse)
 
 
-@kernels
+@both_kernels
 @small_dtypes
 def test_lengths(dtype, choice):
     with debug_option("linear_scan_kernel", choice):
@@ -70,7 +70,7 @@ def test_lengths(dtype, choice):
             assert_rows_keep_bits(variant, 67, (Layout(0, odd=True), Layout(5)), **sizes)
 
 
-@kernels
+@both_kernels
 @small_dtypes
 def test_one_tensor_in_other_rows(dtype, choice):
     """The kernels take one way for all tensors."""
@@ -81,7 +81,7 @@ def test_one_tensor_in_other_rows(dtype, choice):
 
 
 @pytest.mark.exhaustive
-@kernels
+@both_kernels
 @both_directions
 @small_dtypes
 @every_recurrence

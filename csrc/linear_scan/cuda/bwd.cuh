@@ -7,7 +7,7 @@
 // that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
 // to shared memory asynchronously. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
 // forward, from gates that are computed twice. Each tensor is read once and each gradient written once; inputs that broadcast
-// are read from global memory twice.
+// are read from global memory twice. Rows of plain tiles may start at any element, as in forward.
 #pragma once
 
 #include <type_traits>
@@ -91,7 +91,21 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = make_variant<Variant>(p.options);
 
+  const auto view = [&](int i) { return backward_view<Inputs::kStaged, typename T::Scalar>(p, i); };
+  const ShiftedTile<T, kHBefore + 1, decltype(view)> shifted{shared, p, view};
+  const auto shift = [&]([[maybe_unused]] const ThreadTile<T>& at, [[maybe_unused]] int buffer) {
+    if constexpr (T::kMayShift) shifted.shift(at, buffer);
+  };
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
+    if constexpr (T::kMayShift) {
+      if (partition.is_shifted) {
+        // The first step has no h before it. An absent grad_h has no steps.
+        const int with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
+        return shifted.copy(at, buffer, [&](int i) {
+          return i == kHBefore ? with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : at.steps;
+        });
+      }
+    }
     const SharedRows<T> target{shared, buffer};
     Rows<T> rows[Inputs::kStaged];
 #pragma unroll
@@ -179,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     });
   };
 
-  for_each_tile<T>(p, partition, shared, p.grad_last_state, stage, reduce, apply);
+  for_each_tile<T>(p, partition, shared, p.grad_last_state, stage, shift, reduce, apply);
 }
 
 template <typename Scalar>

@@ -28,12 +28,13 @@
 namespace ssm_kernels::linear_scan {
 
 // Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels. In plain
-// tiles all rows are vectors and a sequence begins with the first step only, without resets; the loop then fits into the
-// instruction cache.
-template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward>
+// tiles channels are contiguous and a sequence begins with the first step only, without resets; the loop then fits into the
+// instruction cache. Unless may_shift, their rows are vectors.
+template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward, bool may_shift = is_plain>
 struct Tile {
   using Scalar = Scalar_;
   static constexpr bool kPlain = is_plain;
+  static constexpr bool kMayShift = may_shift;
   static constexpr bool kIsForward = is_forward;  // else a scan from the last step to the first
   using Acc = cuda::AccumulateType<Scalar>;
   static constexpr int kThreadSteps = thread_steps;

@@ -8,6 +8,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "linear_scan/cuda/carry.cuh"
+#include "linear_scan/cuda/shifted_rows.cuh"
 
 namespace ssm_kernels::linear_scan {
 
@@ -20,7 +21,7 @@ struct ThreadTile {
   int64_t first;    // step
   int64_t channel;  // its first
   int channels;     // that exist, up to kVector
-  int steps;        // that exist, up to T::kThreadSteps; in plain tiles none without channels
+  int steps;        // that exist, up to T::kThreadSteps; in plain tiles of vectors none without channels
 
   __device__ __forceinline__ ThreadTile(const LinearScanParams& p, const Partition& partition, uint32_t index)
       : index(index), tile(partition.chains.divide(index)) {
@@ -32,8 +33,8 @@ struct ThreadTile {
     batch = row;
     first = T::kIsForward ? position : p.seqlen - 1 - position;
     channel = int64_t(block) * kTileChannels + lane * T::kVector;
-    channels = T::kPlain ? T::kVector : count(p.channels - channel, T::kVector);
-    const bool exists = index < partition.tiles_in_all && (!T::kPlain || channel < p.channels);
+    channels = T::kPlain && !T::kMayShift ? T::kVector : count(p.channels - channel, T::kVector);
+    const bool exists = index < partition.tiles_in_all && (!T::kPlain || is_shifted(partition) || channel < p.channels);
     steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
 
@@ -48,6 +49,8 @@ struct ThreadTile {
         steps(T::kPlain && channel >= p.channels ? 0 : count(steps, T::kThreadSteps)) {}
 
   __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
+  // Whether plain tiles have rows that start at any element.
+  static __device__ __forceinline__ bool is_shifted(const Partition& partition) { return T::kMayShift && partition.is_shifted; }
 
   // `left`, clamped to 0 ... `most`.
   static __device__ __forceinline__ int count(int64_t left, int most) {
@@ -80,7 +83,8 @@ struct Rows {
                                   int earlier = 0, int element_bytes = sizeof(Scalar))
       : view(&view),
         channels(at.channels),
-        vectors(T::kPlain || ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {
+        vectors(T::kPlain ? !ThreadTile<T>::is_shifted(partition)
+                          : ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {
     const int64_t element = at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
                             (T::kPlain ? at.channel : at.channel * view.stride_channel);
     row = static_cast<char*>(view.data) + element * element_bytes;
@@ -95,7 +99,7 @@ struct Rows {
     const auto* const source = reinterpret_cast<const Element*>(row);
     if (exists && vectors) {
       result = Vector::load(source);
-    } else if constexpr (!T::kPlain) {
+    } else if constexpr (!T::kPlain || T::kMayShift) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         if (exists && j < channels) result.set(j, source[j * view->stride_channel]);
@@ -120,6 +124,8 @@ struct Rows {
     auto* const target = reinterpret_cast<Element*>(row);
     if (exists && vectors) {
       values.store_once(target);
+    } else if constexpr (T::kMayShift) {
+      if (exists) store_words(target, values, channels);
     } else if constexpr (!T::kPlain) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -130,12 +136,66 @@ struct Rows {
   }
 };
 
-// A block's shared memory: two buffers for tiles, and the carry's arrays. A thread reads only the rows that it copied.
+// A block's shared memory: two buffers for tiles, and the carry's arrays. A thread reads only the rows that it copied, or, of
+// rows that start at any element, those that its row's lanes copied.
 template <typename T>
 struct Shared {
   using Row = typename T::Row;
   Row rows[2][T::kTensors][T::kThreadSteps][kThreads];
   CarryShared<T> carry;
+  static constexpr bool kHasLast = T::kMayShift && sizeof(typename T::Scalar) < kWordBytes;
+  // The words that follow rows that start at any element.
+  uint32_t last[kHasLast ? 2 * T::kTensors : 1][kHasLast ? T::kSegments : 1][kHasLast ? T::kThreadSteps : 1];
+};
+
+// A thread's rows of the first `tensors` tensors of a plain tile, where rows start at any element, in a loop, whose code is
+// short. view(i) is tensor i, with `data` of the row that a thread's first step reads.
+template <typename T, int tensors, typename View>
+struct ShiftedTile {
+  using Scalar = typename T::Scalar;
+  using Lanes = ShiftedRows<Scalar, T::kThreadSteps, T::kLanes, kThreads * kVectorBytes>;
+  static_assert(cuda::kWarpSize % T::kLanes == 0, "the lanes of a row are in one warp");
+  static_assert(T::kThreadSteps % 2 == 0, "the first rows of all threads start equally far from words");
+
+  Shared<T>& shared;
+  const LinearScanParams& p;
+  const View& view;
+
+  // Starts the copies; tensor i has steps(i) rows.
+  template <typename Steps>
+  __device__ __forceinline__ void copy(const ThreadTile<T>& at, int buffer, const Steps& steps) const {
+#pragma unroll 1
+    for (int i = 0; i < tensors; ++i) {
+      const SequenceView of = view(i);
+      Lanes::copy(first(of, at), stride(of), ThreadTile<T>::count(p.channels - block_channel(at), kTileChannels), steps(i),
+                  lane(), rows(buffer, i), last(buffer, i));
+    }
+  }
+  // Moves the elements of copied rows to where aligned rows have them.
+  __device__ __forceinline__ void shift(const ThreadTile<T>& at, int buffer) const {
+    if constexpr (!Lanes::kHasShifts) return;
+#pragma unroll 1
+    for (int i = 0; i < tensors; ++i) {
+      const SequenceView of = view(i);
+      Lanes::shift(first(of, at), stride(of), lane(), rows(buffer, i), last(buffer, i));
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % T::kLanes; }
+  static __device__ __forceinline__ int64_t block_channel(const ThreadTile<T>& at) { return at.channel - lane() * T::kVector; }
+  static __device__ __forceinline__ int64_t stride(const SequenceView& of) {
+    return T::kIsForward ? of.stride_step : -of.stride_step;
+  }
+  static __device__ __forceinline__ const Scalar* first(const SequenceView& of, const ThreadTile<T>& at) {
+    return static_cast<const Scalar*>(of.data) + at.batch * of.stride_batch + at.first * of.stride_step + block_channel(at);
+  }
+  __device__ __forceinline__ void* rows(int buffer, int tensor) const {
+    return &shared.rows[buffer][tensor][0][static_cast<int>(threadIdx.x) - lane()];
+  }
+  __device__ __forceinline__ uint32_t* last(int buffer, int tensor) const {
+    return Lanes::kHasShifts ? shared.last[buffer * T::kTensors + tensor][threadIdx.x / T::kLanes] : nullptr;
+  }
 };
 
 // A thread's rows of a tile in shared memory.
@@ -278,15 +338,16 @@ __device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Ga
 
 // Loops over a block's tiles, which start from `initial`. stage(tile, buffer) starts the copies of a tile.
 // reduce(tile, rows, own) computes the map of each thread's steps from `own` = identity, and returns whether a sequence begins
-// in them. apply(tile, rows, state) computes the results from the state before the thread's steps.
+// in them. apply(tile, rows, state) computes the results from the state before the thread's steps. Where rows start at any
+// element, shift(tile, buffer) moves the elements of copied rows to where aligned rows have them.
 //
 // Plain tiles pass through a pipeline of three: while a block applies tile i from registers, the map of tile i + 1 is published
 // and its rows are in one buffer, and the copies of tile i + 2 to the other one are in flight. The state before a tile thus has
 // the time of a whole tile to arrive.
-template <typename T, typename Stage, typename Reduce, typename Apply>
+template <typename T, typename Stage, typename Shift, typename Reduce, typename Apply>
 __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
-                                                    const StateView& initial, const Stage& stage, const Reduce& reduce,
-                                                    const Apply& apply) {
+                                                    const StateView& initial, const Stage& stage, const Shift& shift,
+                                                    const Reduce& reduce, const Apply& apply) {
   using Acc = typename T::Acc;
   TileQueue<T> queue(partition, shared.carry);
   uint32_t first[2];
@@ -304,6 +365,10 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
   do {
     queue.take();
     cuda::cp_async_wait<1>();
+    if (ThreadTile<T>::is_shifted(partition)) {
+      __syncwarp();  // a lane reads what others copied
+      shift(ThreadTile<T>(p, partition, next), buffer);
+    }
     const SharedRows<T> next_rows{shared, buffer};
     FoldedTile<T> next_folded;
     Prefix<T> prefix;
@@ -332,6 +397,7 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
     current = next;
     next = later;
     later = queue.taken(buffer);
+    if (ThreadTile<T>::is_shifted(partition)) __syncwarp();  // lanes copy to rows that others have read
     stage(ThreadTile<T>(p, partition, later), buffer);
     cuda::cp_async_commit();
     buffer ^= 1;
@@ -375,13 +441,13 @@ __device__ __forceinline__ void for_each_other_tile(const LinearScanParams& p, c
   }
 }
 
-template <typename T, typename Stage, typename Reduce, typename Apply>
+template <typename T, typename Stage, typename Shift, typename Reduce, typename Apply>
 __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
-                                              const StateView& initial, const Stage& stage, const Reduce& reduce,
-                                              const Apply& apply) {
+                                              const StateView& initial, const Stage& stage, const Shift& shift,
+                                              const Reduce& reduce, const Apply& apply) {
   if (partition.ticket_counter != nullptr) cuda::grid_dependency_sync();  // until the words are zero
   if constexpr (T::kPlain) {
-    for_each_plain_tile<T>(p, partition, shared, initial, stage, reduce, apply);
+    for_each_plain_tile<T>(p, partition, shared, initial, stage, shift, reduce, apply);
   } else {
     for_each_other_tile<T>(p, partition, shared, initial, stage, reduce, apply);
   }

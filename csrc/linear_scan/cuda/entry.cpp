@@ -121,6 +121,7 @@ class Plan {
       tiles = params_.seqlen / steps + partition.sequences;
     }
     fill(partition, tiles, channel_blocks());
+    partition.is_plain &= has_vectors_;
     if (partition.tiles > 1) {
       maps = empty_tensor({partition.tiles_in_all, kTileChannels, 2},
                           like_.options().dtype(accumulate_bytes_ == 8 ? at::kDouble : at::kFloat));
@@ -143,7 +144,8 @@ class Plan {
     partition.tiles_in_all = static_cast<uint32_t>(others * tiles);
     partition.channel_blocks = cuda::Divisor(channel_blocks());
     partition.vector_views = vector_views_;
-    partition.is_plain = is_whole_ && has_vectors_;
+    partition.is_plain = is_whole_ && has_contiguous_channels_;
+    partition.is_shifted = !has_vectors_;
   }
 
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }

@@ -5,7 +5,8 @@
 // it computes the gates, a and b, and from them the affine map of its steps (reduce). It gets the state before its first step
 // (carry.cuh), takes a and b from reduce or computes them again, advances the state through its steps and writes h (apply).
 // Each input is read once and h written once; in tiles that are not plain, inputs that broadcast are read from global memory
-// twice. A thread reads only what it copied itself, so the copies need no barrier.
+// twice. A thread reads only what it copied itself, so the copies need no barrier. Rows of plain tiles may start at any
+// element: the lanes of a row then copy it as words, move its elements, and store h as words (shifted_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -50,7 +51,15 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   const Variant variant = make_variant<Variant>(p.options);
   [[maybe_unused]] Gates gates[kKeepsGates ? T::kThreadSteps : 1][T::kVector];
 
+  const auto view = [&](int i) { return p.inputs[i]; };
+  const ShiftedTile<T, Inputs::kStaged, decltype(view)> shifted{shared, p, view};
+  const auto shift = [&]([[maybe_unused]] const ThreadTile<T>& at, [[maybe_unused]] int buffer) {
+    if constexpr (T::kMayShift) shifted.shift(at, buffer);
+  };
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
+    if constexpr (T::kMayShift) {
+      if (partition.is_shifted) return shifted.copy(at, buffer, [&](int) { return at.steps; });
+    }
     const SharedRows<T> target{shared, buffer};
     Rows<T> rows[Inputs::kStaged];
 #pragma unroll
@@ -138,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     if (T::kPlain && at.steps > 0 && at.step(at.steps) == p.seqlen) store_state<T>(p.last_state, at.batch, at, h);
   };
 
-  for_each_tile<T>(p, partition, shared, p.initial_state, stage, reduce, apply);
+  for_each_tile<T>(p, partition, shared, p.initial_state, stage, shift, reduce, apply);
 }
 
 template <typename Scalar>

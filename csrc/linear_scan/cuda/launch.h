@@ -1,8 +1,8 @@
 // The interface between the linear scan's CUDA entry points (entry.cpp) and its kernels: how blocks share the work.
 //
 // There are two kinds of kernels, and those of the summary (summary.cuh). With many chains a block of the sequential kernels
-// has one chain, over all of time (sequential.cuh); its rows may start at any element. The tile kernels take all other calls:
-// few chains, packed sequences, channels that are not contiguous, and doubles.
+// has one chain, over all of time (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences,
+// channels that are not contiguous, and doubles. Rows of the sequential kernels and of plain tiles may start at any element.
 //
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
@@ -69,7 +69,9 @@ struct Partition {
   int multiprocessors = 0;
   // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
-  bool is_plain = false;  // all views have vectors; the call has neither packed sequences nor a reset mask
+  // Channels of all views are contiguous; the call has neither packed sequences nor a reset mask. Summaries: rows are vectors.
+  bool is_plain = false;
+  bool is_shifted = false;  // some view's rows are not vectors: in plain tiles they start at any element
   // The ticket counter, and the state after each group of 2^group_log2 tiles, (groups, chains, kTileChannels). Zero before the
   // kernel, by a kernel that the launcher queues; null if there is one tile along time.
   uint32_t* ticket_counter = nullptr;

@@ -40,13 +40,14 @@ struct Segment {
   using Shifted = ShiftedRows<Scalar, kSteps>;
   static_assert(kLaneChannels == 2, "shifted rows are moved and stored as pairs");
   struct Stage {
-    typename Shifted::Rows rows[kTensors];
-    typename Shifted::LastWords last[kTensors];
+    Scalar rows[kTensors][kSteps][kTileChannels];
+    // The words that follow shifted rows. Where none has any, four keep the next stage at a multiple of 16 bytes.
+    uint32_t last[kTensors][Shifted::kHasShifts ? kSteps : 4];
   };
   static_assert(sizeof(Stage) % kVectorBytes == 0, "cp.async copies vectors to every stage");
   // About 12 KB of copies in flight for each of the 16 warps of a multiprocessor. At the rate of a copy a multiprocessor
   // needs 33 KB for each microsecond of latency.
-  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(kTensors * sizeof(typename Shifted::Rows));
+  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage::rows));
   static constexpr int kStages = kWantedStages < 2 ? 2 : kWantedStages;
   static constexpr int kWarpBytes = kStages * static_cast<int>(sizeof(Stage)) + kTileChannels * static_cast<int>(sizeof(Acc));
 };

@@ -59,18 +59,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 #pragma unroll
   for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, false>(p.inputs[i], chain);
   CopiedRows<S, false> grad_h_rows(p.grad_h, chain), h_before_rows(p.h, chain, 1);
-  // A tensor of a stage. Its fields are selected one by one: they are in the constant bank.
-  const auto view = [&](int i) {
-    SequenceView result;
-    const SequenceView& input = p.inputs[i < Inputs::kStaged ? i : 0];
-    const auto select = [&](auto of_input, auto of_grad_h, auto of_h) {
-      return i < Inputs::kStaged ? of_input : i == kGradH ? of_grad_h : of_h;
-    };
-    result.stride_batch = select(input.stride_batch, p.grad_h.stride_batch, p.h.stride_batch);
-    result.stride_step = select(input.stride_step, p.grad_h.stride_step, p.h.stride_step);
-    result.data = static_cast<Scalar*>(select(input.data, p.grad_h.data, p.h.data)) - (i == kHBefore ? p.h.stride_step : 0);
-    return result;
-  };
+  const auto view = [&](int i) { return backward_view<Inputs::kStaged, Scalar>(p, i); };
   const auto copy = [&](int segment, typename S::Stage& stage) {
     const int steps = chain.steps(segment);
     const int steps_with_before = chain.steps_until(p.seqlen - 1, segment);

@@ -1,10 +1,11 @@
-// Rows of channels that start at any element, for the linear scan's sequential kernels: their copies to shared memory and their
-// stores, kTileChannels channels at a time.
+// Rows of channels that start at any element, for the linear scan's sequential kernels and plain tiles: their copies to shared
+// memory and their stores, kTileChannels channels at a time.
 //
-// A warp copies a row as the aligned words that hold it. In 16-bit types, a row that starts inside a word has one word more
-// than an aligned one, and its elements are an element too far back. Each lane then moves its two channels to where an aligned
-// row has them, so that the scan reads both alike. A warp stores a row as aligned pairs of elements. In a row that starts
-// between pairs a lane stores the last element of the lane before with its own first one, and the elements at the ends singly.
+// A warp, or part of it, copies a row as the aligned words that hold it. In 16-bit types, a row that starts inside a word has
+// one word more than an aligned one, and its elements are an element too far back. Each lane then moves its channels to where
+// an aligned row has them, so that the scan reads both alike. The sequential kernels store a row as aligned pairs of elements.
+// In a row that starts between pairs a lane stores the last element of the lane before with its own first one, and the elements
+// at the ends singly.
 //
 // Rows whose numbers differ by an even number start equally far from pairs, because two strides are whole pairs. Addresses and
 // counts are therefore those of the first two rows.
@@ -23,31 +24,44 @@ namespace ssm_kernels::linear_scan {
 
 constexpr int kWordBytes = 4;
 
+// Tensor i of those that backward copies: the inputs that it reads, grad_h, and h one step earlier. Fields are selected one by
+// one, because they are in the constant bank.
+template <int inputs, typename Scalar>
+__device__ __forceinline__ SequenceView backward_view(const LinearScanBwdParams& p, int i) {
+  const SequenceView& input = p.inputs[i < inputs ? i : 0];
+  const auto select = [&](auto of_input, auto of_grad_h, auto of_h) {
+    return i < inputs ? of_input : i == inputs ? of_grad_h : of_h;
+  };
+  SequenceView result;
+  result.stride_batch = select(input.stride_batch, p.grad_h.stride_batch, p.h.stride_batch);
+  result.stride_step = select(input.stride_step, p.grad_h.stride_step, p.h.stride_step);
+  result.data = static_cast<Scalar*>(select(input.data, p.grad_h.data, p.h.data)) - (i > inputs ? p.h.stride_step : 0);
+  return result;
+}
+
 // The address rounded down to a multiple of `bytes`.
 template <int bytes, typename Element>
 __device__ __forceinline__ Element* round_down(Element* address) {
   return reinterpret_cast<Element*>(reinterpret_cast<uintptr_t>(address) & ~static_cast<uintptr_t>(bytes - 1));
 }
 
-// kSteps rows of a tensor in shared memory, kTileChannels channels each.
-template <typename Scalar, int steps>
+// kSteps rows of a tensor in shared memory, kTileChannels channels each, `distance` bytes apart. `lanes` neighboring lanes copy
+// them; each of these reads its part of every row later.
+template <typename Scalar, int steps, int lanes = cuda::kWarpSize,
+          int distance = kTileChannels * static_cast<int>(sizeof(Scalar))>
 struct ShiftedRows {
   static constexpr int kSteps = steps, kRowWords = kTileChannels * static_cast<int>(sizeof(Scalar)) / kWordBytes;
-  static constexpr int kLaneWords = kRowWords / cuda::kWarpSize;
+  static constexpr int kLaneWords = kRowWords / lanes;
   static constexpr bool kHasShifts = sizeof(Scalar) < kWordBytes;
-  static_assert(sizeof(Scalar) <= kWordBytes && kLaneWords * cuda::kWarpSize == kRowWords, "a warp copies whole rows of words");
-  static constexpr int kAtOnce = kSteps < 8 ? kSteps / 2 : 4;  // the loops are short, to compile fast
+  static_assert(sizeof(Scalar) <= kWordBytes && kLaneWords * lanes == kRowWords, "the lanes copy whole rows of words");
+  static constexpr int kAtOnce = kSteps < 8 || kLaneWords > 1 ? 2 : 4;  // the loops are short, to compile fast
   static_assert(kAtOnce % 2 == 0 && kSteps % (2 * kAtOnce) == 0, "rows come in twos, and half of them are whole loops");
-  static_assert(kSteps <= cuda::kWarpSize, "a lane copies the last word of a row");
-
-  using Rows = Scalar[kSteps][kTileChannels];
-  // The words that follow the rows. Without shifts they are unused, and keep what follows at a multiple of 16 bytes.
-  using LastWords = uint32_t[kHasShifts ? kSteps : 4];
+  static_assert(!kHasShifts || kSteps <= lanes, "a lane copies the last word of a row");
 
   // Starts the copies of the first `count` rows; the others become zero. `first` is the first row's first element, of which
-  // `channels` exist, up to kTileChannels.
+  // `channels` exist, up to kTileChannels. `last` gets the words that follow the rows.
   static __device__ __forceinline__ void copy(const Scalar* first, int64_t stride, int channels, int count, int lane,
-                                              Rows& rows, LastWords& last) {
+                                              void* rows, uint32_t* last) {
     const int row_bytes = channels * static_cast<int>(sizeof(Scalar));
     const auto valid_bytes = [&](const Scalar* row, int word) {  // of a word, the first of which holds the row's first element
       const int bytes = row_bytes + cuda::bytes_past_multiple<kWordBytes>(row) - word * kWordBytes;
@@ -66,47 +80,54 @@ struct ShiftedRows {
       const Scalar* const row = first + i * stride;
       from[i] = word_of(row, lane);
 #pragma unroll
-      for (int k = 0; k < kLaneWords; ++k) valid[i][k] = valid_bytes(row, lane + k * cuda::kWarpSize);
+      for (int k = 0; k < kLaneWords; ++k) valid[i][k] = valid_bytes(row, lane + k * lanes);
     }
     const int64_t two_strides = 2 * stride * static_cast<int64_t>(sizeof(Scalar));
-    auto* to = reinterpret_cast<uint32_t*>(rows) + lane;
+    char* to = static_cast<char*>(rows) + lane * kWordBytes;
 #pragma unroll 1
     for (int begin = 0; begin < kSteps; begin += kAtOnce) {
 #pragma unroll
       for (int s = 0; s < kAtOnce; ++s) {
 #pragma unroll
         for (int k = 0; k < kLaneWords; ++k) {
-          cuda::cp_async<kWordBytes>(to + k * cuda::kWarpSize, from[s % 2] + k * cuda::kWarpSize * kWordBytes,
-                                     begin + s < count ? valid[s % 2][k] : 0);
+          constexpr int kBytes = lanes * kWordBytes;  // from one of the lane's words to the next
+          cuda::cp_async<kWordBytes>(to + k * kBytes, from[s % 2] + k * kBytes, begin + s < count ? valid[s % 2][k] : 0);
         }
         from[s % 2] += two_strides;
-        to += kRowWords;
+        to += distance;
       }
     }
   }
 
-  // Moves the elements of copied rows to where aligned rows have them. A lane moves the two that it reads later, and reads
-  // those of the next lane from that lane's register.
-  static __device__ __forceinline__ void shift(const Scalar* first, int64_t stride, int lane, Rows& rows,
-                                               const LastWords& last) {
+  // Moves the elements of copied rows to where aligned rows have them. A lane moves the part that it reads later, and reads
+  // the first word of the next lane from that lane's register. All lanes of the warp call this, with equal shifts.
+  static __device__ __forceinline__ void shift(const Scalar* first, int64_t stride, int lane, void* rows,
+                                               const uint32_t* last) {
     if constexpr (kHasShifts) {
       const bool is_first = cuda::bytes_past_multiple<kWordBytes>(first) != 0, is_stride = (stride & 1) != 0;
       if (!is_first && !is_stride) return;
       const int between = is_stride ? 2 : 1;
+      const auto words_of = [&](int s) {
+        return reinterpret_cast<uint32_t*>(static_cast<char*>(rows) + s * distance) + lane * kLaneWords;
+      };
 #pragma unroll 1
       for (int begin = is_first ? 0 : 1; begin < kSteps; begin += kAtOnce * between) {
-        uint32_t own[kAtOnce], next[kAtOnce];
+        uint32_t words[kAtOnce][kLaneWords + 1];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int s = begin + i * between;
-          own[i] = reinterpret_cast<const uint32_t*>(rows[s])[lane];
-          next[i] = last[s];
+#pragma unroll
+          for (int k = 0; k < kLaneWords; ++k) words[i][k] = words_of(s)[k];
+          words[i][kLaneWords] = last[s];
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const uint32_t of_next_lane = __shfl_down_sync(cuda::kAllLanes, own[i], 1);
-          if (lane + 1 < cuda::kWarpSize) next[i] = of_next_lane;
-          reinterpret_cast<uint32_t*>(rows[begin + i * between])[lane] = __byte_perm(own[i], next[i], 0x5432);
+          const uint32_t of_next_lane = __shfl_down_sync(cuda::kAllLanes, words[i][0], 1);
+          if (lane + 1 < lanes) words[i][kLaneWords] = of_next_lane;
+#pragma unroll
+          for (int k = 0; k < kLaneWords; ++k) {
+            words_of(begin + i * between)[k] = __byte_perm(words[i][k], words[i][k + 1], 0x5432);
+          }
         }
       }
     }
@@ -117,6 +138,41 @@ struct ShiftedRows {
     return reinterpret_cast<const char*>(round_down<kWordBytes>(row)) + word * kWordBytes;
   }
 };
+
+// Stores the first `count` elements of a vector as aligned words, and those at the ends that share their word singly.
+template <typename Element, int size>
+__device__ __forceinline__ void store_words(Element* target, const cuda::Vector<Element, size>& vector, int count) {
+  constexpr int kWords = size * static_cast<int>(sizeof(Element)) / kWordBytes;
+  uint32_t words[kWords + 1] = {};
+  memcpy(words, &vector, sizeof(vector));
+  if constexpr (sizeof(Element) == kWordBytes) {
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      if (k < count) __stcg(reinterpret_cast<uint32_t*>(target) + k, words[k]);
+    }
+  } else {
+    const int skipped = cuda::bytes_past_multiple<kWordBytes>(target) != 0 ? 1 : 0;  // elements
+    auto* const first = reinterpret_cast<uint32_t*>(target + skipped);
+    uint32_t end = 0;  // the element after the last whole word
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      const uint32_t word = __byte_perm(words[k], words[k + 1], skipped != 0 ? 0x5432 : 0x3210);
+      if (skipped + 2 * k + 2 <= count) {
+        __stcg(first + k, word);
+      } else if (skipped + 2 * k + 1 == count) {
+        end = word;
+      }
+    }
+    const auto half = [](uint32_t word) {
+      const auto bits = static_cast<uint16_t>(word);
+      Element element;
+      memcpy(&element, &bits, sizeof(element));
+      return element;
+    };
+    if (skipped != 0 && count > 0) target[0] = half(words[0]);
+    if ((count - skipped) % 2 == 1) target[count - 1] = half(end);
+  }
+}
 
 // Stores rows that start at any element, one after another: two channels a lane, of which `channels` exist.
 template <typename Element>
