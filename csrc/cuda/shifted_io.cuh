@@ -176,7 +176,7 @@ __device__ __forceinline__ Vector<Scalar, size> vector_of_lane_above(const Vecto
 
 // Stores elements [begin, end) of a vector singly.
 template <typename Scalar, int size>
-__device__ __forceinline__ void store_range(Scalar* target, const Vector<Scalar, size>& vector, int begin, int64_t end) {
+__device__ __forceinline__ void store_range(Scalar* target, const Vector<Scalar, size>& vector, int begin, int end) {
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     if (begin <= i && i < end) target[i] = vector[i];

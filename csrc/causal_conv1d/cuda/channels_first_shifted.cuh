@@ -37,7 +37,12 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const int past = cuda::bytes_past_multiple<kVectorBytes>(out) / static_cast<int>(sizeof(Scalar));
   const int x_past = cuda::bytes_past_multiple<kVectorBytes>(x - past) / static_cast<int>(sizeof(Scalar));
   const bool is_last = segment.end == p.seqlen;
-  const int64_t first = segment.begin - past, end = is_last ? p.seqlen : segment.end - past;
+  const int64_t first = segment.begin - past;
+  // Steps are counted from `first` on, in 32 bits: the tile has `count`, the first `absent` of which precede the row.
+  const int count = static_cast<int>((is_last ? p.seqlen : segment.end - past) - first), absent = first < 0 ? past : 0;
+  const int left_after = static_cast<int>(p.seqlen - first - count < kVector ? p.seqlen - first - count : kVector);
+  const Scalar* const x_tile = x + first;
+  Scalar* const out_tile = out + first;
 
   // x or what precedes the sequence.
   const auto element_at = [&](int64_t t) {
@@ -54,25 +59,25 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     }
     memcpy(earlier.words, elements, sizeof(earlier.words));
   }
-  for (int64_t begin = first; begin < end; begin += kAhead * kWarpSteps) {
+  for (int begin = 0; begin < count; begin += kAhead * kWarpSteps) {
     Inputs blocks[kAhead], next_blocks[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int64_t t = begin + j * kWarpSteps + lane * kVector;
-      const int64_t block = t - x_past;
-      blocks[j] = t < end && block > -kVector ? Inputs::load(x + block) : Inputs::zero();
+      const int step = begin + j * kWarpSteps + lane * kVector, next = step - x_past + kVector;
+      const Scalar* const source = x_tile + next;
+      blocks[j] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
       next_blocks[j] = Inputs::zero();
-      if (x_past != 0 && t < end && block + kVector < p.seqlen) next_blocks[j] = Inputs::load(x + block + kVector);
+      if (x_past != 0 && step < count && next < count + left_after) next_blocks[j] = Inputs::load(source);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int64_t t = begin + j * kWarpSteps + lane * kVector;
+      const int step = begin + j * kWarpSteps + lane * kVector;
       Inputs loaded = blocks[j];
       if (x_past != 0) loaded = cuda::join_vectors(blocks[j], next_blocks[j], x_past);
-      if (j == 0 && t < 0) {
+      if (j == 0 && step < absent) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          if (t + i < 0) loaded.set(i, element_at(t + i));
+          if (i < absent) loaded.set(i, element_at(i - absent));
         }
       }
       Acc inputs[kHalo + kVector];
@@ -81,7 +86,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       const Tail tail = Tail::of(loaded);
       tail.to_lane_above(earlier, inputs);
       earlier = tail;
-      if (t >= end) continue;
+      if (step >= count) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
@@ -90,10 +95,10 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
         for (int i = 0; i < kVector; ++i) outputs[i] = silu(outputs[i]);
       }
       const Inputs rounded = Inputs::round(outputs);
-      if (t >= 0 && t + kVector <= p.seqlen) {
-        rounded.store_once(out + t);
+      if (absent <= step && step + kVector <= count) {
+        rounded.store_once(out_tile + step);
       } else {
-        cuda::store_range(out + t, rounded, static_cast<int>(t < 0 ? -t : 0), p.seqlen - t);
+        cuda::store_range(out_tile + step, rounded, absent - step, count - step);
       }
     }
   }
@@ -112,18 +117,19 @@ struct StagedVectors {
 
   // Starts the copy of the lane's vector at `source`, of which `left` elements exist, or more in the same row. `past` is the
   // address's distance from a multiple of 16, the same for the whole row.
-  __device__ __forceinline__ void start_copy(const Scalar* source, int past, int64_t left) {
+  __device__ __forceinline__ void start_copy(const Scalar* source, int past, int left) {
     const int lane = threadIdx.x % kWarpSize;
     char* const target = blocks[threadIdx.x / kWarpSize] + lane * kVectorBytes;
     const char* const first = reinterpret_cast<const char*>(source) - past;
-    const int64_t left_bytes = left * static_cast<int64_t>(sizeof(Scalar)) + past;
+    // Fewer than 32 bits, as only two blocks matter.
+    const int left_bytes = (left < 2 * kVector ? left : 2 * kVector) * static_cast<int>(sizeof(Scalar)) + past;
     if (left_bytes > 0) cuda::cp_async<kVectorBytes>(target, first);
     if (lane == kWarpSize - 1 && left_bytes > kVectorBytes) {
       cuda::cp_async<kVectorBytes>(target + kVectorBytes, first + kVectorBytes);
     }
   }
   // The lane's vector; elements that do not exist are zeros.
-  __device__ __forceinline__ Inputs load(int past, int64_t left) const {
+  __device__ __forceinline__ Inputs load(int past, int left) const {
     const char* const source = blocks[threadIdx.x / kWarpSize] + threadIdx.x % kWarpSize * kVectorBytes;
     Inputs vector = cuda::load_shifted_shared<Scalar, kVector>(source, past);
     if (left < kVector) {
@@ -154,6 +160,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
   Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
+  // Steps are counted from the tile's first one, in 32 bits. The row has row_end, or at least kVector more than the tile.
+  const int count = static_cast<int>(segment.end - segment.begin);
+  const int row_end = count + static_cast<int>(p.seqlen - segment.end < kVector ? p.seqlen - segment.end : kVector);
+  const Scalar *const x_tile = x + segment.begin, *const grad_out_tile = grad_out + segment.begin;
+  Scalar* const grad_x_tile = grad_x + segment.begin;
   // Tiles and vectors begin at multiples of 16 bytes from the row's first element.
   const int x_past = cuda::bytes_past_multiple<kVectorBytes>(x),
             grad_out_past = cuda::bytes_past_multiple<kVectorBytes>(grad_out);
@@ -180,12 +191,12 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   }
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
-  const int64_t begin = segment.begin + lane * kVector;
-  int64_t t = begin + (segment.end - segment.begin - 1) / kWarpSteps * kWarpSteps;
-  const auto start_copies = [&](int64_t t, int stage) {
+  const int begin = lane * kVector;
+  int t = begin + (count - 1) / kWarpSteps * kWarpSteps;
+  const auto start_copies = [&](int t, int stage) {
     if (begin <= t) {
-      stages[stage][0].start_copy(x + t, x_past, segment.end - t);
-      stages[stage][1].start_copy(grad_out + t, grad_out_past, segment.end - t);
+      stages[stage][0].start_copy(x_tile + t, x_past, count - t);
+      stages[stage][1].start_copy(grad_out_tile + t, grad_out_past, count - t);
     }
     cuda::cp_async_commit();
   };
@@ -194,7 +205,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const Tail first = Tail::load(p, segment, x);
   cuda::cp_async_wait<kStages - 2>();
   __syncwarp();
-  Inputs next = stages[0][0].load(x_past, segment.end - t);
+  Inputs next = stages[0][0].load(x_past, count - t);
   Inputs above = Inputs::zero();  // lane 0: its vector of grad_x in the previous iteration
 #pragma unroll 1
   for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
@@ -204,7 +215,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
     cuda::cp_async_wait<kStages - 2>();
     __syncwarp();
-    const int64_t left = segment.end - t;  // steps of the tile from t on; negative in lanes without steps
+    const int left = count - t;  // steps of the tile from t on; negative in lanes without steps
     const Inputs loaded = next, grads = stages[stage][1].load(grad_out_past, left);
     Tail earlier = first;
     if (t > begin) {
@@ -254,11 +265,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       }
     };
     left >= kVector ? add_products(std::true_type()) : add_products(std::false_type());
-    if (grad_final != nullptr && t + kVector + kHalo > p.seqlen) {
+    if (grad_final != nullptr && t + kVector + kHalo > row_end) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const int64_t index = t + i - (p.seqlen - (p.width - 1));
-        if (index >= 0 && index < p.width - 1) {
+        const int index = t + i - (row_end - (width - 1));
+        if (index >= 0 && index < width - 1) {
           grad_inputs[i] += to_accumulate(grad_final[index * p.grad_final_state.stride_step]);
         }
       }
@@ -267,9 +278,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     const Inputs rounded = Inputs::round(grad_inputs);
     if (grad_x_past == 0) {
       if (left >= kVector) {
-        rounded.store_once(grad_x + t);
+        rounded.store_once(grad_x_tile + t);
       } else {
-        cuda::store_range(grad_x + t, rounded, 0, left);
+        cuda::store_range(grad_x_tile + t, rounded, 0, left);
       }
       continue;
     }
@@ -277,11 +288,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     const Inputs block = cuda::join_vectors(rounded, cuda::vector_of_lane_above(rounded, above), kVector - grad_x_past);
     const int block_begin = kVector - grad_x_past;
     if (left >= block_begin + kVector) {
-      block.store_once(grad_x + t + block_begin);
+      block.store_once(grad_x_tile + t + block_begin);
     } else {
-      cuda::store_range(grad_x + t + block_begin, block, 0, left - block_begin);
+      cuda::store_range(grad_x_tile + t + block_begin, block, 0, left - block_begin);
     }
-    if (t == segment.begin) cuda::store_range(grad_x + t, rounded, 0, left < block_begin ? left : block_begin);
+    if (t == 0) cuda::store_range(grad_x_tile + t, rounded, 0, left < block_begin ? left : block_begin);
     above = rounded;
   }
 
