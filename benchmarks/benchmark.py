@@ -353,6 +353,17 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     return Run(device, options.trials, options.warmup, options, benchmark.cache_writes, recorded), chosen
 
 
+def encoded(result: Result) -> str:
+    """JSON with one entry, and one entry of a list, a line: a sweep has thousands of rows."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return "[\n" + ",\n".join(f"    {json.dumps(entry, default=str)}" for entry in value) + "\n  ]"
+        return json.dumps(value, default=str)
+
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {text(value)}" for key, value in result.items()) + "\n}\n"
+
+
 def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
     """The result; after a group of cases the JSON file has what was measured, in case a later one does not end."""
     context = dict(benchmark.context(run))
@@ -370,7 +381,7 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
 
     def write() -> None:
         if run.options.json is not None:
-            run.options.json.write_text(json.dumps(benchmark.layout(result), indent=2, default=str) + "\n")
+            run.options.json.write_text(encoded(benchmark.layout(result)))
 
     written = -math.inf
     groups: dict[Any, list[Any]] = {}
