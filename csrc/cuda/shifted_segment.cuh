@@ -1,10 +1,10 @@
 // Parts of rows that start at any element, moved by whole warps in aligned accesses of 16 bytes.
 //
 // A warp copies its segment of a row to shared memory by cp.async, as the aligned pieces of memory that hold it, and then moves
-// it to the start of its place there. Later accesses are those of an aligned row. To store vectors of its lanes, each lane
-// takes the end of the previous lane's vector by shuffles and stores the aligned piece that the two vectors share. The first
-// and the last elements of a warp's vectors are stored singly, because their pieces belong in part to other warps or other
-// rows.
+// it to the start of its place there. Later accesses are those of an aligned row. Outputs take the opposite way: lanes write
+// their vectors to shared memory, in the place of an input that has been read, and the warp stores the aligned pieces of the
+// row. The first and the last elements of a segment are stored singly, by a lane each, because their pieces belong in part to
+// other warps or other rows.
 #pragma once
 
 #include <type_traits>
@@ -63,65 +63,54 @@ struct ShiftedSegment {
 #pragma unroll
       for (int k = 0; k < kPieces; ++k) {
         uint4* const piece = reinterpret_cast<uint4*>(own + k * kWarpBytes);
-        const uint4 a = piece[0], b = piece[1];
-        const uint32_t words[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        const auto word = [&](int i) {
-          if constexpr (sizeof(Scalar) == 4) return words[kSkipped + i];
-          return __byte_perm(words[kSkipped + i], words[kSkipped + i + 1], selected);
-        };
-        const uint4 moved = {word(0), word(1), word(2), word(3)};
+        const uint4 moved = join_pieces<kSkipped>(piece[0], piece[1], selected);
         __syncwarp();
         *piece = moved;
       }
     });
   }
-};
 
-// Stores the vectors of a warp's lanes, which follow each other in a row: lane l's begins at `target`, `size` l elements after
-// lane 0's. From there on the row has `count` elements, possibly more than `size` or fewer than 0. The warp calls the function
-// together.
-template <typename Scalar, int size>
-__device__ __forceinline__ void store_shifted_by_warp(Scalar* target, const Vector<Scalar, size>& vector, int count, int lane) {
-  using Values = Vector<Scalar, size>;
-  constexpr int kBytes = Values::kBytes, kWords = kBytes / 4;
-  static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "words hold one or two elements");
-  if constexpr (Values::kAccesses > 1) return store_shifted(target, vector, count);
-  static_assert(kWords > 1, "a vector has 8 bytes or more");
-  const int past = bytes_past_multiple<kBytes>(target);
-  // Elements before the boundary between two pieces.
-  const int boundary = size - past / static_cast<int>(sizeof(Scalar));
-  bool stores_first = past == 0, stores_last = stores_first;
-  if (past == 0) {
-    if (count >= size) {
-      vector.store(target);
-      return;
-    }
-  } else {
-    uint32_t words[2 * kWords];
-    memcpy(words + kWords, &vector, kBytes);
-    visit_index<kWords>((past + 3) / 4 - 1, [&](auto index) {
-      constexpr int kTaken = decltype(index)::value + 1;  // words of the previous lane
+  // Stores a segment that begins at its place in shared memory, of which the row has `left` bytes, possibly more than `bytes`
+  // or fewer than 0. What the lanes have written there is visible to the warp, which calls the function together.
+  static __device__ __forceinline__ void store(void* target, const char* own, int left, int lane) {
+    constexpr int kElementBytes = sizeof(Scalar), kEdgeElements = kCpAsyncBytes / kElementBytes;
+    static_assert(2 * kEdgeElements <= kWarpSize, "each lane stores at most one element");
+    char* const first = static_cast<char*>(target);
+    const int count = min(left, bytes), lane_bytes = lane * kCpAsyncBytes;
+    // Bytes before the first multiple of 16 bytes in the row, and from there on.
+    const int skipped = -bytes_past_multiple<kCpAsyncBytes>(first) & (kCpAsyncBytes - 1);
+    const int inner = count - skipped;
+    const unsigned int selected = select_half_words(skipped);
+    visit_index<kCpAsyncBytes / 4>(skipped / 4, [&](auto index) {
+      constexpr int kSkipped = decltype(index)::value;
 #pragma unroll
-      for (int k = kWords - kTaken; k < kWords; ++k) words[k] = __shfl_up_sync(kAllLanes, words[kWords + k], 1);
-      const unsigned int selected = select_half_words(past);
-      uint32_t shifted[kWords];
-#pragma unroll
-      for (int k = 0; k < kWords; ++k) {
-        const uint32_t word = words[kWords - kTaken + k];
-        shifted[k] = sizeof(Scalar) == 4 ? word : __byte_perm(word, words[kWords - kTaken + k + 1], selected);
+      for (int k = 0; k < kPieces; ++k) {
+        if (inner < lane_bytes + k * kWarpBytes + kCpAsyncBytes) continue;
+        const uint4* const piece = reinterpret_cast<const uint4*>(own + k * kWarpBytes);
+        *reinterpret_cast<uint4*>(first + skipped + lane_bytes + k * kWarpBytes) =
+            join_pieces<kSkipped>(piece[0], piece[1], selected);
       }
-      Values piece;
-      memcpy(&piece, shifted, kBytes);
-      if (lane != 0 && count >= boundary) piece.store(target - (size - boundary));
     });
-    stores_first = lane == 0 || count < boundary;
-    stores_last = lane == kWarpSize - 1 || count < size + boundary;
-    if (!stores_first && !stores_last) return;
+    // Elements before the first whole piece and after the last one, whose 16 bytes belong in part to other warps or rows.
+    const int last = inner < 0 ? count : count - inner % kCpAsyncBytes;
+    const bool is_first = lane < kEdgeElements;
+    const int position = lane * kElementBytes + (is_first ? 0 : last - kCpAsyncBytes);
+    if (lane < 2 * kEdgeElements && position < (is_first ? min(skipped, count) : count)) {
+      *reinterpret_cast<Scalar*>(first + position) = *reinterpret_cast<const Scalar*>(own - lane_bytes + position);
+    }
   }
-#pragma unroll
-  for (int j = 0; j < size; ++j) {
-    if (j < count && (j < boundary ? stores_first : stores_last)) target[j] = vector[j];
+
+ private:
+  // The 16 bytes that start `skipped` words, and half a word more with that selector, after the start of `a`; `b` follows it.
+  template <int skipped>
+  static __device__ __forceinline__ uint4 join_pieces(const uint4& a, const uint4& b, unsigned int selected) {
+    const uint32_t words[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const auto word = [&](int i) {
+      if constexpr (sizeof(Scalar) == 4) return words[skipped + i];
+      return __byte_perm(words[skipped + i], words[skipped + i + 1], selected);
+    };
+    return {word(0), word(1), word(2), word(3)};
   }
-}
+};
 
 }  // namespace ssm_kernels::cuda

@@ -47,6 +47,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   using GradOut = StagedInput<Scalar, kSize, kVectors, is_any>;
   using Input = StagedInput<Wide, kSize, kVectors, is_any>;
   using Rstd = StagedInput<float, 1, 1, false>;
+  // With is_any: whether the second gradient passes through shared memory, in the place of x. With fp16 or bf16 activations and
+  // no float32 residual, a float32 gradient has no room there.
+  constexpr bool kStagesSecond = std::is_same_v<Second, Wide>;
   static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "the plan counts rstd's bytes in shared memory");
   // With is_any, the warp has one copy of rstd.
   constexpr int kRstdBytes = is_any ? kVectorBytes : Rstd::kBytes;
@@ -188,8 +191,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
       mean = group_mean;
     }
     const float k = mean * (rstd * rstd);
-    Scalar* const grad_x_row = writes.template at<Scalar>(kGradX, place);
-    Second* const second_row = writes.template at<Second>(kSecondGrad, place);
+    Scalar* const grad_x_row = is_any ? nullptr : writes.template at<Scalar>(kGradX, place);
+    Second* const second_row = is_any ? nullptr : writes.template at<Second>(kSecondGrad, place);
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -229,17 +232,32 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
           for (int j = 0; j < kSize; ++j) grad_x[j] += third.accumulate(j);
         }
       }
-      const auto store = [&](auto* row, const auto& vector) {
-        if constexpr (is_any) {
-          cuda::store_shifted_by_warp(row + i * kOffset, vector, place.left(i * kOffset), place.lane);
-        } else {
-          vector.store(row + i * kOffset);
-        }
-      };
       if (!is_any && !is_valid[i]) continue;
-      if (p.writes[kGradX].data != nullptr) store(grad_x_row, Vector<Scalar, kSize>::round(grad_x));
-      if (p.writes[kSecondGrad].data != nullptr) {
-        store(second_row, Vector<Second, kSize>::round(kHasGate ? grad_z : grad_x));
+      const auto& second = kHasGate ? grad_z : grad_x;
+      using SecondVector = Vector<Second, kSize>;
+      if constexpr (is_any) {
+        GradOut::replace(first_grad_out + stage, i, GradOut::Values::round(grad_x));
+        if constexpr (kStagesSecond) {
+          Input::replace(first_x + stage, i, SecondVector::round(second));
+        } else if (p.writes[kSecondGrad].data != nullptr) {
+          Second* const target = writes.template at<Second>(kSecondGrad, place) + i * kOffset;
+          cuda::store_shifted(target, SecondVector::round(second), place.left(i * kOffset));
+        }
+      } else {
+        if (p.writes[kGradX].data != nullptr) GradOut::Values::round(grad_x).store(grad_x_row + i * kOffset);
+        if (p.writes[kSecondGrad].data != nullptr) SecondVector::round(second).store(second_row + i * kOffset);
+      }
+    }
+    if constexpr (is_any) {
+      __syncwarp();
+      const int left = place.left_of_warp();
+      if (p.writes[kGradX].data != nullptr && p.sums == nullptr) {
+        GradOut::Segment::store(writes.template segment<Scalar>(kGradX, place), grad_out_piece + stage,
+                                left * static_cast<int>(sizeof(Scalar)), place.lane);
+      }
+      if (kStagesSecond && p.writes[kSecondGrad].data != nullptr && p.sums == nullptr) {
+        Input::Segment::store(writes.template segment<Second>(kSecondGrad, place), first_x + stage,
+                              left * static_cast<int>(sizeof(Second)), place.lane);
       }
     }
     writes.advance(p, p.writes);

@@ -111,7 +111,7 @@ class RowCursor {
   }
   // The columns of the thread's warp begin here.
   template <typename Element, bool is_any>
-  __device__ __forceinline__ const char* segment(int stream, const RmsPlace<is_any>& place) const {
+  __device__ __forceinline__ char* segment(int stream, const RmsPlace<is_any>& place) const {
     return at_[stream] + static_cast<uint32_t>(place.warp * kWarpSize * kThreadColumns) * sizeof(Element);
   }
   // How far a row starts past a multiple of 16 bytes.
@@ -186,8 +186,9 @@ struct StagedInput {
   static __device__ __forceinline__ void copy(char* input, int i, const Element* source) {
     cuda::cp_async<kLaneBytes>(input + i * kVectorStride, source + i * kWarpSize * size);
   }
-  static __device__ __forceinline__ void clear(char* input, int i) {
-    Values::zero().store(reinterpret_cast<Element*>(input + i * kVectorStride));
+  static __device__ __forceinline__ void clear(char* input, int i) { replace(input, i, Values::zero()); }
+  static __device__ __forceinline__ void replace(char* input, int i, const Values& values) {
+    values.store(reinterpret_cast<Element*>(input + i * kVectorStride));
   }
 };
 

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
       Input::Segment::align(first_stage + stage_offset, shifts.past(kX));
       Input::Segment::align(first_z + stage_offset, shifts.past(kZ));
     }
-    const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;
+    char* const stage = first_stage + stage_offset;
+    const char* const z_stage = first_z + stage_offset;
 
     float v[kVectors][kSize], sum = 0;
 #pragma unroll
@@ -125,12 +126,17 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
       }
-      Scalar* const out = writes.template at<Scalar>(kOut, place) + i * kOffset;
       if constexpr (is_any) {
-        if (!writes_sums) cuda::store_shifted_by_warp(out, Input::Values::round(v[i]), place.left(i * kOffset), place.lane);
+        Input::replace(stage, i, Input::Values::round(v[i]));
       } else {
+        Scalar* const out = writes.template at<Scalar>(kOut, place) + i * kOffset;
         if (is_valid[i] && !writes_sums) Input::Values::round(v[i]).store(out);
       }
+    }
+    if constexpr (is_any) {
+      __syncwarp();
+      const int left = place.left_of_warp() * static_cast<int>(sizeof(Scalar));
+      if (!writes_sums) Input::Segment::store(writes.template segment<Scalar>(kOut, place), stage, left, place.lane);
     }
     writes.advance(p, p.writes);
     buffer ^= kMaxWarps;

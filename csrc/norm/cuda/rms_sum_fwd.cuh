@@ -27,14 +27,6 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   const RmsPlace<is_any> place(p, kSize);
   const RowCursor<kRmsFwdReads> reads(p, p.reads, place);
   const RowCursor<kRmsFwdWrites> writes(p, p.writes, place);
-  const auto store = [&](auto* row, const auto& vector, int i) {
-    const int count = place.left(i * kOffset);
-    if constexpr (is_any) {
-      cuda::store_shifted_by_warp(row + i * kOffset, vector, count, place.lane);
-    } else {
-      if (count > 0) vector.store(row + i * kOffset);
-    }
-  };
   bool is_valid[kVectors];
   Input x[kVectors];
   Residual residual[kVectors];
@@ -47,16 +39,18 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
         is_valid[i] ? Residual::load_once(reads.template at<float>(kResidual, place) + i * kOffset) : Residual::zero();
   }
 
+  // With is_any: a lane's vectors of x, and its pieces of both rows.
+  using StagedX = StagedInput<Scalar, kSize, kVectors, true>;
+  using StagedResidual = StagedInput<float, kSize, kVectors, true>;
+  static_assert(StagedResidual::kLaneBytes == kVectorBytes, "a lane's vectors of the residual are its pieces");
+  char* const x_segment = rms_shared + place.warp * (StagedX::kBytes + StagedResidual::kBytes);
+  char *const x_vector = x_segment + place.lane * StagedX::kLaneBytes, *const x_piece = x_segment + place.lane * kVectorBytes,
+              *const residual_piece = x_piece + StagedX::kBytes;
+  const int x_left = place.left_of_warp() * static_cast<int>(sizeof(Scalar)),
+            residual_left = place.left_of_warp() * static_cast<int>(sizeof(float));
   if constexpr (is_any) {
-    using StagedX = StagedInput<Scalar, kSize, kVectors, true>;
-    using StagedResidual = StagedInput<float, kSize, kVectors, true>;
-    const int left = place.left_of_warp();
-    char* const x_segment = rms_shared + place.warp * (StagedX::kBytes + StagedResidual::kBytes);
-    char *const x_piece = x_segment + place.lane * kVectorBytes, *const residual_piece = x_piece + StagedX::kBytes;
-    StagedX::Segment::copy(x_piece, reads.template segment<Scalar>(kX, place), left * static_cast<int>(sizeof(Scalar)),
-                           place.lane);
-    StagedResidual::Segment::copy(residual_piece, reads.template segment<float>(kResidual, place),
-                                  left * static_cast<int>(sizeof(float)), place.lane);
+    StagedX::Segment::copy(x_piece, reads.template segment<Scalar>(kX, place), x_left, place.lane);
+    StagedResidual::Segment::copy(residual_piece, reads.template segment<float>(kResidual, place), residual_left, place.lane);
     if (p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
     cuda::cp_async_wait();
     __syncwarp();
@@ -65,7 +59,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      x[i] = StagedX::load(x_segment + place.lane * StagedX::kLaneBytes, i);
+      x[i] = StagedX::load(x_vector, i);
       residual[i] = StagedResidual::load(residual_piece, i);
     }
   }
@@ -79,7 +73,16 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
       v[i][j] += residual[i][j];
       sum = Math<float>::fma(v[i][j], v[i][j], sum);
     }
-    store(writes.template at<float>(kNewResidual, place), Residual::round(v[i]), i);
+    if constexpr (is_any) {
+      StagedResidual::replace(residual_piece, i, Residual::round(v[i]));
+    } else {
+      if (is_valid[i]) Residual::round(v[i]).store(writes.template at<float>(kNewResidual, place) + i * kOffset);
+    }
+  }
+  if constexpr (is_any) {
+    __syncwarp();
+    StagedResidual::Segment::store(writes.template segment<float>(kNewResidual, place), residual_piece, residual_left,
+                                   place.lane);
   }
   sum = sum_over_group(sum, p, place, sums, 0);
   const float rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
@@ -91,7 +94,15 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
-    store(writes.template at<Scalar>(kOut, place), Input::round(v[i]), i);
+    if constexpr (is_any) {
+      StagedX::replace(x_vector, i, Input::round(v[i]));
+    } else {
+      if (is_valid[i]) Input::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
+    }
+  }
+  if constexpr (is_any) {
+    __syncwarp();
+    StagedX::Segment::store(writes.template segment<Scalar>(kOut, place), x_piece, x_left, place.lane);
   }
 }
 
