@@ -17,6 +17,8 @@ SSD_PADDED = (
     {"headdim": 7, "dstate": 17},
     {"headdim": 200, "dstate": 24},
     {"headdim": 7, "dstate": 137},
+    {"headdim": 100, "dstate": 100},
+    {"headdim": 36, "dstate": 130},
 )
 
 
@@ -33,7 +35,8 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
     yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
     for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets", "reverse_packed_with_resets"):
         yield ssd_case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
-    yield ssd_case("padded", dtype=torch.float32, headdim=7, dstate=17)
+    for sizes in ({"headdim": 7, "dstate": 17}, {"headdim": 100, "dstate": 130}):
+        yield ssd_case("padded", dtype=torch.float32, **sizes)
 
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:

@@ -21,6 +21,7 @@ struct SsdParams {
   int64_t seqlen = 0;  // of each row, or of all packed sequences together
   int64_t heads = 0, groups = 0;
   int headdim = 0, dstate = 0;
+  int state_columns = 0;                                 // of states in memory: dstate, rounded up to an even number
   Discretization discretization = Discretization::kZoh;  // one whose transition is e^zeta
   bool dt_softplus = false;
   float dt_min = 0, dt_max = 0;
@@ -32,7 +33,7 @@ struct SsdParams {
   int64_t D_stride_head = 0, D_stride_row = 0;
   const int64_t* cu_seqlens = nullptr;    // (batch + 1,) if sequences are packed, else null
   const uint8_t* resets = nullptr;        // (batch, seqlen), or null: steps before which the state becomes zero
-  const float* initial_states = nullptr;  // (batch, heads, headdim, dstate), or null: zero
+  const float* initial_states = nullptr;  // (batch, heads, headdim, state_columns), as all states, or null: zero
   int64_t states_stride_entry = 0;        // of all states; negative for packed sequences in reverse, which begin with the last
 };
 
@@ -40,26 +41,28 @@ struct SsdParams {
 // sequences need not begin on a chunk boundary, so some numbers are unused, but none is shared.
 struct SsdBwdParams : SsdParams {
   RowsView grad_out;                               // the gradient of y if there is a gate: these kernels do not read z
-  const float* grad_final_states = nullptr;        // (batch, heads, headdim, dstate), or null: zero
+  const float* grad_final_states = nullptr;        // as initial_states, or null: zero
   RowsView grad_x, grad_dt, grad_B, grad_C;        // null if not needed
   float* grad_initial_states = nullptr;            // as initial_states, or null
   int64_t num_chunks = 0, state_tiles = 0;         // chunks of all sequences; state tiles of all heads
   int64_t splits = 1, heads_per_split = 0;         // blocks that share a group's heads; the last may have fewer heads
   void *states = nullptr, *grad_states = nullptr;  // (num_chunks, state_tiles), swizzled tiles of the inputs' type
-  RowsView grad_B_parts, grad_C_parts;             // (splits, batch, seqlen, groups, dstate) if not written in place
+  RowsView grad_B_parts, grad_C_parts;             // (splits, batch, seqlen, groups, row), padded, if not written in place
   int64_t parts_stride_split = 0;
-  // Partial sums (num_chunks, heads), and (num_chunks, heads, headdim) or null, of tensors with parts_heads heads.
+  // Partial sums (num_chunks, heads), and (num_chunks, heads, padded headdim) or null, of tensors with parts_heads heads.
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr, *grad_D_parts = nullptr;
   int64_t parts_heads = 0;
 };
 
 struct SsdFwdParams : SsdParams {
+  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim, or pairs of elements.
   RowsView out;
+  bool out_has_vectors = true;
   cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
-  float* final_states = nullptr;            // (batch, heads, headdim, dstate)
+  float* final_states = nullptr;            // as initial_states
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of
-  // them, each (heads, headdim, dstate); those of the next row begin chunk_states_row states later. Null if none are asked for,
-  // if sequences are packed, and for the short scan.
+  // them, each (heads, headdim, state_columns); those of the next row begin chunk_states_row states later. Null if none are
+  // asked for, if sequences are packed, and for the short scan.
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;

@@ -504,7 +504,8 @@ struct BwdChunks {
   // Writes the chunk's part of D's gradient: the sums over steps of g x.
   __device__ __forceinline__ void write_grad_D(const TileCursor& cursor, Stage& tiles, const FragmentLane& lane) const {
     const int first_row = cursor.row_block * kStateRows;
-    float* const target = p.grad_D_parts + (block.chunk_index * p.parts_heads + cursor.head) * p.headdim + first_row;
+    float* const target =
+        p.grad_D_parts + (block.chunk_index * p.parts_heads + cursor.head) * padded_row(p.headdim) + first_row;
     write_column_products<Scalar>(tiles.g, tiles.x, target, p.headdim - first_row, lane);
   }
 };
@@ -543,7 +544,8 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
       for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
         const int64_t part = chunk_index * p.parts_heads + head;
         p.grad_A_parts[part] = p.grad_bias_parts[part] = 0;
-        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[part * p.headdim + row] = 0;
+        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row)
+          p.grad_D_parts[part * padded_row(p.headdim) + row] = 0;
       }
       return;
     }

@@ -118,7 +118,8 @@ __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTil
   return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
 }
 
-// Writes the column sums of the elementwise product of two tiles, by one warp, for the first `columns`, an even number.
+// Writes the column sums of the elementwise product of two tiles, by one warp, for the first `columns`, in fp32 rounded up
+// to an even number.
 template <typename Scalar>
 __device__ __forceinline__ void write_column_products(SmemTile<kStateRows, 4>& first, SmemTile<kStateRows, 4>& second,
                                                       float* target, int columns, const FragmentLane& lane) {

@@ -25,12 +25,14 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-void run_forward(const Inputs& in, const KernelInputs& inputs, const FwdOutputs& outputs,
+void run_forward(const Inputs& in, const KernelInputs& inputs, PendingCopies& copies, const FwdOutputs& outputs,
                  const ChunkStates& chunk_states = {}) {
-  const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
-  launch_forward(inputs, in.z, out.written, final_states.written, chunk_states);
-  out.finish();
-  final_states.finish();
+  const KernelResult out = result_as_rows(outputs.out, /*needs_vectors=*/!use_wgmma(in.x, in.reverse)),
+                     final_states = inputs.result_as_states(outputs.final_states);
+  launch_forward(inputs, copies, in.z, out.written, final_states.written, chunk_states);
+  out.finish(copies);
+  final_states.finish(copies);
+  copies.launch();
 }
 
 // The chunk states at or before the positions in between 0 and seqlen, as few as equal distances allow. They are in `states`,
@@ -43,11 +45,11 @@ ChunkStates allocate_chunk_states(const StatesInputs& in, const KernelInputs& in
   result.every = 0;
   for (auto at = begin; at != end; ++at) result.every = std::gcd(result.every, *at / kChunk);
   if (result.every == 0) return {};
-  const int64_t count = *std::prev(end) / kChunk / result.every, headdim = inputs.x.size(3), dstate = inputs.B.size(3);
-  bool is_in_place = end - begin == count && headdim == in.x.size(3) && dstate == in.B.size(3);
+  const int64_t count = *std::prev(end) / kChunk / result.every, headdim = in.x.size(3), columns = inputs.state_columns();
+  bool is_in_place = end - begin == count && columns == in.B.size(3);
   for (auto at = begin; at != end; ++at) is_in_place &= *at == (at - begin + 1) * result.every * kChunk;
   result.states = is_in_place ? states.narrow(1, begin - positions.begin(), count)
-                              : empty_tensor({in.x.size(0), count, in.x.size(2), headdim, dstate}, states.options());
+                              : empty_tensor({in.x.size(0), count, in.x.size(2), headdim, columns}, states.options());
   return result;
 }
 
@@ -80,7 +82,9 @@ FwdOutputs fwd_cuda(const Inputs& in) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
   const FwdOutputs outputs = allocate_fwd(in);
-  run_forward(in, KernelInputs(in, method), outputs);
+  PendingCopies copies;
+  const KernelInputs inputs(in, method, copies);
+  run_forward(in, inputs, copies, outputs);
   return outputs;
 }
 
@@ -89,9 +93,10 @@ StatesOutputs states_cuda(const StatesInputs& in) {
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/false)) return states_aten(in);
   const StatesOutputs outputs = allocate_states(in);
-  const KernelInputs inputs(in, method);
+  PendingCopies copies;
+  const KernelInputs inputs(in, method, copies);
   const ChunkStates chunk_states = allocate_chunk_states(in, inputs, outputs.states);
-  run_forward(in, inputs, outputs, chunk_states);
+  run_forward(in, inputs, copies, outputs, chunk_states);
   const auto states_before = [&](int64_t chunks) -> OptionalTensor {
     if (chunks == 0) return in.initial_states;
     return without_padding(chunk_states.states.select(1, chunks / chunk_states.every - 1), outputs.final_states);

@@ -199,7 +199,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<1>(m);
       // All warps have read the previous chunk's M^T and have written its out.
       sync_warpgroup(index);
-      if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
+      if (left < at.chunks) out.template send<has_options>(shared.out[rows], at.chunks - left - 1);
       const FragmentPairs<> opaque_pairs = pairs.opaque();
       auto& bmm = shared.bmm[index];
       mask.apply(m, [&](float low, float high, int n, int half) {
@@ -252,18 +252,21 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
-      if constexpr (has_options) store_chunk_state(left - 1);
+      if constexpr (has_options) {
+        if (!p.out_has_vectors) out.store_pairs(shared.out[rows], at.chunks - left, lane);
+        store_chunk_state(left - 1);
+      }
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }
     }
     sync_warpgroup(index);
-    out.send_last(shared.out[rows]);
+    if (!has_options || p.out_has_vectors) out.send_last(shared.out[rows]);
   }
 };
 
-// has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
-// to store chunk states slows the loop even where it is skipped.
+// has_options: whether p.resets and p.chunk_states may be given, and out may have no vectors. Without these the loop over
+// chunks has no code for them: code to store chunk states slows the loop even where it is skipped.
 template <typename Scalar, int dstate, bool has_options>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {

@@ -22,8 +22,9 @@ struct ChunkStates {
 
 // Writes `out`, in the layout of inputs.x, `final_states`, in that of inputs.empty_states(), and the states of chunk_states, of
 // sequences that are not packed and have so many chunks.
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                    const ChunkStates& chunk_states = {});
+// The copies, of the inputs at least, are launched before the kernels.
+void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
+                    const at::Tensor& final_states, const ChunkStates& chunk_states = {});
 
 // Writes the gradients that bwd.needs_grad asks for.
 void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads);

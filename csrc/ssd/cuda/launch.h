@@ -12,7 +12,9 @@ namespace ssm_kernels::ssd {
 constexpr int kChunk = 64;      // steps
 constexpr int kStateRows = 64;  // rows of a state tile, which four warps hold
 
-constexpr int kRowElements = 8;  // rows are multiples of it: 16 bytes of fp16 or bf16
+constexpr int kRowElements = 8;  // of a vector of fp16 or bf16
+// Workspaces have rows of headdim and dstate rounded up to it.
+SSM_HOST_DEVICE constexpr int64_t padded_row(int64_t size) { return (size + kRowElements - 1) / kRowElements * kRowElements; }
 
 constexpr int kWarpgroups = 2;      // consumer warpgroups of a block, with a state tile each
 constexpr int kDirections = 2;      // in time, of backward's states
@@ -112,7 +114,9 @@ struct Schedule : WorkPartition {
 // Rows as in x. y and grad_z are null if the gradient of z is not needed.
 struct GateBwdParams {
   int64_t batch = 0, seqlen = 0, heads = 0;
+  int headdim = 0;
   cuda::Divisor vectors_per_head;
+  bool are_shifted = false;  // whether rows of grad_out, z or grad_z begin between multiples of 16 bytes, or are no multiples
   RowsView grad_out, z, y, grad_y, grad_z;
 };
 

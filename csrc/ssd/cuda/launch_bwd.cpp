@@ -80,34 +80,47 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   return part;
 }
 
-// Returns the gradient of y, as rows; writes the gradient of z.
-at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads) {
+// Returns the gradient of y, as rows; writes the gradient of z. Launches the copies.
+at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, PendingCopies& copies, const GradTensors& grads) {
   const at::Tensor& x = inputs.x;
   const bool needs_grad_z = bwd.needs_grad[kGradZ];
   if (!is_present(bwd.grad_out)) {
+    copies.launch();
     if (needs_grad_z) grads[kGradZ].zero_();
-    return at::zeros(x.sizes(), x.options());
+    return at::zeros({x.size(0), x.size(1), x.size(2), padded_row(x.size(3))}, x.options()).narrow(3, 0, x.size(3));
   }
-  const at::Tensor grad_out = as_rows(*bwd.grad_out);
-  if (!is_present(bwd.in.z)) return grad_out;
-  const at::Tensor z = as_rows(*bwd.in.z), grad_y = empty_contiguous_like(x);
+  if (!is_present(bwd.in.z)) {
+    const at::Tensor grad_y = copies.as_rows(*bwd.grad_out);
+    copies.launch();
+    return grad_y;
+  }
+  // The gate's kernel takes rows that begin at any element.
+  const auto contiguous_rows = [&](const at::Tensor& rows) { return has_contiguous_rows(rows) ? rows : copies.as_rows(rows); };
+  const at::Tensor grad_out = contiguous_rows(*bwd.grad_out), z = contiguous_rows(*bwd.in.z),
+                   padded_grad_y = empty_padded_like(x);
+  copies.launch();
   GateBwdParams params;
   params.batch = x.size(0);
   params.seqlen = x.size(1);
   params.heads = x.size(2);
-  params.vectors_per_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
+  params.headdim = static_cast<int>(x.size(3));
+  params.vectors_per_head = cuda::Divisor(static_cast<int>(padded_row(x.size(3)) / kRowElements));
   check_count(params.heads * params.vectors_per_head.value<int64_t>(), "vectors of a step");
   params.grad_out = const_rows_view(grad_out);
   params.z = const_rows_view(z);
-  params.grad_y = rows_view(grad_y);
+  params.grad_y = rows_view(padded_grad_y);
+  // Its vectors are of kRowElements, in fp32 too.
+  params.are_shifted = x.size(3) % kRowElements != 0 || !has_vectors(grad_out) || !has_vectors(z);
   at::Tensor y;
   std::optional<KernelResult> grad_z;
   if (needs_grad_z) {
-    y = empty_contiguous_like(x);
-    launch_forward(inputs, /*z=*/{}, y, inputs.empty_states());
+    y = empty_padded_like(x);
+    launch_forward(inputs, copies, /*z=*/{}, y, inputs.empty_states());
     params.y = const_rows_view(y);
-    grad_z.emplace(result_as_rows(grads[kGradZ], x));
+    const at::Tensor& target = grads[kGradZ];
+    grad_z.emplace(target, has_contiguous_rows(target) ? target : empty_padded_like(x));
     params.grad_z = rows_view(grad_z->written);
+    params.are_shifted |= !has_vectors(grad_z->written);
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   constexpr int64_t kBlocksPerMultiprocessor = 32;
@@ -116,8 +129,11 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(x.scalar_type()), [&](auto scalar) {
     return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream);
   }));
-  if (grad_z.has_value()) grad_z->finish();
-  return grad_y;
+  if (grad_z.has_value()) {
+    grad_z->finish(copies);
+    copies.launch();
+  }
+  return padded_grad_y.narrow(3, 0, x.size(3));
 }
 
 // Partial sums of the gradients of A, dt_bias and D, (chunks, heads), the last one (chunks, heads, headdim) and only if needed.
@@ -132,7 +148,7 @@ struct ParameterParts {
                                                      : in.x.size(0) * ceil_div(seqlen, kChunk);
     A = empty_tensor({chunks, heads}, in.A.options());
     dt_bias = empty_tensor_like(A);
-    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, round_up(in.x.size(3), kRowElements)}, in.A.options());
+    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, padded_row(in.x.size(3))}, in.A.options());
   }
 
   // Sets the pointers for a sub-batch, from its first chunk and head on.
@@ -173,23 +189,23 @@ class Backward {
   // first_chunk: of the range, in parts.
   Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Range& range,
            const ParameterParts& parts, int64_t first_chunk)
-      : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method), partition_(inputs_.partition()) {
+      : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method, copies_), partition_(inputs_.partition()) {
     inputs_.fill(params_);
     parts.fill(params_, first_chunk, range.head);
   }
 
   void run(GroupSums& sums) {
-    const at::Tensor grad_y = gate(bwd_, inputs_, grads_);
-    params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
     const at::Tensor grad_final_states =
-        is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
+        is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states, copies_) : at::Tensor();
+    const at::Tensor grad_y = gate(bwd_, inputs_, copies_, grads_);
+    params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
     if (grad_final_states.defined()) {
       params_.grad_final_states = grad_final_states.const_data_ptr<float>() + inputs_.offset_of_first_states();
     }
 
     std::optional<KernelResult> grad_x, grad_initial_states;
     if (needs(kGradX)) {
-      grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
+      grad_x.emplace(result_as_rows(grads_[kGradX]));
       params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
@@ -212,8 +228,9 @@ class Backward {
       return launch_ssd_bwd<decltype(scalar)>(params_, partition_, uses_wgmma, max_shared_bytes, stream);
     }));
 
-    if (grad_x.has_value()) grad_x->finish();
-    if (grad_initial_states.has_value()) grad_initial_states->finish();
+    if (grad_x.has_value()) grad_x->finish(copies_);
+    if (grad_initial_states.has_value()) grad_initial_states->finish(copies_);
+    copies_.launch();
     finish_group_grad(kGradB, parts_B, sums.B);
     finish_group_grad(kGradC, parts_C, sums.C);
   }
@@ -271,12 +288,13 @@ class Backward {
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, RowsView& parts) {
     if (!needs(grad)) return {};
-    if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_rows(grads_[grad])) {
+    if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_pairs(grads_[grad])) {
       in_place = rows_view(grads_[grad], inputs_.is_reverse());
       return {};
     }
     const at::Tensor& B = inputs_.B;
-    const at::Tensor result = empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
+    const at::Tensor result =
+        empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), padded_row(B.size(3))}, bwd_.in.A.options());
     parts = rows_view(result[0], inputs_.is_reverse());
     params_.parts_stride_split = result.stride(0);
     return result;
@@ -296,6 +314,7 @@ class Backward {
   const BwdInputs& bwd_;
   const GradTensors& grads_;
   const Range& range_;
+  PendingCopies copies_;
   const KernelInputs inputs_;
   WorkPartition partition_;
   SsdBwdParams params_;
@@ -428,7 +447,11 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
                     int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
-  const OptionalTensor grad_y = is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads)) : bwd.grad_out;
+  OptionalTensor grad_y = bwd.grad_out;
+  if (is_present(in.z)) {
+    PendingCopies copies;
+    grad_y = gate(bwd, KernelInputs(in, method, copies), copies, grads);
+  }
   for (int64_t column = 0; column < dstate; column += at_once) {
     const bool is_first = column == 0;
     BwdInputs ungated = bwd;

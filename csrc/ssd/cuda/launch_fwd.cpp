@@ -78,8 +78,9 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
+// Makes the descriptor of TMA stores to out (epilogue.cuh), if it has vectors. Returns whether the sizes allow it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+  if (!params.out_has_vectors) return true;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
@@ -94,17 +95,18 @@ bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
 }
 
-ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                    const ChunkStates& chunk_states = {}) {
+ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
+                    const at::Tensor& final_states, const ChunkStates& chunk_states = {}) {
   ForwardCall call;
   inputs.fill(call.params);
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();
   if (call.schedule.work_tiles == 0) return call;
   if (is_present(z)) {
-    call.gate = as_rows(*z);
+    call.gate = copies.as_rows(*z);
     call.params.z = const_rows_view(call.gate, inputs.is_reverse());
   }
   call.params.out = rows_view(out, inputs.is_reverse());
+  call.params.out_has_vectors = has_vectors(out);
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
@@ -138,10 +140,11 @@ bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                    const ChunkStates& chunk_states) {
-  const ForwardCall call = prepare(inputs, z, out, final_states, chunk_states);
+void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
+                    const at::Tensor& final_states, const ChunkStates& chunk_states) {
+  const ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
   if (call.schedule.work_tiles == 0) return;
+  copies.launch();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (call.is_short) {
     C10_CUDA_CHECK(launch_ssd_short_scan_fwd(call.params, stream));
@@ -159,8 +162,11 @@ std::string describe_kernel(const at::Tensor& x, bool uses_wgmma) {
 }
 
 std::string describe_forward(const Inputs& in, Discretization method) {
-  const KernelInputs inputs(in, method);
-  const ForwardCall call = prepare(inputs, in.z, empty_contiguous_like(inputs.x), inputs.empty_states());
+  PendingCopies copies;
+  const KernelInputs inputs(in, method, copies);
+  const ForwardCall call = prepare(
+      inputs, copies, in.z, result_as_rows(empty_tensor_like(in.x), /*needs_vectors=*/!use_wgmma(in.x, in.reverse)).written,
+      inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.uses_wgmma), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

@@ -35,7 +35,9 @@ int64_t choose_segments(const WorkPartition& partition, int64_t multiprocessors)
 
 // A call whose states have at most as many columns as the kernels take.
 void launch_part(const Inputs& in, Discretization method, Directions direction, const at::Tensor& states) {
-  const KernelInputs inputs(in, method);
+  PendingCopies copies;
+  const KernelInputs inputs(in, method, copies);
+  copies.launch();
   SsdBwdParams params;
   inputs.fill(params);
   params.grad_out = params.x;
@@ -58,7 +60,8 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
     return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), uses_wgmma,
                                                     max_shared_bytes, stream);
   }));
-  result.finish();
+  result.finish(copies);
+  copies.launch();
 }
 
 }  // namespace

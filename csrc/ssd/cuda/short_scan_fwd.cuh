@@ -80,13 +80,13 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
 
   const int row = threadIdx.x / kStateLanes, first_column = threadIdx.x % kStateLanes * kVector;
   const bool has_row = first_row + row < p.headdim;
-  const int64_t state_row = (entry_and_head * p.headdim + first_row + row) * p.dstate;
+  const int64_t state_row = (entry_and_head * p.headdim + first_row + row) * p.state_columns;
   // Calls visit(vector of the state, its first column) for the columns that exist.
   const auto for_each_vector = [&](const auto& visit) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int column = first_column + k * kStateLanes * kVector;
-      if (has_row && column < p.dstate) visit(k, column);
+      if (has_row && column < p.state_columns) visit(k, column);
     }
   };
   float state[kVectors][kVector];
@@ -100,9 +100,14 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   clear_state();
   if (p.initial_states != nullptr) {
     for_each_vector([&](int k, int column) {
-      const auto vector = cuda::Vector<float, kVector>::load(p.initial_states + state_row + column);
+    // Rows of states begin at multiples of two columns, and a row's last vector may be half of one.
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) state[k][i] = vector[i];
+      for (int i = 0; i < kVector; i += 2) {
+        if (column + i >= p.state_columns) continue;
+        const float2 pair = *reinterpret_cast<const float2*>(p.initial_states + state_row + column + i);
+        state[k][i] = pair.x;
+        state[k][i + 1] = pair.y;
+      }
     });
   }
 
@@ -161,7 +166,11 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   shared.resets == 0 ? run(std::false_type()) : run(std::true_type());
   if (p.final_states != nullptr) {
     for_each_vector([&](int k, int column) {
-      *reinterpret_cast<float4*>(p.final_states + state_row + column) = {state[k][0], state[k][1], state[k][2], state[k][3]};
+#pragma unroll
+      for (int i = 0; i < kVector; i += 2) {
+        if (column + i >= p.state_columns) continue;
+        *reinterpret_cast<float2*>(p.final_states + state_row + column + i) = {state[k][i], state[k][i + 1]};
+      }
     });
   }
   __syncthreads();

@@ -34,16 +34,17 @@ struct State {
   static constexpr int kBlocks = dstate / 8;
   float values[kBlocks][4];
 
-  // Calls body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, dstate) matrix.
+  // Calls body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, state_columns)
+  // matrix.
   template <typename Self, typename Body>
   static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const StateTile& state_tile,
                                                        const FragmentLane& lane, const Body& body) {
     // The offsets of a row differ by constants, so that one address serves all of them.
-    const int first_column = state_tile.first_column + 2 * lane.pair, columns = p.dstate - first_column;
+    const int first_column = state_tile.first_column + 2 * lane.pair, columns = p.state_columns - first_column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane.row + 8 * half;
-      const int64_t offset = (int64_t(state_tile.first_row) + row) * p.dstate + first_column;
+      const int64_t offset = (int64_t(state_tile.first_row) + row) * p.state_columns + first_column;
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
         body(self.values[n][2 * half], self.values[n][2 * half + 1], row < state_tile.rows && 8 * n < columns, offset + 8 * n);
@@ -66,7 +67,7 @@ struct State {
   // Load from and store to the states of all heads of one sequence. A null pointer loads zeros.
   __device__ __forceinline__ void load(const SsdParams& p, const float* states, const StateTile& state_tile,
                                        const FragmentLane& lane) {
-    const float* const source = states + int64_t(state_tile.head) * p.headdim * p.dstate;
+    const float* const source = states + int64_t(state_tile.head) * p.headdim * p.state_columns;
     const bool is_given = states != nullptr;
     for_each_pair(*this, p, state_tile, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
       const float2 pair = load_pair(source + offset, is_there && is_given);
@@ -76,7 +77,7 @@ struct State {
   }
   __device__ __forceinline__ void store(const SsdParams& p, float* states, const StateTile& state_tile,
                                         const FragmentLane& lane) const {
-    float* const target = states + int64_t(state_tile.head) * p.headdim * p.dstate;
+    float* const target = states + int64_t(state_tile.head) * p.headdim * p.state_columns;
     for_each_pair(*this, p, state_tile, lane, [&](float low, float high, bool is_there, int64_t offset) {
       if (is_there) *reinterpret_cast<float2*>(target + offset) = {low, high};
     });

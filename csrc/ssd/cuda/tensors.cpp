@@ -4,7 +4,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/constant_pad_nd.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <limits>
@@ -21,14 +22,16 @@ namespace {
 
 static_assert(kMinSharedBytes == kMinSharedBytesPerBlock, "the least that the option may be set to");
 
-bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+constexpr int64_t kVectorBytes = 16;
 
-int64_t padding(int64_t size) { return round_up(size, kRowElements) - size; }
+bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0; }
 
-// Returns a contiguous tensor: constant_pad_nd alone keeps the memory order of tensors whose second axis is the innermost.
-at::Tensor zero_padded(const at::Tensor& tensor, at::IntArrayRef sizes) {
-  const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
-  return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
+// Whether rows are contiguous and begin at multiples of so many elements, from memory aligned to as many.
+bool begin_at_multiples(const at::Tensor& tensor, int64_t elements) {
+  const auto bytes = static_cast<uintptr_t>(elements * tensor.element_size());
+  bool result = tensor.stride(3) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % elements == 0 || tensor.size(axis) == 1;
+  return result;
 }
 
 RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
@@ -42,16 +45,54 @@ RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
 
 }  // namespace
 
-bool has_rows(const at::Tensor& tensor) {
-  bool result = padding(tensor.size(3)) == 0 && tensor.stride(3) == 1 && is_aligned(tensor);
-  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
-  return result;
+bool has_vectors(const at::Tensor& tensor) {
+  const int64_t vector_elements = kVectorBytes / tensor.element_size();
+  return tensor.size(3) % vector_elements == 0 && begin_at_multiples(tensor, vector_elements);
+}
+bool has_pairs(const at::Tensor& tensor) { return tensor.size(3) % 2 == 0 && begin_at_multiples(tensor, 2); }
+bool has_contiguous_rows(const at::Tensor& tensor) { return tensor.stride(3) == 1 || tensor.size(3) == 1; }
+
+at::Tensor PendingCopies::as_rows(const at::Tensor& tensor) {
+  // Whole vectors are loaded: memory after a row is not part of it.
+  if (has_vectors(tensor)) return tensor;
+  const at::Tensor padded = empty_padded_like(tensor);
+  add(tensor, padded);
+  return padded.narrow(3, 0, tensor.size(3));
 }
 
-at::Tensor as_rows(const at::Tensor& tensor) {
-  if (has_rows(tensor)) return tensor;
-  const int64_t more = padding(tensor.size(3));
-  return more > 0 ? zero_padded(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
+void PendingCopies::add(const at::Tensor& source, const at::Tensor& target) {
+  if (!has_contiguous_rows(target)) {
+    target.copy_(without_padding(source, target));
+    return;
+  }
+  const at::Tensor rows = has_contiguous_rows(source) ? source : source.contiguous();
+  cuda::RowCopy copy;
+  copy.source = static_cast<const char*>(rows.const_data_ptr());
+  copy.target = static_cast<char*>(target.data_ptr());
+  const int64_t bytes = rows.element_size();
+  for (int axis = 0; axis < cuda::RowCopy::kAxes; ++axis) {
+    copy.sizes[axis] = target.size(axis);
+    copy.source_strides[axis] = rows.stride(axis) * bytes;
+    copy.target_strides[axis] = target.stride(axis) * bytes;
+  }
+  copy.row_bytes = static_cast<int>(std::min(rows.size(3), target.size(3)) * bytes);
+  copy.written_bytes = static_cast<int>(target.size(3) * bytes);
+  if (!copies_.add(copy)) {
+    launch();
+    copies_.add(copy);
+  }
+  kept_.push_back(rows);
+  kept_.push_back(target);
+}
+
+void PendingCopies::launch() {
+  if (copies_.count > 0) C10_CUDA_CHECK(cuda::launch_row_copies(copies_, c10::cuda::getCurrentCUDAStream()));
+  copies_ = {};
+  kept_.clear();
+}
+
+at::Tensor empty_padded_like(const at::Tensor& tensor) {
+  return empty_tensor({tensor.size(0), tensor.size(1), tensor.size(2), padded_row(tensor.size(3))}, tensor.options());
 }
 
 RowsView rows_view(const at::Tensor& tensor, bool reverse) { return view_of(tensor, tensor.data_ptr(), reverse); }
@@ -63,18 +104,17 @@ at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
 }
 
-KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
-  return {target, has_rows(target) ? target : empty_contiguous_like(like)};
+KernelResult result_as_rows(const at::Tensor& target, bool needs_vectors) {
+  const bool is_written = needs_vectors ? has_vectors(target) : has_pairs(target);
+  return {target, is_written ? target : empty_padded_like(target)};
 }
 
-KernelInputs::KernelInputs(const Inputs& in, Discretization method)
-    : x(as_rows(in.x)),
-      B(as_rows(in.B)),
-      C(in.C.is_same(in.B) ? B : as_rows(in.C)),
+KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
+    : x(copies.as_rows(in.x)),
+      B(copies.as_rows(in.B)),
+      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C)),
       in_(in),
       method_(method),
-      more_rows_(padding(in.x.size(3))),
-      more_columns_(padding(in.B.size(3))),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
   if (is_present(in.seq_idx)) resets_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
   if (is_present(in.cu_seqlens)) {
@@ -88,8 +128,8 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
   }
   A_ = in.A.contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
-  if (is_present(in.D)) D_ = in.D->dim() == 2 ? zero_padded(*in.D, {0, more_rows_}) : in.D->contiguous();
-  if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states);
+  if (is_present(in.D)) D_ = in.D->contiguous();
+  if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states, copies);
 }
 
 void KernelInputs::fill(SsdParams& params) const {
@@ -99,6 +139,7 @@ void KernelInputs::fill(SsdParams& params) const {
   params.groups = B.size(2);
   params.headdim = static_cast<int>(x.size(3));
   params.dstate = static_cast<int>(B.size(3));
+  params.state_columns = static_cast<int>(state_columns());
   params.discretization = method_;
   params.dt_softplus = in_.dt_softplus;
   const auto [dt_min, dt_max] = kernel_dt_limit(in_.dt_min, in_.dt_max);
@@ -129,22 +170,26 @@ WorkPartition KernelInputs::partition() const {
   return result;
 }
 
+int64_t KernelInputs::state_columns() const { return round_up(B.size(3), 2); }
+
 at::Tensor KernelInputs::empty_states() const {
-  return empty_tensor({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
+  return empty_tensor({sequences_, x.size(2), x.size(3), state_columns()}, in_.A.options());
 }
 
-at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
-  const at::Tensor padded = zero_padded(states, {0, more_columns_, 0, more_rows_});
-  return is_aligned(padded) ? padded : padded.clone();
+at::Tensor KernelInputs::as_states(const at::Tensor& states, PendingCopies& copies) const {
+  if (state_columns() == states.size(3) && states.is_contiguous() && is_aligned(states)) return states;
+  const at::Tensor result = empty_states();
+  copies.add(states, result);
+  return result;
 }
 
 KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
-  const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
+  const bool is_written = state_columns() == target.size(3) && target.is_contiguous() && is_aligned(target);
   return {target, is_written ? target : empty_states()};
 }
 
 int64_t KernelInputs::states_stride_entry() const {
-  const int64_t stride = x.size(2) * x.size(3) * B.size(3);
+  const int64_t stride = x.size(2) * x.size(3) * state_columns();
   return in_.reverse && cu_seqlens_.defined() ? -stride : stride;
 }
 

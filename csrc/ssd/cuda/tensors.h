@@ -1,20 +1,42 @@
-// The tensors of a call in the layout of the SSD kernels: rows aligned to 16 bytes and padded with zeros to a multiple of 16
-// bytes, and states padded to the same numbers of rows and columns.
+// The tensors of a call in the layout of the SSD kernels: rows of whole vectors, with zeros after the last element, and states
+// with an even number of columns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <utility>
+#include <vector>
 
+#include "cuda/row_copies.h"
 #include "ssd/cuda/launch.h"
 #include "ssd/ssd_op.h"
 
 namespace ssm_kernels::ssd {
 
-// Whether kernels can move the rows of a tensor (batch, seqlen, heads, row): contiguous, aligned, a multiple of 16 bytes.
-bool has_rows(const at::Tensor& tensor);
-// A tensor with such rows.
-at::Tensor as_rows(const at::Tensor& tensor);
+// Properties of the rows of a tensor (batch, seqlen, heads, row). Each implies those after it.
+// Vectors of 16 bytes of contiguous elements, that begin at multiples of 16 bytes.
+bool has_vectors(const at::Tensor& tensor);
+// Pairs of contiguous elements, that begin at multiples of their size: what kernels store.
+bool has_pairs(const at::Tensor& tensor);
+// Whether the last axis is contiguous, or has one element.
+bool has_contiguous_rows(const at::Tensor& tensor);
+// Uninitialized, of the same shape and dtype but for the rows, which are padded to vectors.
+at::Tensor empty_padded_like(const at::Tensor& tensor);
+// Copies between the caller's tensors and the kernels', which one launch makes (cuda/row_copies.h).
+class PendingCopies {
+ public:
+  // A tensor whose rows are vectors, the last one filled up with zeros in memory: the tensor itself, or one that launch()
+  // fills.
+  at::Tensor as_rows(const at::Tensor& tensor);
+  // Copies rows, of which the target may have fewer elements, or more: these become zeros. The axes before them are alike.
+  void add(const at::Tensor& source, const at::Tensor& target);
+  void launch();
+
+ private:
+  cuda::RowCopies copies_;
+  std::vector<at::Tensor> kept_;  // what they read and write
+};
+
 // With reverse, step 0 of a view is the tensor's last step.
 RowsView rows_view(const at::Tensor& tensor, bool reverse = false);
 RowsView const_rows_view(const at::Tensor& tensor, bool reverse = false);
@@ -26,8 +48,9 @@ class KernelResult {
  public:
   KernelResult(at::Tensor target, at::Tensor written) : written(std::move(written)), target_(std::move(target)) {}
 
-  void finish() const {
-    if (!written.is_same(target_)) target_.copy_(without_padding(written, target_));
+  // Call it after the kernels' launch.
+  void finish(PendingCopies& copies) const {
+    if (!written.is_same(target_)) copies.add(written, target_);
   }
 
   const at::Tensor written;
@@ -35,22 +58,25 @@ class KernelResult {
  private:
   const at::Tensor target_;
 };
-// A result for `target`, padded to the shape of `like`.
-KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like);
+// A result for `target`, with padded rows unless it has pairs, or vectors if the kernel stores these.
+KernelResult result_as_rows(const at::Tensor& target, bool needs_vectors = false);
 
 // The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
  public:
-  KernelInputs(const Inputs& in, Discretization method);
+  // Kernels may read them after the launch of `copies`.
+  KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies);
 
   void fill(SsdParams& params) const;
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
 
-  // Uninitialized, with the kernels' headdim and dstate.
+  // Columns of states in memory: dstate, rounded up to an even number.
+  int64_t state_columns() const;
+  // Uninitialized.
   at::Tensor empty_states() const;
-  // States, padded and aligned.
-  at::Tensor as_states(const at::Tensor& states) const;
+  // States with so many columns, aligned to 16 bytes.
+  at::Tensor as_states(const at::Tensor& states, PendingCopies& copies) const;
   KernelResult result_as_states(const at::Tensor& target) const;
   // How many elements of such states come before those of the sequence, or row of the batch, that is scanned first.
   int64_t offset_of_first_states() const;
@@ -64,7 +90,7 @@ class KernelInputs {
 
   const Inputs& in_;
   const Discretization method_;
-  const int64_t more_rows_, more_columns_, sequences_;
+  const int64_t sequences_;
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
 

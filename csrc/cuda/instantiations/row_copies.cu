@@ -1,0 +1,1 @@
+#include "cuda/row_copies.cuh"
