@@ -27,64 +27,9 @@
 // The limit is the issue rate: about thirty instructions per state and step.
 #pragma once
 
-#include "selective_scan/cuda/warp_scan_tile.cuh"
+#include "selective_scan/cuda/warp_scan_bwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
-
-template <typename Scalar>
-using BwdTileConfig =
-    TileConfig<Scalar, BwdSizes::log2_warps(std::is_same_v<Scalar, double>), BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
-
-// The arrays in a block's shared memory.
-template <typename TileConfig>
-struct BwdShared {
-  using Scalar = typename TileConfig::Scalar;
-  using Acc = typename TileConfig::Acc;
-  static constexpr int kMaxSlice = BwdSizes::kMaxSlice;
-  // Per state and warp: sums for the gradients of B and C, (2, steps of a tile).
-  static constexpr int kSums = 2 * TileConfig::kTileSteps, kSumsPerState = TileConfig::kWarps * kSums;
-
-  // Per channel and state: scaled A, the state before the tile, the adjoint from after it, and the gradient of A.
-  static constexpr int kA = 0, kBefore = 1, kAdjoint = 2, kGradA = 3, kPerState = 4;
-
-  Scalar *u, *delta, *z, *grad_out;
-  Acc* states;  // (channels, dstate, kPerState)
-  Acc *decay, *grad_constant_B, *grad_constant_C;
-  Acc *B, *C;
-  Acc* zeros;      // B and C for lanes without a channel: zero times an infinite B would be NaN
-  Acc* warp_sums;  // (states of a slice, warps, kSums)
-  // Each thread's terms of the gradients of D and delta_bias.
-  Acc* grad_channel;
-  Position* position;
-  BwdRows<Scalar>* rows;
-  int64_t bytes;
-
-  // per_step: known at compile time of Pass::kPerStep, whose addresses then depend on fewer parameters.
-  SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan, bool per_step = false) {
-    const int count = state_rows<TileConfig>(plan) * state_pitch(p);
-    const bool carry_pass = !per_step && plan.carry_pass;
-    const bool has_B_steps = per_step || p.B.per_step, has_C_steps = per_step || p.C.per_step;
-    const bool sums = !carry_pass && (has_B_steps || has_C_steps);
-    SharedAllocator shared(memory);
-    // Arrays of constant size first: their addresses are known at compile time.
-    grad_channel = shared.allocate<Acc>(2 * TileConfig::kThreads);
-    position = shared.allocate<Position>(1);
-    rows = shared.allocate<BwdRows<Scalar>>(1);
-    zeros = shared.allocate<Acc>(TileConfig::kSteps);
-    delta = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    grad_out = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    u = shared.allocate<Scalar>(carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
-    z = shared.allocate<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
-    B = shared.allocate<Acc>(has_B_steps && !carry_pass ? kMaxSlice * MatrixSlice<TileConfig, kMaxSlice>::kPitch : 0);
-    C = shared.allocate<Acc>(has_C_steps ? kMaxSlice * MatrixSlice<TileConfig, kMaxSlice>::kPitch : 0);
-    warp_sums = shared.allocate<Acc>(sums ? plan.slice * kSumsPerState : 0);
-    states = shared.allocate<Acc>(kPerState * count);
-    decay = shared.allocate<Acc>(carry_pass ? count : 0);
-    grad_constant_B = shared.allocate<Acc>(has_B_steps || carry_pass ? 0 : count);
-    grad_constant_C = shared.allocate<Acc>(has_C_steps || carry_pass ? 0 : count);
-    bytes = shared.bytes();
-  }
-};
 
 // Loads the states before a tile from (channels, dstate), zeros if `source` is null, with several loads in flight: the block
 // waits for them.
@@ -178,60 +123,6 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
     store_matrix_sum<Scalar>(p, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
   }
 }
-
-// How a tile of a call with shifted vectors moves.
-template <typename TileConfig>
-struct AnyBwdTile {
-  using Scalar = typename TileConfig::Scalar;
-  using Sequence = SequenceTile<TileConfig>;
-
-  // Calls visit(shared, at, rows) with what bwd_block has.
-  template <typename Visitor>
-  __device__ __forceinline__ static void visit(const SelectiveScanBwdParams& p, const ScanPlan& plan, const Visitor& visit) {
-    extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-    const BwdShared<TileConfig> shared(memory, p, plan);
-    if constexpr (kHasShiftedVectors<Scalar>) visit(shared, *shared.position, *shared.rows);
-  }
-
-  __device__ __noinline__ static void load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
-      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-      const int64_t left = p.dim - at.first_channel;
-      Sequence{shared.delta, plan.delta}.load_any(p.delta, rows.delta, t0, at.channels, steps, left);
-      Sequence{shared.grad_out, plan.grad_out}.load_any(p.grad_out, rows.grad_out, t0, at.channels, steps, left);
-      Sequence{shared.z, plan.z}.load_any(p.z, rows.z, t0, at.channels, steps, left);
-      if (!plan.carry_pass) Sequence{shared.u, plan.u}.load_any(p.u, rows.u, t0, at.channels, steps, left);
-    });
-  }
-  __device__ __noinline__ static void finish_load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position&, const BwdRows<Scalar>& rows) {
-      Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
-      Sequence{shared.grad_out, plan.grad_out}.finish_load_any(p.grad_out, rows.grad_out, t0);
-      Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
-      if (!plan.carry_pass) Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
-    });
-  }
-  __device__ __noinline__ static void stage(const SelectiveScanBwdParams& p, const ScanPlan& plan, int first_state,
-                                            int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
-      using Slice = MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>;
-      const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
-      if (!plan.carry_pass) Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
-      Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
-    });
-  }
-  __device__ __noinline__ static void store(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
-      const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-      Sequence{shared.u, plan.grad_u}.store_any(p.grad_u, rows.grad_u, t0, at.channels, steps);
-      Sequence{shared.delta, plan.grad_delta}.store_any(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
-      Sequence{shared.z, plan.grad_z}.store_any(p.grad_z, rows.grad_z, t0, at.channels, steps);
-      if (p.replaces_grad_out) {
-        Sequence{shared.grad_out, plan.grad_out}.store_any(p.grad_out, rows.grad_out, t0, at.channels, steps);
-      }
-    });
-  }
-};
 
 template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,

@@ -18,7 +18,7 @@
 // is close.
 #pragma once
 
-#include "selective_scan/cuda/warp_scan_tile.cuh"
+#include "selective_scan/cuda/warp_scan_matrix.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
 
@@ -78,9 +78,18 @@ struct AnyFwdTile {
     visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       const int64_t left = p.dim - at.first_channel;
-      Sequence{shared.delta, plan.delta}.load_any(p.delta, rows.delta, t0, at.channels, steps, left);
-      Sequence{shared.u, plan.u}.load_any(p.u, rows.u, t0, at.channels, steps, left);
-      if (!plan.carry_pass) Sequence{shared.z, plan.z}.load_any(p.z, rows.z, t0, at.channels, steps, left);
+      const SequenceView z_view = plan.carry_pass ? SequenceView() : p.z;
+      const Sequence delta{shared.delta, plan.delta}, u{shared.u, plan.u}, z{shared.z, plan.z};
+      constexpr bool kAllInFlight = sizeof(Scalar) < 4;  // registers allow it
+      typename Sequence::ChannelLoads of_delta, of_u, of_z;
+      delta.load_any(p.delta, rows.delta, t0, at.channels, steps, left, of_delta);
+      if (!kAllInFlight) delta.store_loads_any(p.delta, of_delta);
+      u.load_any(p.u, rows.u, t0, at.channels, steps, left, of_u);
+      if (!kAllInFlight) u.store_loads_any(p.u, of_u);
+      z.load_any(z_view, rows.z, t0, at.channels, steps, left, of_z);
+      if (kAllInFlight) delta.store_loads_any(p.delta, of_delta);
+      if (kAllInFlight) u.store_loads_any(p.u, of_u);
+      z.store_loads_any(z_view, of_z);
     });
   }
   __device__ __noinline__ static void finish_load(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
