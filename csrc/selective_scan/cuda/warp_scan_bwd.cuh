@@ -476,9 +476,11 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   }
 }
 
-// Warps per multiprocessor: 16 allow a thread 128 registers; doubles and Pass::kAny need more.
+// Warps per multiprocessor: 16 allow a thread 128 registers; doubles and Pass::kAny need more, the carry pass fewer.
 template <typename Scalar, Pass pass>
-constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8 : 16;
+constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8
+                                  : pass == Pass::kCarry                               ? 24
+                                                                                       : 16;
 
 template <typename Scalar, typename Method, Pass pass>
 __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
