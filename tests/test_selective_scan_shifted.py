@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from guarded_memory import ALIGNED, Layout, assert_offsets_keep_bits, guard_all
 from helpers import assert_equal, debug_option, move_all
 from selective_scan_helpers import (
     SELECTIVE_SCAN,
@@ -166,3 +167,27 @@ def test_every_length_takes_the_sequential_scan(seqlen):
     with debug_option("selective_scan_kernel", "faster"):
         inputs = make_inputs(batch=64, dim=384, seqlen=seqlen, dstate=16, dtype=torch.bfloat16, device="cuda")
         assert kernels_of(inputs) == ("sequential", "sequential")
+
+
+# Rows of steps, of channels in whole and in partial tiles, and of descending steps; whole tiles of steps, and a partial one.
+ROWS = {
+    "steps": ((-1,), {}),
+    "channels": ((1,), {}),
+    "channels_and_whole_tiles": ((1,), {"seqlen": 64}),
+    "odd_channels": ((1,), {"dim": 251}),
+    "reverse": ((-1,), {"reverse": True}),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize(("axes", "options"), ROWS.values(), ids=ROWS)
+def test_the_kernel_and_the_bits_do_not_depend_on_where_rows_start(axes, options, dtype):
+    """With as many channels as let the plan choose the sequential scan."""
+    rows = dict.fromkeys((*SEQUENCES, "out"), axes)
+    layouts = (Layout(1), Layout(2), Layout(4), Layout(3, odd=True))
+    with debug_option("selective_scan_kernel", "faster"):
+        sizes = {"batch": 48, "dim": 256, "seqlen": 72, "dstate": 16} | options
+        inputs = make_inputs(**sizes, dtype=dtype, device="cuda")
+        for layout in (ALIGNED, *layouts):
+            assert kernels_of(guard_all(inputs, rows, layout)) == ("sequential", "sequential"), layout
+        assert_offsets_keep_bits(SELECTIVE_SCAN, inputs, rows, layouts=layouts)

@@ -239,9 +239,28 @@ PackedRows packed_rows(const Inputs& in) {
   return make_packed_rows(in);
 }
 
-FwdOutputs fwd_cuda(const FwdInputs& in) {
+// A reverse scan moves rows of steps in vectors if they end at multiples of kVectorBytes. Replaces sequences whose rows could
+// end there, but do not, by copies: a call then takes the kernels of its aligned copy, and has its bits.
+void align_reverse_rows(Inputs& in) {
+  const int64_t bytes = in.u.element_size();
+  const auto is_aligned = [&](int64_t elements) { return elements * bytes % kVectorBytes == 0; };
+  if (!in.reverse || in.is_packed() || bytes > 4 || !is_aligned(in.u.size(2))) return;
+  const auto align = [&](at::Tensor& x) {
+    const bool starts_aligned = reinterpret_cast<int64_t>(x.const_data_ptr()) % kVectorBytes == 0;
+    if (x.stride(2) == 1 && !(starts_aligned && is_aligned(x.stride(0)) && is_aligned(x.stride(1)))) {
+      x = empty_tensor(x.sym_sizes(), x.options()).copy_(x);
+    }
+  };
+  align(in.u);
+  align(in.delta);
+  if (is_present(in.z)) align(*in.z);
+}
+
+FwdOutputs fwd_cuda(const FwdInputs& inputs) {
+  FwdInputs in = inputs;
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.u.device());
+  align_reverse_rows(in);
   if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
     check_cu_seqlens_values("selective_scan", in.cu_seqlens->cpu(), in.u.size(2));
   }
@@ -268,10 +287,12 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
   return outputs;
 }
 
-GradTensors bwd_cuda(const BwdInputs& bwd) {
-  const Inputs& in = bwd.in;
+GradTensors bwd_cuda(const BwdInputs& inputs) {
+  BwdInputs bwd = inputs;
+  Inputs& in = bwd.in;
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.u.device());
+  align_reverse_rows(in);
   const GradTensors grads = allocate_bwd(bwd);
   const at::Tensor states = bwd.chunk_states.contiguous();
   const PackedRows rows = packed_rows(in);
@@ -438,6 +459,7 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
   const Discretization method = check_inputs(in);
   if (in.u.size(0) == 0 || in.u.size(1) == 0) return {"none", "none"};
   const c10::cuda::CUDAGuard guard(in.u.device());
+  align_reverse_rows(in);
   in.save_chunk_states = true;
   const FwdOutputs outputs = allocate_fwd(in);
   BwdInputs bwd;

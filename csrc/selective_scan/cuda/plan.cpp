@@ -43,7 +43,8 @@ bool is_descending(const MatrixView& view, const SelectiveScanParams& p, int64_t
   return !p.is_packed() && is_descending(view, p, bytes, {view.stride_batch, view.stride_channel, view.stride_state});
 }
 // Rows may start at any element.
-bool is_shifted(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_step == 1; }
+bool has_rows_of_steps(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_step == 1; }
+bool has_rows_of_channels(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_dim == 1; }
 // Whether every tile's first channel is a multiple of the vector's size.
 bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t bytes) {
   return (partition.group_channels == p.dim || partition.group_channels * bytes % kVectorBytes == 0) &&
@@ -227,22 +228,26 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   return plan;
 }
 
-// writes_dense: the kernel also writes dense (batch, dim, seqlen) tensors of the same layout that may not be in `sequences`.
+// The kind of rows, and with it the choice of the kernel and the order of its sums, does not depend on where rows start: only
+// whether they are shifted does. writes_dense: the kernel also writes dense (batch, dim, seqlen) tensors of the same layout
+// that may not be in `sequences`.
 void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes,
                   std::initializer_list<const SequenceView*> sequences, bool writes_dense) {
   const auto all = [&](const auto& holds) {
     return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
   };
   const auto is_dense_aligned = [&](int64_t row) { return !writes_dense || row * bytes % kVectorBytes == 0; };
-  if (!p.is_packed() && all(is_along_steps) && is_dense_aligned(p.seqlen)) {
-    plan.sequences = VectorAccess::kAlongSteps;
-  } else if (all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes)) {
-    plan.sequences = VectorAccess::kAlongChannels;
-  } else if (std::all_of(sequences.begin(), sequences.end(),
-                         [&](const SequenceView* view) { return is_descending(*view, p, bytes); })) {
-    plan.sequences = VectorAccess::kDescending;
+  const bool has_channels = all(has_rows_of_channels);
+  if (all(has_rows_of_steps) && !(has_channels && p.seqlen == 1)) {
+    const bool is_aligned = !p.is_packed() && all(is_along_steps) && is_dense_aligned(p.seqlen);
+    plan.sequences = is_aligned ? VectorAccess::kAlongSteps : VectorAccess::kShifted;
+  } else if (has_channels) {
+    const bool is_aligned = all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes);
+    plan.sequences = is_aligned ? VectorAccess::kAlongChannels : VectorAccess::kShiftedChannels;
   } else {
-    plan.sequences = all(is_shifted) ? VectorAccess::kShifted : VectorAccess::kSingly;
+    const bool descends = std::all_of(sequences.begin(), sequences.end(),
+                                      [&](const SequenceView* view) { return is_descending(*view, p, bytes); });
+    plan.sequences = descends ? VectorAccess::kDescending : VectorAccess::kSingly;
   }
   const auto access_of_matrix = [&](const MatrixView& view) {
     if (view.per_step && is_descending(view, p, bytes)) return VectorAccess::kDescending;
@@ -260,18 +265,18 @@ bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
          p.dim <= std::numeric_limits<int32_t>::max();
 }
 
-// Whether the sequential scan supports a call that needs `shared_bytes` per block. It has no doubles.
+// Whether the sequential scan supports a call that needs `shared_bytes` per block, if it can move the sequences. It has no
+// doubles.
 bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, int64_t shared_bytes) {
   return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && shared_bytes <= device.shared_bytes_per_block;
 }
 
-// Whether the sequential scan is efficient: enough states and channels per tile, vector loads, and kResidentBlocks blocks per
-// multiprocessor.
+// Whether the sequential scan is efficient: enough states and channels per tile, and kResidentBlocks blocks per multiprocessor.
 bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& plan, const DeviceLimits& device,
                       int64_t shared_bytes) {
   const int64_t bytes = sequential::kResidentBlocks * (shared_bytes + device.reserved_shared_bytes_per_block);
   return p.dstate * 4 > sequential::kStates * 3 && plan.tiles * sequential::kTileChannels * 2 <= p.dim * 3 &&
-         plan.sequences != VectorAccess::kSingly && bytes <= device.shared_bytes;
+         bytes <= device.shared_bytes;
 }
 
 // The time of a launch in waves of blocks that fill every multiprocessor. A last wave with one block for a multiprocessor or
@@ -329,14 +334,12 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const int64_t blocks = p.rows * plan.sequential.tiles;
-      // The short scan is faster than either; fewer states than kStates, and partial tiles along the channels, which are moved
-      // element by element, take longer than the model says.
-      const bool is_slow =
-          is_short(p, device) || p.dstate != sequential::kStates ||
-          (is_along_channels(plan.sequential.sequences) && plan.sequential.group_channels % sequential::kTileChannels != 0);
+      // The short scan is faster than either; fewer states than kStates take longer than the model says.
+      const bool is_slow = is_short(p, device) || p.dstate != sequential::kStates;
       const bool is_faster = is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, device);
+      const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
-          choice == KernelChoice::kSequential || (is_faster && suits_sequential(p, plan.sequential, device, shared_bytes));
+          plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
       if (plan.is_sequential) plan.shared_bytes = shared_bytes;
     }
     if (choice == KernelChoice::kFaster && !plan.is_sequential && is_short(p, device)) {
@@ -373,8 +376,9 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       set_segments(plan.sequential, p, segments, kTileSteps);
       // With segments the sequential scan fills the device where the warp scan leaves multiprocessors to one block.
       const bool is_faster = plan.sequential.segments > 1 || is_sequential_bwd_faster(p, device);
+      const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
-          choice == KernelChoice::kSequential || (is_faster && suits_sequential(p, plan.sequential, device, shared_bytes));
+          plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
       if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, shared_bytes);
     }
   }
@@ -497,10 +501,11 @@ bool has_layout(const SequenceView& view, const SelectiveScanParams& p, const se
     case VectorAccess::kAlongChannels:
       return is_along_channels(view, sizeof(Scalar));
     case VectorAccess::kShifted:
-      return is_shifted(view, sizeof(Scalar));
+      return has_rows_of_steps(view, sizeof(Scalar));
+    case VectorAccess::kShiftedChannels:
+      return has_rows_of_channels(view, sizeof(Scalar));
     case VectorAccess::kDescending:
       return is_descending(view, p, sizeof(Scalar));
-    case VectorAccess::kShiftedChannels:
     case VectorAccess::kSingly:
       break;
   }

@@ -57,12 +57,16 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
     BwdConsumer<C, Method>(params, plan, partial_sums, shared).run();
   } else {
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (plan.sequences == VectorAccess::kAlongChannels || plan.sequences == VectorAccess::kSingly) {
-      BwdProducer<C, Method, VectorAccess::kAlongChannels>(params, plan, partial_sums, shared).run();
-    } else if (plan.sequences == VectorAccess::kDescending) {
-      BwdProducer<C, Method, VectorAccess::kDescending>(params, plan, partial_sums, shared).run();
+    const auto run = [&](auto producer) { producer.run(); };
+    const VectorAccess sequences = static_cast<VectorAccess>(opaque(static_cast<int>(plan.sequences)));
+    if (sequences == VectorAccess::kAlongChannels && shared.position->channels == kTileChannels) {
+      run(BwdProducer<C, Method, VectorAccess::kAlongChannels>(params, plan, partial_sums, shared));
+    } else if (is_along_channels(sequences)) {
+      run(BwdProducer<C, Method, VectorAccess::kShiftedChannels>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kDescending) {
+      run(BwdProducer<C, Method, VectorAccess::kDescending>(params, plan, partial_sums, shared));
     } else {
-      BwdProducer<C, Method, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared).run();
+      run(BwdProducer<C, Method, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared));
     }
   }
 }

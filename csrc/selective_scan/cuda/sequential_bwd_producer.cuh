@@ -13,12 +13,11 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Global memory -> delta, the input, dy, B and C; sums over states -> gradients. `access` is along the channels, where partial
-// tiles are moved element by element, and so is every tile of tensors without contiguous steps or channels; along the steps,
-// shifted or not; or along descending steps.
+// Global memory -> delta, the input, dy, B and C; sums over states -> gradients. `access` is along the channels, which are
+// whole tiles unless they are shifted; along the steps, shifted or not; or along descending steps.
 template <typename TileConfig, typename Method, VectorAccess access>
 struct BwdProducer {
-  static constexpr bool along_channels = access == VectorAccess::kAlongChannels;
+  static constexpr bool along_channels = is_along_channels(access);
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
@@ -51,7 +50,7 @@ struct BwdProducer {
       const Scalar* const first = M::address(p, plan, rows.B, rows.C, i);
       raw_matrices[i] = M::load(p, vector, first + t0 * (vector.is_B ? p.B : p.C).stride_step, steps_left(t0));
     }
-    by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); }, [&] { put_elements(t0, tile); });
+    by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); });
 #pragma unroll
     for (int i = 0; i < M::kCount; ++i) {
       const typename M::ThreadVector vector(plan, i);
@@ -63,19 +62,31 @@ struct BwdProducer {
   // that is not the segment's last.
   __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
 
-  // Calls visit(ThreadVectors) for the tile that starts at t0, or visit_elements() if it is not moved in vectors.
-  template <typename Visitor, typename ElementsVisitor>
-  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit, const ElementsVisitor& visit_elements) const {
-    const bool is_whole = sequential::is_whole<TileConfig>(at, t0);
-    if constexpr (along_channels) {
-      if (is_whole && plan.sequences == VectorAccess::kAlongChannels) {
-        visit(Whole{thread()});
-      } else {
-        visit_elements();
-      }
-    } else if constexpr (Whole::kMayBePartial) {
+  // The number of elements of a vector and after it in its row. Shifted loads along the channels read past a whole vector.
+  template <typename P>
+  __device__ __forceinline__ int elements_left(P thread_vectors, int i, int64_t t0) const {
+    const int left = thread_vectors.left(i, at.channels, steps_left(t0));
+    if (!(P::kAlongChannels && P::kIsShifted) || left < kVector) return left;
+    return static_cast<int>(min(p.dim - at.first_channel - thread_vectors.channel(i), int64_t(2 * kVector)));
+  }
+
+  // The address of vector i. Along aligned channels a step past the end has the last step's, so that loads need no condition.
+  template <typename P>
+  __device__ __forceinline__ Scalar* address(P thread_vectors, int i, const SequenceView& view, Scalar* row, int64_t t0) const {
+    if constexpr (access == VectorAccess::kAlongChannels) {
+      const int64_t step = min(t0 + thread_vectors.step(i), at.end - 1);
+      return row + step * view.stride_step + thread_vectors.channel(i);
+    } else {
+      return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view);
+    }
+  }
+
+  // Calls visit(ThreadVectors) for the tile that starts at t0.
+  template <typename Visitor>
+  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit) const {
+    if constexpr (Whole::kMayBePartial || along_channels) {
       visit(Whole{thread()});
-    } else if (is_whole && plan.sequences == VectorAccess::kAlongSteps) {
+    } else if (plan.sequences == access && sequential::is_whole<TileConfig>(at, t0)) {
       visit(Whole{thread()});
     } else {
       visit(Shifted{thread()});
@@ -87,48 +98,41 @@ struct BwdProducer {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
 #pragma unroll(along_channels || P::kMayBePartial ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
-      const int left = thread_vectors.left(i, at.channels, steps_left(t0));
-      const auto load = [&](const SequenceView& view, Scalar* row) {
-        return P::template load<kVector>(thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view), left);
-      };
-      const auto finish = [](const auto& load) { return P::template vector_of<kVector>(load); };
-      const Raw raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
-      Raw raw_grad_out, raw_z;
-      if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
-      if (has_gate) raw_z = finish(load(p.z, rows.z));
+      const int all_left = elements_left(thread_vectors, i, t0);
+      // Shifted vectors along the channels need more registers; they are loaded in parts.
+      constexpr int kLoaded = P::kAlongChannels && P::kIsShifted ? kPart : kVector;
 #pragma unroll
-      for (int first = 0; first < kVector; first += kPart) {
-        Acc delta[kPart], u[kPart], dy[kPart] = {};
-        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
-        thread_vectors.put(shared.delta(tile), i, first, delta);
+      for (int loaded = 0; loaded < kVector; loaded += kLoaded) {
+        using Loaded = Vector<Scalar, kLoaded>;
+        const int left = all_left - loaded;
+        const auto load = [&](const SequenceView& view, Scalar* row) {
+          return P::template load<kLoaded>(address(thread_vectors, i, view, row, t0) + loaded, left);
+        };
+        const auto finish = [](const auto& load) { return P::template vector_of<kLoaded>(load); };
+        const Loaded raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
+        Loaded raw_grad_out, raw_z;
+        if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
+        if (has_gate) raw_z = finish(load(p.z, rows.z));
 #pragma unroll
-        for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
-        thread_vectors.put(shared.input(tile), i, first, u);
-        if (has_grad) thread_vectors.widen(raw_grad_out, first, dy);
-        if (has_gate) {
-          Acc z[kPart];
-          thread_vectors.widen(raw_z, first, z);
+        for (int part = 0; part < kLoaded; part += kPart) {
+          const int first = loaded + part;
+          Acc delta[kPart], u[kPart], dy[kPart] = {};
+          thread_vectors.get_steps(raw_delta, raw_u, part, shared.bias, p.delta_softplus, i, first, delta, u);
+          thread_vectors.put(shared.delta(tile), i, first, delta);
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
+          for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
+          thread_vectors.put(shared.input(tile), i, first, u);
+          if (has_grad) thread_vectors.widen(raw_grad_out, part, dy);
+          if (has_gate) {
+            Acc z[kPart];
+            thread_vectors.widen(raw_z, part, z);
+#pragma unroll
+            for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
+          }
+          thread_vectors.put(shared.dy(tile), i, first, dy);
         }
-        thread_vectors.put(shared.dy(tile), i, first, dy);
       }
     }
-  }
-
-  __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    Whole{thread()}.for_each_element([&](int channel, int step) {
-      const bool exists = channel < at.channels && step < steps;
-      const Acc delta = put_step_size(shared.delta(tile), p, rows.delta, shared.bias, channel, step, t0, exists);
-      const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
-      *shared.input(tile).at(channel, step) = input_of<Step>(delta, u);
-      Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
-      if (exists && p.grad_out.data != nullptr && p.z.data != nullptr) {
-        dy *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
-      }
-      *shared.dy(tile).at(channel, step) = dy;
-    });
   }
 
   // Makes forward's outputs of `count` elements from <C, h>.
@@ -180,7 +184,7 @@ struct BwdProducer {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); }, [&] { write_elements(t0, tile); });
+    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); });
   }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
@@ -209,13 +213,12 @@ struct BwdProducer {
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         using Part = Vector<Scalar, kPart>;
-        const int left = thread_vectors.left(i, at.channels, steps_left(t0)) - first;
-        const auto address = [&](const SequenceView& view, Scalar* row) {
-          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) +
-                 P::template part_offset<kPart>(first);
+        const int left = elements_left(thread_vectors, i, t0) - first;
+        const auto address_of = [&](const SequenceView& view, Scalar* row) {
+          return address(thread_vectors, i, view, row, t0) + P::template part_offset<kPart>(first);
         };
         const auto load = [&](const SequenceView& view, Scalar* row) {
-          return P::template load<kPart>(address(view, row), left);
+          return P::template load<kPart>(address_of(view, row), left);
         };
         const auto finish = [&](const auto& load, Acc(&values)[kPart]) {
           const Part part = P::template vector_of<kPart>(load);
@@ -226,7 +229,7 @@ struct BwdProducer {
           Part part;
 #pragma unroll
           for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
-          P::store(part, address(view, row), left);
+          P::store(part, address_of(view, row), left);
         };
         Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
@@ -257,57 +260,17 @@ struct BwdProducer {
         if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
+          const bool exists = !P::kMayBePartial || j < left;
+          const Acc to_D = exists ? grad_out[j] : Acc(0), to_bias = exists ? of_delta[j] : Acc(0);
           if constexpr (along_channels) {
-            add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
+            add_to_channel(thread_vectors.channel(i) + first + j, to_D, to_bias);
           } else {
-            const bool exists = !P::kMayBePartial || j < left;
-            sum_D += exists ? grad_out[j] : Acc(0);
-            sum_bias += exists ? of_delta[j] : Acc(0);
+            sum_D += to_D;
+            sum_bias += to_bias;
           }
         }
       }
       if constexpr (!along_channels) add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
-    }
-  }
-
-  // Writes an element's gradients; returns its terms of grad_D and grad_delta_bias.
-  __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
-    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
-    const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
-    const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
-    const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
-    Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
-    Acc y[1] = {needs_grad_z || p.replaces_grad_out ? *shared.array(tile, Shared::kY).at(channel, step) : Acc(0)};
-    Acc of_u[1] = {*shared.array(tile, Shared::kInput).at(channel, step)};
-    Acc of_delta[1] = {*shared.array(tile, Shared::kStep).at(channel, step)};
-    if (p.replaces_grad_out) {
-      Acc out[1];
-      make_outputs(u, z, skip, y, out);
-      store_element(p.grad_out, rows.grad_out, channel, t, out[0]);
-    }
-    make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
-    if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
-    if (p.grad_u.data != nullptr) store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
-    if (p.grad_delta.data != nullptr) store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
-    Vector<Acc, 2> terms;
-    terms.set(0, grad_out[0]);
-    terms.set(1, of_delta[0]);
-    return terms;
-  }
-
-  __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
-    const Whole thread_vectors{thread()};
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-#pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll 1
-      for (int j = 0; j < kVector; ++j) {
-        const int channel = thread_vectors.channel(i) + j, step = thread_vectors.step(i);
-        auto terms = Vector<Acc, 2>::zero();
-        if (channel < at.channels && step < steps) terms = write_element(t0 + step, tile, channel, step);
-        __syncwarp();
-        add_to_channel(channel, terms[0], terms[1]);
-      }
     }
   }
 

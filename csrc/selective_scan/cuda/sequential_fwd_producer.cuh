@@ -21,6 +21,7 @@ struct FwdProducer {
   using AlongSteps = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
   using AlongChannels = ThreadVectors<TileConfig, VectorAccess::kAlongChannels>;
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
+  using ShiftedChannels = ThreadVectors<TileConfig, VectorAccess::kShiftedChannels>;
   using Descending = ThreadVectors<TileConfig, VectorAccess::kDescending>;
   static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kPart, kCount = AlongSteps::kCount;
   static constexpr int kMatrixVectors = Matrices<TileConfig>::kCount;
@@ -53,7 +54,7 @@ struct FwdProducer {
       z = thread_vectors.address(p.z, rows.z, 0);
       out = thread_vectors.address(p.out, rows.out, 0);
     };
-    if (plan.sequences == VectorAccess::kAlongChannels) {
+    if (is_along_channels(plan.sequences)) {
       set_addresses(AlongChannels{thread});
     } else {
       set_addresses(AlongSteps{thread});  // and of shifted and descending vectors
@@ -70,9 +71,9 @@ struct FwdProducer {
     }
   }
 
-  // Calls visit(ThreadVectors) for the tile that starts at t0, or visit_elements() if it is not moved in vectors.
-  template <typename Visitor, typename ElementsVisitor>
-  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit, const ElementsVisitor& visit_elements) const {
+  // Calls visit(ThreadVectors) for the tile that starts at t0.
+  template <typename Visitor>
+  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit) const {
     const bool is_whole = sequential::is_whole<TileConfig>(at, t0);
     if (plan.sequences == VectorAccess::kAlongChannels && is_whole) {
       visit(AlongChannels{thread});
@@ -83,7 +84,7 @@ struct FwdProducer {
     } else if (plan.sequences == VectorAccess::kDescending) {
       visit(Descending{thread});
     } else {
-      visit_elements();
+      visit(ShiftedChannels{thread});
     }
   }
 
@@ -107,7 +108,7 @@ struct FwdProducer {
         delta += TileConfig::kTileSteps * p.delta.stride_step;
         u += TileConfig::kTileSteps * p.u.stride_step;
       };
-      by_access(t0, copy, [] {});
+      by_access(t0, copy);
     }
     cuda::cp_async_commit();
   }
@@ -118,7 +119,7 @@ struct FwdProducer {
       thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile), at.channels, steps_from(t0));
       z += TileConfig::kTileSteps * p.z.stride_step;
     };
-    by_access(t0, copy, [] {});
+    by_access(t0, copy);
   }
   // Starts the copies of a tile's rows of B and C, after put() of the previous tile.
   __device__ __forceinline__ void read_matrices(int tile) {
@@ -150,7 +151,7 @@ struct FwdProducer {
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc delta[kPart], u[kPart];
-        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
+        thread_vectors.get_steps(raw_delta, raw_u, first, shared.bias, p.delta_softplus, i, first, delta, u);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
         thread_vectors.put(deltas, i, first, delta);
@@ -159,24 +160,11 @@ struct FwdProducer {
     }
   }
 
-  __device__ __forceinline__ void put_elements(int tile) const {
-    const TileArray<TileConfig> deltas = shared.delta(tile), inputs = shared.input(tile);
-    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    const int steps = steps_from(t0);
-    AlongChannels{thread}.for_each_element([&](int channel, int step) {
-      const bool exists = channel < at.channels && step < steps;
-      const Acc delta = put_step_size(deltas, p, rows.delta, shared.bias, channel, step, t0, exists);
-      *inputs.at(channel, step) = input_of<Step>(delta, load_element(p.u, rows.u, channel, t0 + step, exists));
-    });
-  }
-
   // Waits for a tile's copies and stores what the consumers read of it. Only the next tile's copies are then still in flight.
   __device__ __forceinline__ void put(int tile) const {
     cuda::cp_async_wait<1>();
     __syncwarp();
-    by_access(
-        int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) { put_vectors(thread_vectors, tile); },
-        [&] { put_elements(tile); });
+    by_access(int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
 #pragma unroll
     for (int i = 0; i < kMatrixVectors; ++i) {
       const VectorAccess access = Matrices<TileConfig>::ThreadVector(plan, i).access;
@@ -222,29 +210,12 @@ struct FwdProducer {
     }
   }
 
-  __device__ __forceinline__ void write_elements(int tile) const {
-    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    const int steps = steps_from(t0);
-    AlongChannels{thread}.for_each_element([&](int channel, int step) {
-      if (channel >= at.channels || step >= steps) return;
-      Acc sum = 0;
-#pragma unroll
-      for (int part = 0; part < kStateLanes; ++part) sum += *shared.part(tile, part).at(channel, step);
-      sum = Math<Acc>::fma(shared.skip[channel], load_element(p.u, rows.u, channel, t0 + step, true), sum);
-      if (p.z.data != nullptr) sum *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
-      store_element(p.out, rows.out, channel, t0 + step, sum);
-    });
-  }
-
   // Writes the outputs of a tile.
   __device__ __forceinline__ void write(int tile) {
-    by_access(
-        int64_t(tile) * TileConfig::kTileSteps,
-        [&](auto thread_vectors) {
-          write_vectors(thread_vectors, tile);
-          out += TileConfig::kTileSteps * p.out.stride_step;
-        },
-        [&] { write_elements(tile); });
+    by_access(int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) {
+      write_vectors(thread_vectors, tile);
+      out += TileConfig::kTileSteps * p.out.stride_step;
+    });
   }
 
   __device__ __forceinline__ void run() {

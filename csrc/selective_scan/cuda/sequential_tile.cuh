@@ -5,8 +5,9 @@
 // whichever is contiguous in memory. A thread owns the same elements of every tensor. Consumers read the tile from shared
 // memory in the accumulation type, with the steps of a channel contiguous.
 //
-// In a tile with shifted vectors, rows (of steps) may start at any element and end before the tile does, and channels may be
-// missing. Every tile along ascending steps that is not whole or not aligned is one.
+// In a tile with shifted vectors, rows (of steps, or of channels) may start at any element and end before the tile does, and
+// channels or steps may be missing. Every tile along ascending steps that is not whole or not aligned is one; along the
+// channels, every such tile of forward, and in backward every tile of a block whose channels are not whole or not aligned.
 //
 // The vectors of steps that descend in memory (kDescending) are aligned and whole, or absent. Threads reverse them in
 // registers. The data of such a tensor points at the vector that ends at its first step.
@@ -155,16 +156,15 @@ __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const Cons
   return __all_sync(kAllLanes, sum == 0);
 }
 
-// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. Where neither is
-// contiguous, or in a partial tile along the channels, the same elements are moved one by one.
+// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels.
 template <typename TileConfig, VectorAccess access>
 struct ThreadVectors {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
-  static constexpr bool kAlongChannels = access == VectorAccess::kAlongChannels, kIsShifted = access == VectorAccess::kShifted;
+  static constexpr bool kAlongChannels = is_along_channels(access), kIsShifted = is_shifted(access);
   static constexpr bool kDescends = access == VectorAccess::kDescending;
-  // Whether rows may end before the tile does, and channels may be missing.
-  static constexpr bool kMayBePartial = kIsShifted || kDescends;
+  // Whether rows may end before the tile does, and channels may be missing; along aligned channels, whether steps may be.
+  static constexpr bool kMayBePartial = kIsShifted || kDescends || kAlongChannels;
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
   static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
@@ -174,7 +174,10 @@ struct ThreadVectors {
                 "threads share a tile evenly");
   static_assert(kRows * kPerRow == TileConfig::kProducers && kSteps * kPerStep == TileConfig::kProducers,
                 "a thread's vectors differ in one coordinate");
-  static_assert(kWarpSize % kPerRow == 0, "a warp copies whole rows, and reads no others");
+  // The vectors of a row in memory, and those of a warp.
+  static constexpr int kRowVectors = kAlongChannels ? kPerStep : kPerRow;
+  static_assert(kWarpSize % kPerRow == 0 && kWarpSize % kPerStep == 0, "a warp copies whole rows, and reads no others");
+  static_assert(kPerRow <= kPerStep, "a warp's shifted rows along the channels take no more blocks than those along the steps");
   using Raw = Vector<Scalar, kVector>;
   // Elements of a vector that are computed at a time.
   static constexpr int kPart = kVector < kGroupSteps ? kVector : kGroupSteps;
@@ -191,6 +194,7 @@ struct ThreadVectors {
   }
   // The number of elements of a vector and after it in its row; none are left if not positive.
   __device__ __forceinline__ int left(int i, int channels, int steps) const {
+    if constexpr (kAlongChannels) return step(i) < steps ? channels - channel(i) : -kVector;
     return channel(i) < channels ? steps - step(i) : -kVector;
   }
 
@@ -237,6 +241,8 @@ struct ThreadVectors {
       cuda::store_shifted(target, vector, left);
     } else if constexpr (kDescends) {
       if (left > 0) reversed(vector).store_once(target);
+    } else if constexpr (kAlongChannels) {
+      if (left > 0) vector.store_once(target);
     } else {
       vector.store_once(target);
     }
@@ -246,7 +252,8 @@ struct ThreadVectors {
   // other warps still read that one.
   __device__ __forceinline__ int place(int i) const {
     constexpr int kRowsOfWarp = kWarpSize / kPerRow;
-    const int blocks_before = kIsShifted ? thread / kPerRow : thread / kWarpSize * kRowsOfWarp;
+    const int in_warp = kIsShifted ? thread % kWarpSize / kRowVectors : 0;
+    const int blocks_before = thread / kWarpSize * kRowsOfWarp + in_warp;
     return thread + blocks_before + i * (TileConfig::kProducers + TileConfig::kProducers / kPerRow);
   }
   // Starts asynchronous copies into a raw tile, of the vectors from the thread's `first` on and, of a shifted row, its last
@@ -260,7 +267,7 @@ struct ThreadVectors {
       if constexpr (kIsShifted) {
         const int bytes = left(i, channels, steps) * static_cast<int>(sizeof(Scalar));
         cuda::cp_async_block<false>(target, source, bytes);
-        if (thread % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, bytes);
+        if (thread % kRowVectors == kRowVectors - 1) cuda::cp_async_block<true>(target + 1, source, bytes);
       } else if constexpr (kDescends) {
         cuda::cp_async(target, source, left(i, channels, steps) > 0 ? kVectorBytes : 0);
       } else {
@@ -312,7 +319,7 @@ struct ThreadVectors {
       for (int j = 0; j < count; ++j) values[j] = value;
     }
   }
-  template <int count>
+  template <typename Raw, int count>
   __device__ __forceinline__ static void widen(const Raw& raw, int first, Acc (&values)[count]) {
 #pragma unroll
     for (int j = 0; j < count; ++j) values[j] = raw.accumulate(first + j);
@@ -322,28 +329,20 @@ struct ThreadVectors {
 #pragma unroll
     for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
   }
-  // delta = softplus?(raw + bias) and u of kPart elements of vector i, from `first` on.
-  __device__ __forceinline__ void get_steps(const Raw& raw_delta, const Raw& raw_u, const Acc* biases, bool apply_softplus,
-                                            int i, int first, Acc (&delta)[kPart], Acc (&u)[kPart]) const {
+  // delta = softplus?(raw + bias) and u of kPart elements of vector i, from `first` on, which are element `first_raw` of what
+  // is loaded.
+  template <typename Raw>
+  __device__ __forceinline__ void get_steps(const Raw& raw_delta, const Raw& raw_u, int first_raw, const Acc* biases,
+                                            bool apply_softplus, int i, int first, Acc (&delta)[kPart], Acc (&u)[kPart]) const {
     Acc bias[kPart];
     get_channels(biases, i, first, bias);
-    widen(raw_delta, first, delta);
-    widen(raw_u, first, u);
+    widen(raw_delta, first_raw, delta);
+    widen(raw_u, first_raw, u);
 #pragma unroll
     for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
     if (apply_softplus) {
 #pragma unroll
       for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
-    }
-  }
-
-  // Calls visit(channel, step) for each element that the thread owns.
-  template <typename Visitor>
-  __device__ __forceinline__ void for_each_element(const Visitor& visit) const {
-#pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll 2
-      for (int j = 0; j < kVector; ++j) visit(channel(i) + (kAlongChannels ? j : 0), step(i) + (kAlongChannels ? 0 : j));
     }
   }
 };
@@ -352,29 +351,6 @@ struct ThreadVectors {
 template <typename TileConfig>
 __device__ __forceinline__ bool is_whole(const Position& at, int64_t t0) {
   return at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
-}
-
-// An element of a tile; zero if it does not exist. `row` is the row of the block's first channel.
-template <typename Scalar>
-__device__ __forceinline__ AccumulateType<Scalar> load_element(const SequenceView& view, const Scalar* row, int channel,
-                                                               int64_t step, bool exists) {
-  return exists ? to_accumulate(row[channel * view.stride_dim + step * view.stride_step]) : AccumulateType<Scalar>(0);
-}
-template <typename Scalar>
-__device__ __forceinline__ void store_element(const SequenceView& view, Scalar* row, int channel, int64_t step,
-                                              AccumulateType<Scalar> value) {
-  row[channel * view.stride_dim + step * view.stride_step] = from_accumulate<Scalar>(value);
-}
-
-// Stores the step size of an element, zero if it does not exist, and returns it.
-template <typename TileConfig, typename Scalar = typename TileConfig::Scalar>
-__device__ __forceinline__ AccumulateType<Scalar> put_step_size(TileArray<TileConfig> tile, const SelectiveScanParams& p,
-                                                                const Scalar* row, const AccumulateType<Scalar>* biases,
-                                                                int channel, int step, int64_t first_step, bool exists) {
-  AccumulateType<Scalar> delta = load_element(p.delta, row, channel, first_step + step, exists) + biases[channel];
-  if (p.delta_softplus) delta = softplus(delta);
-  *tile.at(channel, step) = delta;
-  return delta;
 }
 
 // B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
