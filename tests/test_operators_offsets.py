@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import conv_helpers
 import pytest
 import torch
+from decoding_helpers import make_token_inputs
 from guarded_memory import (
     ALIGNED,
     LAYOUTS,
@@ -39,12 +40,18 @@ def test_bits_are_those_of_aligned_rows(case: OffsetCase, device: str, dtype: to
             assert_offsets_keep_bits(spec, inputs, case.axes, layouts=layouts)
 
 
+@pytest.mark.parametrize("form", ["channels", "heads", "tokens"])
 @pytest.mark.parametrize("dstate", [13, 16, 128])
 @dtypes(torch.float32, torch.bfloat16, torch.float16)
-def test_decoding_steps_have_the_bits_of_aligned_rows(dstate: int, device: str, dtype: torch.dtype) -> None:
-    if device == "cuda" and dtype == torch.float32 and dstate % 16 == 0:
-        pytest.xfail("aligned float32 rows take the fast kernel, whose lanes sum the states in another order")
-    inputs = make_step_inputs(dim=83, dstate=dstate, dtype=dtype, device=device)
+def test_decoding_steps_have_the_bits_of_aligned_rows(form: str, dstate: int, device: str, dtype: torch.dtype) -> None:
+    options = {"dstate": dstate, "dtype": dtype, "state_dtype": dtype, "device": device}
+    if form == "heads":
+        inputs = make_step_inputs(heads=3, dim=27, **options)
+        inputs["A"] = inputs["A"][:, :1, :1].expand_as(inputs["A"])  # one number a head, as in Mamba-2
+    elif form == "tokens":
+        inputs = make_token_inputs(tokens=3, dim=83, out=False, **options)
+    else:
+        inputs = make_step_inputs(dim=83, **options)
     axes = dict.fromkeys(("state", "x", "dt", "B", "C", "z"), (-1,))
     assert_steps_keep_bits(ssm_kernels.selective_state_update, inputs, axes, "state")
 

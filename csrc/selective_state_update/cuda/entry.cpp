@@ -93,8 +93,8 @@ Tiling make_tiling(const StateUpdateParams& p, const TokenParams* tokens, int64_
   Tiling tiling;
   const int64_t state_bytes = cuda::element_bytes(p.state_kind);
   tiling.fast = can_be_fast(p) && (tokens == nullptr || can_be_fast(p, *tokens));
-  const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / state_vector_bytes(state_bytes, p.tied_A()) : p.dstate;
-  while (tiling.lanes() < kWarpSize && tiling.lanes() < vectors_per_row) ++tiling.log2_lanes;
+  while (tiling.lanes() < kWarpSize && tiling.lanes() * vector_elements(state_bytes, p.tied_A()) < p.dstate)
+    ++tiling.log2_lanes;
 
   tiling.channels_per_group = p.channels() / p.groups;
   int64_t tiles_per_group = 0;

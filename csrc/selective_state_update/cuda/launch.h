@@ -7,9 +7,9 @@
 //
 // There are two kernels. In the fast one a lane loads vectors of state_vector_bytes of the state, with 32-bit indices
 // (addresses have 64 bits everywhere). It requires that the dstate values of state, B, C and A are contiguous and aligned, that
-// the rows of the state and of A are evenly spaced, and that all sizes and strides are below 2^31. The general one loads one
-// element a lane and takes any strides and fp64. With several tokens the fast kernel also requires that the lanes load a row at
-// once.
+// the rows of the state and of A are evenly spaced, and that all sizes and strides are below 2^31. The general one takes any
+// strides and fp64. Its lanes take the same elements, one load each, so that a row has the same bits in both. With several
+// tokens the fast kernel also requires that the lanes load a row at once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,6 +46,10 @@ struct Tiling {
 
 // Rows of untied A mostly have 16 values: with fp16 and bf16 states, smaller vectors give each of kRowsInFlight lanes some.
 constexpr int state_vector_bytes(int64_t state_bytes, bool tied_A) { return state_bytes == 2 && !tied_A ? 8 : 16; }
+// The elements of a row that a lane takes. Doubles, which only the general kernel takes, are single.
+constexpr int vector_elements(int64_t state_bytes, bool tied_A) {
+  return state_bytes == 8 ? 1 : static_cast<int>(state_vector_bytes(state_bytes, tied_A) / state_bytes);
+}
 
 // Input is the type of x, dt, B, C, z and out. `tokens` is null where each row has one token and one slot. Instantiated in
 // instantiations/.

@@ -67,6 +67,24 @@ __device__ __forceinline__ Vector<Scalar, size> load_if(bool condition, const Sc
   return condition ? Vector<Scalar, size>::load(source) : Vector<Scalar, size>::zero();
 }
 
+// The first `count` elements of a vector, one at a time; the others are zero. Strides are in elements.
+template <int size, typename Scalar>
+__device__ __forceinline__ Vector<Scalar, size> load_elements(int count, const Scalar* source, int64_t stride) {
+  Vector<Scalar, size> result = Vector<Scalar, size>::zero();
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (i < count) result.set(i, source[i * stride]);
+  }
+  return result;
+}
+template <int size, typename Scalar>
+__device__ __forceinline__ void store_elements(const Vector<Scalar, size>& values, int count, Scalar* target, int64_t stride) {
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (i < count) target[i * stride] = values[i];
+  }
+}
+
 // The value of lane `source` of this lane's group.
 template <typename T>
 __device__ __forceinline__ T shuffle(T value, int source, int lanes) {
@@ -94,28 +112,7 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
 
 // A method that the kernel reads from its parameters: the general kernel is compiled once for all methods.
 struct RuntimeMethod {
-  static constexpr bool kUsesPreviousInput = false;
-
   Discretization discretization;
-
-  template <typename T>
-  __device__ __forceinline__ T basis(T z) const {
-    T result = 0;
-    visit_discretization(discretization, [&](auto method) { result = method.basis(z); });
-    return result;
-  }
-  template <typename T>
-  __device__ __forceinline__ T abar(T z, T basis) const {
-    T result = 0;
-    visit_discretization(discretization, [&](auto method) { result = method.abar(z, basis); });
-    return result;
-  }
-  template <typename T>
-  __device__ __forceinline__ Coefficients<T> gain(T z, T basis) const {
-    T result = 0;
-    visit_discretization(discretization, [&](auto method) { result = current_gain(method, z, basis); });
-    return {result};
-  }
 };
 
 template <typename Method>
@@ -124,6 +121,16 @@ __device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
     return {p.discretization};
   } else {
     return {};
+  }
+}
+
+// Calls visitor(method) with a method that is known at compile time.
+template <typename Method, typename Visitor>
+__device__ __forceinline__ void visit_method(const Method& method, const Visitor& visitor) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    visit_discretization(method.discretization, visitor);
+  } else {
+    visitor(method);
   }
 }
 
@@ -161,7 +168,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   constexpr bool has_tokens = std::is_same_v<Tokens, TokenParams>;
   using Acc = cuda::AccumulateType<Input>;
   using Index = std::conditional_t<fast, uint32_t, int64_t>;
-  constexpr int kVectorSize = fast ? state_vector_bytes(sizeof(State), tied_A) / static_cast<int>(sizeof(State)) : 1;
+  constexpr int kVectorSize = vector_elements(sizeof(State), tied_A);
   const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
   if (warp >= Index(tiling.tiles)) return;
   const Method method = make_method<Method>(p);
@@ -248,15 +255,28 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       return of_row(rows, r) + times(n, stride_state);
     }
   };
+  // Elements of the lane's vector that are inside of an active row.
+  const auto count = [&](bool active) { return active ? dstate - n : 0; };
   const auto load_group = [&](const Input* row, int64_t stride_state) {
-    return load_if<kVectorSize>(n < dstate, row + (fast ? n : times(n, stride_state)));
+    if constexpr (fast) {
+      return load_if<kVectorSize>(n < dstate, row + n);
+    } else {
+      return load_elements<kVectorSize>(count(n < dstate), row + times(n, stride_state), stride_state);
+    }
   };
   Vector<State, kVectorSize> h[kRowsInFlight];
   Vector<Acc, kVectorSize> A_n[tied_A ? 1 : kRowsInFlight];
   const auto load_A = [&](const auto* A) {
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
-      const auto loaded = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
+      const auto* const source = element(A, r, tiling.A_stride_row, p.A.stride_state);
+      const auto loaded = [&] {
+        if constexpr (fast) {
+          return load_if<kVectorSize>(is_active(r), source);
+        } else {
+          return load_elements<kVectorSize>(count(is_active(r)), source, p.A.stride_state);
+        }
+      }();
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, loaded.accumulate(i));
     }
@@ -265,7 +285,18 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const State* const source = element(state, r, tiling.state_stride_row, p.state.stride_state);
-      h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
+      if constexpr (fast) {
+        h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
+      } else {
+        h[r] = load_elements<kVectorSize>(count(is_active(r)), source, p.state.stride_state);
+      }
+    }
+  };
+  const auto store_state = [&](State* target, int r, int64_t stride_state) {
+    if constexpr (fast) {
+      if (is_active(r)) h[r].store_once(target);
+    } else {
+      store_elements(h[r], count(is_active(r)), target, stride_state);
     }
   };
   const auto load_rows_of_A = [&] {
@@ -314,9 +345,11 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       if constexpr (tied_A) {
         Acc row_A = tied.value(p.A_is_input_kind);
         if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
-        const Acc z = delta * row_A, basis = method.basis(z);
-        first = method.abar(z, basis);
-        second *= current_gain(method, z, basis);
+        visit_method(method, [&](const auto& method) {
+          const Acc z = delta * row_A, basis = method.basis(z);
+          first = method.abar(z, basis);
+          second *= current_gain(method, z, basis);
+        });
       }
       if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
       if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
@@ -326,17 +359,23 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const auto update_row = [&](int r) {
     const Acc row_first = of_row(first, r), row_second = of_row(second, r);
     Acc sum = 0;
-#pragma unroll
-    for (int i = 0; i < kVectorSize; ++i) {
-      Acc abar = row_first, factor = row_second;
-      if constexpr (!tied_A) {
-        const Acc z = row_first * A_n[r][i], basis = method.basis(z);
-        abar = method.abar(z, basis);
-        factor = row_second * current_gain(method, z, basis);
-      }
+    const auto update = [&](int i, Acc abar, Acc factor) {
       const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
-      sum = Math<Acc>::fma(value, to_accumulate(C_n[i]), sum);
+      // A step size of inf makes even a zero state NaN.
+      if (fast || n + i < dstate) sum = Math<Acc>::fma(value, to_accumulate(C_n[i]), sum);
       h[r].set(i, from_accumulate<State>(value));
+    };
+    if constexpr (tied_A) {
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) update(i, row_first, row_second);
+    } else {
+      visit_method(method, [&](const auto& method) {
+#pragma unroll
+        for (int i = 0; i < kVectorSize; ++i) {
+          const Acc z = row_first * A_n[r][i], basis = method.basis(z);
+          update(i, method.abar(z, basis), row_second * current_gain(method, z, basis));
+        }
+      });
     }
     return sum;
   };
@@ -344,7 +383,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   if constexpr (has_tokens) {
     // All values of a row, kBlocks vectors a lane: one in the fast kernel. The general kernel keeps them in local memory, where
     // an unrolled loop would have the code of all methods for each of 32 values.
-    constexpr int kBlocks = fast ? 1 : static_cast<int>(kMaxDstate) / kWarpSize;
+    constexpr int kBlocks = fast ? 1 : static_cast<int>(kMaxDstate) / (kWarpSize * kVectorSize);
     Vector<State, kVectorSize> states[kBlocks][kRowsInFlight];
     const auto for_each_block = [&](const auto& visitor) {
 #pragma unroll 1
@@ -376,7 +415,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
 #pragma unroll
           for (int r = 0; r < kRowsInFlight; ++r) {
             State* const target = element(rows, r, stride_row, stride_state);
-            if (is_active(r)) h[r].store_once(target);
+            store_state(target, r, stride_state);
           }
         };
         Acc partial[kRowsInFlight] = {};
@@ -415,12 +454,9 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       for (int r = 0; r < kRowsInFlight; ++r) {
         partial[r] = update_row(r);
         State* const target = element(state, r, tiling.state_stride_row, p.state.stride_state);
-        if (is_active(r)) {
-          h[r].store_once(target);
-        } else {
-          // A step size of inf makes even a zero state NaN.
-          partial[r] = 0;
-        }
+        store_state(target, r, p.state.stride_state);
+        // A step size of inf makes even a zero state NaN.
+        if (!is_active(r)) partial[r] = 0;
       }
       const Acc reduced = reduce_rows(partial, lane, lanes);
       if ((lane & ~(kRowsInFlight - 1)) == first_row) sum += reduced;
@@ -440,23 +476,25 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   }
 }
 
-// Blocks per multiprocessor. They allow a thread 128 registers for doubles, 64 for a tied A with a float state, else 80
-// (vectors of fp16 and bf16 states hold twice as many values). With fewer registers the kernels spill.
-template <typename Input, typename State, bool tied_A>
-constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
-                           : sizeof(State) == 2          ? 6
-                                                         : (tied_A ? 8 : 6);
+// Blocks per multiprocessor. They allow a thread 128 registers in the general kernel, 64 for a tied A with a float state, else
+// 80 (vectors of fp16 and bf16 states hold twice as many values). With fewer registers the kernels spill.
+template <typename State, bool fast, bool tied_A>
+constexpr int kMinBlocks = !fast                ? 4
+                           : sizeof(State) == 2 ? 6
+                                                : (tied_A ? 8 : 6);
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
-__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input, State, tied_A>)
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<State, fast, tied_A>)
     selective_state_update_kernel(const __grid_constant__ StateUpdateParams params, const __grid_constant__ Tiling tiling) {
   update_tile<Input, State, Method, fast, tied_A>(params, tiling, OneToken());
 }
 
-constexpr int kMinTokenBlocks = 4;  // 128 registers a thread
+// 128 registers a thread in the fast kernel, 168 in the general one.
+template <bool fast>
+constexpr int kMinTokenBlocks = fast ? 4 : 3;
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
-__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks)
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks<fast>)
     selective_state_update_tokens_kernel(const __grid_constant__ StateUpdateParams params,
                                          const __grid_constant__ Tiling tiling, const __grid_constant__ TokenParams tokens) {
   update_tile<Input, State, Method, fast, tied_A>(params, tiling, tokens);
@@ -476,9 +514,12 @@ cudaError_t for_each_grid(Tiling tiling, const Launch& launch) {
 template <typename Input, typename State>
 cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling,
                                           cudaStream_t stream) {
+  // Whether rows with a tied A are cut into other vectors: the general kernel takes both, except for that.
+  constexpr bool splits_A = vector_elements(sizeof(State), true) != vector_elements(sizeof(State), false);
   if (tokens != nullptr) {
     // Compiled for the fewest methods: the owner of a row with a tied A, and every lane with another, chooses at run time.
-    auto* kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, false, false>;
+    auto* kernel = params.tied_A() ? selective_state_update_tokens_kernel<Input, State, RuntimeMethod, false, splits_A>
+                                   : selective_state_update_tokens_kernel<Input, State, RuntimeMethod, false, false>;
     if constexpr (!std::is_same_v<Input, double>) {
       if (tiling.fast && params.tied_A()) {
         kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, true, true>;
@@ -492,7 +533,9 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, const
       kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part, *tokens);
     });
   }
-  void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
+  void (*kernel)(StateUpdateParams, Tiling) = params.tied_A()
+                                                  ? selective_state_update_kernel<Input, State, RuntimeMethod, false, splits_A>
+                                                  : selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
   if constexpr (!std::is_same_v<Input, double>) {
     visit_discretization(params.discretization, [&](auto method) {
       using Method = decltype(method);
