@@ -35,6 +35,12 @@ bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element
          is_aligned(view.stride_step * element_bytes);
 }
 
+// Whether each row starts and ends at a multiple of two elements.
+bool has_pair_rows(const SequenceView& view, int64_t channels, int64_t element_bytes) {
+  return reinterpret_cast<int64_t>(view.data) % (2 * element_bytes) == 0 && view.stride_batch % 2 == 0 &&
+         view.stride_step % 2 == 0 && channels % 2 == 0;
+}
+
 // The partition of one call's work, and the memory for the carries between its tiles.
 class Plan {
  public:
@@ -47,6 +53,7 @@ class Plan {
 
   void add_view(size_t bit, const SequenceView& view) {
     const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
+    if (view.data != nullptr && !has_pair_rows(view, params_.channels, element_bytes)) unpaired_views_ |= 1u << bit;
     if (has_vector_rows(view, params_.channels, element_bytes, kVectorBytes / scalar_bytes_)) {
       vector_views_ |= 1u << bit;
     } else if (view.data != nullptr) {
@@ -67,11 +74,14 @@ class Plan {
     return kernel == KernelChoice::kSequential || 4 * chains() >= 3 * cuda::multiprocessor_count(like_.get_device());
   }
 
-  SequentialPartition sequential() const {
+  // `stored`: a bit for each view that the call writes.
+  SequentialPartition sequential(uint32_t stored) const {
     const cudaDeviceProp& device = cuda::device_properties(like_.get_device());
     SequentialPartition partition;
     partition.chains = static_cast<uint32_t>(chains());
     partition.is_shifted = !has_vectors_;
+    partition.reads_pairs = (unpaired_views_ & ~stored) == 0;
+    partition.stores_pairs = (unpaired_views_ & stored) == 0;
     partition.channel_blocks = cuda::Divisor(channel_blocks());
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
@@ -155,10 +165,14 @@ class Plan {
   const char* op_;
   const at::Tensor& like_;
   int64_t scalar_bytes_, accumulate_bytes_;
-  uint32_t vector_views_ = 0;
+  uint32_t vector_views_ = 0, unpaired_views_ = 0;
   bool is_whole_;                                             // neither packed sequences nor a reset mask
   bool has_vectors_ = true, has_contiguous_channels_ = true;  // all views
 };
+
+// The views that a call writes.
+constexpr uint32_t kStoredByFwd = 1u << Partition::kH;
+constexpr uint32_t kStoredByBwd = ((1u << kMaxRecurrenceInputs) - 1) << Partition::kGradInputs;
 
 FwdOutputs fwd_cuda(const Inputs& in) {
   const Member member = check_inputs(in);
@@ -176,7 +190,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   const ScalarKind kind = scalar_kind(first.scalar_type());
   if (plan.is_sequential()) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
-      return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(), stream);
+      return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(kStoredByFwd), stream);
     }));
     return outputs;
   }
@@ -208,7 +222,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const ScalarKind kind = scalar_kind(first.scalar_type());
   if (plan.is_sequential()) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
-      return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(), stream);
+      return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(kStoredByBwd), stream);
     }));
     return grads;
   }

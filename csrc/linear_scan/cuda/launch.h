@@ -103,9 +103,12 @@ constexpr int kSummaryShares = 8, kSummaryFoldThreads = kSummaryShares * kTileCh
 // not packed.
 struct SequentialPartition {
   uint32_t chains = 0;
-  bool is_shifted = false;       // some view's rows are not vectors: they start at any element
+  bool is_shifted = false;  // some view's rows are not vectors: they start at any element
+  // Whether rows that are read, and rows that are stored, start and end at even elements of pairs. Vectors do.
+  bool reads_pairs = true, stores_pairs = true;
   cuda::Divisor channel_blocks;  // chains of one batch row
-  int segments = 0;              // of a chain; the launcher sets it
+  // The segments of a chain, and the bytes of a stage. The launcher sets both.
+  int segments = 0, stage_bytes = 0;
   int multiprocessors = 0;
   int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
 };

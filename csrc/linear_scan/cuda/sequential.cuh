@@ -4,8 +4,8 @@
 // A block has one chain: kTileChannels channels of one row of the batch, over all of time. Its warps take segments of kSteps
 // steps in turn: warp w takes segments w, w + warps, w + 2 warps and so on. A lane has kLaneChannels neighboring channels. It
 //
-// 1. starts the copies of its warp's later segments (cp.async), kStages ahead, 16 bytes at a time, or 4 where rows start at any
-//    element (shifted_rows.cuh);
+// 1. starts the copies of its warp's later segments (cp.async), kStages ahead, in aligned blocks of 16 bytes. Rows that start
+//    at any element have one block more (shifted_rows.cuh);
 // 2. computes the coefficients of all steps of a segment, which need no state;
 // 3. waits for the state before the segment, from the same lane of the warp before, through shared memory and an mbarrier;
 // 4. takes the state through the steps, passes it to the next warp, and stores the results, a row of 32 lanes at a time.
@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "cuda/launch.cuh"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/vector_io.cuh"
@@ -37,19 +38,39 @@ struct Segment {
   static_assert(kRowsAtOnce >= 1 && kSteps % kRowsAtOnce == 0, "a warp copies whole groups of rows");
 
   using Row = cuda::Vector<Scalar, kLaneChannels>;  // a lane's part of a row
-  using Shifted = ShiftedRows<Scalar, kSteps>;
-  static_assert(kLaneChannels == 2, "shifted rows are moved and stored as pairs");
+  using Shifted = ShiftedBlocks<Scalar, kSteps>;
+  static_assert(kLaneChannels == 2, "shifted rows are loaded and stored as pairs");
+  using TensorRows = Scalar[kSteps][kTileChannels];
   struct Stage {
-    Scalar rows[kTensors][kSteps][kTileChannels];
-    // The words that follow shifted rows. Where none has any, four keep the next stage at a multiple of 16 bytes.
-    uint32_t last[kTensors][Shifted::kHasShifts ? kSteps : 4];
+    TensorRows rows[kTensors];
+  };
+  struct ShiftedStage {
+    __align__(kVectorBytes) unsigned char rows[kTensors][kSteps][Shifted::kRowBytes];
   };
   static_assert(sizeof(Stage) % kVectorBytes == 0, "cp.async copies vectors to every stage");
+  static constexpr int stage_bytes(bool is_shifted) {
+    return static_cast<int>(is_shifted ? sizeof(ShiftedStage) : sizeof(Stage));
+  }
   // About 12 KB of copies in flight for each of the 16 warps of a multiprocessor. At the rate of a copy a multiprocessor
   // needs 33 KB for each microsecond of latency.
-  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage::rows));
+  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage));
   static constexpr int kStages = kWantedStages < 2 ? 2 : kWantedStages;
-  static constexpr int kWarpBytes = kStages * static_cast<int>(sizeof(Stage)) + kTileChannels * static_cast<int>(sizeof(Acc));
+  static constexpr int warp_bytes(bool is_shifted) {
+    return kStages * stage_bytes(is_shifted) + kTileChannels * static_cast<int>(sizeof(Acc));
+  }
+};
+
+// A stage in shared memory, of aligned or of shifted rows.
+template <typename S>
+struct StageRows {
+  unsigned char* memory;
+
+  __device__ __forceinline__ typename S::TensorRows& operator[](int tensor) const {
+    return reinterpret_cast<typename S::Stage*>(memory)->rows[tensor];
+  }
+  __device__ __forceinline__ unsigned char* shifted(int tensor) const {
+    return reinterpret_cast<typename S::ShiftedStage*>(memory)->rows[tensor][0];
+  }
 };
 
 // A lane's share of its block's chain. Shared memory: the mbarriers, the state before each warp's next segment, the stages.
@@ -58,7 +79,6 @@ class Chain {
  public:
   using Scalar = typename S::Scalar;
   using Acc = typename S::Acc;
-  using Stage = typename S::Stage;
 
   // Publishes the state before the first step to the first warp.
   __device__ __forceinline__ Chain(const LinearScanParams& p, const SequentialPartition& partition, unsigned char* memory,
@@ -68,7 +88,8 @@ class Chain {
         lane(static_cast<int>(threadIdx.x) % cuda::kWarpSize),
         segments(partition.segments),
         channels(p.channels),
-        seqlen_(p.seqlen) {
+        seqlen_(p.seqlen),
+        partition_(partition) {
     const uint32_t row = partition.channel_blocks.divide(blockIdx.x);
     batch = row;
     block_channel = int64_t(blockIdx.x - row * partition.channel_blocks.value<uint32_t>()) * kTileChannels;
@@ -77,7 +98,7 @@ class Chain {
     ready_ = reinterpret_cast<cuda::Mbarrier*>(memory);
     states_ = reinterpret_cast<Acc*>(memory + kSequentialBarrierBytes) + lane * S::kLaneChannels;
     stages_ =
-        reinterpret_cast<Stage*>(memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc)) + warp * S::kStages;
+        memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc) + warp * S::kStages * partition.stage_bytes;
     if (threadIdx.x == 0) {
       for (int i = 0; i < warps; ++i) ready_[i].init(1);
     }
@@ -89,6 +110,11 @@ class Chain {
     }
   }
 
+  // How many of the block's channels exist.
+  __device__ __forceinline__ int block_channels() const {
+    const int64_t left = channels - block_channel;
+    return left < kTileChannels ? static_cast<int>(left) : kTileChannels;
+  }
   // How many of the segment's first steps exist before position `end`.
   __device__ __forceinline__ int steps_until(int64_t end, int segment) const {
     const int64_t left = end - int64_t(segment) * S::kSteps;
@@ -118,7 +144,7 @@ class Chain {
   __device__ __forceinline__ void for_each_segment(const Copy& copy, const Work& work) {
 #pragma unroll 1
     for (int i = 0; i < S::kStages; ++i) {
-      if (warp + i * warps < segments) copy(warp + i * warps, stages_[i]);
+      if (warp + i * warps < segments) copy(warp + i * warps, stage(i));
       cuda::cp_async_commit();
     }
     int at = 0;
@@ -126,11 +152,11 @@ class Chain {
     for (int segment = warp; segment < segments; segment += warps) {
       cuda::cp_async_wait<S::kStages - 1>();
       __syncwarp();  // a lane reads what others copied
-      Stage& stage = stages_[at];
+      const StageRows<S> rows = stage(at);
       at = at + 1 == S::kStages ? 0 : at + 1;
-      work(segment, stage, [&] {
+      work(segment, rows, [&] {
         __syncwarp();
-        if (const int later = segment + S::kStages * warps; later < segments) copy(later, stage);
+        if (const int later = segment + S::kStages * warps; later < segments) copy(later, rows);
         cuda::cp_async_commit();
       });
     }
@@ -138,8 +164,9 @@ class Chain {
 
   // The state before the warp's next segment.
   __device__ __forceinline__ void wait_for_state(Acc (&state)[S::kLaneChannels]) {
-    ready_[warp].wait(turn_++);
-    const Acc* const source = states_ + warp * kTileChannels;
+    const int own = cuda::opaque(warp);  // addresses are computed again: in registers they would cost spills
+    ready_[own].wait(turn_++);
+    const Acc* const source = states_ + own * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
   }
@@ -170,10 +197,12 @@ class Chain {
   bool has_channels;  // any of the lane's; where rows are vectors, all of them or none
 
  private:
+  __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * partition_.stage_bytes}; }
   __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
     return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
   }
   __device__ __forceinline__ void publish(int to, const Acc (&state)[S::kLaneChannels]) {
+    to = cuda::opaque(to);
     Acc* const target = states_ + to * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) target[j] = state[j];
@@ -182,10 +211,11 @@ class Chain {
   }
 
   const int64_t seqlen_;
+  const SequentialPartition& partition_;
   int turn_ = 0;
   cuda::Mbarrier* ready_;
   Acc* states_;
-  Stage* stages_;
+  unsigned char* stages_;
 };
 
 // The rows of a tensor that a lane copies: 16 bytes of each kRowsAtOnce-th row. Segments are copied in the order of the warp's
@@ -198,77 +228,106 @@ struct CopiedRows {
 
   const Scalar* source;
 
-  static __device__ __forceinline__ int row(const ChainOf& chain) { return chain.lane / S::kLanesOfRow; }
-  static __device__ __forceinline__ int column(const ChainOf& chain) { return chain.lane % S::kLanesOfRow * Vector::kSize; }
+  static __device__ __forceinline__ int row(int lane) { return lane / S::kLanesOfRow; }
+  static __device__ __forceinline__ int column(int lane) { return lane % S::kLanesOfRow * Vector::kSize; }
 
   CopiedRows() = default;
   // `earlier` steps before those of the segments. An absent tensor has no rows.
   __device__ __forceinline__ CopiedRows(const SequenceView& view, const ChainOf& chain, int earlier = 0)
-      : source(chain.template element<Scalar>(view, chain.warp, chain.block_channel + column(chain)) -
-               earlier * view.stride_step + row(chain) * ChainOf::row_stride(view)) {}
+      : source(chain.template element<Scalar>(view, chain.warp, chain.block_channel + column(chain.lane)) -
+               earlier * view.stride_step + row(chain.lane) * ChainOf::row_stride(view)) {}
 
   // Copies the first `steps` rows of the warp's next segment; the others become zero.
-  __device__ __forceinline__ void copy(const SequenceView& view, const ChainOf& chain, int steps,
+  __device__ __forceinline__ void copy(const SequenceView& view, const ChainOf& chain, int lane, int steps,
                                        Scalar (&target)[S::kSteps][kTileChannels]) {
-    const int rows = chain.block_channel + column(chain) < chain.channels ? steps : 0;
+    const int rows = column(lane) < chain.block_channels() ? steps : 0;
     const int64_t stride = ChainOf::row_stride(view);
     const Scalar* from = source;
 #pragma unroll
     for (int i = 0; i < S::kSteps; i += S::kRowsAtOnce) {
-      cuda::cp_async(&target[i + row(chain)][column(chain)], from, i + row(chain) < rows ? cuda::kCpAsyncBytes : 0);
+      cuda::cp_async(&target[i + row(lane)][column(lane)], from, i + row(lane) < rows ? cuda::kCpAsyncBytes : 0);
       from += S::kRowsAtOnce * stride;
     }
     source += chain.warps * S::kSteps * stride;
   }
   // The same for an absent tensor.
-  static __device__ __forceinline__ void clear(const ChainOf& chain, Scalar (&target)[S::kSteps][kTileChannels]) {
+  static __device__ __forceinline__ void clear(int lane, Scalar (&target)[S::kSteps][kTileChannels]) {
 #pragma unroll
-    for (int i = 0; i < S::kSteps; i += S::kRowsAtOnce) Vector::zero().store(&target[i + row(chain)][column(chain)]);
+    for (int i = 0; i < S::kSteps; i += S::kRowsAtOnce) Vector::zero().store(&target[i + row(lane)][column(lane)]);
   }
 };
 
 // Copies, where rows start at any element: of all tensors of a stage, in a loop, whose code is short. view(i) is tensor i, with
 // `data` of the row that position 0 reads, and steps(i) the number of its rows in the segment.
 template <typename S, bool is_forward, typename View, typename Steps>
-__device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& chain, int segment, typename S::Stage& stage,
+__device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& chain, int segment, const StageRows<S>& stage,
                                                   const View& view, const Steps& steps) {
-  const int64_t left = chain.channels - chain.block_channel;
+  const int lane = cuda::opaque(chain.lane);
 #pragma unroll 1
   for (int i = 0; i < S::kTensors; ++i) {
     const SequenceView of = view(i);
     S::Shifted::copy(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
-                     Chain<S, is_forward>::row_stride(of), left < kTileChannels ? static_cast<int>(left) : kTileChannels,
-                     steps(i), chain.lane, stage.rows[i], stage.last[i]);
-  }
-}
-// Moves the elements of copied rows to where aligned rows have them.
-template <typename S, bool is_forward, typename View>
-__device__ __forceinline__ void shift_rows(const Chain<S, is_forward>& chain, int segment, typename S::Stage& stage,
-                                           const View& view) {
-  if constexpr (!S::Shifted::kHasShifts) return;
-#pragma unroll 1
-  for (int i = 0; i < S::kTensors; ++i) {
-    const SequenceView of = view(i);
-    S::Shifted::shift(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
-                      Chain<S, is_forward>::row_stride(of), chain.lane, stage.rows[i], stage.last[i]);
+                     Chain<S, is_forward>::row_stride(of), chain.block_channels(), steps(i), lane, stage.shifted(i));
   }
 }
 
-// Stores the rows of a result in a segment, where rows start at any element: `steps` rows, of which the lane has row s in
-// values(s). All lanes of the warp call this, with the same `steps`.
-template <typename S, typename Element, int unrolled, bool is_forward, typename Values>
-__device__ __forceinline__ void store_shifted_rows(const SequenceView& view, const Chain<S, is_forward>& chain, int segment,
-                                                   int steps, const Values& values) {
-  ShiftedStores<Element> out(chain.template element<Element>(view, segment, chain.channel),
-                             Chain<S, is_forward>::row_stride(view), chain.channels - chain.channel, chain.lane);
-#pragma unroll unrolled
-  for (int s = 0; s < S::kSteps; s += 2) {
-    out.store_next(0, s < steps, values(s));
-    out.store_next(1, s + 1 < steps, values(s + 1));
+// A lane's channels of `count` tensors of a stage in registers, for some consecutive steps. number(i) is the tensor's number in
+// the stage; view(number) as above.
+template <typename S, int count>
+struct LaneRows {
+  // Half of the steps, unless the rows take few registers.
+  static constexpr int kSteps = count * S::kSteps * S::Row::kBytes > 64 ? S::kSteps / 2 : S::kSteps;
+  static_assert(S::kSteps % kSteps == 0, "a segment has whole groups of steps");
+  typename S::Row rows[count][kSteps];
+
+  template <bool is_forward, typename Number, typename View>
+  __device__ __forceinline__ void load(const SequentialPartition& partition, const Chain<S, is_forward>& chain, int segment,
+                                       const StageRows<S>& stage, int begin, const Number& number, const View& view) {
+    if (partition.is_shifted) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const SequenceView of = view(number(i));
+        S::Shifted::load(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
+                         Chain<S, is_forward>::row_stride(of), chain.lane, stage.shifted(number(i)), partition.reads_pairs,
+                         begin, rows[i]);
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) rows[i][s] = S::Row::load(&stage[number(i)][begin + s][chain.lane * S::kLaneChannels]);
+      }
+    }
+  }
+};
+
+// Stores the rows of a result in a segment: `steps` rows, of which the lane has row s in values(s). All lanes of the warp call
+// this, with the same `steps`.
+template <typename S, typename Element, bool is_forward, typename Values>
+__device__ __forceinline__ void store_rows(const SequentialPartition& partition, const SequenceView& view,
+                                           const Chain<S, is_forward>& chain, int segment, int steps, const Values& values) {
+  using Pair = cuda::Vector<Element, S::kLaneChannels>;
+  const int64_t stride = Chain<S, is_forward>::row_stride(view);
+  if (partition.stores_pairs) {
+    Element* target = chain.template element<Element>(view, segment, chain.channel);
+    const int rows = chain.has_channels ? steps : 0;
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) {
+      if (s < rows) Pair(values(s)).store_once(target);
+      target += stride;
+    }
+  } else {
+    ShiftedStores<Element> out(chain.template element<Element>(view, segment, chain.block_channel), stride,
+                               chain.block_channels(), steps, cuda::opaque(chain.lane));
+    uint32_t before[S::kSteps];
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) before[s] = out.before(values(s));
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) out.store_next(s, values(s), before[s]);
   }
 }
 
-// The inputs of a segment's steps for one lane. Narrow inputs, which do not broadcast, come from shared memory, wide ones from
+// The inputs of a segment's steps for one lane. Narrow inputs, which do not broadcast, come from a stage's rows, wide ones from
 // global memory. Backward does not read the input that is b itself.
 template <typename S, typename Variant, bool is_forward>
 struct SegmentInputs {
@@ -282,18 +341,15 @@ struct SegmentInputs {
   static constexpr int kChannels = S::kLaneChannels;
 
   const LinearScanParams& p;
-  const typename S::Stage& stage;
-  int lane, steps;  // steps: for which the lane has inputs
-  int channels;     // of wide inputs that are loaded one by one; none where rows are vectors
+  int steps;     // for which the lane has inputs
+  int channels;  // of wide inputs that are loaded one by one; none where rows are pairs
   const char* wide[kWide > 0 ? kWide : 1];
 
-  __device__ __forceinline__ SegmentInputs(const LinearScanParams& p, const ChainOf& chain, const typename S::Stage& stage,
-                                           int segment, int steps, bool is_shifted)
+  __device__ __forceinline__ SegmentInputs(const LinearScanParams& p, const ChainOf& chain, int segment, int steps,
+                                           bool reads_pairs)
       : p(p),
-        stage(stage),
-        lane(chain.lane),
         steps(steps),
-        channels(!is_shifted                          ? 0
+        channels(reads_pairs                          ? 0
                  : chain.channel + 1 < chain.channels ? 2
                                                       : 1) {
 #pragma unroll
@@ -305,13 +361,14 @@ struct SegmentInputs {
     }
   }
 
-  // The inputs of step s. Called for each step, in order.
-  __device__ __forceinline__ void next(int s, Acc (&x)[kChannels][kInputs]) {
+  // The inputs of step s; the first of `rows` are those of narrow inputs. Called for each step, in order.
+  template <int count>
+  __device__ __forceinline__ void next(int s, const LaneRows<S, count>& rows, Acc (&x)[kChannels][kInputs]) {
+    static_assert(count >= kStaged, "a row for each narrow input that is read");
 #pragma unroll
     for (int i = 0; i < kStaged; ++i) {
-      const auto row = S::Row::load(&stage.rows[i][s][lane * kChannels]);
 #pragma unroll
-      for (int j = 0; j < kChannels; ++j) x[j][i] = row.accumulate(j);
+      for (int j = 0; j < kChannels; ++j) x[j][i] = rows.rows[i][s % LaneRows<S, count>::kSteps].accumulate(j);
     }
     if constexpr (kStaged < kNarrow) {
 #pragma unroll
@@ -349,8 +406,10 @@ template <typename S, typename Kernel, typename Params>
 cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, SequentialPartition partition,
                           cudaStream_t stream) {
   partition.segments = static_cast<int>((params.seqlen + S::kSteps - 1) / S::kSteps);
-  const int warps = sequential_warps(partition, most_warps, S::kWarpBytes);
-  const int bytes = kSequentialBarrierBytes + warps * S::kWarpBytes;
+  partition.stage_bytes = S::stage_bytes(partition.is_shifted);
+  const int warp_bytes = S::warp_bytes(partition.is_shifted);
+  const int warps = sequential_warps(partition, most_warps, warp_bytes);
+  const int bytes = kSequentialBarrierBytes + warps * warp_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   return cuda::launch(kernel, partition.chains, warps * cuda::kWarpSize, bytes, stream, /*uses_pdl=*/false, params, partition);
 }

@@ -23,17 +23,6 @@ constexpr int kBwdSteps = Variant::kNames.size() <= 3 ? 16 / static_cast<int>(si
 template <typename Scalar, typename Variant>
 using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>, kStagedInputs<Variant, false> + 2>;
 
-// Stores the rows of an input's gradient in a segment: `steps` rows, of which the lane has row s in values(s).
-template <typename S, typename Element, typename Values>
-__device__ __forceinline__ void store_rows(const SequenceView& view, const Chain<S, false>& chain, int segment, int steps,
-                                           const Values& values) {
-  Element* target = chain.template element<Element>(view, segment, chain.channel);
-#pragma unroll
-  for (int s = 0; s < S::kSteps; ++s) {
-    if (s < steps) cuda::Vector<Element, S::kLaneChannels>(values(s)).store_once(target);
-    target += Chain<S, false>::row_stride(view);
-  }
-}
 // Warps of a multiprocessor: with gates of several values 128 registers a thread are too few.
 template <typename Variant>
 constexpr int kBwdWarps = Variant::kNames.size() <= 2 ? kSequentialMaxWarps : 12;
@@ -50,7 +39,6 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   constexpr int kChannels = S::kLaneChannels;
   constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in a stage
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
-  static_assert(Inputs::kNarrow <= S::kTensors, "a stage has rows for the inputs' gradients");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
   ChainOf chain(p, partition, memory, p.grad_last_state);
@@ -60,7 +48,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, false>(p.inputs[i], chain);
   CopiedRows<S, false> grad_h_rows(p.grad_h, chain), h_before_rows(p.h, chain, 1);
   const auto view = [&](int i) { return backward_view<Inputs::kStaged, Scalar>(p, i); };
-  const auto copy = [&](int segment, typename S::Stage& stage) {
+  const auto copy = [&](int segment, const StageRows<S>& stage) {
     const int steps = chain.steps(segment);
     const int steps_with_before = chain.steps_until(p.seqlen - 1, segment);
     if (partition.is_shifted) {
@@ -69,31 +57,32 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
         return i == kHBefore ? steps_with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : steps;
       });
     }
+    const int lane = cuda::opaque(chain.lane);  // few values of the copies stay in registers
 #pragma unroll
-    for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, steps, stage.rows[i]);
+    for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, lane, steps, stage[i]);
     if (p.grad_h.data != nullptr) {
-      grad_h_rows.copy(p.grad_h, chain, steps, stage.rows[kGradH]);
+      grad_h_rows.copy(p.grad_h, chain, lane, steps, stage[kGradH]);
     } else {
-      grad_h_rows.clear(chain, stage.rows[kGradH]);
+      grad_h_rows.clear(lane, stage[kGradH]);
     }
-    h_before_rows.copy(p.h, chain, steps_with_before, stage.rows[kHBefore]);
+    h_before_rows.copy(p.h, chain, lane, steps_with_before, stage[kHBefore]);
   };
 
-  chain.for_each_segment(copy, [&](int segment, typename S::Stage& stage, const auto& release) {
-    if (partition.is_shifted) shift_rows(chain, segment, stage, view);
+  chain.for_each_segment(copy, [&](int segment, const StageRows<S>& stage, const auto& release) {
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
-    Inputs inputs(p, chain, stage, segment, steps, partition.is_shifted), inputs_again = inputs;
+    Inputs inputs(p, chain, segment, steps, partition.reads_pairs), inputs_again = inputs;
+    LaneRows<S, Inputs::kStaged + 1> with_grad_h;
     Gates gates[S::kSteps][kChannels];
     Acc g[S::kSteps][kChannels];  // begins as grad_h
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
+      if (s % with_grad_h.kSteps == 0) with_grad_h.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
-      inputs.next(s, x);
-      const auto grad_h = S::Row::load(&stage.rows[kGradH][s][chain.lane * kChannels]);
+      inputs.next(s, with_grad_h, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
         gates[s][j] = variant.gates(x[j]);
-        g[s][j] = grad_h.accumulate(j);
+        g[s][j] = with_grad_h.rows[kGradH][s % with_grad_h.kSteps].accumulate(j);
       }
     }
 
@@ -127,16 +116,19 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       chain.store_state(p.grad_initial_state, e);
     }
 
+    LaneRows<S, Inputs::kStaged + 1> with_h;
     typename S::Row narrow[Inputs::kNarrow][S::kSteps];
     Acc wide[Inputs::kWide > 0 ? Inputs::kWide : 1][S::kSteps][kChannels];
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
+      if (s % with_h.kSteps == 0) {
+        with_h.load(partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
+      }
       Acc x[kChannels][Inputs::kInputs], grads[Inputs::kNarrow][kChannels];
-      inputs_again.next(s, x);
-      const auto h_before = S::Row::load(&stage.rows[kHBefore][s][chain.lane * kChannels]);
+      inputs_again.next(s, with_h, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
-        const Acc before = s == first ? initial[j] : h_before.accumulate(j);
+        const Acc before = s == first ? initial[j] : with_h.rows[Inputs::kStaged][s % with_h.kSteps].accumulate(j);
         Acc grad[Inputs::kInputs];
         variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
 #pragma unroll
@@ -147,48 +139,23 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 #pragma unroll
       for (int i = 0; i < Inputs::kNarrow; ++i) narrow[i][s] = S::Row::round(grads[i]);
     }
-    if (partition.is_shifted) {
-      // The gradients take the place of the stage's rows, where a loop over the inputs finds them: it compiles faster.
-      const int rows_of_segment = chain.steps(segment);
-#pragma unroll
-      for (int i = 0; i < Inputs::kNarrow; ++i) {
-#pragma unroll
-        for (int s = 0; s < S::kSteps; ++s) narrow[i][s].store(&stage.rows[i][s][chain.lane * kChannels]);
-      }
-#pragma unroll 1
-      for (int i = 0; i < Inputs::kNarrow; ++i) {
-        if (p.grad_inputs[i].data == nullptr) continue;
-        store_shifted_rows<S, Scalar, 1>(p.grad_inputs[i], chain, segment, rows_of_segment,
-                                         [&](int s) { return S::Row::load(&stage.rows[i][s][chain.lane * kChannels]); });
-      }
-#pragma unroll
-      for (int i = 0; i < Inputs::kWide; ++i) {
-        const SequenceView& view = p.grad_inputs[Inputs::kNarrow + i];
-        if (view.data == nullptr) continue;
-        if (view.is_accumulate) {
-          store_shifted_rows<S, Acc, S::kSteps>(view, chain, segment, rows_of_segment,
-                                                [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
-        } else {
-          store_shifted_rows<S, Scalar, S::kSteps>(view, chain, segment, rows_of_segment,
-                                                   [&](int s) { return S::Row::round(wide[i][s]); });
-        }
-      }
-    }
     release();
-    if (partition.is_shifted) return;
+    const int rows_of_segment = chain.steps(segment);
 #pragma unroll
     for (int i = 0; i < Inputs::kNarrow; ++i) {
       if (p.grad_inputs[i].data == nullptr) continue;
-      store_rows<S, Scalar>(p.grad_inputs[i], chain, segment, steps, [&](int s) { return narrow[i][s]; });
+      store_rows<S, Scalar>(partition, p.grad_inputs[i], chain, segment, rows_of_segment, [&](int s) { return narrow[i][s]; });
     }
 #pragma unroll
     for (int i = 0; i < Inputs::kWide; ++i) {
-      const SequenceView& view = p.grad_inputs[Inputs::kNarrow + i];
-      if (view.data == nullptr) continue;
-      if (view.is_accumulate) {
-        store_rows<S, Acc>(view, chain, segment, steps, [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
+      const SequenceView& wide_view = p.grad_inputs[Inputs::kNarrow + i];
+      if (wide_view.data == nullptr) continue;
+      if (wide_view.is_accumulate) {
+        store_rows<S, Acc>(partition, wide_view, chain, segment, rows_of_segment,
+                           [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
       } else {
-        store_rows<S, Scalar>(view, chain, segment, steps, [&](int s) { return S::Row::round(wide[i][s]); });
+        store_rows<S, Scalar>(partition, wide_view, chain, segment, rows_of_segment,
+                              [&](int s) { return S::Row::round(wide[i][s]); });
       }
     }
   });

@@ -34,24 +34,25 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   CopiedRows<S, true> rows[Inputs::kStaged];
 #pragma unroll
   for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, true>(p.inputs[i], chain);
-  const auto copy = [&](int segment, typename S::Stage& stage) {
+  const auto view = [&](int i) { return p.inputs[i]; };
+  const auto copy = [&](int segment, const StageRows<S>& stage) {
     const int steps = chain.steps(segment);
-    if (partition.is_shifted) {
-      return copy_shifted_rows(chain, segment, stage, [&](int i) { return p.inputs[i]; }, [&](int) { return steps; });
-    }
+    if (partition.is_shifted) return copy_shifted_rows(chain, segment, stage, view, [&](int) { return steps; });
+    const int lane = cuda::opaque(chain.lane);  // few values of the copies stay in registers
 #pragma unroll
-    for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, steps, stage.rows[i]);
+    for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, lane, steps, stage[i]);
   };
 
-  chain.for_each_segment(copy, [&](int segment, typename S::Stage& stage, const auto& release) {
-    if (partition.is_shifted) shift_rows(chain, segment, stage, [&](int i) { return p.inputs[i]; });
+  chain.for_each_segment(copy, [&](int segment, const StageRows<S>& stage, const auto& release) {
+    LaneRows<S, Inputs::kStaged> narrow;
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
-    Inputs inputs(p, chain, stage, segment, steps, partition.is_shifted);
+    Inputs inputs(p, chain, segment, steps, partition.reads_pairs);
     Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
+      if (s % narrow.kSteps == 0) narrow.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
-      inputs.next(s, x);
+      inputs.next(s, narrow, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
         const Step<Acc> step = variant.step(variant.gates(x[j]), x[j]);
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
         h[s][j] = step.b;
       }
     }
-    if (!partition.is_shifted) release();
+    release();
 
     Acc state[kChannels];
     chain.wait_for_state(state);
@@ -70,21 +71,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     }
     chain.pass_on(segment, state);
 
-    if (partition.is_shifted) {
-      // h takes the place of the first input's rows, where a short loop finds it: it compiles faster.
-#pragma unroll
-      for (int s = 0; s < S::kSteps; ++s) S::Row::round(h[s]).store(&stage.rows[0][s][chain.lane * kChannels]);
-      store_shifted_rows<S, Scalar, 1>(p.h, chain, segment, chain.steps(segment),
-                                       [&](int s) { return S::Row::load(&stage.rows[0][s][chain.lane * kChannels]); });
-      release();
-    } else {
-      Scalar* target = chain.template element<Scalar>(p.h, segment, chain.channel);
-#pragma unroll
-      for (int s = 0; s < S::kSteps; ++s) {
-        if (s < steps) S::Row::round(h[s]).store_once(target);
-        target += p.h.stride_step;
-      }
-    }
+    store_rows<S, Scalar>(partition, p.h, chain, segment, chain.steps(segment), [&](int s) { return S::Row::round(h[s]); });
     if (chain.is_last(segment)) {
 #pragma unroll
       for (int s = 0; s < S::kSteps; ++s) {

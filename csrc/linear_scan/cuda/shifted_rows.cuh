@@ -1,20 +1,25 @@
 // Rows of channels that start at any element, for the linear scan's sequential kernels and plain tiles: their copies to shared
-// memory and their stores, kTileChannels channels at a time.
+// memory, loads from there and stores, kTileChannels channels at a time.
 //
-// A warp, or part of it, copies a row as the aligned words that hold it. In 16-bit types, a row that starts inside a word has
-// one word more than an aligned one, and its elements are an element too far back. Each lane then moves its channels to where
-// an aligned row has them, so that the scan reads both alike. The sequential kernels store a row as aligned pairs of elements.
-// In a row that starts between pairs a lane stores the last element of the lane before with its own first one, and the elements
-// at the ends singly.
+// In the sequential kernels a warp copies a row as the aligned blocks of 16 bytes that hold it. A lane then loads its pair of
+// channels, as the aligned pair that holds its first channel and the word after that. It stores its pair as it is, or, in a row
+// that starts between pairs, the pair of the last element of the lane before and its own first one; two lanes store the
+// elements at the ends.
+//
+// In plain tiles the lanes of a row copy it as the aligned words that hold it. In 16-bit types, a row that starts inside a word
+// has one word more than an aligned one, and its elements are an element too far back. Each lane then moves its channels to
+// where an aligned row has them, so that the scan reads both alike.
 //
 // Rows whose numbers differ by an even number start equally far from pairs, because two strides are whole pairs. Addresses and
-// counts are therefore those of the first two rows.
+// counts of stores and of copied words are therefore those of the first two rows.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/shifted_io.cuh"
 #include "cuda/vector_io.cuh"
@@ -45,10 +50,9 @@ __device__ __forceinline__ Element* round_down(Element* address) {
   return reinterpret_cast<Element*>(reinterpret_cast<uintptr_t>(address) & ~static_cast<uintptr_t>(bytes - 1));
 }
 
-// kSteps rows of a tensor in shared memory, kTileChannels channels each, `distance` bytes apart. `lanes` neighboring lanes copy
-// them; each of these reads its part of every row later.
-template <typename Scalar, int steps, int lanes = cuda::kWarpSize,
-          int distance = kTileChannels * static_cast<int>(sizeof(Scalar))>
+// kSteps rows of a tensor of a plain tile in shared memory, kTileChannels channels each, `distance` bytes apart. `lanes`
+// neighboring lanes copy them; each of these reads its part of every row later.
+template <typename Scalar, int steps, int lanes, int distance>
 struct ShiftedRows {
   static constexpr int kSteps = steps, kRowWords = kTileChannels * static_cast<int>(sizeof(Scalar)) / kWordBytes;
   static constexpr int kLaneWords = kRowWords / lanes;
@@ -174,60 +178,132 @@ __device__ __forceinline__ void store_words(Element* target, const cuda::Vector<
   }
 }
 
-// Stores rows that start at any element, one after another: two channels a lane, of which `channels` exist.
+// steps rows of a tensor for a warp of the sequential kernels, kTileChannels channels each, as the aligned blocks of
+// kCpAsyncBytes that hold them: one more than an aligned row has. A lane then loads its two channels of each row from there.
+template <typename Scalar, int steps>
+struct ShiftedBlocks {
+  using Pair = cuda::Vector<Scalar, 2>;
+  static constexpr int kBytes = kTileChannels * static_cast<int>(sizeof(Scalar));
+  static constexpr int kRowBytes = kBytes + cuda::kCpAsyncBytes;  // in shared memory
+  static constexpr int kLanesOfRow = kBytes / cuda::kCpAsyncBytes, kRowsAtOnce = cuda::kWarpSize / kLanesOfRow;
+  static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "a word holds one or two elements");
+  static_assert(kRowsAtOnce >= 1 && steps % kRowsAtOnce == 0, "a warp copies whole groups of rows");
+  static_assert(steps <= cuda::kWarpSize, "a lane copies the last block of a row");
+
+  // Starts the copies of the first `count` rows; the others become zero. `first` is the first row's first element, of which
+  // `channels` exist, up to kTileChannels.
+  static __device__ __forceinline__ void copy(const Scalar* first, int64_t stride, int channels, int count, int lane,
+                                              unsigned char* rows) {
+    const int row = lane / kLanesOfRow, skipped = lane % kLanesOfRow * cuda::kCpAsyncBytes;
+    const int row_bytes = channels * static_cast<int>(sizeof(Scalar));
+    const int64_t row_stride = stride * static_cast<int64_t>(sizeof(Scalar));
+    const auto of_row = [&](int s, int bytes) { return s < count ? row_bytes - bytes : -cuda::kCpAsyncBytes; };
+    const char* const begin = reinterpret_cast<const char*>(first);
+    const char* from = begin + row * row_stride + skipped;
+    unsigned char* const to = rows + row * kRowBytes + skipped;
+#pragma unroll
+    for (int s = 0; s < steps; s += kRowsAtOnce) {
+      cuda::cp_async_block<false>(to + s * kRowBytes, from, of_row(s + row, skipped));
+      from += kRowsAtOnce * row_stride;
+    }
+    if (lane < steps) {
+      cuda::cp_async_block<false>(rows + lane * kRowBytes + kBytes, begin + lane * row_stride + kBytes, of_row(lane, kBytes));
+    }
+  }
+
+  // Loads the lane's channels of `count` rows from row `begin` on. If all rows start at pairs of elements, reads_pairs saves a
+  // load of each.
+  template <int count>
+  static __device__ __forceinline__ void load(const Scalar* first, int64_t stride, int lane, const unsigned char* rows,
+                                              bool reads_pairs, int begin, Pair (&pairs)[count]) {
+    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first));
+    const uint32_t row_stride = cuda::opaque(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(sizeof(Scalar));
+    const unsigned char* const own = rows + cuda::opaque(lane) * Pair::kBytes;
+#pragma unroll
+    for (int s = 0; s < count; ++s) {
+      const uint32_t past = address + (begin + s) * row_stride;  // and a multiple of kCpAsyncBytes
+      const unsigned char* const source = own + (begin + s) * kRowBytes + (past & (cuda::kCpAsyncBytes - Pair::kBytes));
+      pairs[s] = Pair::load(reinterpret_cast<const Scalar*>(source));
+      uint32_t next = 0;
+      if (!reads_pairs) next = *reinterpret_cast<const uint32_t*>(source + Pair::kBytes);
+      uint32_t words[Pair::kBytes / kWordBytes];
+      memcpy(words, &pairs[s], sizeof(words));
+      if constexpr (sizeof(Scalar) < kWordBytes) {
+        words[0] = __funnelshift_r(words[0], next, past * 8);  // by the last five bits: 0 or 16
+      } else {
+        const bool skips_word = (past & kWordBytes) != 0;
+        words[0] = skips_word ? words[1] : words[0];
+        words[1] = skips_word ? next : words[1];
+      }
+      memcpy(&pairs[s], words, sizeof(words));
+    }
+  }
+};
+
+// Stores rows that start at any element, one after another: two channels a lane, of `count` in a row. In a row that starts
+// between pairs, a lane stores the last element of the lane before with its own first one as an aligned pair, and two lanes
+// store the elements at the ends: lane 0, and the lane after the last element or, in a full row, the last lane.
 template <typename Element>
 struct ShiftedStores {
   using Pair = cuda::Vector<Element, 2>;
+  static constexpr int kWords = Pair::kBytes / kWordBytes;
 
-  // Holds, for the first two rows, the lane's aligned pair, which in a shifted row begins with an element of the lane before,
-  // and what the lane stores.
+  // For the first two rows: the lane's aligned pair, which in a shifted row begins with an element of the lane before, and of
+  // how many rows the lane stores the pair and an element.
   char* target[2];
-  bool is_shifted[2], has_pair[2], has_first[2], has_second[2];
+  unsigned int single_bytes[2];  // from the pair to the element that is stored singly
+  bool is_shifted[2];
+  int pair_rows[2], single_rows[2];
+  bool takes_before, takes_second;  // which element that is: the last of the lane before, the lane's second, else its first
   int64_t two_strides;
 
-  // `first`: the lane's first element of the first row. `left`: channels from there on.
-  __device__ __forceinline__ ShiftedStores(Element* first, int64_t stride, int64_t left, int lane)
+  // `first`: lane 0's first element of the first row.
+  __device__ __forceinline__ ShiftedStores(Element* first, int64_t stride, int count, int rows, int lane)
       : two_strides(2 * stride * static_cast<int64_t>(sizeof(Element))) {
-    const bool has_next = lane + 1 < cuda::kWarpSize && left > 2;
+    const int channel = 2 * lane;
+    takes_second = count == kTileChannels && channel + 2 == kTileChannels;
+    takes_before = count % 2 == 0 && lane > 0 && channel == count;
+    const int single = takes_second ? 1 : takes_before ? -1 : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Element* const row = first + i * stride;
-      is_shifted[i] = cuda::bytes_past_multiple<Pair::kBytes>(row) != 0;
-      target[i] = reinterpret_cast<char*>(round_down<Pair::kBytes>(row));
-      has_pair[i] = is_shifted[i] ? lane > 0 && left >= 1 : left >= 2;
-      has_first[i] = is_shifted[i] ? lane == 0 && left >= 1 : left == 1;
-      has_second[i] = is_shifted[i] && left >= 2 && !has_next;
+      Element* const own = first + i * stride + channel;
+      is_shifted[i] = cuda::bytes_past_multiple<Pair::kBytes>(own) != 0;
+      const int moved = is_shifted[i] ? 1 : 0;
+      target[i] = reinterpret_cast<char*>(round_down<Pair::kBytes>(own));
+      single_bytes[i] = static_cast<unsigned int>(single + moved) * static_cast<unsigned int>(sizeof(Element));
+      pair_rows[i] = (is_shifted[i] ? lane > 0 && channel < count : channel + 1 < count) ? rows : 0;
+      single_rows[i] = (is_shifted[i] ? lane == 0 || takes_second || takes_before : channel + 1 == count) ? rows : 0;
     }
   }
 
-  // A row, by all lanes of the warp. Called for each row, in order, with `i` 0 and 1 in turns; rows that do not exist are
-  // passed over.
-  __device__ __forceinline__ void store_next(int i, bool exists, const Pair& own) {
-    auto* const to = reinterpret_cast<Element*>(target[i]);
-    const Pair pair = moved(own, is_shifted[i]);
-    if (exists) {
-      if (has_pair[i]) pair.store_once(to);
-      if (has_first[i]) to[is_shifted[i] ? 1 : 0] = own[0];
-      if (has_second[i]) to[2] = own[1];
+  // The last word of the lane before. All lanes of the warp call this.
+  static __device__ __forceinline__ uint32_t before(const Pair& own) {
+    uint32_t words[kWords];
+    memcpy(words, &own, sizeof(words));
+    return __shfl_up_sync(cuda::kAllLanes, words[kWords - 1], 1);
+  }
+  // Row s. Called for each row, in order.
+  __device__ __forceinline__ void store_next(int s, const Pair& own, uint32_t before) {
+    const int i = s % 2;
+    uint32_t words[kWords];
+    memcpy(words, &own, sizeof(words));
+    Pair pair;
+    uint32_t single;  // in its lowest bytes
+    if constexpr (sizeof(Element) < kWordBytes) {
+      const uint32_t moved = __byte_perm(before, words[0], is_shifted[i] ? 0x5432 : 0x7654);
+      memcpy(&pair, &moved, sizeof(pair));
+      single = __byte_perm(before, words[0], takes_second ? 0x7676 : takes_before ? 0x3232 : 0x5454);
+    } else {
+      const uint32_t moved[2] = {is_shifted[i] ? before : words[0], is_shifted[i] ? words[0] : words[1]};
+      memcpy(&pair, moved, sizeof(pair));
+      single = takes_second ? words[1] : takes_before ? before : words[0];
+    }
+    if (s < pair_rows[i]) pair.store_once(reinterpret_cast<Element*>(target[i]));
+    if (s < single_rows[i]) {
+      using Bits = std::conditional_t<sizeof(Element) == kWordBytes, uint32_t, uint16_t>;
+      __stcg(reinterpret_cast<Bits*>(target[i] + single_bytes[i]), static_cast<Bits>(single));
     }
     target[i] += two_strides;
-  }
-
- private:
-  // In a shifted row the second element of the lane before and the first one of this lane, else the lane's own.
-  static __device__ __forceinline__ Pair moved(const Pair& own, bool is_shifted) {
-    uint32_t words[Pair::kBytes / kWordBytes];
-    memcpy(words, &own, sizeof(own));
-    if constexpr (sizeof(Element) < kWordBytes) {
-      words[0] = __byte_perm(__shfl_up_sync(cuda::kAllLanes, words[0], 1), words[0], is_shifted ? 0x5432 : 0x7654);
-    } else {
-      const uint32_t before = __shfl_up_sync(cuda::kAllLanes, words[1], 1), first = words[0];
-      words[0] = is_shifted ? before : first;
-      words[1] = is_shifted ? first : words[1];
-    }
-    Pair pair;
-    memcpy(&pair, words, sizeof(pair));
-    return pair;
   }
 };
 
