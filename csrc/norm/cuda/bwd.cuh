@@ -10,9 +10,10 @@
 // two means take one sum over the team. The sums for grad_weight stay in registers and those for grad_bias in shared memory
 // until the last row; they then become a row of partial sums, which norm_sum_kernel adds in order.
 //
-// Without is_aligned, both passes read vectors from global memory that start at any element (cuda/shifted_io.cuh); the second
-// finds them in the L1 cache. A group too long for a block's registers takes a cluster, or chunks that one block reads one
-// after another; it then adds each row to the partial sums in global memory.
+// Without is_aligned, the warps copy rows as aligned pieces, and each lane moves its vectors within the stage before it reads
+// them (staged_rows.cuh); gradients pass through the places of inputs. If only one stage has room, it is filled and read in
+// turn. A group too long for a block's registers takes a cluster, or chunks that one block reads one after another; it then
+// adds each row to the partial sums in global memory.
 #pragma once
 
 #include <algorithm>
@@ -22,16 +23,24 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_bwd.cuh"
+#include "norm/cuda/staged_rows.cuh"
 
 namespace ssm_kernels::norm {
 
+// grad_out comes first in a stage, because the positions of the others depend on their width.
+enum BwdInput { kGradOut, kX, kThird };
+
+template <bool is_add>
+__device__ __forceinline__ const RowsView& view_of(const NormBwdParams& p, BwdInput input) {
+  return input == kGradOut ? p.grad_out : input == kX ? p.x : is_add ? p.grad_new_residual : p.z;
+}
+
 // A thread's inputs of a group: grad_out, x, and z or grad_new_residual. In add_norm, x and grad_new_residual may be wide, that
-// is, of the accumulation type.
+// is, of the accumulation type. Float64 reads them from global memory.
 template <typename Scalar, bool is_aligned, bool is_add>
 class BwdInputs {
  public:
-  // grad_out comes first in a stage, because the positions of the others depend on their width.
-  enum Input { kGradOut, kX, kThird };
+  using Input = BwdInput;
   using Acc = AccumulateType<Scalar>;
   static constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
   static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
@@ -53,10 +62,9 @@ class BwdInputs {
     }
   }
 
-  // Reads vector i from a stage or, unless is_aligned, from global memory its first `count` elements.
+  // Reads vector i from a stage or, unless is_aligned, from global memory.
   template <typename OffsetOf>
-  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf& offset_of,
-                                       int count) const {
+  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf& offset_of) const {
     if constexpr (is_aligned) {
       const char* const source = access(stage, input, i);
       if constexpr (kMayBeWide) {
@@ -70,14 +78,12 @@ class BwdInputs {
       }
       to_values(Vector<Scalar, kSize>::load(reinterpret_cast<const Scalar*>(source)), values);
     } else {
-      load_shifted_values<Scalar>(view(input).data, view(input).is_accumulate, offset_of(view(input), i), count, values);
+      load_values<Scalar>(view(input).data, view(input).is_accumulate, offset_of(view(input), i), values);
     }
   }
 
  private:
-  __device__ __forceinline__ const RowsView& view(Input input) const {
-    return input == kGradOut ? p_.grad_out : input == kX ? p_.x : is_add ? p_.grad_new_residual : p_.z;
-  }
+  __device__ __forceinline__ const RowsView& view(Input input) const { return view_of<is_add>(p_, input); }
   __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
 
   // The first 16-byte access of vector i.
@@ -105,6 +111,74 @@ class BwdInputs {
   char* record_;
 };
 
+// The same of rows that start and end at any element, and the gradients, which take the places of inputs: grad_x that of
+// grad_out, and the second one that of x.
+template <typename Scalar, bool is_add>
+class StagedBwdInputs {
+ public:
+  using Input = BwdInput;
+  using Acc = AccumulateType<Scalar>;
+  static constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
+
+  __device__ __forceinline__ StagedBwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* memory)
+      : p_(p),
+        plan_(plan),
+        run_(plan.teams.lanes),
+        tensors_{{memory, kVectors, false, run_},
+                 {memory, kVectors, is_add && p.x.is_accumulate, run_},
+                 {memory, kVectors, is_add && p.x.is_accumulate, run_}} {}
+
+  // The warp calls the functions together. left(i): how many columns the group has from vector i on, fewer than 1 without a
+  // group.
+  template <typename Left, typename OffsetOf>
+  __device__ __forceinline__ void copy(int stage, const Left& left, const OffsetOf& offset_of) const {
+    visit(stage, [&](const auto& tensor, const RowsView& view, int i) {
+      tensor.copy(i, view.data, offset_of(view, i), left(i), run_);
+    });
+  }
+  template <typename OffsetOf>
+  __device__ __forceinline__ void align(int stage, const OffsetOf& offset_of) const {
+    __syncwarp();
+    visit(stage, [&](const auto& tensor, const RowsView& view, int i) { tensor.align(i, view.data, offset_of(view, i)); });
+  }
+  template <typename OffsetOf>
+  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf&) const {
+    in_stage(input, stage).own(i, values);
+  }
+  __device__ __forceinline__ void replace(Input input, int stage, int i, const Acc (&values)[kSize]) const {
+    in_stage(input, stage).replace(i, values);
+  }
+  // Stores the first `count` columns of a gradient, which has the type of the input whose place it takes.
+  __device__ __forceinline__ void store(Input input, int stage, int i, const RowsView& view, int64_t offset, int count) const {
+    in_stage(input, stage).store(i, view.data, offset, count, run_);
+  }
+  // Whether the second gradient has the type of x.
+  __device__ __forceinline__ bool stages_second(const RowsView& view) const {
+    return std::is_same_v<Scalar, Acc> || view.is_accumulate == tensors_[kX].is_wide();
+  }
+
+ private:
+  __device__ __forceinline__ StagedTensor<Scalar> in_stage(Input input, int stage) const {
+    return tensors_[input].in_stage(stage * plan_.stage_bytes);
+  }
+  template <typename Function>
+  __device__ __forceinline__ void visit(int stage, const Function& function) const {
+#pragma unroll
+    for (int input = kGradOut; input <= kThird; ++input) {
+      const RowsView& view = view_of<is_add>(p_, static_cast<Input>(input));
+      if (view.data == nullptr) continue;
+      const StagedTensor<Scalar> tensor = in_stage(static_cast<Input>(input), stage);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) function(tensor, view, i);
+    }
+  }
+
+  const NormBwdParams& p_;
+  const BwdPlan& plan_;
+  Run run_;
+  StagedTensor<Scalar> tensors_[3];
+};
+
 // Adds the first `count` of a vector of terms to sums in global memory, which the first row initializes.
 template <typename Acc, int size>
 __device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], int count, bool is_first) {
@@ -127,11 +201,12 @@ __device__ __forceinline__ void store_sums(Acc* target, const Acc (&sums)[size],
   }
 }
 
-// A thread's sums for grad_bias, in shared memory: with these sums in registers too, the kernels would spill.
-template <typename Acc, int vectors, int size>
+// A thread's sums for grad_bias, in shared memory: with these sums in registers too, the kernels would spill. Its accesses are
+// `distance` bytes apart.
+template <typename Acc, int vectors, int size, int distance>
 class SharedSums {
  public:
-  __device__ __forceinline__ explicit SharedSums(char* record) : record_(record) {}
+  __device__ __forceinline__ explicit SharedSums(char* first) : first_(first) {}
 
   __device__ __forceinline__ void clear() {
     const Acc zeros[size] = {};
@@ -146,35 +221,49 @@ class SharedSums {
     store(i, values);
   }
   __device__ __forceinline__ void load(int i, Acc (&values)[size]) const {
-    to_values(Vector<Acc, size>::load(address(i)), values);
+#pragma unroll
+    for (int j = 0; j < size; j += kPart) {
+      const auto part = Vector<Acc, kPart>::load(address(i, j));
+#pragma unroll
+      for (int k = 0; k < kPart; ++k) values[j + k] = part[k];
+    }
   }
 
  private:
-  __device__ __forceinline__ Acc* address(int i) const {
-    return reinterpret_cast<Acc*>(record_ + i * kSumAccesses<Acc, size> * kVectorBytes);
-  }
-  __device__ __forceinline__ void store(int i, const Acc (&values)[size]) { from_values<Acc>(values).store(address(i)); }
+  static constexpr int kPart = size / kSumAccesses<Acc, size>;  // sums of an access
 
-  char* record_;
+  __device__ __forceinline__ Acc* address(int i, int j) const {
+    return reinterpret_cast<Acc*>(first_ + (i * kSumAccesses<Acc, size> + j / kPart) * distance);
+  }
+  __device__ __forceinline__ void store(int i, const Acc (&values)[size]) {
+#pragma unroll
+    for (int j = 0; j < size; j += kPart) {
+      Acc part[kPart];
+#pragma unroll
+      for (int k = 0; k < kPart; ++k) part[k] = values[j + k];
+      from_values<Acc>(part).store(address(i, j));
+    }
+  }
+
+  char* first_;
 };
 
 template <typename Scalar, bool is_aligned, bool is_add>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
-  using Inputs = BwdInputs<Scalar, is_aligned, is_add>;
+  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kIsStaged;
+  using Inputs = std::conditional_t<kIsStaged, StagedBwdInputs<Scalar, is_add>, BwdInputs<Scalar, is_aligned, is_add>>;
   constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
   static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "the number of a stage selects a buffer of the sums");
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   extern __shared__ __align__(kVectorBytes) char records[];
-  constexpr bool kMayCluster = !is_aligned && kHasVectorKernels<Scalar>;
   __shared__ typename TeamSum<Acc, 2>::Shared shared_sums;
-  __shared__ ClusterSum<2>::Shared cluster_shared;
   const Teams& teams = plan.teams;
   const int blocks = kMayCluster ? teams.cluster : 1, rank = kMayCluster ? blockIdx.x % blocks : 0;
   if (blocks > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
   TeamSum<Acc, 2> team_sum(shared_sums, teams.lanes);
-  char* const record = records + threadIdx.x * plan.record_bytes;
+  char* const record = records + (kIsStaged ? threadIdx.x / kWarpSize * plan.warp_bytes : threadIdx.x * plan.record_bytes);
   Inputs inputs(p, plan, record);
 
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
@@ -197,22 +286,34 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     return partial * p.columns() + group * static_cast<int>(p.group_size) + first_column;
   };
 
-  const auto copy = [&](Row row, int stage) {
+  const auto copy = [&](Row row, int chunk, int stage) {
     if (is_active(row)) {
       const GroupIndex<Row> index(p, row, group);
-      inputs.copy(
-          stage, [&](int i) { return column(0, i) < group_size; },
-          [&](const RowsView& view, int i) { return index.offset(view) + column(0, i); });
+      const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); };
+      if constexpr (kIsStaged) {
+        inputs.copy(stage, [&](int i) { return left(chunk, i); }, offset_of);
+      } else {
+        inputs.copy(stage, [&](int i) { return column(chunk, i) < group_size; }, offset_of);
+      }
     }
     cuda::cp_async_commit();
   };
-  if constexpr (is_aligned) {
-    for (int i = 0; i < kBwdStages - 1; ++i) copy(partial + i * plan.partials, i);
+  // Staged rows: fills a single stage.
+  const auto fill = [&](Row row, int chunk) {
+    __syncwarp();  // all lanes have read the stage
+    copy(row, chunk, 0);
+    cuda::cp_async_wait<0>();
+  };
+  const int stages = is_aligned ? kBwdStages : plan.stages;
+  if constexpr (is_aligned || kIsStaged) {
+    for (int i = 0; i < stages - 1; ++i) copy(partial + i * plan.partials, rank, i);
   }
-  int stage = 0, buffer = 0;  // of the row; of a cluster's sums
+  int stage = 0, buffer = 0;  // of the row; of the sums, unless is_aligned
 
   Acc sum_weight[kVectors][kSize] = {};
-  SharedSums<Acc, kVectors, kSize> sum_bias(record + kBwdStages * plan.stage_accesses * kVectorBytes);
+  SharedSums<Acc, kVectors, kSize, kIsStaged ? kWarpSize * kVectorBytes : kVectorBytes> sum_bias(
+      record + (kIsStaged ? plan.stages * plan.stage_bytes + threadIdx.x % kWarpSize * kVectorBytes
+                          : kBwdStages * plan.stage_accesses * kVectorBytes));
   const bool sums_bias = is_single && p.partial_bias != nullptr;
   if (sums_bias) sum_bias.clear();
   const auto statistic = [&](const void* values, Row row) {
@@ -230,23 +331,35 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
 
     if constexpr (is_aligned) {
       // Refills the stage of the previous row, which only this thread reads.
-      copy(row + (kBwdStages - 1) * plan.partials, stage == 0 ? kBwdStages - 1 : stage - 1);
+      copy(row + (kBwdStages - 1) * plan.partials, 0, stage == 0 ? kBwdStages - 1 : stage - 1);
       cuda::cp_async_wait<kBwdStages - 1>();
+    } else if (kIsStaged && stages > 1) {
+      __syncwarp();  // all lanes have read the stage of the previous row
+      copy(row + (stages - 1) * plan.partials, rank, stage == 0 ? stages - 1 : stage - 1);
+      if (stages == kBwdStages) {
+        cuda::cp_async_wait<kBwdStages - 1>();
+      } else {
+        cuda::cp_async_wait<1>();
+      }
     }
 
     Acc sums[2] = {0, 0};  // gy weight y and gy weight
     for (int chunk = rank; chunk < chunks; chunk += blocks) {
+      if constexpr (kIsStaged) {
+        if (stages == 1) fill(row, chunk);
+        inputs.align(stage, [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); });
+      }
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         Acc v[kSize], gy[kSize], weight[kSize];  // weight is needed last and loaded last, to save registers
-        inputs.read(v, Inputs::kX, stage, i, offset_of, left(chunk, i));
-        inputs.read(gy, Inputs::kGradOut, stage, i, offset_of, left(chunk, i));
+        inputs.read(v, kX, stage, i, offset_of);
+        inputs.read(gy, kGradOut, stage, i, offset_of);
         if constexpr (!is_add) {
           if (has_gate) {
             Acc z[kSize];
-            inputs.read(z, Inputs::kThird, stage, i, offset_of, left(chunk, i));
+            inputs.read(z, kThird, stage, i, offset_of);
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) z[j] = gate.value(z[j]);
@@ -285,41 +398,59 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         }
       }
     }
-    if (blocks == 1) team_sum(sums, stage);
+    if (blocks == 1) team_sum(sums, is_aligned ? stage : buffer);
     if constexpr (kMayCluster) {
-      if (blocks > 1) ClusterSum<2>::add(cluster_shared, sums, buffer, blocks, teams.lanes / kWarpSize);
-      buffer ^= 1;
+      if (blocks > 1) {
+        auto& shared = *reinterpret_cast<ClusterSum<2>::Shared*>(records + teams.lanes / kWarpSize * plan.warp_bytes);
+        ClusterSum<2>::add(shared, sums, buffer, blocks, teams.lanes / kWarpSize);
+      }
     }
+    buffer ^= 1;
     if (p.sums != nullptr && active && lane == 0 && rank == 0) static_cast<Acc*>(p.sums)[row * p.groups + group] = sums[0];
     const Acc mean_gwy = p.group_mean != nullptr ? statistic(p.group_mean, row) : sums[0] / size;
     const Acc mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
 
     for (int chunk = rank; chunk < gradient_chunks; chunk += blocks) {
+      if constexpr (kIsStaged) {
+        if (!is_single) {
+          fill(row, chunk);
+          inputs.align(stage, [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); });
+        }
+      }
+      // The gradients of vector i, from the thread or, staged, to the places of inputs.
+      const auto store = [&](BwdInput input, const RowsView& view, int64_t offset, int i, const Acc(&grad)[kSize]) {
+        if (view.data == nullptr) return;
+        if constexpr (kIsStaged) {
+          if (input == kGradOut || inputs.stages_second(view)) return inputs.replace(input, stage, i, grad);
+          store_shifted_values<Scalar>(view, offset, left(chunk, i), grad);
+        } else {
+          store_values<Scalar>(view, offset, grad);
+        }
+      };
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         const int parameter_offset = index.first_column + column(chunk, i);
         Acc x[kSize], g[kSize], weight[kSize];
-        inputs.read(x, Inputs::kX, stage, i, offset_of, left(chunk, i));
-        inputs.read(g, Inputs::kGradOut, stage, i, offset_of, left(chunk, i));
+        inputs.read(x, kX, stage, i, offset_of);
+        inputs.read(g, kGradOut, stage, i, offset_of);
         if constexpr (is_add) {
           load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, left(chunk, i), 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
           if (p.grad_new_residual.data != nullptr) {
-            inputs.read(x, Inputs::kThird, stage, i, offset_of, left(chunk, i));
+            inputs.read(x, kThird, stage, i, offset_of);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) grad[j] += x[j];
           }
-          if (p.grad_x.data != nullptr) store_part<Scalar, is_aligned>(p.grad_x, offset_of(p.grad_x, i), left(chunk, i), grad);
-          if (p.grad_residual.data != nullptr)
-            store_part<Scalar, is_aligned>(p.grad_residual, offset_of(p.grad_residual, i), left(chunk, i), grad);
+          store(kGradOut, p.grad_x, offset_of(p.grad_x, i), i, grad);
+          store(kX, p.grad_residual, offset_of(p.grad_residual, i), i, grad);
         } else {
           Acc a[kSize], slope[kSize];
           if (has_gate) {
-            inputs.read(a, Inputs::kThird, stage, i, offset_of, left(chunk, i));
+            inputs.read(a, kThird, stage, i, offset_of);
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) {
@@ -348,8 +479,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] *= kBefore ? grad_v * x[j] : g[j];
               if (!kBefore) x[j] = y * weight[j];
             }
-            if (p.grad_x.data != nullptr)
-              store_part<Scalar, is_aligned>(p.grad_x, offset_of(p.grad_x, i), left(chunk, i), grad_x);
+            store(kGradOut, p.grad_x, offset_of(p.grad_x, i), i, grad_x);
             if (kBefore || p.grad_z.data == nullptr) return;
             load_parameter_part<Scalar, is_aligned>(p.bias, parameter_offset, left(chunk, i), 0, weight);
 #pragma unroll
@@ -360,11 +490,25 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           } else {
             differentiate(std::false_type());
           }
-          if (p.grad_z.data != nullptr) store_part<Scalar, is_aligned>(p.grad_z, offset_of(p.grad_z, i), left(chunk, i), slope);
+          store(kX, p.grad_z, offset_of(p.grad_z, i), i, slope);
+        }
+      }
+      if constexpr (kIsStaged) {
+        __syncwarp();
+        const RowsView& second = is_add ? p.grad_residual : p.grad_z;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (!active) continue;
+          const int count = left(chunk, i);
+          const auto offset_of = [&](const RowsView& view) { return index.offset(view) + column(chunk, i); };
+          if (p.grad_x.data != nullptr) inputs.store(kGradOut, stage, i, p.grad_x, offset_of(p.grad_x), count);
+          if (second.data != nullptr && inputs.stages_second(second)) {
+            inputs.store(kX, stage, i, second, offset_of(second), count);
+          }
         }
       }
     }
-    stage = stage == kBwdStages - 1 ? 0 : stage + 1;
+    if (is_aligned || kIsStaged) stage = stage == stages - 1 ? 0 : stage + 1;
   }
 
   if (!is_single || !has_group) return;
@@ -417,7 +561,7 @@ __global__ void __launch_bounds__(BlockSums::kThreads, sizeof(Acc) == 4 ? 3 : 1)
 template <typename Scalar>
 int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan) {
   const auto kernel = params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
-  return cuda::resident_clusters(kernel, plan.teams.threads(), plan.teams.threads() * plan.record_bytes, plan.teams.cluster);
+  return cuda::resident_clusters(kernel, plan.teams.threads(), plan.shared_bytes(), plan.teams.cluster);
 }
 
 template <typename Scalar>
@@ -430,7 +574,7 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
       kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
     }
   }
-  const size_t shared_bytes = static_cast<size_t>(plan.teams.threads()) * plan.record_bytes;
+  const int shared_bytes = plan.shared_bytes();
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
   const int cluster = plan.teams.cluster;
   const int64_t blocks = static_cast<int64_t>(plan.row_blocks) * plan.column_blocks * cluster;

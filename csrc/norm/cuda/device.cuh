@@ -160,6 +160,13 @@ __device__ __forceinline__ void load_parameter(const ParameterView& view, int64_
   for (int j = 0; j < size; ++j) values[j] = absent;
 }
 
+// Whether a parameter's values from a column on start at a multiple of 16 bytes.
+template <typename Scalar>
+__device__ __forceinline__ bool is_vector_aligned(const ParameterView& view, int64_t offset) {
+  const auto element_bytes = static_cast<uintptr_t>(view.is_accumulate ? sizeof(AccumulateType<Scalar>) : sizeof(Scalar));
+  return (reinterpret_cast<uintptr_t>(view.data) + static_cast<uintptr_t>(offset) * element_bytes) % kVectorBytes == 0;
+}
+
 // The first `count` values of a parameter from any column on, 0 beyond them.
 template <typename Scalar, int size>
 __device__ __forceinline__ void load_shifted_parameter(const ParameterView& view, int64_t offset, int count,
@@ -168,6 +175,8 @@ __device__ __forceinline__ void load_shifted_parameter(const ParameterView& view
   if (view.data == nullptr) {
 #pragma unroll
     for (int j = 0; j < size; ++j) values[j] = j < count ? absent : Acc(0);
+  } else if (count >= size && is_vector_aligned<Scalar>(view, offset)) {
+    load_values<Scalar>(view.data, view.is_accumulate, offset, values);
   } else {
     load_shifted_values<Scalar>(view.data, view.is_accumulate, offset, count, values);
   }
@@ -189,19 +198,14 @@ template <typename Scalar, int size>
 __device__ __forceinline__ void store_shifted_values(const RowsView& view, int64_t offset, int count,
                                                      const AccumulateType<Scalar> (&values)[size]) {
   using Acc = AccumulateType<Scalar>;
-  if constexpr (std::is_same_v<Scalar, double>) {
-#pragma unroll
-    for (int j = 0; j < size; ++j) {
-      if (j < count) static_cast<double*>(view.data)[offset + j] = values[j];
-    }
-  } else if (!std::is_same_v<Scalar, Acc> && view.is_accumulate) {
+  if (!std::is_same_v<Scalar, Acc> && view.is_accumulate) {
     cuda::store_shifted(static_cast<Acc*>(view.data) + offset, from_values<Acc>(values), count);
   } else {
     cuda::store_shifted(static_cast<Scalar*>(view.data) + offset, from_values<Scalar>(values), count);
   }
 }
 
-// The first `count` values of a parameter or of a row: all of them if is_aligned, because groups then are whole vectors.
+// The first `count` values of a parameter: all of them if is_aligned, because groups then are whole vectors.
 template <typename Scalar, bool is_aligned, int size>
 __device__ __forceinline__ void load_parameter_part(const ParameterView& view, int64_t offset, int count,
                                                     AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
@@ -209,15 +213,6 @@ __device__ __forceinline__ void load_parameter_part(const ParameterView& view, i
     load_parameter<Scalar>(view, offset, absent, values);
   } else {
     load_shifted_parameter<Scalar>(view, offset, count, absent, values);
-  }
-}
-template <typename Scalar, bool is_aligned, int size>
-__device__ __forceinline__ void store_part(const RowsView& view, int64_t offset, int count,
-                                           const AccumulateType<Scalar> (&values)[size]) {
-  if constexpr (is_aligned) {
-    store_values<Scalar>(view, offset, values);
-  } else {
-    store_shifted_values<Scalar>(view, offset, count, values);
   }
 }
 

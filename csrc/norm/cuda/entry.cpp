@@ -175,6 +175,12 @@ RmsPlan plan_rms_bwd(const NormBwdParams& p, bool is_aligned) {
   return plan;
 }
 
+// Bytes of shared memory that a warp's vectors of one tensor take in the kernels for any rows.
+int tensor_bytes(const NormParams& p, const Teams& teams, bool is_accumulate) {
+  const int size = kVectorBytes / bytes_of(p, false);
+  return kThreadColumns / size * vector_bytes(size * bytes_of(p, is_accumulate), std::min(teams.lanes, kWarpSize));
+}
+
 FwdPlan plan_fwd(const NormFwdParams& p) {
   FwdPlan plan;
   plan.units = p.rows() * p.groups;
@@ -182,9 +188,42 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   if (narrow) plan.rms = plan_rms_fwd(p, aligned);
   plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/kFwdMaxThreads);
   plan.teams.is_aligned = narrow && aligned && plan.teams.cluster == 1;
+  if (!plan.teams.is_aligned && p.kind != ScalarKind::kDouble) {
+    plan.warp_bytes = tensor_bytes(p, plan.teams, false);
+    if (p.is_add || p.z.data != nullptr) {
+      const bool is_wide = p.is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate);
+      plan.warp_bytes += tensor_bytes(p, plan.teams, is_wide);
+    }
+    int parameter_bytes = 0;
+    for (const ParameterView& view : {p.weight, p.bias}) {
+      if (view.data != nullptr) parameter_bytes += tensor_bytes(p, plan.teams, view.is_accumulate);
+    }
+    // Sums over a team, in static shared memory.
+    constexpr int kStaticBytes = 4096;
+    const int warps = plan.teams.threads() / kWarpSize, available = cuda::max_shared_bytes(p.device) - kStaticBytes;
+    plan.stages_parameters = warps * (plan.warp_bytes + parameter_bytes) <= available;
+    if (plan.stages_parameters) plan.warp_bytes += parameter_bytes;
+  }
   plan.blocks =
       std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max() / cuda::kMaxClusterBlocks);
   return plan;
+}
+
+// Sums of the teams in the general backward, in static shared memory.
+constexpr int kBwdStaticBytes = 2048;
+
+// As many pipeline stages as leave `resident` blocks resident, or only one. Returns whether its shared memory is available.
+bool choose_stages(BwdPlan& plan, const NormBwdParams& p, int sum_bytes, int64_t resident) {
+  const int third = p.is_add ? p.grad_new_residual.data != nullptr : p.z.data != nullptr;
+  plan.stage_bytes = tensor_bytes(p, plan.teams, false) + (1 + third) * tensor_bytes(p, plan.teams, p.x.is_accumulate);
+  const int warps = plan.teams.threads() / kWarpSize, available = cuda::max_shared_bytes(p.device) - kBwdStaticBytes;
+  for (plan.stages = plan.teams.chunks > plan.teams.cluster ? 1 : kBwdStages;; --plan.stages) {
+    plan.warp_bytes = plan.stages * plan.stage_bytes + sum_bytes * kWarpSize;
+    const int bytes = plan.shared_bytes();
+    if (plan.stages == 1) return bytes <= available;
+    if (bytes > available) continue;
+    if (resident_blocks(p.device, warps, kBwdRegisters, bytes + kBwdStaticBytes) >= resident) return true;
+  }
 }
 
 BwdPlan plan_bwd(const NormBwdParams& p) {
@@ -201,29 +240,33 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   // Accesses for the grad_bias sums: one per thread of the float64 kernels, else those of all its columns.
   const int sums = p.grad_bias.data == nullptr ? 0 : p.kind == ScalarKind::kDouble ? 1 : kThreadColumns * 4 / kVectorBytes;
   const auto record_bytes = [&](int accesses) { return ((kBwdStages * accesses + sums) | 1) * kVectorBytes; };
-  // Sums of the teams, in static shared memory.
-  constexpr int kStaticBytes = 2048;
-  const int available = cuda::max_shared_bytes(p.device) - kStaticBytes;
+  const int available = cuda::max_shared_bytes(p.device) - kBwdStaticBytes;
 
-  plan.teams = make_teams(p, kBwdMaxThreads, /*preferred_lanes=*/kBwdMaxThreads / 2);
-  const int threads = plan.teams.threads();
-  // Whether the stages of the aligned kernel fit. If so, the others have as many blocks: their sums over rows have the same
-  // order.
-  const bool has_stages = narrow && plan.teams.chunks == 1 && threads * record_bytes(stage_accesses) <= available;
-  plan.teams.is_aligned = has_stages && aligned;
-  plan.stage_accesses = plan.teams.is_aligned ? stage_accesses : 0;
-  plan.record_bytes = record_bytes(plan.stage_accesses);
+  int64_t resident = 0;
+  for (int max_lanes = kBwdMaxThreads;; max_lanes /= 2) {
+    plan.teams = make_teams(p, max_lanes, /*preferred_lanes=*/kBwdMaxThreads / 2);
+    const int threads = plan.teams.threads(), warps = threads / kWarpSize;
+    // Whether the stages of the aligned kernel fit. If so, the others have as many blocks: their sums over rows have the same
+    // order.
+    const bool has_stages = narrow && plan.teams.chunks == 1 && threads * record_bytes(stage_accesses) <= available;
+    plan.teams.is_aligned = has_stages && aligned;
+    plan.stage_accesses = plan.teams.is_aligned ? stage_accesses : 0;
+    plan.record_bytes = record_bytes(plan.stage_accesses);
+    const int planned_bytes = record_bytes(has_stages ? stage_accesses : 0) * threads + kBwdStaticBytes;
+    resident = resident_blocks(p.device, warps, kBwdRegisters, planned_bytes);
+    if (plan.teams.is_aligned || p.kind == ScalarKind::kDouble) break;
+    // Clusters have no aligned kernel whose blocks they equal in number.
+    if (plan.teams.cluster > 1) resident = resident_blocks(p.device, warps, kBwdRegisters, /*shared_bytes=*/0);
+    // With less shared memory than a block of kBwdMaxThreads needs, groups are cut into more chunks.
+    if (choose_stages(plan, p, sums * kVectorBytes, resident) || max_lanes <= 2 * kWarpSize) break;
+  }
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
   plan.column_blocks = static_cast<int>(ceil_div(p.groups, plan.group_teams));
   // More blocks than are resident would write more partial sums.
-  int64_t resident = 0;
   if (plan.teams.cluster > 1) {
     resident = visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_bwd_clusters<decltype(scalar)>(p, plan); });
-  } else {
-    const int planned_bytes = record_bytes(has_stages ? stage_accesses : 0) * threads + kStaticBytes;
-    resident = resident_blocks(p.device, threads / kWarpSize, kBwdRegisters, planned_bytes);
   }
   const int64_t most = ceil_div(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));

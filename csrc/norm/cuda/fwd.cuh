@@ -3,8 +3,8 @@
 //
 // A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then
 // (v - mean)^2) and writes the output from the registers. All loads of a group come before their first use, so that a whole
-// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, each vector is loaded as
-// the aligned pieces that hold it, and stored in words (cuda/shifted_io.cuh).
+// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, rows and parameters pass
+// through shared memory (staged_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,48 @@
 #include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_fwd.cuh"
 #include "norm/cuda/rms_sum_fwd.cuh"
+#include "norm/cuda/staged_rows.cuh"
 
 namespace ssm_kernels::norm {
+
+// A warp's memory for its rows of x, and of z or the residual, and for the parameters. Outputs take the places of inputs: out
+// that of x, and the new residual that of the residual, with which it may differ in type.
+template <typename Scalar, int vectors, bool is_add>
+struct FwdStage {
+  using Acc = AccumulateType<Scalar>;
+  static constexpr int kSize = kVectorSize<Scalar>;
+
+  const NormFwdParams& p;
+  bool has_parameters;
+  Run run;
+  StagedTensor<Scalar> x, second, new_residual, weight, bias;
+
+  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory)
+      : p(p),
+        has_parameters(plan.stages_parameters),
+        run(plan.teams.lanes),
+        x(memory, vectors, false, run),
+        second(memory, is_add || p.z.data != nullptr ? vectors : 0, is_add && p.residual.is_accumulate, run),
+        new_residual(second, is_add && p.new_residual.is_accumulate, run),
+        weight(memory = new_residual.end(memory, is_add ? vectors : 0), vectors, p.weight.is_accumulate, run),
+        bias(memory, vectors, p.bias.is_accumulate, run) {}
+
+  // `offset`: the first column of vector i, of which the group has `left` columns.
+  __device__ __forceinline__ void copy_parameters(int i, int64_t offset, int left) const {
+    if (!has_parameters) return;
+    if (p.weight.data != nullptr) weight.copy(i, p.weight.data, offset, left, run);
+    if (p.bias.data != nullptr) bias.copy(i, p.bias.data, offset, left, run);
+  }
+  __device__ __forceinline__ void load_parameter(const StagedTensor<Scalar>& staged, const ParameterView& view, int i,
+                                                 int64_t offset, int left, Acc absent, Acc (&values)[kSize]) const {
+    if (has_parameters && view.data != nullptr) return staged.load(i, view.data, offset, values);
+    load_shifted_parameter<Scalar>(view, offset, left, absent, values);
+  }
+};
+
+struct NoStage {
+  __device__ __forceinline__ NoStage(const NormFwdParams&, const FwdPlan&, char*) {}
+};
 
 // A thread's part of a group: v in the accumulation type, and a gate that is applied after the norm.
 template <typename Scalar, int vectors, int size, bool is_add, bool is_aligned>
@@ -36,11 +76,7 @@ struct GroupValues {
 #pragma unroll
       for (int i = 0; i < vectors; ++i) {
         const Stored* const source = static_cast<const Stored*>(view.data) + offset_of(view, i);
-        if constexpr (is_aligned || std::is_same_v<Scalar, double>) {
-          vectors_of_lane[i] = left(i) > 0 ? Element::load_once(source) : Element::zero();
-        } else {
-          vectors_of_lane[i] = cuda::ShiftedLoad<Stored, size>(source, left(i)).vector();
-        }
+        vectors_of_lane[i] = left(i) > 0 ? Element::load_once(source) : Element::zero();
       }
     };
     load_all(x, p.x);
@@ -68,13 +104,59 @@ struct GroupValues {
         // add_norm normalizes the new residual as rounded to its dtype.
         if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
         if (stores_residual && left(i) > 0) {
-          store_part<Scalar, is_aligned>(p.new_residual, offset_of(p.new_residual, i), left(i), v[i]);
+          store_values<Scalar>(p.new_residual, offset_of(p.new_residual, i), v[i]);
         }
       }
     } else {
       if (p.z.data != nullptr) load_all(z, p.z);
 #pragma unroll
       for (int i = 0; i < vectors; ++i) to_values(x[i], v[i]);
+      if (p.z.data != nullptr && !p.norm_before_gate) multiply_by_gate(p.activation);
+    }
+  }
+
+  // The same through shared memory, with the parameters, whose first column is parameter_offset(i). The warp calls the function
+  // together, also for groups that it does not have.
+  template <typename Stage, typename Left, typename OffsetOf, typename ParameterOffset>
+  __device__ __forceinline__ void load_staged(const NormFwdParams& p, const Stage& stage, const Left& left,
+                                              const OffsetOf& offset_of, const ParameterOffset& parameter_offset,
+                                              bool stores_residual, bool is_active) {
+    const RowsView& second = is_add ? p.residual : p.z;
+    __syncwarp();  // all lanes have read the last chunk
+#pragma unroll
+    for (int i = 0; i < vectors; ++i) {
+      stage.x.copy(i, p.x.data, offset_of(p.x, i), left(i), stage.run);
+      if (second.data != nullptr) stage.second.copy(i, second.data, offset_of(second, i), left(i), stage.run);
+      stage.copy_parameters(i, parameter_offset(i), left(i));
+    }
+    cuda::cp_async_wait();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < vectors; ++i) {
+      stage.x.load(i, p.x.data, offset_of(p.x, i), v[i]);
+      if constexpr (is_add) {
+        if (p.residual.data != nullptr) {
+          Acc residual[size];
+          stage.second.load(i, p.residual.data, offset_of(p.residual, i), residual);
+#pragma unroll
+          for (int j = 0; j < size; ++j) v[i][j] += residual[j];
+        }
+        if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
+      } else {
+        if (p.z.data != nullptr) z[i] = stage.second.load_narrow(i, p.z.data, offset_of(p.z, i));
+      }
+    }
+    __syncwarp();  // outputs may take the places of inputs
+    if constexpr (is_add) {
+      if (!stores_residual) return;
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) stage.new_residual.replace(i, v[i]);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+        if (is_active) stage.new_residual.store(i, p.new_residual.data, offset_of(p.new_residual, i), left(i), stage.run);
+      }
+    } else {
       if (p.z.data != nullptr && !p.norm_before_gate) multiply_by_gate(p.activation);
     }
   }
@@ -100,7 +182,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
-  constexpr bool kMayCluster = !is_aligned && kHasVectorKernels<Scalar>;
+  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kIsStaged;
+  extern __shared__ __align__(kVectorBytes) char fwd_shared[];
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   __shared__ typename TeamSum<Acc, 1>::Shared shared;
   __shared__ ClusterSum<1>::Shared cluster_shared;
@@ -112,6 +195,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
 
+  using Stage = std::conditional_t<kIsStaged, FwdStage<Scalar, kVectors, is_add>, NoStage>;
+  const Stage stage(p, plan, fwd_shared + threadIdx.x / kWarpSize * plan.warp_bytes);
   int buffer = 0;
 
   // The bounds are the same for the whole block, because every thread takes part in the sums.
@@ -139,9 +224,16 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         const int first_column = chunk * kVectors * stride + lane * kSize;
         const auto column = [&](int i) { return first_column + i * stride; };
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
-        const auto left = [&](int i) { return is_active ? group_size - column(i) : 0; };
+        const auto left = [&](int i) { return is_active ? group_size - column(i) : -kSize; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
-        if (pass == first_pass || teams.chunks > blocks) group.load(p, left, offset_of, pass == 0);
+        const auto parameter_offset = [&](int i) { return index.first_column + column(i); };
+        if (pass == first_pass || teams.chunks > blocks) {
+          if constexpr (kIsStaged) {
+            group.load_staged(p, stage, left, offset_of, parameter_offset, pass == 0, is_active);
+          } else {
+            group.load(p, left, offset_of, pass == 0);
+          }
+        }
         if (pass < 2) {
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
@@ -158,8 +250,13 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         for (int i = 0; i < kVectors; ++i) {
           if (!is_valid(i)) continue;
           Acc weight[kSize], bias[kSize];
-          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), left(i), 1, weight);
-          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), left(i), 0, bias);
+          if constexpr (kIsStaged) {
+            stage.load_parameter(stage.weight, p.weight, i, parameter_offset(i), left(i), 1, weight);
+            stage.load_parameter(stage.bias, p.bias, i, parameter_offset(i), left(i), 0, bias);
+          } else {
+            load_parameter<Scalar>(p.weight, parameter_offset(i), 1, weight);
+            load_parameter<Scalar>(p.bias, parameter_offset(i), 0, bias);
+          }
 #pragma unroll
           for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
         }
@@ -168,7 +265,18 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         }
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          if (is_valid(i)) store_part<Scalar, is_aligned>(p.out, offset_of(p.out, i), left(i), group.v[i]);
+          if constexpr (kIsStaged) {
+            stage.x.replace(i, group.v[i]);
+          } else {
+            if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
+          }
+        }
+        if constexpr (kIsStaged) {
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+            if (is_active) stage.x.store(i, p.out.data, offset_of(p.out, i), left(i), stage.run);
+          }
         }
       }
       if (pass == 2) continue;
@@ -202,8 +310,10 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
       kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
     }
   }
-  const int cluster = plan.teams.cluster;
-  return cuda::launch_clusters(kernel, plan.blocks * cluster, plan.teams.threads(), 0, cluster, stream, params, plan);
+  const int cluster = plan.teams.cluster, threads = plan.teams.threads();
+  const int shared_bytes = threads / kWarpSize * plan.warp_bytes;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
+  return cuda::launch_clusters(kernel, plan.blocks * cluster, threads, shared_bytes, cluster, stream, params, plan);
 }
 
 }  // namespace ssm_kernels::norm

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/macros.h"
 #include "cuda/constants.h"
 #include "norm/norm.h"
 
@@ -68,8 +69,14 @@ struct RmsPlan {
 struct FwdPlan {
   Teams teams;
   int64_t units = 0, blocks = 0;
+  // Shared memory for the rows of a warp that start and end at any element, and for its columns of the parameters.
+  int warp_bytes = 0;
+  bool stages_parameters = false;
   RmsPlan rms;
 };
+
+// Shared memory of a cluster's sums in the general backward: two buffers of two sums for each of its warps.
+constexpr int kBwdClusterBytes = 2 * 2 * cuda::kMaxClusterBlocks * 32 * static_cast<int>(sizeof(float));
 
 struct BwdPlan {
   Teams teams;
@@ -80,6 +87,14 @@ struct BwdPlan {
   // A thread's shared memory: the 16-byte accesses of each stage, then those of its sums for grad_bias. Their number is odd, so
   // that the same access of neighboring threads falls into different banks.
   int stage_accesses = 0, record_bytes = 0;
+  // Rows that start and end at any element: pipeline stages, of which one alone is filled and read in turn, and shared memory
+  // of a warp in each stage and in all.
+  int stages = 0, stage_bytes = 0, warp_bytes = 0;
+
+  int shared_bytes() const {
+    if (warp_bytes == 0) return teams.threads() * record_bytes;
+    return teams.threads() / kWarpSize * warp_bytes + (teams.cluster > 1 ? kBwdClusterBytes : 0);
+  }
 };
 
 // 16-byte accesses that backward copies per thread and row. With a float32 residual, a vector of a float32 tensor takes twice
@@ -88,6 +103,12 @@ inline int bwd_accesses(const NormBwdParams& p, int vectors) {
   const bool is_wide = p.x.is_accumulate && (p.kind == ScalarKind::kHalf || p.kind == ScalarKind::kBFloat16);
   const int third = p.is_add ? p.grad_new_residual.data != nullptr : p.z.data != nullptr;
   return vectors * (1 + (1 + third) * (is_wide ? 2 : 1));
+}
+
+// Bytes of shared memory that vector i of a warp's lanes takes in one tensor whose rows start and end at any element. Each run
+// of lanes, a team's part of the warp, takes kVectorBytes more than its vectors.
+SSM_HOST_DEVICE constexpr int vector_bytes(int lane_bytes, int run_lanes) {
+  return kWarpSize * lane_bytes + kWarpSize / run_lanes * kVectorBytes;
 }
 
 // 16-byte accesses to a vector of sums. In float64 a sum uses a part of one.
