@@ -430,59 +430,57 @@ ProjectedGrads projected_bwd(ProjectedBwdInputs& in) { return or_empty(projected
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, BwdInputs, Result> {
-  static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer", kBackward[] = "ssm_kernels::_mamba2_mixer_bwd";
+// What both operators share. Where nothing records operators, they call their functions directly.
+template <typename Op, typename FwdInputsType, typename BwdInputsType>
+struct MixerOp : DifferentiableOp<Op, BwdInputsType, Result> {
+  using Base = DifferentiableOp<Op, BwdInputsType, Result>;
+  using typename Base::GradTensors;
+  using typename Base::Inputs;
 
   static const char* name(const Inputs&) { return kOp; }
 
   static auto differentiable(Inputs& in) { return in.differentiable(); }
 
-  // Calls forward as an operator or, where nothing records operators, as a function.
   static Result forward(Inputs& in, variable_list* saved) {
-    static const Operator<Outputs, FwdInputs> op("ssm_kernels::_mamba2_mixer_fwd");
+    static const Operator<Outputs, FwdInputsType> op(Op::kForward);
     const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(in.tensors());
-    const FwdInputs fwd{in, true};
-    Outputs outputs = is_eager ? mamba2_mixer::forward(fwd) : op(fwd);
+    const FwdInputsType fwd{in};
+    Outputs outputs = is_eager ? Op::run(fwd) : op(fwd);
     if (saved != nullptr) *saved = {outputs.y, outputs.rstd, outputs.parameters};
     return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
   }
 
-  static GradTensors backward(BwdInputs& bwd) {
+  static GradTensors backward(BwdInputsType& bwd) {
     if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.tensors(), bwd.saved(), bwd.grads()))) {
-      return DifferentiableOp::backward(bwd);
+      return Base::backward(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    return mamba2_mixer::backward(bwd);
+    return Op::run_backward(bwd);
   }
+};
+
+struct Mamba2Mixer : MixerOp<Mamba2Mixer, FwdInputs, BwdInputs> {
+  static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer";
+  static constexpr char kForward[] = "ssm_kernels::_mamba2_mixer_fwd", kBackward[] = "ssm_kernels::_mamba2_mixer_bwd";
+
+  static Outputs run(const FwdInputs& in) { return mamba2_mixer::forward(in); }
+  static GradTensors run_backward(BwdInputs& bwd) { return mamba2_mixer::backward(bwd); }
 
   // The sequence and the convolution's state in the autocast dtype; parameters and the scan's state in float32.
-  static void cast(Inputs& in, const Autocast& to) {
+  static void cast(mamba2_mixer::Inputs& in, const Autocast& to) {
     to.to_lower(in.projected, in.conv_state);
     to.to_float(in.conv_weight, in.conv_bias, in.A_log, in.D, in.dt_bias, in.norm_weight, in.ssm_state);
   }
 };
 
-struct Mamba2MixerProjected : DifferentiableOp<Mamba2MixerProjected, ProjectedBwdInputs, Result> {
+struct Mamba2MixerProjected : MixerOp<Mamba2MixerProjected, ProjectedInputs, ProjectedBwdInputs> {
   static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer_projected";
+  static constexpr char kForward[] = "ssm_kernels::_mamba2_mixer_projected_fwd";
   static constexpr char kBackward[] = "ssm_kernels::_mamba2_mixer_projected_bwd";
 
-  static const char* name(const ProjectedInputs&) { return kOp; }
+  static Outputs run(const ProjectedInputs& in) { return projected_forward(in); }
 
-  static auto differentiable(ProjectedInputs& in) { return in.differentiable(); }
-
-  static Result forward(ProjectedInputs& in, variable_list* saved) {
-    static const Operator<Outputs, ProjectedInputs> op("ssm_kernels::_mamba2_mixer_projected_fwd");
-    const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(in.tensors());
-    Outputs outputs = is_eager ? projected_forward(in) : op(in);
-    if (saved != nullptr) *saved = {outputs.y, outputs.rstd, outputs.parameters};
-    return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
-  }
-
-  static ProjectedGrads backward(ProjectedBwdInputs& bwd) {
-    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.tensors(), bwd.saved(), bwd.grads()))) {
-      return DifferentiableOp::backward(bwd);
-    }
-    at::AutoDispatchBelowADInplaceOrView guard;
+  static ProjectedGrads run_backward(ProjectedBwdInputs& bwd) {
     // The products have the dtype of forward's, wherever backward is called.
     c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(bwd.in.projected.device().type()));
     return projected_backward(bwd);

@@ -14,8 +14,8 @@
 // The gradient of xz is one buffer. Its right half receives the gradient of z; its left half first the gradient of delta, then
 // that of x.
 //
-// The node takes plain tensors in eager calls only. A call that is traced or batched is composed of _mamba_conv, _mamba_mixer
-// and PyTorch's linear.
+// The node takes plain tensors in eager calls only. A call that is traced or batched, and one with recompute="none", is
+// composed of _mamba_conv, _mamba_mixer and PyTorch's linear.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -32,6 +32,7 @@
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "mixers/mamba_scan.h"
 #include "mixers/mixer_parameters_op.h"
 #include "selective_scan/selective_scan_op.h"
 #include "torch/allocation.h"
@@ -42,6 +43,7 @@
 namespace ssm_kernels::mamba_inner {
 namespace {
 
+using mixers::transposed;
 using OptionalTensor = std::optional<at::Tensor>;
 constexpr char kActivation[] = "silu", kAll[] = "all";
 
@@ -109,9 +111,6 @@ at::Tensor right_half(const at::Tensor& xz) {
   return xz.narrow_symint(-1, columns, columns);
 }
 
-// Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen).
-at::Tensor transposed(const at::Tensor& sequence) { return sequence.transpose(1, 2); }
-
 // A sequence as a matrix with a row for each step.
 at::Tensor rows_of(const at::Tensor& sequence) {
   return sequence.reshape({sequence.size(0) * sequence.size(1), sequence.size(2)});
@@ -144,24 +143,10 @@ at::Tensor convolve(const Inputs& in) {
   return op(convolution_inputs(in)).out;
 }
 
-// The scan's arguments, all but the initial state.
 selective_scan::Inputs scan_inputs(const Inputs& in, const at::Tensor& x, const at::Tensor& delta, const at::Tensor& x_dbl,
                                    const mixers::Parameters& wide) {
   const auto [dt, B, C] = parts_of(x_dbl, in);
-  selective_scan::Inputs scan;
-  scan.u = transposed(x);
-  scan.delta = transposed(delta);
-  scan.A = wide.A;
-  scan.B = transposed(B);
-  scan.C = transposed(C);
-  scan.D = wide.D;
-  scan.z = transposed(right_half(in.xz));
-  scan.delta_bias = wide.bias;
-  scan.seq_idx = in.seq_idx;
-  scan.cu_seqlens = in.cu_seqlens;
-  scan.discretization = in.discretization;
-  scan.delta_softplus = true;
-  return scan;
+  return mixers::scan_inputs({x, delta, B, C, right_half(in.xz)}, wide, in);
 }
 
 selective_scan::FwdOutputs scan_forward(const selective_scan::Inputs& scan) {

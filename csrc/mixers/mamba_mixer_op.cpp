@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "mixers/mamba_conv_op.h"
+#include "mixers/mamba_scan.h"
 #include "mixers/mixer_parameters_op.h"
 #include "selective_scan/selective_scan_op.h"
 #include "torch/autograd_op.h"
@@ -24,6 +25,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 // Gradients have the scan's order: x, delta, A_log, B, C, D, z, delta_bias, initial_state.
+using mixers::transposed;
 using selective_scan::GradTensors;
 using selective_scan::kGradA;
 using selective_scan::kGradB;
@@ -84,28 +86,8 @@ struct BwdInputs {
   }
 };
 
-// Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen), either way, without a copy.
-at::Tensor transposed(const at::Tensor& sequence) { return sequence.transpose(1, 2); }
-OptionalTensor transposed(const OptionalTensor& sequence) {
-  return is_present(sequence) ? OptionalTensor(transposed(*sequence)) : std::nullopt;
-}
-
-// The scan's arguments, all but the initial state.
 selective_scan::Inputs scan_inputs(const Inputs& in, const mixers::Parameters& wide) {
-  selective_scan::Inputs scan;
-  scan.u = transposed(in.x);
-  scan.delta = transposed(in.delta);
-  scan.A = wide.A;
-  scan.B = transposed(in.B);
-  scan.C = transposed(in.C);
-  scan.D = wide.D;
-  scan.z = transposed(in.z);
-  scan.delta_bias = wide.bias;
-  scan.seq_idx = in.seq_idx;
-  scan.cu_seqlens = in.cu_seqlens;
-  scan.discretization = in.discretization;
-  scan.delta_softplus = true;
-  return scan;
+  return mixers::scan_inputs({in.x, in.delta, in.B, in.C, in.z}, wide, in);
 }
 
 template <typename Named>
