@@ -106,6 +106,7 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   Inputs in;
   OptionalTensor norm_mean_product;
+  bool keeps_rows = false;  // Whether the gradient of `projected` has its strides. Not in the schema.
 
   auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
   auto saved() { return std::tie(y, rstd, parameters); }
@@ -141,6 +142,7 @@ struct ProjectedBwdInputs {
   at::Tensor y, rstd, parameters;
   std::array<bool, kNumProjectedGrads> needs_grad{};
   ProjectedInputs in;
+  bool keeps_rows = false;  // as of BwdInputs
 
   auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
   auto saved() { return std::tie(y, rstd, parameters); }
@@ -280,7 +282,8 @@ GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}) {
   const NeedsGrad& needs_grad = bwd.needs_grad;
   const Call call(in, bwd.parameters);
   GradTensors grads;
-  const at::Tensor grad_projected = empty_contiguous_like(in.projected);
+  // Traced calls have the strides of the Meta kernel.
+  const at::Tensor grad_projected = bwd.keeps_rows ? empty_rows_like(in.projected) : empty_contiguous_like(in.projected);
 
   ssd::BwdInputs scan;
   scan.grad_final_states = bwd.grad_ssm_state;
@@ -419,6 +422,7 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
   mixer.y = std::move(bwd.y);
   mixer.rstd = bwd.rstd;
   mixer.parameters = bwd.parameters;
+  mixer.keeps_rows = bwd.keeps_rows;
   std::copy_n(bwd.needs_grad.begin(), kNumGrads, mixer.needs_grad.begin());
   mixer.in = bwd.in;
   GradTensors of_mixer = backward(mixer, std::move(conv_out));
@@ -455,6 +459,7 @@ struct MixerOp : DifferentiableOp<Op, BwdInputsType, Result> {
       return Base::backward(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
+    bwd.keeps_rows = true;
     return Op::run_backward(bwd);
   }
 };

@@ -45,7 +45,7 @@ namespace {
 
 using mixers::transposed;
 using OptionalTensor = std::optional<at::Tensor>;
-constexpr char kActivation[] = "silu", kAll[] = "all";
+constexpr char kActivation[] = "silu", kNone[] = "none", kAll[] = "all";
 
 // In the order of the operator's arguments.
 enum Grad {
@@ -408,7 +408,7 @@ Result mamba_inner(Inputs& in) {
                (is_plain_tensor(or_undefined(tensor)) && ...);
       },
       in.tensors());
-  if (!makes_node || c10::impl::dispatch_mode_enabled() || is_transformed()) return compose(in);
+  if (!makes_node || in.recompute == kNone || c10::impl::dispatch_mode_enabled() || is_transformed()) return compose(in);
   return std::apply(
       [&](const auto&... tensors) -> Result {
         variable_list results = AutogradNode<MambaInner>::apply(in, tensors...);

@@ -68,4 +68,14 @@ at::Tensor empty_contiguous_like(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
 }
 
+at::Tensor empty_rows_like(const at::Tensor& tensor) {
+  constexpr int64_t kMostSpace = 7;  // elements, of a vector of fp16
+  if (tensor.dim() < 2 || tensor.stride(-1) != 1) return empty_contiguous_like(tensor);
+  const int64_t columns = tensor.size(-1), row = tensor.stride(-2);
+  if (row <= columns || row > columns + kMostSpace) return empty_contiguous_like(tensor);
+  c10::SymDimVector shape(tensor.sym_sizes().begin(), tensor.sym_sizes().end());
+  shape.back() = row;
+  return empty_tensor(shape, tensor.options()).narrow(-1, 0, columns);
+}
+
 }  // namespace ssm_kernels

@@ -17,5 +17,7 @@ at::Tensor empty_tensor(c10::SymIntArrayRef shape, const at::TensorOptions& opti
 at::Tensor empty_tensor_like(const at::Tensor& tensor);
 // The same, contiguous.
 at::Tensor empty_contiguous_like(const at::Tensor& tensor);
+// The same, but with the space behind each row of `tensor`, if that is less than a vector of 16 bytes.
+at::Tensor empty_rows_like(const at::Tensor& tensor);
 
 }  // namespace ssm_kernels

@@ -73,7 +73,7 @@ def is_only_a_product(module: nn.Module) -> bool:
 
 
 # Subclasses of Tensor, such as DTensors and quantized weights, have their own products.
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
+PLAIN_TENSORS = (nn.Parameter, Tensor)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -88,8 +88,8 @@ def is_plain_linear(module: nn.Module) -> bool:
     parameters = module._parameters
     bias = parameters.get("bias")
     return (
-        type(parameters.get("weight")) in _PLAIN_TENSORS
-        and (bias is None or type(bias) in _PLAIN_TENSORS)
+        type(parameters.get("weight")) in PLAIN_TENSORS
+        and (bias is None or type(bias) in PLAIN_TENSORS)
         and is_only_a_product(module)
     )
 

@@ -16,12 +16,22 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..convolutions import causal_conv1d
+from .aligned import Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
-from .common import PackedMixer, conv_parameters, expanded, is_plain_linear, short_convolution, wide_dtype
+from .common import (
+    PLAIN_TENSORS,
+    PackedMixer,
+    conv_parameters,
+    expanded,
+    is_plain_linear,
+    short_convolution,
+    wide_dtype,
+)
 from .initialization import linear
 from .naming import name_for_operator, names_layer
 from .selective_ssm import SelectiveBase
@@ -218,6 +228,9 @@ class Mamba(SelectiveBase, PackedMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self._dtype_to_align(hidden_states)
+        if dtype is not None:
+            return self._mix_aligned(dtype, hidden_states, conv_state, ssm_state, seq_idx, cu_seqlens)
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
         first_inputs = self._initial_state(conv_state, xz.dtype)
         if self._takes_projections_in():
@@ -255,6 +268,58 @@ class Mamba(SelectiveBase, PackedMixer):
             and all(is_plain_linear(module) for module in (self.x_proj, self.dt_proj, self.out_proj))
             and self.x_proj.bias is None
         )
+
+    def _dtype_to_align(self, hidden_states: Tensor) -> torch.dtype | None:
+        """The dtype of a call that takes copies of the parameters with aligned rows, or None."""
+        dtype = dtype_to_align(hidden_states)
+        if dtype is None or self.context is not None or self.x_proj.bias is not None:
+            return None
+        if all(size == aligned_size(size, dtype) for size in (self.d_inner, self.d_model, self.dt_rank)):
+            return None
+        is_plain = type(self.A_log) in PLAIN_TENSORS and type(self.D) in PLAIN_TENSORS
+        linears = (self.in_proj, self.x_proj, self.dt_proj, self.out_proj)
+        return dtype if is_plain and can_align(hidden_states, *linears) else None
+
+    def _mix_aligned(
+        self,
+        dtype: torch.dtype,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``_mix``, with zeros behind the channels, and behind the columns of dt, up to the next multiple of a vector."""
+        rank, states = self.dt_rank, self.d_state
+        columns, channels, ranks = (aligned_size(size, dtype) for size in (self.d_model, self.d_inner, rank))
+        if (columns, channels) == (self.d_model, self.d_inner):
+            xz = self.in_proj(hidden_states)
+        else:
+            xz = aligned_linear(hidden_states, self.in_proj, 2, dtype)
+        weight, bias = conv_parameters("Mamba", self.conv1d)
+        projections = (self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias)
+        parameters = align_parameters(
+            (weight, bias, *projections, self.A_log, self.D, self.out_proj.weight, self.out_proj.bias),
+            (
+                Layout((channels, *weight.shape[1:])),
+                Layout((channels,)),
+                Layout((ranks + 2 * states, channels), split=rank, start=ranks),
+                Layout((channels, ranks)),
+                Layout((channels,)),
+                Layout((channels, states)),
+                Layout((channels,)),
+                Layout((columns, channels)),
+                Layout((columns,)),
+            ),
+        )
+        padding = (0, 0, 0, channels - self.d_inner)
+        first_inputs = self._initial_state(conv_state, dtype)
+        first_inputs = None if first_inputs is None else F.pad(first_inputs, padding)
+        initial_state = None if ssm_state is None else F.pad(ssm_state.to(wide_dtype(dtype)), padding)
+        options = (self.discretization, self.recompute, *name_for_operator(self))
+        out, last_state = _mamba_inner(xz, *parameters, first_inputs, initial_state, seq_idx, cu_seqlens, *options)
+        out = out if columns == self.d_model else out[..., : self.d_model].contiguous()
+        return out, xz, last_state[:, : self.d_inner]
 
     def _conv_channels(self) -> int:
         return self.d_inner

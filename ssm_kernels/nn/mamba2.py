@@ -31,6 +31,7 @@ from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeNa
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
+from .aligned import aligned_linear, aligned_size, can_align, dtype_to_align
 from .checks import (
     check_bools,
     check_discretization,
@@ -459,9 +460,18 @@ class Mamba2(DiscretizedModule, PackedMixer):
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., self.d_ssm : -self.nheads]
 
+    def _dtype_to_align(self, u: Tensor) -> torch.dtype | None:
+        """The dtype of a call whose in-projection writes aligned rows, or None."""
+        dtype = dtype_to_align(u)
+        if dtype is None or self.context is not None or not can_align(u, self.in_proj):
+            return None
+        is_aligned = all(size == aligned_size(size, dtype) for size in self.in_proj.weight.shape)
+        return None if is_aligned else dtype
+
     def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor]:
         """Returns the output of the parallel MLP, if there is one, and z, the convolution's input and dt in one tensor."""
-        projected, d_mlp = self.in_proj(u), self.d_inner - self.d_ssm
+        dtype, d_mlp = self._dtype_to_align(u), self.d_inner - self.d_ssm
+        projected = self.in_proj(u) if dtype is None else aligned_linear(u, self.in_proj, 1, dtype)
         if d_mlp == 0:
             return None, projected
         gate, up, mixed = projected.tensor_split([d_mlp, 2 * d_mlp], dim=-1)
