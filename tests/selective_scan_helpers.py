@@ -265,6 +265,11 @@ reference_scan = SELECTIVE_SCAN.reference_function
 evaluate_in_float64, make_cotangents = SELECTIVE_SCAN.evaluate_in_float64, SELECTIVE_SCAN.make_cotangents
 
 
+def evaluate_kernel_in_float64(inputs: dict[str, Any], cotangents: Any = None) -> dict[str, Tensor]:
+    """The CPU's kernel in float64: the reference's loop takes a second for thousands of steps."""
+    return evaluate_in_float64(inputs, cotangents, SELECTIVE_SCAN)
+
+
 def step(inputs: dict[str, Any], function: Callable = selective_state_update) -> tuple[Tensor, Tensor]:
     """``out`` and the new state, of a copy of the state."""
     return step_on_a_copy(function, inputs, "state")

@@ -66,7 +66,16 @@ MODULES = LAYERS | OPERATORS
 # All in one on the CPU, because each package takes a compiler seconds. On CUDA torch 2.11 generates C++ for all of them that
 # does not compile: it reuses an array of sizes outside the scope that declares it.
 PACKAGES = [pytest.param("cpu", tuple(MODULES), id="cpu")]
-PACKAGES += [pytest.param("cuda", (name,), id=f"cuda-{name}", marks=pytest.mark.cuda) for name in MODULES]
+USUAL_ON_CUDA = ("Mamba", "Mamba2, step sizes within limits", "MinGRU", "ssd_chunk_scan_summary")
+PACKAGES += [
+    pytest.param(
+        "cuda",
+        (name,),
+        id=f"cuda-{name}",
+        marks=[pytest.mark.cuda, *([] if name in USUAL_ON_CUDA else [pytest.mark.exhaustive])],
+    )
+    for name in MODULES
+]
 
 
 class Modules(nn.Module):

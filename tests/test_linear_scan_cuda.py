@@ -29,6 +29,7 @@ from recurrence_helpers import (
     MINGRU,
     MINLSTM,
     PACKED,
+    RESETS,
     RGLRU,
     Variant,
     assert_all_close,
@@ -151,6 +152,17 @@ def test_packed_sequences_over_many_tiles(offsets, channels, reverse, layout):
     for variant, dtype in itertools.product((LINEAR, RGLRU), (torch.float64, torch.float32, torch.bfloat16)):
         options = {"channels": channels, "reverse": reverse, "dtype": dtype, "layout": layout}
         assert_as_accurate_as_cpu(variant, make_inputs(variant, cu_seqlens=random_offsets(*offsets), **options))
+
+
+@pytest.mark.parametrize("options", RESETS.values(), ids=list(RESETS))
+@pytest.mark.parametrize("sizes", [(1, 30_000, 3), (2, 5000, 70), (16, 1500, 1024)], ids=str)
+@dtypes()
+def test_resets_over_many_tiles(sizes, dtype, options):
+    """The gradient of h0 has parts of several tiles."""
+    batch, seqlen, channels = sizes
+    for variant in (LINEAR, MINLSTM):
+        inputs = make_inputs(variant, batch=batch, seqlen=seqlen, channels=channels, dtype=dtype, **options)
+        assert_as_accurate_as_cpu(variant, inputs)
 
 
 @both_directions

@@ -175,18 +175,6 @@ def test_nonfinite_numbers_do_not_cross_a_reset(variant, value, options, device)
 
 @pytest.mark.cuda
 @every_reset
-@pytest.mark.parametrize("sizes", [(1, 30_000, 3), (2, 5000, 70), (16, 1500, 1024)], ids=str)
-@dtypes()
-def test_many_tiles_on_cuda(sizes, dtype, options):
-    """A call has several tiles along time, and the gradient of h0 has parts of several tiles."""
-    batch, seqlen, channels = sizes
-    for variant in (LINEAR, MINLSTM):
-        inputs = make_inputs(variant, batch=batch, seqlen=seqlen, channels=channels, dtype=dtype, device="cuda", **options)
-        variant.assert_matches_reference(inputs)
-
-
-@pytest.mark.cuda
-@every_reset
 def test_cuda_graph(options):
     draws = [make_inputs(MINLSTM, seqlen=300, dtype=torch.float32, device="cuda", seed=seed, **options) for seed in range(3)]
     MINLSTM.assert_replays(draws)

@@ -21,7 +21,7 @@ from selective_scan_helpers import (
     TENSORS,
     assert_close,
     evaluate,
-    evaluate_in_float64,
+    evaluate_kernel_in_float64,
     make_cotangents,
     make_inputs,
 )
@@ -56,14 +56,14 @@ def assert_agrees_with_cpu(inputs: dict[str, Any], cotangents: tuple[Tensor, Ten
     """Compares results and all gradients with the CPU's kernel in float64; returns the GPU's."""
     cotangents = cotangents or make_cotangents(inputs)
     actual = evaluate_on_cuda(inputs, cotangents)
-    assert_close(actual, evaluate_in_float64(inputs, cotangents), inputs["u"].dtype)
+    assert_close(actual, evaluate_kernel_in_float64(inputs, cotangents), inputs["u"].dtype)
     return actual
 
 
 def assert_as_accurate_as_cpu(inputs: dict[str, Any]) -> None:
     """float64 to 1e-10; else by the low-precision rule, the CPU's kernel in the same dtypes in the place of PyTorch."""
     cotangents = make_cotangents(inputs)
-    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_in_float64(inputs, cotangents)
+    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_kernel_in_float64(inputs, cotangents)
     if inputs["u"].dtype == torch.float64:
         return assert_close(actual, exact, torch.float64)
     expected = evaluate(SELECTIVE_SCAN, inputs, cotangents)
@@ -443,7 +443,7 @@ def test_segments_with_growth_and_nothing_to_grow(method):
     inputs["A"] = 0.2 * inputs["A"].abs() + 0.1
     inputs["u"][..., :-200] = 0
     actual = evaluate_on_cuda(inputs)
-    for name, value in evaluate_in_float64(inputs).items():
+    for name, value in evaluate_kernel_in_float64(inputs).items():
         error, scale = (x.abs().max().item() for x in (actual[name].cpu().double() - value, value))
         assert error <= 1e-4 * scale, name
 
@@ -458,7 +458,7 @@ def test_error_does_not_grow_along_the_sequence(method, dtype, memory):
     inputs = make_inputs(batch=1, dim=8, seqlen=65536, dstate=4, dtype=dtype, discretization=method)
     inputs["A"] = inputs["A"] / memory
     cotangents = make_cotangents(inputs)
-    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_in_float64(inputs, cotangents)
+    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_kernel_in_float64(inputs, cotangents)
     for name in ("out", *(f"grad_{sequence}" for sequence in SEQUENCES)):
         error = actual[name].cpu().double() - exact[name]
         first, last = (part.square().mean().sqrt() for part in (error[..., :4096], error[..., -4096:]))
@@ -573,7 +573,7 @@ def test_more_elements_than_32_bits_count(layout, needs_gpu_memory):
     actual = {name: chosen(name, value) for name, value in results.items()}
     few = {name: chosen(name, value) for name, value in inputs.items()}
     few_cotangents = tuple(chosen(name, value) for name, value in zip(("out", "last_state"), cotangents, strict=True))
-    assert_close(actual, evaluate_in_float64(few, few_cotangents), torch.bfloat16)
+    assert_close(actual, evaluate_kernel_in_float64(few, few_cotangents), torch.bfloat16)
 
 
 @dtypes(torch.float64, torch.float32, torch.bfloat16)

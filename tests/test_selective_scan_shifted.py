@@ -13,7 +13,7 @@ from selective_scan_helpers import (
     SELECTIVE_SCAN,
     assert_close,
     evaluate,
-    evaluate_in_float64,
+    evaluate_kernel_in_float64,
     kernels_of,
     make_cotangents,
     make_inputs,
@@ -58,27 +58,27 @@ def evaluate_shifted(inputs: dict[str, Any], cotangents: tuple[Tensor, ...], mar
     return evaluate(SELECTIVE_SCAN, shift_all(inputs, margin), (shift(grad_out, margin), grad_last_state.cuda()))
 
 
-def assert_agrees_with_the_reference(inputs: dict[str, Any], margin: tuple[int, int]) -> None:
+def assert_agrees_with_the_cpu(inputs: dict[str, Any], margin: tuple[int, int]) -> None:
     cotangents = make_cotangents(inputs)
-    exact = evaluate_in_float64(inputs, cotangents)
+    exact = evaluate_kernel_in_float64(inputs, cotangents)
     assert_close(evaluate_shifted(inputs, cotangents, margin), exact, inputs["u"].dtype)
 
 
 @every_dtype
 @every_margin
-def test_every_length_agrees_with_the_reference(margin, dtype):
+def test_every_length_agrees_with_the_cpu(margin, dtype):
     """Whole tiles, and last tiles of every number of steps up to 13 and of 30 and 31."""
     for seqlen in range(190, 206):
         inputs = make_inputs(batch=2, dim=64, seqlen=seqlen, dstate=16, dtype=dtype, seed=seqlen)
-        assert_agrees_with_the_reference(inputs, margin)
+        assert_agrees_with_the_cpu(inputs, margin)
 
 
 @every_dtype
 @pytest.mark.parametrize("seqlen", [1, 2, 7, 9, 31, 33, 63, 65])
-def test_few_steps_agree_with_the_reference(seqlen, dtype):
+def test_few_steps_agree_with_the_cpu(seqlen, dtype):
     for dim in (1, 63, 70):
         inputs = make_inputs(batch=2, dim=dim, seqlen=seqlen, dstate=16, dtype=dtype, seed=seqlen)
-        assert_agrees_with_the_reference(inputs, (1, 0))
+        assert_agrees_with_the_cpu(inputs, (1, 0))
 
 
 @every_dtype
@@ -94,10 +94,10 @@ def test_few_steps_agree_with_the_reference(seqlen, dtype):
     ],
     ids=str,
 )
-def test_options_agree_with_the_reference(options, dtype):
+def test_options_agree_with_the_cpu(options, dtype):
     """Also with segments: one batch row of many steps."""
     inputs = make_inputs(**{"batch": 2, "dim": 70, "seqlen": 197, "dstate": 16, "dtype": dtype} | options)
-    assert_agrees_with_the_reference(inputs, (0, 0))
+    assert_agrees_with_the_cpu(inputs, (0, 0))
 
 
 @every_dtype
@@ -117,7 +117,7 @@ def test_one_shifted_tensor_among_aligned_ones(dtype, name):
     cotangents = make_cotangents(inputs)
     on_cuda = move_all(inputs, "cuda") | {name: shift(inputs[name], (3, 2))}
     actual = evaluate(SELECTIVE_SCAN, on_cuda, tuple(x.cuda() for x in cotangents))
-    assert_close(actual, evaluate_in_float64(inputs, cotangents), dtype)
+    assert_close(actual, evaluate_kernel_in_float64(inputs, cotangents), dtype)
 
 
 # At the edges of rows, whose neighbors are in the same 16 bytes, and of tiles.
