@@ -15,7 +15,8 @@ without D, whose D x hides some of it. Exits with 1 if a result is wrong; a miss
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Contest, Result, Run, main, relative_error, speedups
+from benchmarks.benchmark import PEER, Benchmark, Contender, Contest, Copy, Result, Run, main, relative_error, speedups
+from benchmarks.harness import Stages
 from benchmarks.operator_cases import OperatorCase
 from benchmarks.tables import (
     DIRECTIONS,
@@ -61,17 +63,48 @@ class Case(OperatorCase):
     groups: int = 1
     z: bool = False
     dtype: torch.dtype = torch.bfloat16
+    tf32: bool = False  # whether PyTorch's switch allows TF32; mamba_ssm always uses it for float32
     operator = "ssd_chunk_scan"
     options = MappingProxyType({"dt_softplus": True})
     compared_options = MappingProxyType({"return_final_states": True})
     results = ("out", "final_states")
-    # One product of TF32 would make 3e-4.
     limits = MappingProxyType({torch.bfloat16: (6e-3, 6e-3), torch.float32: (1e-5, 1e-5)})
+    limits_of_tf32 = (1e-3, 5e-3)
 
     @property
     def name(self) -> str:
         words = (f"{letter}{size}" for letter, size in zip("BLHPNG", self.sizes, strict=True))
-        return " ".join([*words, *["z"] * self.z, *["fp32"] * (self.dtype == torch.float32)])
+        dtype = ["tf32" if self.tf32 else "fp32"] * (self.dtype == torch.float32)
+        return " ".join([*words, *["z"] * self.z, *dtype])
+
+    @contextmanager
+    def switch(self) -> Iterator[None]:
+        """PyTorch's switch for the products of float32 on CUDA, which forward and backward read when they run."""
+        matmul = torch.backends.cuda.matmul
+        was_allowed = matmul.allow_tf32
+        matmul.allow_tf32 = self.tf32
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = was_allowed
+
+    def allowed(self, name: str) -> float:
+        return self.limits_of_tf32[name.startswith("grad_")] if self.tf32 else super().allowed(name)
+
+    def compared(self, contender: Contender) -> dict[str, Tensor]:
+        with self.switch():
+            return super().compared(contender)
+
+    def prepare(self, who: str, contender: Contender | Copy, figures: dict[str, Any], run: Run) -> Mapping[str, Stages]:
+        def switched(stage: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                with self.switch():
+                    return stage(*args)
+
+            return call
+
+        stages = super().prepare(who, contender, figures, run)
+        return {what: [switched(stage) for stage in of_one] for what, of_one in stages.items()}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -114,7 +147,7 @@ class Case(OperatorCase):
         doubles = {name: tensor.cpu().double() for name, tensor in self.parts(inputs).items()}
         found = {}
         for what, changed in (("", {}), ("_without_D", {"D": None})):
-            with torch.no_grad():
+            with torch.no_grad(), self.switch():
                 out, exact = (self.function()(**given | changed) for given in (inputs, doubles))
             found[f"error{what}"] = relative_error(self.part("out", out), exact)
             found[f"over_rounding{what}"] = found[f"error{what}"] / relative_error(exact.to(self.dtype), exact)
@@ -124,7 +157,7 @@ class Case(OperatorCase):
         """Adds these errors, and the time of a forward in a CUDA graph, on inputs that have left the cache."""
         found = super().contest(run)
         sets = run.sets(lambda seed: self.inputs(run.device, seed), self.moved_bytes()["forward"], 64)
-        with torch.no_grad():
+        with torch.no_grad(), self.switch():
             graph = run.time_graph(lambda inputs: self.function()(**inputs), sets)
         errors = self.errors_of_out(found.contenders["ours"].inputs)
         return replace(found, amounts={**found.amounts, **errors, "graph": graph})
@@ -156,6 +189,8 @@ CASES = [
     Case(8, 4096, 80, dstate=256),
     Case(8, 2048, 24, dtype=torch.float32),
     Case(8, 4096, 80, dtype=torch.float32),
+    Case(8, 2048, 24, dtype=torch.float32, tf32=True),
+    Case(8, 4096, 80, dtype=torch.float32, tf32=True),
 ]
 
 

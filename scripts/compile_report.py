@@ -35,7 +35,7 @@ KERNEL_LIMITS = {
     "norm": 70,
     "selective_scan": 164,
     "selective_state_update": 111,
-    "ssd": 76,
+    "ssd": 89,
 }
 
 

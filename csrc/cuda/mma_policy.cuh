@@ -1,5 +1,6 @@
 // MMA policies: matrix products of whole tiles by wgmma, which run while their warps continue (Sm90Wgmma), or by mma.sync,
-// which are complete on return (Sm80Mma). Kernels written for either call cuda::gemm with operands that describe() makes.
+// which are complete on return (Sm80Mma; Sm80Tf32 where TF32 is allowed). Kernels written for either call cuda::gemm with
+// operands that describe() makes.
 #pragma once
 
 #include "cuda/fragment.cuh"
@@ -33,6 +34,7 @@ struct Sm90Wgmma {
 
 struct Sm80Mma {
   static constexpr bool kIsAsync = false;
+  static constexpr bool kIsRounded = false;  // whether fp32 operands are rounded to TF32, instead of split
   static constexpr int kAlignment = 128;
   static constexpr bool kAreCompiled = true;
 
@@ -51,6 +53,16 @@ struct Sm80Mma {
   static __device__ __forceinline__ void publish() {}
   template <int pending, int blocks>
   static __device__ __forceinline__ void wait(float (&)[blocks][4]) {}
+};
+
+// Sm80Mma for fp32 operands that are rounded to TF32.
+struct Sm80Tf32 : Sm80Mma {
+  static constexpr bool kIsRounded = true;
+
+  template <int columns>
+  static __device__ __forceinline__ WarpOperand<4, true> describe(const SmemTile<columns, 4>& tile, const FragmentLane& lane) {
+    return make_warp_operand<4, true>(&tile, SmemTile<columns, 4>::kPanelBytes, lane.opaque().index);
+  }
 };
 
 }  // namespace ssm_kernels::cuda

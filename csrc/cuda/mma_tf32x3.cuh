@@ -45,16 +45,19 @@ SSM_HOST_DEVICE float fma_towards_zero(float a, float b, float c) {
 #endif
 }
 
-// The bits of a float rounded to TF32, half away from zero (a subnormal one: towards zero). Adds half a unit in TF32's last
-// place and clears the low bits. The sum is rounded towards zero, so that it is finite for every finite float: the largest
+// The bits of a float and half a unit in TF32's last place. Their high bits are the float rounded to TF32, half away from zero
+// (a subnormal one: towards zero). The sum is rounded towards zero, so that it is finite for every finite float: the largest
 // floats become the largest TF32 number. The addition runs on the FMA pipe, because the split of operands already fills the
 // integer pipe (docs/tuning.md).
-SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
-  constexpr int kLowBits = 24 - 11;
+SSM_HOST_DEVICE uint32_t add_half_unit(uint32_t bits) {
   constexpr uint32_t kSignAndExponent = 0xff800000u;
   constexpr float kHalfUnit = 0x1p-11f;  // in the last place of a number from 1 to 2
-  const float sum = fma_towards_zero(float_of_bits(bits & kSignAndExponent), kHalfUnit, float_of_bits(bits));
-  return bits_of_float(sum) & ~0u << kLowBits;
+  return bits_of_float(fma_towards_zero(float_of_bits(bits & kSignAndExponent), kHalfUnit, float_of_bits(bits)));
+}
+// The bits of a float rounded to TF32.
+SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
+  constexpr int kLowBits = 24 - 11;
+  return add_half_unit(bits) & ~0u << kLowBits;
 }
 
 // Tensor cores truncate the low part to TF32: an error of at most 2^-23 of the element, or 2^-22 where the high part is
@@ -63,12 +66,23 @@ template <int count>
 struct Tf32Pair {
   uint32_t high[count], low[count];
 
-  __device__ __forceinline__ void split(const float* values) {
+  __device__ __forceinline__ void prepare(const float* values) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       high[i] = tf32_high(__float_as_uint(values[i]));
       low[i] = __float_as_uint(values[i] - __uint_as_float(high[i]));
     }
+  }
+};
+// For products of one TF32 number an element (1xTF32): elements rounded to TF32, with an error of at most 2^-11 of the element,
+// in the high bits, which are all that tensor cores read.
+template <int count>
+struct Tf32Rounded {
+  uint32_t values[count];
+
+  __device__ __forceinline__ void prepare(const float* elements) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = add_half_unit(__float_as_uint(elements[i]));
   }
 };
 using Tf32A = Tf32Pair<4>;

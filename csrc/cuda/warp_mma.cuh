@@ -21,8 +21,9 @@ __device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {
   return element_bytes == 2 ? row & 7 : ((row ^ row >> 2) & 1) << 2 | (row & 2);
 }
 
-// An operand in shared memory, from a group of 16 rows and 16 columns on.
-template <int element_bytes>
+// An operand in shared memory, from a group of 16 rows and 16 columns on. is_rounded: products round its fp32 elements, and
+// those of the other operand, to TF32 instead of splitting them (cuda/mma_tf32x3.cuh).
+template <int element_bytes, bool is_rounded = false>
 struct WarpOperand {
   uint32_t panel;        // the address of the first panel
   uint32_t offset = 0;   // bytes from there to the rows, in the panel that has the columns
@@ -33,22 +34,25 @@ struct WarpOperand {
   static constexpr uint32_t kRowBytes = 128, kGroupBytes = 16 * element_bytes, kGroupsOfPanel = kRowBytes / kGroupBytes;
 };
 
-template <int element_bytes>
-__device__ __forceinline__ WarpOperand<element_bytes> make_warp_operand(const void* operand, int panel_bytes, int lane) {
+template <int element_bytes, bool is_rounded = false>
+__device__ __forceinline__ WarpOperand<element_bytes, is_rounded> make_warp_operand(const void* operand, int panel_bytes,
+                                                                                    int lane) {
   return {static_cast<uint32_t>(__cvta_generic_to_shared(operand)), 0, 0, static_cast<uint32_t>(panel_bytes),
           static_cast<uint32_t>(lane)};
 }
 // An operand advanced by `group` groups of 16 columns or rows. Column offsets within a panel are added up before the swizzle is
 // applied, so earlier offsets must use other bits.
-template <int element_bytes>
-__device__ __forceinline__ WarpOperand<element_bytes> columns_of(WarpOperand<element_bytes> operand, int group) {
+template <int element_bytes, bool is_rounded>
+__device__ __forceinline__ WarpOperand<element_bytes, is_rounded> columns_of(WarpOperand<element_bytes, is_rounded> operand,
+                                                                             int group) {
   constexpr int kGroupsOfPanel = WarpOperand<element_bytes>::kGroupsOfPanel;
   operand.offset += group / kGroupsOfPanel * operand.panel_bytes;
   operand.column += group % kGroupsOfPanel * WarpOperand<element_bytes>::kGroupBytes;
   return operand;
 }
-template <int element_bytes>
-__device__ __forceinline__ WarpOperand<element_bytes> rows_of(WarpOperand<element_bytes> operand, int group) {
+template <int element_bytes, bool is_rounded>
+__device__ __forceinline__ WarpOperand<element_bytes, is_rounded> rows_of(WarpOperand<element_bytes, is_rounded> operand,
+                                                                          int group) {
   operand.offset += group * 16 * WarpOperand<element_bytes>::kRowBytes;
   return operand;
 }
@@ -74,23 +78,27 @@ __device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand<2
 }
 
 // An fp32 operand advanced to the given eight of its 16 columns, or by `eight` times eight rows.
-__device__ __forceinline__ WarpOperand<4> eight_columns(WarpOperand<4> operand, int eight) {
+template <bool is_rounded>
+__device__ __forceinline__ WarpOperand<4, is_rounded> eight_columns(WarpOperand<4, is_rounded> operand, int eight) {
   operand.column += eight * 8 * sizeof(float);
   return operand;
 }
-__device__ __forceinline__ WarpOperand<4> eight_rows(WarpOperand<4> operand, int eight) {
+template <bool is_rounded>
+__device__ __forceinline__ WarpOperand<4, is_rounded> eight_rows(WarpOperand<4, is_rounded> operand, int eight) {
   operand.offset += eight * 8 * WarpOperand<4>::kRowBytes;
   return operand;
 }
 // A lane's pair for a product that sums along the rows: two neighboring columns of eight, in one of eight rows.
-__device__ __forceinline__ void load_pair_of_columns(float& first, float& second, const WarpOperand<4>& operand) {
+template <bool is_rounded>
+__device__ __forceinline__ void load_pair_of_columns(float& first, float& second, const WarpOperand<4, is_rounded>& operand) {
   const uint32_t row = operand.lane / 4, pair = operand.lane % 4;
   const uint32_t base = operand.panel + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ swizzle<4>(row)) * 16 + pair % 2 * 8;
   const uint32_t address = (base ^ operand.column) + operand.offset;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
 }
 // For a product that sums along the columns: two neighboring rows of eight, in one of eight columns.
-__device__ __forceinline__ void load_pair_of_rows(float& first, float& second, const WarpOperand<4>& operand) {
+template <bool is_rounded>
+__device__ __forceinline__ void load_pair_of_rows(float& first, float& second, const WarpOperand<4, is_rounded>& operand) {
   constexpr uint32_t kOtherHalf = WarpOperand<4>::kRowBytes / 2;
   const uint32_t column = operand.lane / 4, row = operand.lane % 4 * 2;
   static_assert((swizzle<4>(0) ^ swizzle<4>(1)) * 16 == kOtherHalf,
@@ -106,8 +114,8 @@ template <bool is_transposed>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const WarpOperand<2>& operand) {
   load_group<is_transposed, is_transposed>(a, operand);
 }
-template <bool is_transposed>
-__device__ __forceinline__ void load_a(float (&a)[8], const WarpOperand<4>& operand) {
+template <bool is_transposed, bool is_rounded>
+__device__ __forceinline__ void load_a(float (&a)[8], const WarpOperand<4, is_rounded>& operand) {
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -157,7 +165,7 @@ __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32
       } else {
         load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
       }
-      b_fragment[i].split(pair);
+      b_fragment[i].prepare(pair);
     }
     mma_tf32x3(sums[step % kSums], a[step], b_fragment);
   }
@@ -167,14 +175,36 @@ __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32
     for (int j = 0; j < 4; ++j) d[first + i][j] += kSums == 1 ? sums[0][i][j] : sums[0][i][j] + sums[1][i][j];
   }
 }
-template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4>& b,
+// The same with operands rounded to TF32. The tensor cores add the products to d: their truncated sums are far more exact.
+template <bool b_is_transposed, int at_once>
+__device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32Rounded<4> (&a)[2],
+                                                       const WarpOperand<4, true>& b, int first) {
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    Tf32Rounded<2> b_fragment[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const int n = first + i;
+      float pair[2];
+      if constexpr (b_is_transposed) {
+        load_pair_of_rows(pair[0], pair[1], eight_rows(eight_columns(columns_of(b, n / 2), n % 2), step));
+      } else {
+        load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
+      }
+      b_fragment[i].prepare(pair);
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) mma_tf32(d[first + i], a[step].values, b_fragment[i].values);
+  }
+}
+template <typename Scalar, bool b_is_transposed, int blocks, bool is_rounded>
+__device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4, is_rounded>& b,
                                                 int first_block) {
   static_assert(std::is_same_v<Scalar, float>, "these operands are fp32");
   constexpr int kAtOnce = blocks % 4 == 0 ? 4 : 2;
-  Tf32A a_fragment[2];
+  std::conditional_t<is_rounded, Tf32Rounded<4>, Tf32A> a_fragment[2];
 #pragma unroll
-  for (int step = 0; step < 2; ++step) a_fragment[step].split(a + 4 * step);
+  for (int step = 0; step < 2; ++step) a_fragment[step].prepare(a + 4 * step);
 #pragma unroll
   for (int n = 0; n < blocks; n += kAtOnce) {
     if (n >= first_block) {
@@ -186,9 +216,9 @@ __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const flo
 }
 
 // d = a b, or if `adds` d += a b, with A in registers.
-template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scalar>& a, const WarpOperand<sizeof(Scalar)>& b,
-                                     bool adds, int first_block = 0) {
+template <typename Scalar, bool b_is_transposed, int blocks, bool is_rounded>
+__device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scalar>& a,
+                                     const WarpOperand<sizeof(Scalar), is_rounded>& b, bool adds, int first_block = 0) {
   static_assert(blocks % 2 == 0, "operands are loaded for 16 columns of d at once");
   if (!adds) {
 #pragma unroll
@@ -200,9 +230,9 @@ __device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scala
   gemm_accumulate<Scalar, b_is_transposed>(d, a, b, first_block);
 }
 // The same with A in shared memory.
-template <typename Scalar, bool a_is_transposed, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void gemm(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar)>& a,
-                                     const WarpOperand<sizeof(Scalar)>& b, bool adds) {
+template <typename Scalar, bool a_is_transposed, bool b_is_transposed, int blocks, bool is_rounded>
+__device__ __forceinline__ void gemm(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar), is_rounded>& a,
+                                     const WarpOperand<sizeof(Scalar), is_rounded>& b, bool adds) {
   const int warp = threadIdx.x % 128 / 32;
   OperandA<Scalar> a_fragment;
   if constexpr (a_is_transposed) {

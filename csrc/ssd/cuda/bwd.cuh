@@ -37,9 +37,9 @@
 namespace ssm_kernels::ssd {
 
 template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
-  return visit_kernels<Scalar, kStateColumns>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+  return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
     using Chunks = BwdChunks<Scalar, kColumns, Mma>;

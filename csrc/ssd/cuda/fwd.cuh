@@ -54,7 +54,7 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
   } else {
     const auto launch_sm80 = [&](const auto& call_params) {
       using Params = std::decay_t<decltype(call_params)>;
-      return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params>, kWarpgroups * kWarpgroupThreads, call_params);
+      return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params, Mma>, kWarpgroups * kWarpgroupThreads, call_params);
     };
     if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
       return params.cu_seqlens != nullptr ? launch_sm80(PackedFwdParams{params}) : launch_sm80(UnpackedFwdParams{params});
@@ -65,13 +65,13 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
 }
 
 template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, bool uses_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
     ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+  return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
     constexpr StatesPass kSummary = StatesPass::kFwdSummary;

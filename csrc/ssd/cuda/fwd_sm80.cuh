@@ -102,8 +102,8 @@ class RegisterEpilogue {
 };
 
 // Takes the state through a segment. scan_segment() copies the chunks ahead and computes their tables; scan_chunk_half() and
-// scan_chunk_tf32x3() process one chunk.
-template <typename Scalar, int dstate>
+// scan_chunk_tf32() process one chunk.
+template <typename Scalar, int dstate, typename Mma>
 struct FwdSm80 {
   using Shared = Sm80Shared<Scalar, dstate>;
   using Stage = typename Shared::Stage;
@@ -113,6 +113,7 @@ struct FwdSm80 {
   using GroupTile = typename Shared::GroupTile;
   using Tables = TablesOf<Scalar>;
   using Pairs = FragmentPairs<sizeof(Scalar)>;
+  using Operand = cuda::WarpOperand<sizeof(Scalar), Mma::kIsRounded>;
   static constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kThreadsOfRows = kThreads / Layout::kRowBlocks;
 
@@ -163,7 +164,7 @@ struct FwdSm80 {
       if (schedule.stages > 1) copy(chunk + prefetched);
       fetch(chunk + 2);
       if constexpr (kIsFp32<Scalar>) {
-        scan_chunk_tf32x3(chunk, state, out);
+        scan_chunk_tf32(chunk, state, out);
       } else {
         scan_chunk_half(chunk, state, out);
       }
@@ -188,7 +189,7 @@ struct FwdSm80 {
   }
   template <typename AnyTile>
   static __device__ __forceinline__ auto describe(AnyTile& tile, const FragmentLane& lane) {
-    return cuda::make_warp_operand<sizeof(Scalar)>(&tile, AnyTile::kPanelBytes, lane.index);
+    return cuda::make_warp_operand<sizeof(Scalar), Mma::kIsRounded>(&tile, AnyTile::kPanelBytes, lane.index);
   }
 
   // Starts the block's copies of a chunk, if the segment has it, and commits a group.
@@ -312,9 +313,10 @@ struct FwdSm80 {
     write_out(chunk, y, x_tile, x_tile, lane, out);
   }
 
-  // fp32, as 3xTF32. Registers are few: the lane is opaque, so that each part of the work recomputes its addresses. Loops are
-  // not unrolled; by two was not faster. With more than 64 columns of state out is written before the state is updated.
-  __device__ __forceinline__ void scan_chunk_tf32x3(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
+  // fp32, as 3xTF32, or as TF32 if the policy rounds. Registers are few: the lane is opaque, so that each part of the work
+  // recomputes its addresses. Loops are not unrolled; by two was not faster. With more than 64 columns of state out is written
+  // before the state is updated.
+  __device__ __forceinline__ void scan_chunk_tf32(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
     const FragmentLane lane = thread_lane.opaque();
     Stage& tiles = stage_of(chunk);
     auto& x_tile = tiles.x[Layout::row_block(index)];
@@ -370,8 +372,8 @@ struct FwdSm80 {
 
   // Stores M^T. State tiles of different rows have the same (B C^T)^T (bmm_chunk): each warpgroup computes half of its columns,
   // for both.
-  __device__ __forceinline__ void store_bmm(int chunk, Stage& tiles, const cuda::WarpOperand<sizeof(Scalar)>& B,
-                                            const cuda::WarpOperand<sizeof(Scalar)>& C, const FragmentLane& lane) const {
+  __device__ __forceinline__ void store_bmm(int chunk, Stage& tiles, const Operand& B, const Operand& C,
+                                            const FragmentLane& lane) const {
     constexpr int kBlocks = Shared::kSharesBmm ? kStepBlocks / kWarpgroups : kStepBlocks;
     const int first_block = Shared::kSharesBmm ? kBlocks * index : 0;
     const Pairs pairs(lane);
@@ -398,8 +400,8 @@ struct FwdSm80 {
   }
 
   // chunk_state and state_passing: decays the state over the chunk and adds the scaled products of x and B.
-  __device__ __forceinline__ void add_chunk_state(Stage& tiles, HeadTile& x_tile, const Tables& tables,
-                                                  const cuda::WarpOperand<sizeof(Scalar)>& B, TileState& state) const {
+  __device__ __forceinline__ void add_chunk_state(Stage& tiles, HeadTile& x_tile, const Tables& tables, const Operand& B,
+                                                  TileState& state) const {
     const FragmentLane lane = thread_lane.opaque();
     int first = 0;  // the first step that adds to the state
     if (has_reset(p, tables)) {
@@ -432,7 +434,7 @@ struct FwdSm80 {
 template <typename Scalar, int dstate>
 constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64;
 
-template <typename Scalar, int dstate, typename Params>
+template <typename Scalar, int dstate, typename Params, typename Mma>
 __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
     ssd_fwd_sm80_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -442,7 +444,7 @@ __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
   __syncthreads();
   const int index = threadIdx.x / kWarpgroupThreads;
   const FragmentLane lane;
-  using Fwd = FwdSm80<Scalar, dstate>;
+  using Fwd = FwdSm80<Scalar, dstate, Mma>;
   scan_segments<Fwd::Layout::kColumns>(
       p, schedule, index, lane,
       [&](typename Fwd::TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {

@@ -13,6 +13,8 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
 // negative strides: a reverse scan takes mma.sync, in backward too.
 bool use_wgmma(const at::Tensor& x, bool reverse = false);
+// The products of a call now: PyTorch's switch for fp32 matrix products on CUDA decides about TF32.
+Products choose_products(const at::Tensor& x, bool reverse);
 
 // Memory for states inside of the sequences: after `every` chunks, twice as many, and so on.
 struct ChunkStates {
@@ -39,7 +41,7 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
 void launch_decay(const Inputs& in, const at::Tensor& decay);
 
 // For plan_cuda: the kernels that launch_forward and launch_backward launch.
-std::string describe_kernel(const at::Tensor& x, bool uses_wgmma);
+std::string describe_kernel(const at::Tensor& x, Products products);
 std::string describe_forward(const Inputs& in, Discretization method);
 std::string describe_backward(const Inputs& in);
 

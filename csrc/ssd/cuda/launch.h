@@ -54,6 +54,9 @@ SSM_HOST_DEVICE constexpr int64_t first_step(int64_t chunk) { return chunk * kCh
 // The most chunks of packed sequences: one of n steps has n / kChunk full chunks and at most one more.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
+// The matrix products of a launch: by mma.sync, of fp32 as 3xTF32; by mma.sync of fp32 rounded to TF32; or by wgmma.
+enum class Products : int { kMma, kTf32, kWgmma };
+
 // The directions in time whose states a launch computes.
 enum class Directions : int { kBoth, kForward, kReverse };
 
@@ -122,16 +125,16 @@ struct GateBwdParams {
 
 // Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, bool uses_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream);
 cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
                            cudaStream_t stream);
 // Writes the states after a span, begun with the initial states, in the partition's one direction: (batch, heads, headdim,
 // dstate).
 template <typename Scalar>
-cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, bool uses_wgmma,
+cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
                                    int max_shared_bytes, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);

@@ -223,9 +223,9 @@ class Backward {
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
-    const bool uses_wgmma = use_wgmma(bwd_.in.x, bwd_.in.reverse);
+    const Products products = choose_products(bwd_.in.x, bwd_.in.reverse);
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(bwd_.in.x.scalar_type()), [&](auto scalar) {
-      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, uses_wgmma, max_shared_bytes, stream);
+      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, products, max_shared_bytes, stream);
     }));
 
     if (grad_x.has_value()) grad_x->finish(copies_);
@@ -503,7 +503,7 @@ std::string describe_backward(const Inputs& in) {
     const Inputs of_span = part_of(at_once, {}, range_of_span(at_once.in, begin, steps)).bwd.in;
     for_each_sub_batch(of_span, most_bytes, [&](const Range&) { ++sub_batches; });
   });
-  return c10::str(describe_kernel(in.x, use_wgmma(in.x, in.reverse)), " columns=", columns, " spans=", spans,
+  return c10::str(describe_kernel(in.x, choose_products(in.x, in.reverse)), " columns=", columns, " spans=", spans,
                   " sub_batches=", sub_batches);
 }
 

@@ -1,5 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
@@ -40,7 +41,8 @@ struct ForwardCall {
   SsdFwdParams params;
   Schedule schedule;
   at::Tensor gate, states, flags, chunk_starts;
-  bool is_short = false, uses_wgmma = false;
+  bool is_short = false;
+  Products products = Products::kMma;
 };
 
 // Divides the work among blocks, and allocates their workspace.
@@ -117,7 +119,8 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
     call.params.chunk_states_row = states.stride(0) / states.stride(1);
   }
   make_schedule(inputs.x.options(), call);
-  call.uses_wgmma = use_wgmma(out, inputs.is_reverse()) && describe_tiles(out, call.params);
+  call.products = choose_products(out, inputs.is_reverse());
+  if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) call.products = Products::kMma;
   return call;
 }
 
@@ -140,6 +143,14 @@ bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
+Products choose_products(const at::Tensor& x, bool reverse) {
+  if (use_wgmma(x, reverse)) return Products::kWgmma;
+  if (x.scalar_type() != at::kFloat || at::NoTF32Guard::should_disable_tf32()) return Products::kMma;
+  const bool allows_tf32 =
+      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+  return allows_tf32 ? Products::kTf32 : Products::kMma;
+}
+
 void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
                     const at::Tensor& final_states, const ChunkStates& chunk_states) {
   const ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
@@ -152,13 +163,13 @@ void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   const int max_shared_bytes = ssd::max_shared_bytes(out);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(out.scalar_type()), [&](auto scalar) {
-    return launch_ssd_fwd<decltype(scalar)>(call.params, call.schedule, call.uses_wgmma, max_shared_bytes, stream);
+    return launch_ssd_fwd<decltype(scalar)>(call.params, call.schedule, call.products, max_shared_bytes, stream);
   }));
 }
 
-std::string describe_kernel(const at::Tensor& x, bool uses_wgmma) {
-  return c10::str("kernel=", uses_wgmma ? "sm90" : "sm80", " products=", x.scalar_type() == at::kFloat ? "3xTF32" : "16_bit",
-                  " chunk=", kChunk);
+std::string describe_kernel(const at::Tensor& x, Products products) {
+  const char* const name = products == Products::kTf32 ? "TF32" : x.scalar_type() == at::kFloat ? "3xTF32" : "16_bit";
+  return c10::str("kernel=", products == Products::kWgmma ? "sm90" : "sm80", " products=", name, " chunk=", kChunk);
 }
 
 std::string describe_forward(const Inputs& in, Discretization method) {
@@ -168,7 +179,7 @@ std::string describe_forward(const Inputs& in, Discretization method) {
       inputs, copies, in.z, result_as_rows(empty_tensor_like(in.x), /*needs_vectors=*/!use_wgmma(in.x, in.reverse)).written,
       inputs.empty_states());
   if (call.is_short) return "kernel=short";
-  return c10::str(describe_kernel(in.x, call.uses_wgmma), " blocks=", call.schedule.blocks,
+  return c10::str(describe_kernel(in.x, call.products), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);
 }
 

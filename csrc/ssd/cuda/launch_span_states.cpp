@@ -55,9 +55,9 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   const KernelResult result = inputs.result_as_states(states);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int max_shared_bytes = ssd::max_shared_bytes(in.x);
-  const bool uses_wgmma = use_wgmma(in.x, in.reverse);
+  const Products products = choose_products(in.x, in.reverse);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
-    return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), uses_wgmma,
+    return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), products,
                                                     max_shared_bytes, stream);
   }));
   result.finish(copies);

@@ -34,9 +34,9 @@ static __global__ void __launch_bounds__(kWarpgroupThreads)
 }
 
 template <typename Scalar>
-cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, bool uses_wgmma,
+cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
                                    int max_shared_bytes, cudaStream_t stream) {
-  return visit_kernels<Scalar, kStateColumns>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+  return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
     const int available = Mma::kIsAsync ? kSm90SharedBytes : max_shared_bytes;

@@ -427,10 +427,12 @@ constexpr int certain_shared_bytes(int dstate, bool is_backward) {
 
 // Returns launch(columns, mma) for kernels with states of up to `columns` columns, at most max_columns, and an MMA policy.
 template <typename Scalar, int max_columns, typename Launch>
-cudaError_t visit_kernels(int dstate, bool uses_wgmma, const Launch& launch) {
+cudaError_t visit_kernels(int dstate, Products products, const Launch& launch) {
   const auto visit_policies = [&](auto columns) -> cudaError_t {
-    if constexpr (!kIsFp32<Scalar>) {
-      if (uses_wgmma) return launch(columns, Sm90Wgmma());
+    if constexpr (kIsFp32<Scalar>) {
+      if (products == Products::kTf32) return launch(columns, cuda::Sm80Tf32());
+    } else {
+      if (products == Products::kWgmma) return launch(columns, Sm90Wgmma());
     }
     return launch(columns, Sm80Mma());
   };

@@ -2,7 +2,7 @@
 
 namespace ssm_kernels::ssd {
 
-template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, bool, int, cudaStream_t);
+template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, Products, int, cudaStream_t);
 
 bool has_wgmma_kernels() {
   constexpr int kThreads = FwdSm90<__nv_bfloat16, 64, false>::kThreads;
