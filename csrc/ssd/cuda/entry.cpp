@@ -27,7 +27,7 @@ namespace {
 
 void run_forward(const Inputs& in, const KernelInputs& inputs, PendingCopies& copies, const FwdOutputs& outputs,
                  const ChunkStates& chunk_states = {}) {
-  const KernelResult out = result_as_rows(outputs.out, /*needs_vectors=*/!use_wgmma(in.x, in.reverse)),
+  const KernelResult out = result_as_rows(outputs.out, takes_out(outputs.out, in.reverse)),
                      final_states = inputs.result_as_states(outputs.final_states);
   launch_forward(inputs, copies, in.z, out.written, final_states.written, chunk_states);
   out.finish(copies);

@@ -51,26 +51,62 @@ class TmaEpilogue {
   }
   // Instead of send(), for rows of out without vectors: each warp stores the columns that it has written, as pairs of elements.
   // The rows of eight lanes each are two apart, so that the four rows are in different banks.
-  __device__ __forceinline__ void store_pairs(SmemTile<kStateRows>& tile, int chunk, const FragmentLane& lane) const {
-    constexpr int kLanesOfRow = 8, kRowsOfBlock = 8;
+  __device__ __forceinline__ void store_rows(SmemTile<kStateRows>& tile, int chunk, const FragmentLane& lane) const {
     const int pair = lane.index % kLanesOfRow, column = 16 * lane.warp + 2 * pair, row = lane.index / kLanesOfRow * 2;
-    const int steps = column < state_tile_.rows ? at_.steps_of(chunk) : 0;
+    const int count = state_tile_.rows - column, steps = count > 0 ? at_.steps_of(chunk) : 0;
     Scalar* target =
         at_.template rows<Scalar>(p_.out, state_tile_.head, chunk) + state_tile_.first_row + column + row * p_.out.stride_step;
+    const auto word = [&](int i) {
+      return reinterpret_cast<const uint32_t*>(tile.vector(row + i, 2 * lane.warp + pair / 4))[pair % 4];
+    };
+    constexpr int kRowsOfBlock = 8;
     __syncwarp();
+    if (p_.out_has_pairs) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i += kRowsOfBlock) {
+      for (int i = 0; i < kChunk; i += kRowsOfBlock) {
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const auto* const words = reinterpret_cast<const uint32_t*>(tile.vector(row + i + odd, 2 * lane.warp + pair / 4));
-        if (row + i + odd < steps) __stcg(reinterpret_cast<uint32_t*>(target + odd * p_.out.stride_step), words[pair % 4]);
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t value = word(i + odd);
+          if (row + i + odd < steps) __stcg(reinterpret_cast<uint32_t*>(target + odd * p_.out.stride_step), value);
+        }
+        target += kRowsOfBlock * p_.out.stride_step;
       }
-      target += kRowsOfBlock * p_.out.stride_step;
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kChunk; i += i % 2 == 0 ? 1 : kRowsOfBlock - 1) {
+      store_pair(target, word(i), pair, row + i < steps ? count : 0);
+      target += (i % 2 == 0 ? 1 : kRowsOfBlock - 1) * p_.out.stride_step;
     }
   }
   static __device__ __forceinline__ void wait_for_sent() { cuda::tma_store_wait_read<0>(); }
 
  private:
+  static constexpr int kLanesOfRow = 8;
+
+  // Stores a lane's pair of a row that begins at any element and has `count` of them from the pair on, possibly 0 or fewer,
+  // with the other lanes of the row. Where the pair is between words, the lane stores its second element and the next lane's
+  // first.
+  static __device__ __forceinline__ void store_pair(Scalar* target, uint32_t word, int pair, int count) {
+    const uint32_t next = __shfl_down_sync(kAllLanes, word, 1);
+    if (count <= 0) return;
+    auto* const halves = reinterpret_cast<unsigned short*>(target);
+    const auto low = static_cast<unsigned short>(word), high = static_cast<unsigned short>(word >> 16);
+    if (reinterpret_cast<uintptr_t>(target) % sizeof(word) == 0) {
+      if (count > 1) {
+        __stcg(reinterpret_cast<uint32_t*>(target), word);
+      } else {
+        halves[0] = low;
+      }
+      return;
+    }
+    if (pair == 0) halves[0] = low;
+    if (pair < kLanesOfRow - 1 && count > 2) {
+      __stcg(reinterpret_cast<uint32_t*>(halves + 1), __byte_perm(word, next, 0x5432));
+    } else if (count > 1) {
+      halves[1] = high;
+    }
+  }
   static __device__ __forceinline__ int thread() { return threadIdx.x % kWarpgroupThreads; }
 
   const SsdFwdParams& p_;

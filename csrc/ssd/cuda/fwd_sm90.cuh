@@ -253,7 +253,7 @@ struct FwdSm90 {
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
       if constexpr (has_options) {
-        if (!p.out_has_vectors) out.store_pairs(shared.out[rows], at.chunks - left, lane);
+        if (!p.out_has_vectors) out.store_rows(shared.out[rows], at.chunks - left, lane);
         store_chunk_state(left - 1);
       }
       if constexpr (Layout::kShareRows) {

@@ -205,7 +205,7 @@ class Backward {
 
     std::optional<KernelResult> grad_x, grad_initial_states;
     if (needs(kGradX)) {
-      grad_x.emplace(result_as_rows(grads_[kGradX]));
+      grad_x.emplace(result_as_rows(grads_[kGradX], has_pairs(grads_[kGradX])));
       params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());

@@ -109,6 +109,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   call.params.out = rows_view(out, inputs.is_reverse());
   call.params.out_has_vectors = has_vectors(out);
+  call.params.out_has_pairs = has_pairs(out);
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
   if (call.is_short) return call;
@@ -143,6 +144,10 @@ bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
+bool takes_out(const at::Tensor& out, bool reverse) {
+  return use_wgmma(out, reverse) ? has_contiguous_rows(out) : has_vectors(out);
+}
+
 Products choose_products(const at::Tensor& x, bool reverse) {
   if (use_wgmma(x, reverse)) return Products::kWgmma;
   if (x.scalar_type() != at::kFloat || at::NoTF32Guard::should_disable_tf32()) return Products::kMma;
@@ -175,9 +180,9 @@ std::string describe_kernel(const at::Tensor& x, Products products) {
 std::string describe_forward(const Inputs& in, Discretization method) {
   PendingCopies copies;
   const KernelInputs inputs(in, method, copies);
-  const ForwardCall call = prepare(
-      inputs, copies, in.z, result_as_rows(empty_tensor_like(in.x), /*needs_vectors=*/!use_wgmma(in.x, in.reverse)).written,
-      inputs.empty_states());
+  const at::Tensor out = empty_tensor_like(in.x);
+  const ForwardCall call =
+      prepare(inputs, copies, in.z, result_as_rows(out, takes_out(out, in.reverse)).written, inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.products), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

@@ -104,8 +104,7 @@ at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
 }
 
-KernelResult result_as_rows(const at::Tensor& target, bool needs_vectors) {
-  const bool is_written = needs_vectors ? has_vectors(target) : has_pairs(target);
+KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
   return {target, is_written ? target : empty_padded_like(target)};
 }
 

@@ -58,8 +58,8 @@ class KernelResult {
  private:
   const at::Tensor target_;
 };
-// A result for `target`, with padded rows unless it has pairs, or vectors if the kernel stores these.
-KernelResult result_as_rows(const at::Tensor& target, bool needs_vectors = false);
+// A result for `target`, with padded rows unless the kernels can write the target's.
+KernelResult result_as_rows(const at::Tensor& target, bool is_written);
 
 // The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
