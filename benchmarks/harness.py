@@ -179,7 +179,12 @@ def graph_of(function: Callable[[], Any], device: torch.device) -> Callable[[], 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    return graph.replay
+
+    def replay(_: Callable[[], Any] = function) -> None:
+        # The graph has the addresses of the function's tensors: the function keeps them.
+        graph.replay()
+
+    return replay
 
 
 def time_graph(function: Callable[[Any], Any], sets: Sequence[Any], trials: int, device: torch.device) -> Timing:
