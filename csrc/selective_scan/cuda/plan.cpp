@@ -313,14 +313,18 @@ bool is_sequential_fwd_faster(const SelectiveScanParams& p, const DeviceLimits& 
 }
 
 // Backward of the sequential scan at B16 D768 and B8 D2048, 2048 steps, takes 857 and 862; of the warp scan at B8 D1024, B16
-// D768 and B8 D2048 617, 1046 and 1198.
-bool is_sequential_bwd_faster(const SelectiveScanParams& p, const DeviceLimits& device) {
+// D768 and B8 D2048 617, 1046 and 1198. With segments the sequential scan fills the device where the warp scan leaves
+// multiprocessors to one block. With fewer states the warp scan takes less time, and the sequential scan does not: 13 at B8
+// D1024, two segments, take 554 and 621.
+bool is_sequential_bwd_faster(const SelectiveScanParams& p, int64_t segments, const DeviceLimits& device) {
+  if (segments > 1) return segments > 2 || p.dstate == sequential::kStates;
   using Sizes = warp_scan::BwdSizes;
   constexpr ScanTime kSequential = {
       0, 0.42, 0.8, sequential::kTileChannels, sequential::kBwdTileSteps, sequential::kResidentBlocks};
   constexpr ScanTime kWarpScan = {
       0, 0.303, 0.69, Sizes::tile_channels(false), Sizes::kTileSteps, kWarpScanResidentWarps >> Sizes::log2_warps(false)};
-  return kSequential.of(p, device) < kWarpScan.of(p, device);
+  const double states = 0.27 + 0.73 * static_cast<double>(p.dstate) / sequential::kStates;
+  return kSequential.of(p, device) < states * kWarpScan.of(p, device);
 }
 
 }  // namespace
@@ -374,8 +378,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       const int64_t segments =
           blocks > 0 && !p.is_packed() ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
-      // With segments the sequential scan fills the device where the warp scan leaves multiprocessors to one block.
-      const bool is_faster = plan.sequential.segments > 1 || is_sequential_bwd_faster(p, device);
+      const bool is_faster = is_sequential_bwd_faster(p, plan.sequential.segments, device);
       const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
           plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
