@@ -1,7 +1,8 @@
 // Selective scan, forward, on CUDA, sequential: the producer warps. sequential_fwd.cuh describes the whole kernel.
 //
 // Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead, rows of B and C more than one tile
-// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied. While the consumers scan
+// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied, and stores aligned blocks
+// of the outputs, which end in its vector and begin in the one before. While the consumers scan
 // tile t, producers compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows
 // of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
@@ -36,7 +37,7 @@ struct FwdProducer {
   Scalar *delta, *u, *z, *out;
   const Scalar* matrices[kMatrixVectors];
   // Per vector of B and C, computed once: the stride to the next tile, the place among the raw matrices, the place from the
-  // beginning of B, and whether one instruction moves it where all states and steps exist.
+  // beginning of B, and whether the block that holds its first byte is copied whole where all states and steps exist.
   int64_t matrix_stride[kMatrixVectors];
   int matrix_place[kMatrixVectors], matrix_target[kMatrixVectors];
   bool is_matrix_vector[kMatrixVectors];
@@ -66,8 +67,7 @@ struct FwdProducer {
       matrix_stride[i] = TileConfig::kTileSteps * (vector.is_B ? p.B.stride_step : p.C.stride_step);
       matrix_place[i] = opaque(vector.place());
       matrix_target[i] = opaque(vector.target());
-      is_matrix_vector[i] =
-          p.dstate == kStates && vector.access != VectorAccess::kShifted && vector.access != VectorAccess::kSingly;
+      is_matrix_vector[i] = p.dstate == kStates && vector.access != VectorAccess::kSingly;
     }
   }
 
@@ -92,7 +92,10 @@ struct FwdProducer {
   __device__ __forceinline__ static int stage_of(int tile) {
     return tile % stages * Shared::kStage;
   }
+  __device__ __forceinline__ bool is_last(int tile) const { return int64_t(tile + 1) * TileConfig::kTileSteps >= at.end; }
   __device__ __forceinline__ int steps_from(int64_t t0) const { return at.steps_from(t0, TileConfig::kTileSteps); }
+  // Copies of shifted rows read past a whole tile that is not the last.
+  __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
 
   // Starts the copies of a tile, and of the previous tile's gates, which are needed last. The warp's reads of the stages that
   // they overwrite have ended.
@@ -102,9 +105,9 @@ struct FwdProducer {
     if (tile > 0) read_gate(tile - 1);
     if (t0 < at.end) {
       const auto copy = [&](auto thread_vectors) {
-        thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile), at.channels,
-                                  steps_from(t0));
-        thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile), at.channels, steps_from(t0));
+        const int left = steps_left(t0);
+        thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile), at.channels, left);
+        thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile), at.channels, left);
         delta += TileConfig::kTileSteps * p.delta.stride_step;
         u += TileConfig::kTileSteps * p.u.stride_step;
       };
@@ -116,7 +119,7 @@ struct FwdProducer {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     if (p.z.data == nullptr || t0 >= at.end) return;
     const auto copy = [&](auto thread_vectors) {
-      thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile), at.channels, steps_from(t0));
+      thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile), at.channels, steps_left(t0));
       z += TileConfig::kTileSteps * p.z.stride_step;
     };
     by_access(t0, copy);
@@ -126,13 +129,18 @@ struct FwdProducer {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     __syncwarp();
     if (t0 < at.end) {
-      const int steps = steps_from(t0);
+      const int left = steps_left(t0);
 #pragma unroll
       for (int i = 0; i < kMatrixVectors; ++i) {
-        if (is_matrix_vector[i] && steps == TileConfig::kTileSteps) {
-          cuda::cp_async(shared.raw_matrices + matrix_place[i], matrices[i], kVectorBytes);
+        const int past = cuda::bytes_past_multiple<kVectorBytes>(matrices[i]);
+        if (is_matrix_vector[i] && left >= TileConfig::kTileSteps + (past != 0 ? kVector : 0)) {
+          const char* const block = reinterpret_cast<const char*>(matrices[i]) - past;
+          auto* const target = shared.raw_matrices + matrix_place[i];
+          cuda::cp_async<kVectorBytes>(target, block);
+          if (past != 0 && opaque_thread() % Matrices<TileConfig>::kPerRow == Matrices<TileConfig>::kPerRow - 1)
+            cuda::cp_async<kVectorBytes>(target + 1, block + kVectorBytes);
         } else {
-          Matrices<TileConfig>::copy_async(p, {plan, i}, matrices[i], steps, shared.raw_matrices);
+          Matrices<TileConfig>::copy_async(p, {plan, i}, matrices[i], left, shared.raw_matrices);
         }
         matrices[i] += matrix_stride[i];
       }
@@ -206,7 +214,13 @@ struct FwdProducer {
         }
         thread_vectors.narrow(sum, first, raw_out);
       }
-      thread_vectors.store(raw_out, out + i * thread_vectors.stride(p.out), thread_vectors.left(i, at.channels, steps));
+      Scalar* const target = out + i * thread_vectors.stride(p.out);
+      if constexpr (std::is_same_v<P, Shifted>) {
+        const int channel = thread_vectors.channel(i), existing = channel < at.channels ? steps : -2 * kVector;
+        thread_vectors.store_blocks(raw_out, shared.kept + channel, target, tile == 0, is_last(tile), existing);
+      } else {
+        thread_vectors.store(raw_out, target, thread_vectors.left(i, at.channels, steps));
+      }
     }
   }
 

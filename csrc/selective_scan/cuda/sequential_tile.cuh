@@ -127,18 +127,31 @@ class LaneRows {
   int swizzle_[kLaneChannels];
 };
 
-// A vector whose first `valid` elements exist, `stride` apart, or contiguous and aligned if `is_vector`. The others are zeros.
+// `first` or `second`, word by word: a choice of references would put both in local memory.
 template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> load_vector(const Scalar* source, int64_t stride, bool is_vector, int valid) {
-  auto vector = Vector<Scalar, size>::zero();
-  if (is_vector && valid == size) {
-    vector = Vector<Scalar, size>::load_once(source);
-  } else {
+__device__ __forceinline__ Vector<Scalar, size> select_vector(bool is_first, const Vector<Scalar, size>& first,
+                                                              const Vector<Scalar, size>& second) {
+  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
+  uint32_t words[kWords], others[kWords];
+  memcpy(words, &first, sizeof(words));
+  memcpy(others, &second, sizeof(words));
 #pragma unroll
-    for (int j = 0; j < size; ++j) {
-      if (j < valid) vector.set(j, source[j * stride]);
-    }
-  }
+  for (int k = 0; k < kWords; ++k) words[k] = is_first ? words[k] : others[k];
+  Vector<Scalar, size> vector;
+  memcpy(&vector, words, sizeof(words));
+  return vector;
+}
+
+// The vector of another lane of the warp, modulo its size.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> vector_of_lane(const Vector<Scalar, size>& own, int lane) {
+  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
+  uint32_t words[kWords];
+  memcpy(words, &own, sizeof(words));
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) words[k] = __shfl_sync(kAllLanes, words[k], lane);
+  Vector<Scalar, size> vector;
+  memcpy(&vector, words, sizeof(words));
   return vector;
 }
 
@@ -214,7 +227,10 @@ struct ThreadVectors {
   // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none.
   // vector_of() takes what it returns.
   template <int size>
-  using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
+  using ShiftedLoad =
+      std::conditional_t<size == kVector && !kAlongChannels, cuda::ShiftedBlockLoad<Scalar>, cuda::ShiftedLoad<Scalar, size>>;
+  template <int size>
+  using Load = std::conditional_t<kIsShifted, ShiftedLoad<size>, Vector<Scalar, size>>;
   template <int size>
   __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
     if constexpr (kIsShifted) {
@@ -247,6 +263,69 @@ struct ThreadVectors {
       vector.store_once(target);
     }
   }
+  // Store the vectors of shifted rows of steps as the aligned blocks of memory that hold them: a lane joins its vector with the
+  // end of the one before or, where tiles descend, with the beginning of the one after. The row's vector of the tile stored
+  // last is in `kept`. (Stores of words would touch every row of the warp as often as a vector has words.) A row's first and
+  // last elements are stored singly. Called by the whole warp; `steps` of the row are left, or none if negative.
+  __device__ __forceinline__ void store_blocks(const Raw& vector, Raw* kept, Scalar* target, bool is_first_tile,
+                                               bool is_last_tile, int steps) const {
+    const auto [past, lane, is_first_lane, is_last_lane] = place_in_row(target);
+    Raw before = vector_of_lane(vector, lane - 1);
+    if (is_first_lane) before = *kept;
+    __syncwarp();
+    if (is_last_lane) *kept = vector;
+    const Raw block = select_vector(past == 0, vector, cuda::join_vectors(before, vector, (kVector - past) % kVector));
+    const int first = step(0) - past;  // of the block in the tile
+    if (first + kVector <= steps && (first >= 0 || !is_first_tile)) {
+      block.store_once(target - past);
+    } else {
+      cuda::store_range(target - past, block, is_first_tile ? -first : 0, steps - first);
+    }
+    // Of the row's last vector, the elements after the last block that a lane stores.
+    if (is_last_tile && is_last_lane) cuda::store_range(target, vector, kVector - past, steps - step(0));
+  }
+  // The same of vector i, which put_raw() has put into a tile in shared memory.
+  __device__ __forceinline__ void store_blocks_descending(TileArray<TileConfig> tile, int i, Raw* kept, Scalar* target,
+                                                          bool is_first_tile, int steps) const {
+    const auto [past, lane, is_first_lane, is_last_lane] = place_in_row(target);
+    const Raw* const own = raw_of(tile, channel(i), step(i));
+    const Raw vector = *own, after = *(is_last_lane ? kept : raw_of(tile, channel(i), step(i) + kVector));
+    __syncwarp();
+    if (is_first_lane) *kept = vector;
+    const int begin = past == 0 ? 0 : kVector - past, first = step(i) + begin;  // of the block, in the vector and in the tile
+    const Raw block = cuda::join_vectors(vector, after, begin);
+    if (first + kVector <= steps) {
+      block.store_once(target + begin);
+    } else {
+      cuda::store_range(target + begin, block, 0, steps - first);
+    }
+    if (is_first_tile && is_first_lane) cuda::store_range(target, vector, 0, min(begin, steps));
+  }
+  // Puts `count` elements of vector i, from `first` on, into a tile whose values of the vector this thread has read up to
+  // there, as elements.
+  template <int count>
+  __device__ __forceinline__ void put_raw(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
+    Vector<Scalar, count> part;
+#pragma unroll
+    for (int j = 0; j < count; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
+    part.store(reinterpret_cast<Scalar*>(raw_of(tile, channel(i), step(i))) + first);
+  }
+  __device__ __forceinline__ static Raw* raw_of(TileArray<TileConfig> tile, int channel, int step) {
+    static_assert(kGroupSteps * sizeof(Acc) == kVectorBytes, "a vector takes the place of its first group of steps");
+    return reinterpret_cast<Raw*>(tile.at(channel, step));
+  }
+  struct PlaceInRow {
+    int past;  // elements between the vector's address and the last multiple of kVectorBytes
+    int lane;
+    bool is_first_lane, is_last_lane;
+  };
+  __device__ __forceinline__ PlaceInRow place_in_row(const Scalar* target) const {
+    static_assert(kIsShifted && !kAlongChannels && TileConfig::kTileSteps * sizeof(Scalar) % kVectorBytes == 0,
+                  "all tiles of a row have the same shift");
+    const int lane = thread % kWarpSize;
+    return {cuda::bytes_past_multiple<kVectorBytes>(target) / static_cast<int>(sizeof(Scalar)), lane, lane % kPerRow == 0,
+            lane % kPerRow == kPerRow - 1};
+  }
   // The place of vector i in a raw tile in shared memory; of a shifted vector, the block that holds its first byte. A warp's
   // vectors along the steps, shifted or not, have the same part of the tile: a shifted tile may follow one that is not while
   // other warps still read that one.
@@ -257,17 +336,25 @@ struct ThreadVectors {
     return thread + blocks_before + i * (TileConfig::kProducers + TileConfig::kProducers / kPerRow);
   }
   // Starts asynchronous copies into a raw tile, of the vectors from the thread's `first` on and, of a shifted row, its last
-  // block. A row's elements from `steps` on become zeros.
+  // block. A row's elements from `steps` on, the steps that are left, become zeros.
   __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage, int channels,
                                              int steps) const {
+    // Most tiles have whole blocks, whose addresses are all that is to be computed.
+    const bool has_whole_blocks =
+        kIsShifted && !kAlongChannels && channels == kTileChannels && steps >= TileConfig::kTileSteps + kVector;
+    const bool is_last_in_row = thread % kRowVectors == kRowVectors - 1;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Scalar* const source = first + i * stride(view);
       Raw* const target = stage + place(i);
-      if constexpr (kIsShifted) {
+      if (has_whole_blocks) {
+        const char* const block = reinterpret_cast<const char*>(source) - cuda::bytes_past_multiple<kVectorBytes>(source);
+        cuda::cp_async<kVectorBytes>(target, block);
+        if (is_last_in_row) cuda::cp_async<kVectorBytes>(target + 1, block + kVectorBytes);
+      } else if constexpr (kIsShifted) {
         const int bytes = left(i, channels, steps) * static_cast<int>(sizeof(Scalar));
         cuda::cp_async_block<false>(target, source, bytes);
-        if (thread % kRowVectors == kRowVectors - 1) cuda::cp_async_block<true>(target + 1, source, bytes);
+        if (is_last_in_row) cuda::cp_async_block<true>(target + 1, source, bytes);
       } else if constexpr (kDescends) {
         cuda::cp_async(target, source, left(i, channels, steps) > 0 ? kVectorBytes : 0);
       } else {
@@ -352,128 +439,6 @@ template <typename TileConfig>
 __device__ __forceinline__ bool is_whole(const Position& at, int64_t t0) {
   return at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
 }
-
-// B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
-// the steps, shifted or not, descending or not, or along the states.
-template <typename TileConfig>
-struct Matrices {
-  using Scalar = typename TileConfig::Scalar;
-  using Acc = typename TileConfig::Acc;
-  static constexpr int kVector = kVectorSize<Scalar>;
-  static constexpr int kPitch = TileConfig::kTileSteps + kGroupSteps;
-  static constexpr int kCapacity = kStates * kPitch;  // of one matrix
-  static constexpr int kPerMatrix = kStates * TileConfig::kTileSteps / kVector;
-  static constexpr int kCount = 2 * kPerMatrix / TileConfig::kProducers;  // vectors of a thread
-  static constexpr int kPerRow = TileConfig::kTileSteps / kVector;
-  static constexpr int kStage = 2 * kStates * (kPerRow + 1);  // vectors of the raw matrices; as in ThreadVectors
-  static_assert(kPerMatrix % kWarpSize == 0, "a warp reads from one matrix at a time");
-  static_assert(2 * kPerMatrix % TileConfig::kProducers == 0, "threads share the matrices evenly");
-  static_assert(kWarpSize % kPerRow == 0, "a warp copies whole rows, and reads no others");
-  using Raw = Vector<Scalar, kVector>;
-
-  Acc *B, *C;
-
-  // Vector i of a producer thread. Its index is opaque and computed once for each use.
-  struct ThreadVector {
-    int index;  // among the vectors of both matrices
-    bool is_B;
-    VectorAccess access;
-
-    __device__ __forceinline__ ThreadVector(const ScanPlan& plan, int i)
-        : index(i * TileConfig::kProducers + opaque_thread() - TileConfig::kConsumers) {
-      if constexpr (kPerMatrix % TileConfig::kProducers == 0) {
-        is_B = i < kPerMatrix / TileConfig::kProducers;
-      } else {
-        is_B = index < kPerMatrix;
-      }
-      access = is_B ? plan.B : plan.C;
-    }
-    // The first state and step.
-    __device__ __forceinline__ int state() const {
-      const int vector = index % kPerMatrix;
-      return access == VectorAccess::kAlongChannels ? vector % (kStates / kVector) * kVector : vector / kPerRow;
-    }
-    __device__ __forceinline__ int step() const {
-      const int vector = index % kPerMatrix;
-      return access == VectorAccess::kAlongChannels ? vector / (kStates / kVector) : vector % kPerRow * kVector;
-    }
-    // The place of the first element, from the beginning of B on; C follows.
-    __device__ __forceinline__ int target() const { return (is_B ? 0 : kCapacity) + state() * kPitch + step(); }
-    // The place among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte. C begins
-    // after the memory of a shifted B, whatever the access of either.
-    __device__ __forceinline__ int place() const {
-      if (access == VectorAccess::kShifted) return index / kPerRow * (kPerRow + 1) + index % kPerRow;
-      return index + (is_B ? 0 : kStates);
-    }
-  };
-
-  // The address of this thread's vector i in the tile that starts at step 0.
-  __device__ __forceinline__ static const Scalar* address(const SelectiveScanParams& p, const ScanPlan& plan,
-                                                          const Scalar* B_row, const Scalar* C_row, int i) {
-    const ThreadVector vector(plan, i);
-    return (vector.is_B ? B_row : C_row) + vector.state() * (vector.is_B ? p.B.stride_state : p.C.stride_state) +
-           vector.step() * (vector.is_B ? p.B.stride_step : p.C.stride_step);
-  }
-
-  // From one element of a vector to the next.
-  __device__ __forceinline__ static int64_t stride(const SelectiveScanParams& p, const ThreadVector& vector) {
-    const MatrixView& view = vector.is_B ? p.B : p.C;
-    return vector.access == VectorAccess::kAlongChannels ? view.stride_state : view.stride_step;
-  }
-  // How many elements exist from a vector's first on: at most its own, or those of a shifted row up to step `steps` of the
-  // tile; none if it is not positive.
-  __device__ __forceinline__ static int left(const SelectiveScanParams& p, const ThreadVector& vector, int steps) {
-    const int states = static_cast<int>(p.dstate);
-    const bool along_states = vector.access == VectorAccess::kAlongChannels;
-    if (states == kStates && steps >= TileConfig::kTileSteps && vector.access != VectorAccess::kShifted) return kVector;
-    const int n = vector.state(), t = vector.step();
-    if (along_states) return t < steps ? states - n : -kVector;
-    return n < states ? steps - t : -kVector;
-  }
-
-  // As ThreadVectors::copy_async, get_raw and load, for one vector. States and steps that do not exist are zeros.
-  __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ThreadVector& vector,
-                                                    const Scalar* source, int steps, Raw* stage) {
-    constexpr int kBytes = sizeof(Scalar);
-    const int left = Matrices::left(p, vector, steps), valid = max(0, min(left, kVector));
-    Raw* const target = stage + vector.place();
-    if (vector.access == VectorAccess::kSingly) {
-      *target = load_vector<Scalar, kVector>(source, stride(p, vector), false, valid);
-    } else if (vector.access == VectorAccess::kShifted) {
-      cuda::cp_async_block<false>(target, source, left * kBytes);
-      if (vector.index % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
-    } else {
-      cuda::cp_async(target, source, valid * kBytes);
-    }
-  }
-  __device__ __forceinline__ static Raw get_raw(VectorAccess access, const Scalar* source, const Raw* staged) {
-    if (access != VectorAccess::kShifted) return Raw::load(reinterpret_cast<const Scalar*>(staged));
-    const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
-    return cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(staged), past);
-  }
-  __device__ __forceinline__ static Raw load(const SelectiveScanParams& p, const ThreadVector& vector, const Scalar* source,
-                                             int steps) {
-    const int left = Matrices::left(p, vector, steps);
-    if (vector.access == VectorAccess::kShifted) return cuda::ShiftedLoad<Scalar, kVector>(source, left).vector();
-    return load_vector<Scalar, kVector>(source, stride(p, vector), vector.access != VectorAccess::kSingly, min(left, kVector));
-  }
-
-  // Widens a vector, which is in the order of memory. `target` is its first element's place.
-  __device__ __forceinline__ static void put(Acc* target, VectorAccess access, const Raw& raw) {
-    const bool descends = access == VectorAccess::kDescending;
-    if (access == VectorAccess::kAlongChannels || descends) {
-      const int step = descends ? -1 : kPitch;
-      if (descends) target += kVector - 1;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) target[j * step] = raw.accumulate(j);
-    } else {
-      Vector<Acc, kVector> wide;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) wide.set(j, raw.accumulate(j));
-      wide.store_shared(cuda::shared_address(target));
-    }
-  }
-};
 
 enum NamedBarrier : int { kRolesBarrier = 1 };
 
