@@ -151,6 +151,18 @@ bool has_shifted_vectors(const warp_scan::ScanPlan& plan, const SelectiveScanPar
          of_matrix(p.C, plan.C) || std::any_of(others.begin(), others.end(), shifted);
 }
 
+// Moves shifted vectors element by element where a block has no memory left for the arguments of the functions that move them:
+// the tiles do not depend on where rows start.
+template <typename Scalar, typename Params>
+void drop_shifted_vectors_that_do_not_fit(warp_scan::ScanPlan& plan, const Params& p, const DeviceLimits& device) {
+  if (!plan.has_shifted_vectors || warp_scan_shared_bytes<Scalar>(p, plan) <= device.shared_bytes_per_block) return;
+  for (VectorAccess* access : {&plan.u, &plan.delta, &plan.z, &plan.out, &plan.grad_out, &plan.grad_u, &plan.grad_delta,
+                               &plan.grad_z, &plan.B, &plan.C}) {
+    if (is_shifted(*access)) *access = VectorAccess::kSingly;
+  }
+  plan.has_shifted_vectors = false;
+}
+
 constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
 
 // carry_pass: a carry pass that no main pass follows.
@@ -191,6 +203,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   set_accesses(plan, p, sizeof(Scalar));
   plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
   plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.out});
+  drop_shifted_vectors_that_do_not_fit<Scalar>(plan, p, device);
   return plan;
 }
 
@@ -225,6 +238,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   plan.grad_delta = warp_scan_access_of(p.grad_delta, p, plan, sizeof(Scalar));
   plan.grad_z = warp_scan_access_of(p.grad_z, p, plan, sizeof(Scalar));
   plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.grad_out, plan.grad_u, plan.grad_delta, plan.grad_z});
+  drop_shifted_vectors_that_do_not_fit<Scalar>(plan, p, device);
   return plan;
 }
 

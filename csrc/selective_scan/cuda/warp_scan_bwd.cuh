@@ -141,6 +141,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     *shared.position = Position(p, plan, blockIdx.x);
     *shared.rows = BwdRows<Scalar>(p, at);
   }
+  const int arguments = place_arguments<Scalar, TileConfig::kThreads>(shared.arguments, memory, p, plan);
   clear<TileConfig>(shared.grad_channel, 2 * TileConfig::kThreads);
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate);
@@ -185,7 +186,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     if (has_shifted_vectors<Scalar>(plan)) {
-      AnyTile::load(p, plan, t0);
+      AnyTile::load(arguments, t0);
     } else {
       delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
       if (p.grad_out.data != nullptr) grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
@@ -208,7 +209,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_shifted_vectors<Scalar>(plan)) {
-        AnyTile::stage(p, plan, first_state, t0);
+        AnyTile::stage(arguments, first_state, t0);
       } else {
         if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
         if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
@@ -216,7 +217,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (first_state == 0) {
         cuda::cp_async_wait();
         if (has_shifted_vectors<Scalar>(plan)) {
-          AnyTile::finish_load(p, plan, t0);
+          AnyTile::finish_load(arguments, t0);
         } else {
           delta_tile.finish_load();
           if (p.grad_out.data != nullptr) grad_out_tile.finish_load();
@@ -434,7 +435,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       grad_delta_tile.write(lane.channel, first_step, grad_step);
       __syncthreads();
       if (has_shifted_vectors<Scalar>(plan)) {
-        AnyTile::store(p, plan, t0);
+        AnyTile::store(arguments, t0);
       } else {
         if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
         if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);

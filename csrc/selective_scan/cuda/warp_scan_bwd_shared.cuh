@@ -31,6 +31,7 @@ struct BwdShared {
   Acc* grad_channel;
   Position* position;
   BwdRows<Scalar>* rows;
+  Arguments<SelectiveScanBwdParams>* arguments;
   int64_t bytes;
 
   // per_step: known at compile time of Pass::kPerStep, whose addresses then depend on fewer parameters.
@@ -56,6 +57,7 @@ struct BwdShared {
     decay = shared.allocate<Acc>(carry_pass ? count : 0);
     grad_constant_B = shared.allocate<Acc>(has_B_steps || carry_pass ? 0 : count);
     grad_constant_C = shared.allocate<Acc>(has_C_steps || carry_pass ? 0 : count);
+    arguments = shared.allocate<Arguments<SelectiveScanBwdParams>>(plan.has_shifted_vectors ? 1 : 0);
     bytes = shared.bytes();
   }
 };
@@ -66,16 +68,17 @@ struct AnyBwdTile {
   using Scalar = typename TileConfig::Scalar;
   using Sequence = SequenceTile<TileConfig>;
 
-  // Calls visit(shared, at, rows) with what bwd_block has.
+  // Calls visit(p, plan, shared, at, rows) with what bwd_block has.
   template <typename Visitor>
-  __device__ __forceinline__ static void visit(const SelectiveScanBwdParams& p, const ScanPlan& plan, const Visitor& visit) {
+  __device__ __forceinline__ static void visit(int arguments, const Visitor& visit) {
     extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+    const auto& [p, plan] = Arguments<SelectiveScanBwdParams>::at(memory, arguments);
     const BwdShared<TileConfig> shared(memory, p, plan);
-    if constexpr (kHasShiftedVectors<Scalar>) visit(shared, *shared.position, *shared.rows);
+    if constexpr (kHasShiftedVectors<Scalar>) visit(p, plan, shared, *shared.position, *shared.rows);
   }
 
-  __device__ __noinline__ static void load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void load(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       const int64_t left = p.dim - at.first_channel;
       const SequenceView u_view = plan.carry_pass ? SequenceView() : p.u;
@@ -93,25 +96,24 @@ struct AnyBwdTile {
       u.store_loads_any(u_view, of_u);
     });
   }
-  __device__ __noinline__ static void finish_load(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position&, const BwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void finish_load(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position&, const BwdRows<Scalar>& rows) {
       Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
       Sequence{shared.grad_out, plan.grad_out}.finish_load_any(p.grad_out, rows.grad_out, t0);
       Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
       if (!plan.carry_pass) Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
     });
   }
-  __device__ __noinline__ static void stage(const SelectiveScanBwdParams& p, const ScanPlan& plan, int first_state,
-                                            int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void stage(int arguments, int first_state, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       using Slice = MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>;
       const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
       if (!plan.carry_pass) Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
       Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
     });
   }
-  __device__ __noinline__ static void store(const SelectiveScanBwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void store(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       Sequence{shared.u, plan.grad_u}.store_any(p.grad_u, rows.grad_u, t0, at.channels, steps);
       Sequence{shared.delta, plan.grad_delta}.store_any(p.grad_delta, rows.grad_delta, t0, at.channels, steps);

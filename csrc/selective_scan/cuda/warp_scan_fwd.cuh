@@ -38,6 +38,7 @@ struct FwdShared {
   Acc *B, *C;
   Position* position;
   FwdRows<Scalar>* rows;
+  Arguments<SelectiveScanFwdParams>* arguments;
   int chunks;  // of a tile
   int64_t bytes;
 
@@ -56,6 +57,7 @@ struct FwdShared {
     pairs = shared.allocate<Acc>(2 * states);
     ends = shared.allocate<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
     decay = shared.allocate<Acc>(plan.carry_pass ? states : 0);
+    arguments = shared.allocate<Arguments<SelectiveScanFwdParams>>(plan.has_shifted_vectors ? 1 : 0);
     bytes = shared.bytes();
   }
 };
@@ -66,16 +68,17 @@ struct AnyFwdTile {
   using Scalar = typename TileConfig::Scalar;
   using Sequence = SequenceTile<TileConfig>;
 
-  // Calls visit(shared, at, rows) with what fwd_block has.
+  // Calls visit(p, plan, shared, at, rows) with what fwd_block has.
   template <typename Visitor>
-  __device__ __forceinline__ static void visit(const SelectiveScanFwdParams& p, const ScanPlan& plan, const Visitor& visit) {
+  __device__ __forceinline__ static void visit(int arguments, const Visitor& visit) {
     extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+    const auto& [p, plan] = Arguments<SelectiveScanFwdParams>::at(memory, arguments);
     const FwdShared<TileConfig, slice> shared(memory, p, plan);
-    if constexpr (kHasShiftedVectors<Scalar>) visit(shared, *shared.position, *shared.rows);
+    if constexpr (kHasShiftedVectors<Scalar>) visit(p, plan, shared, *shared.position, *shared.rows);
   }
 
-  __device__ __noinline__ static void load(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void load(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       const int64_t left = p.dim - at.first_channel;
       const SequenceView z_view = plan.carry_pass ? SequenceView() : p.z;
@@ -92,24 +95,23 @@ struct AnyFwdTile {
       z.store_loads_any(z_view, of_z);
     });
   }
-  __device__ __noinline__ static void finish_load(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position&, const FwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void finish_load(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position&, const FwdRows<Scalar>& rows) {
       Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
       Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
       if (!plan.carry_pass) Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
     });
   }
-  __device__ __noinline__ static void stage(const SelectiveScanFwdParams& p, const ScanPlan& plan, int first_state,
-                                            int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void stage(int arguments, int first_state, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       using Slice = MatrixSlice<TileConfig, slice>;
       const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
       Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
       if (!plan.carry_pass) Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
     });
   }
-  __device__ __noinline__ static void store(const SelectiveScanFwdParams& p, const ScanPlan& plan, int64_t t0) {
-    visit(p, plan, [&](const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
+  __device__ __noinline__ static void store(int arguments, int64_t t0) {
+    visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       Sequence{shared.u, plan.out}.store_any(p.out, rows.out, t0, at.channels, steps);
     });
@@ -131,6 +133,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     *shared.position = Position(p, plan, blockIdx.x);
     *shared.rows = FwdRows<Scalar>(p, at);
   }
+  const int arguments = place_arguments<Scalar, TileConfig::kThreads>(shared.arguments, memory, p, plan);
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
   const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
@@ -178,7 +181,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     if (has_shifted_vectors<Scalar>(plan)) {
-      AnyTile::load(p, plan, t0);
+      AnyTile::load(arguments, t0);
     } else {
       delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
       u_tile.load(p.u, rows.u, t0, at.channels, steps);
@@ -192,7 +195,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_shifted_vectors<Scalar>(plan)) {
-        AnyTile::stage(p, plan, first_state, t0);
+        AnyTile::stage(arguments, first_state, t0);
       } else {
         if (has_B_steps) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
         if (has_C_steps && !carry_pass) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
@@ -200,7 +203,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       if (first_state == 0) {
         cuda::cp_async_wait();
         if (has_shifted_vectors<Scalar>(plan)) {
-          AnyTile::finish_load(p, plan, t0);
+          AnyTile::finish_load(arguments, t0);
         } else {
           delta_tile.finish_load();
           u_tile.finish_load();
@@ -291,7 +294,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       out_tile.write(lane.channel, first_step, out);
       __syncthreads();
       if (has_shifted_vectors<Scalar>(plan)) {
-        AnyTile::store(p, plan, t0);
+        AnyTile::store(arguments, t0);
       } else {
         out_tile.store(p.out, rows.out, t0, at.channels, steps);
       }

@@ -40,6 +40,34 @@ __device__ __forceinline__ bool has_shifted_vectors(const ScanPlan& plan) {
   return kHasShiftedVectors<Scalar> && opaque(static_cast<int>(plan.has_shifted_vectors)) != 0;
 }
 
+// A kernel's arguments in shared memory, for functions that are not inlined: a reference to the arguments themselves would make
+// them read global memory, one load after the other.
+template <typename Params>
+struct Arguments {
+  Params params;
+  ScanPlan plan;
+
+  // `place`: in bytes, as place_arguments returns it.
+  __device__ __forceinline__ static const Arguments& at(const unsigned char* memory, int place) {
+    return *reinterpret_cast<const Arguments*>(memory + place);
+  }
+};
+
+// Copies the arguments, if any function needs them; the block synchronizes next. Returns their place in `memory`.
+template <typename Scalar, int threads, typename Params>
+__device__ __forceinline__ int place_arguments(Arguments<Params>* target, const unsigned char* memory, const Params& params,
+                                               const ScanPlan& plan) {
+  static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && sizeof(ScanPlan) % sizeof(uint64_t) == 0, "copied as words");
+  const auto copy = [](void* to, const void* from, int words) {
+    for (int i = threadIdx.x; i < words; i += threads) static_cast<uint64_t*>(to)[i] = static_cast<const uint64_t*>(from)[i];
+  };
+  if (has_shifted_vectors<Scalar>(plan)) {
+    copy(&target->params, &params, sizeof(Params) / sizeof(uint64_t));
+    copy(&target->plan, &plan, sizeof(ScanPlan) / sizeof(uint64_t));
+  }
+  return static_cast<int>(reinterpret_cast<const unsigned char*>(target) - memory);
+}
+
 // Sizes of a block and its tile at compile time.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
 struct TileConfig {
