@@ -27,7 +27,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # two of their work tile. In fp32 operands are hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for
 # states spill addresses, once a segment. The norms of any rows keep the registers of the aligned kernels, so that as many
 # blocks are resident; they spill words of addresses and weights, each once a row. The convolution of any rows spills words of
-# addresses, the warp scan's backward of methods with a gain a word or two of a tile.
+# addresses, the warp scan's backward of methods with a gain a word or two of a tile, the recurrences' forward of shifted tiles
+# numbers of tiles and addresses, each once a tile.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_(bwd_chunks|state_passing)_kernel<\w+, 128, .*cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 700,
@@ -38,6 +39,7 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, ssd::\w+, .*>@sm_90a"): 8,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@sm_90a"): 40,
     re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<.*>@sm_90a"): 32,
+    re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 96,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,
     re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, false>@"): 352,

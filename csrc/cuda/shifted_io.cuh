@@ -129,23 +129,29 @@ __device__ __forceinline__ void store_shifted(Scalar* target, const Vector<Scala
   }
 }
 
+// Moves the words that start bytes / 4 < count words into the array to its front. The first count + 1 become valid.
+template <int count>
+__device__ __forceinline__ void skip_words(uint32_t (&words)[2 * count], int bytes) {
+  static_assert((count & (count - 1)) == 0, "skipped words are the sum of distances that are powers of two");
+#pragma unroll
+  for (int distance = count / 2; distance > 0; distance /= 2) {
+    const bool skips = (bytes & 4 * distance) != 0;
+#pragma unroll
+    for (int k = 0; k < count + distance; ++k) words[k] = skips ? words[k + distance] : words[k];
+  }
+}
+
 // The vector that starts `skipped` < size elements into `first`, followed by `second`.
 template <typename Scalar, int size>
 __device__ __forceinline__ Vector<Scalar, size> join_vectors(const Vector<Scalar, size>& first,
                                                              const Vector<Scalar, size>& second, int skipped) {
   static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "words hold one or two elements");
   constexpr int kBytes = size * static_cast<int>(sizeof(Scalar)), kWords = kBytes / 4;
-  static_assert((kWords & (kWords - 1)) == 0, "skipped words are the sum of distances that are powers of two");
   const int bytes = skipped * static_cast<int>(sizeof(Scalar));
   uint32_t words[2 * kWords];
   memcpy(words, &first, kBytes);
   memcpy(words + kWords, &second, kBytes);
-#pragma unroll
-  for (int distance = kWords / 2; distance > 0; distance /= 2) {
-    const bool skips = (bytes & 4 * distance) != 0;
-#pragma unroll
-    for (int k = 0; k < kWords + distance; ++k) words[k] = skips ? words[k + distance] : words[k];
-  }
+  skip_words<kWords>(words, bytes);
   if constexpr (sizeof(Scalar) == 2) {
     const unsigned int selected = (bytes & 2) != 0 ? 0x5432 : 0x3210;
 #pragma unroll

@@ -7,7 +7,8 @@
 // that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
 // to shared memory asynchronously. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
 // forward, from gates that are computed twice. Each tensor is read once and each gradient written once; inputs that broadcast
-// are read from global memory twice. Rows of plain tiles may start at any element, as in forward.
+// are read from global memory twice. Rows of plain tiles may start at any element, in
+// kernels of their own, as in forward.
 #pragma once
 
 #include <type_traits>
@@ -55,6 +56,7 @@ struct ThreadGradients {
   __device__ __forceinline__ void store_next(bool exists, const StepGradients<T, Variant>& grads) {
 #pragma unroll
     for (int i = 0; i < Inputs::kInputs; ++i) {
+      if (T::kShifted && i < Inputs::kNarrow) continue;  // stored by the warp
       if (rows[i].view->data == nullptr) continue;
       if (i < Inputs::kNarrow) {
         rows[i].template store_next<typename T::Scalar>(exists, grads.narrow[i < Inputs::kNarrow ? i : 0]);
@@ -73,16 +75,16 @@ struct ThreadGradients {
   }
 };
 
-template <typename Scalar, typename Variant, bool is_plain>
-using BwdTile = Tile<Scalar, kBwdThreadSteps, kStagedInputs<Variant, false> + 2, is_plain, false>;
+template <typename Scalar, typename Variant, TileRows tile_rows>
+using BwdTile = Tile<Scalar, kBwdThreadSteps, kStagedInputs<Variant, false> + 2, tile_rows, false>;
 // Blocks per multiprocessor: the shared memory of five tensors leaves room for two.
 template <typename Variant>
 constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
 
-template <typename Scalar, typename Variant, bool is_plain>
+template <typename Scalar, typename Variant, TileRows tile_rows>
 __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     linear_scan_bwd_kernel(const __grid_constant__ LinearScanBwdParams p, const __grid_constant__ Partition partition) {
-  using T = BwdTile<Scalar, Variant, is_plain>;
+  using T = BwdTile<Scalar, Variant, tile_rows>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
   using Row = typename Shared<T>::Row;
@@ -93,18 +95,13 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
 
   const auto view = [&](int i) { return backward_view<Inputs::kStaged, typename T::Scalar>(p, i); };
   const ShiftedTile<T, kHBefore + 1, decltype(view)> shifted{shared, p, view};
-  const auto shift = [&]([[maybe_unused]] const ThreadTile<T>& at, [[maybe_unused]] int buffer) {
-    if constexpr (T::kMayShift) shifted.shift(at, buffer);
-  };
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
-    if constexpr (T::kMayShift) {
-      if (partition.is_shifted) {
-        // The first step has no h before it. An absent grad_h has no steps.
-        const int with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
-        return shifted.copy(at, buffer, [&](int i) {
-          return i == kHBefore ? with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : at.steps;
-        });
-      }
+    if constexpr (T::kShifted) {
+      // The first step has no h before it. An absent grad_h has no steps.
+      const int with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
+      return shifted.copy(at, buffer, [&](int i) {
+        return i == kHBefore ? with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : at.steps;
+      });
     }
     const SharedRows<T> target{shared, buffer};
     Rows<T> rows[Inputs::kStaged];
@@ -152,7 +149,8 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     return is_reset;
   };
 
-  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector]) {
+  // Of shifted rows finish(s, gradients) gets the results of inputs that do not broadcast.
+  const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     ThreadGradients<T, Variant> out(p, partition, at);
     for_each_step<T, false>(at.steps, [&](int s, auto) {
@@ -185,6 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
         grads.set(j, grad);
       }
       out.store_next(s < at.steps, grads);
+      if constexpr (T::kShifted) finish(s, grads);
       if (begins) {
         // With resets several tiles have parts of one gradient: entry.cpp adds the rows up.
         const bool has_row = !T::kPlain && p.reset.data != nullptr;
@@ -193,16 +192,35 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     });
   };
 
-  for_each_tile<T>(p, partition, shared, p.grad_last_state, stage, shift, reduce, apply);
+  using Gradients = StepGradients<T, Variant>;
+  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector]) {
+    apply_steps(at, rows, e, [](int, const Gradients&) {});
+  };
+  const auto shift = [&](const ThreadTile<T>& at, int buffer) { shifted.shift(at, buffer); };
+  const auto apply_shifted = [&](const ThreadTile<T>& at, HeldRows<T>& held, const SharedRows<T>& next_rows,
+                                 Acc(&e)[T::kVector]) {
+    apply_steps(at, held, e, [&](int s, const Gradients& grads) {
+      held.take(next_rows, s);
+#pragma unroll
+      for (int i = 0; i < Inputs::kNarrow; ++i) next_rows(i, s) = grads.narrow[i];
+    });
+  };
+  const auto store = [&](const ThreadTile<T>& at, int buffer) {
+#pragma unroll 1
+    for (int i = 0; i < Inputs::kNarrow; ++i) {
+      if (p.grad_inputs[i].data != nullptr) shifted.store(at, buffer, i, p.grad_inputs[i]);
+    }
+  };
+  for_each_tile<T>(p, partition, shared, p.grad_last_state, stage, ShiftedWork{shift, apply_shifted, store}, reduce, apply);
 }
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
-  return launch_variant<Scalar>(params, partition, [&](auto variant, auto plain) {
+  return launch_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
-    constexpr bool kPlain = decltype(plain)::value;
-    return launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                          kBwdBlocks<Variant>, stream);
+    constexpr TileRows kRows = decltype(rows)::value;
+    return launch_tiles<BwdTile<Scalar, Variant, kRows>>(linear_scan_bwd_kernel<Scalar, Variant, kRows>, params, partition,
+                                                         kBwdBlocks<Variant>, stream);
   });
 }
 

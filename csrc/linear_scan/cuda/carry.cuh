@@ -27,14 +27,20 @@
 
 namespace ssm_kernels::linear_scan {
 
-// Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels. In plain
-// tiles channels are contiguous and a sequence begins with the first step only, without resets; the loop then fits into the
-// instruction cache. Unless may_shift, their rows are vectors.
-template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward, bool may_shift = is_plain>
+// The rows of a kernel's tiles. In plain tiles channels are contiguous and a sequence begins with the first step only, without
+// resets; the loop then fits into the instruction cache.
+enum class TileRows {
+  kAny,
+  kVectors,  // plain
+  kShifted,  // plain; rows start at any element
+};
+
+// Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels.
+template <typename Scalar_, int thread_steps, int tensors, TileRows tile_rows, bool is_forward>
 struct Tile {
   using Scalar = Scalar_;
-  static constexpr bool kPlain = is_plain;
-  static constexpr bool kMayShift = may_shift;
+  static constexpr bool kPlain = tile_rows != TileRows::kAny;
+  static constexpr bool kShifted = tile_rows == TileRows::kShifted;
   static constexpr bool kIsForward = is_forward;  // else a scan from the last step to the first
   using Acc = cuda::AccumulateType<Scalar>;
   static constexpr int kThreadSteps = thread_steps;

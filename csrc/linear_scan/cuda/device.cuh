@@ -21,7 +21,7 @@ struct ThreadTile {
   int64_t first;    // step
   int64_t channel;  // its first
   int channels;     // that exist, up to kVector
-  int steps;        // that exist, up to T::kThreadSteps; in plain tiles of vectors none without channels
+  int steps;        // that exist, up to T::kThreadSteps; in plain tiles none without channels, unless rows are shifted
 
   __device__ __forceinline__ ThreadTile(const LinearScanParams& p, const Partition& partition, uint32_t index)
       : index(index), tile(partition.chains.divide(index)) {
@@ -33,8 +33,8 @@ struct ThreadTile {
     batch = row;
     first = T::kIsForward ? position : p.seqlen - 1 - position;
     channel = int64_t(block) * kTileChannels + lane * T::kVector;
-    channels = T::kPlain && !T::kMayShift ? T::kVector : count(p.channels - channel, T::kVector);
-    const bool exists = index < partition.tiles_in_all && (!T::kPlain || is_shifted(partition) || channel < p.channels);
+    channels = T::kPlain && !T::kShifted ? T::kVector : count(p.channels - channel, T::kVector);
+    const bool exists = index < partition.tiles_in_all && (!T::kPlain || T::kShifted || channel < p.channels);
     steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
 
@@ -49,9 +49,6 @@ struct ThreadTile {
         steps(T::kPlain && channel >= p.channels ? 0 : count(steps, T::kThreadSteps)) {}
 
   __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
-  // Whether plain tiles have rows that start at any element.
-  static __device__ __forceinline__ bool is_shifted(const Partition& partition) { return T::kMayShift && partition.is_shifted; }
-
   // `left`, clamped to 0 ... `most`.
   static __device__ __forceinline__ int count(int64_t left, int most) {
     return left >= most ? most : max(static_cast<int>(left), 0);
@@ -83,8 +80,7 @@ struct Rows {
                                   int earlier = 0, int element_bytes = sizeof(Scalar))
       : view(&view),
         channels(at.channels),
-        vectors(T::kPlain ? !ThreadTile<T>::is_shifted(partition)
-                          : ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {
+        vectors(T::kPlain ? !T::kShifted : ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {
     const int64_t element = at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
                             (T::kPlain ? at.channel : at.channel * view.stride_channel);
     row = static_cast<char*>(view.data) + element * element_bytes;
@@ -99,7 +95,7 @@ struct Rows {
     const auto* const source = reinterpret_cast<const Element*>(row);
     if (exists && vectors) {
       result = Vector::load(source);
-    } else if constexpr (!T::kPlain || T::kMayShift) {
+    } else if constexpr (!T::kPlain || T::kShifted) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         if (exists && j < channels) result.set(j, source[j * view->stride_channel]);
@@ -124,9 +120,7 @@ struct Rows {
     auto* const target = reinterpret_cast<Element*>(row);
     if (exists && vectors) {
       values.store_once(target);
-    } else if constexpr (T::kMayShift) {
-      if (exists) store_words(target, values, channels);
-    } else if constexpr (!T::kPlain) {
+    } else if constexpr (!T::kPlain || T::kShifted) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         if (exists && j < channels) target[j * view->stride_channel] = values[j];
@@ -137,25 +131,25 @@ struct Rows {
 };
 
 // A block's shared memory: two buffers for tiles, and the carry's arrays. A thread reads only the rows that it copied, or, of
-// rows that start at any element, those that its row's lanes copied.
+// shifted rows, those that it moved.
 template <typename T>
 struct Shared {
   using Row = typename T::Row;
   Row rows[2][T::kTensors][T::kThreadSteps][kThreads];
   CarryShared<T> carry;
-  static constexpr bool kHasLast = T::kMayShift && sizeof(typename T::Scalar) < kWordBytes;
-  // The words that follow rows that start at any element.
-  uint32_t last[kHasLast ? 2 * T::kTensors : 1][kHasLast ? T::kSegments : 1][kHasLast ? T::kThreadSteps : 1];
+  static constexpr bool kHasLast = T::kShifted && sizeof(typename T::Scalar) < kWordBytes;
+  uint32_t last[kHasLast ? 2 * T::kTensors : 1][kHasLast ? T::kSegments : 1][kHasLast ? T::kThreadSteps : 1];  // RingRows's
 };
 
-// A thread's rows of the first `tensors` tensors of a plain tile, where rows start at any element, in a loop, whose code is
-// short. view(i) is tensor i, with `data` of the row that a thread's first step reads.
+// A thread's shifted rows of the first `tensors` tensors of a tile. view(i) is tensor i, with `data` of the row that a thread's
+// first step reads.
 template <typename T, int tensors, typename View>
 struct ShiftedTile {
   using Scalar = typename T::Scalar;
-  using Lanes = ShiftedRows<Scalar, T::kThreadSteps, T::kLanes, kThreads * kVectorBytes>;
+  using Ring = RingRows<Scalar, T::kThreadSteps, T::kLanes, kThreads * kVectorBytes>;
+  using Stores = ShiftedStores<Scalar>;
   static_assert(cuda::kWarpSize % T::kLanes == 0, "the lanes of a row are in one warp");
-  static_assert(T::kThreadSteps % 2 == 0, "the first rows of all threads start equally far from words");
+  static_assert(T::kThreadSteps % 2 == 0, "the first rows of all threads start equally far from pairs");
 
   Shared<T>& shared;
   const LinearScanParams& p;
@@ -167,34 +161,60 @@ struct ShiftedTile {
 #pragma unroll 1
     for (int i = 0; i < tensors; ++i) {
       const SequenceView of = view(i);
-      Lanes::copy(first(of, at), stride(of), ThreadTile<T>::count(p.channels - block_channel(at), kTileChannels), steps(i),
-                  lane(), rows(buffer, i), last(buffer, i));
+      Ring::copy(first(of, at), stride(of), channels(at), steps(i), lane(), rows(buffer, i), last(buffer, i));
     }
   }
   // Moves the elements of copied rows to where aligned rows have them.
   __device__ __forceinline__ void shift(const ThreadTile<T>& at, int buffer) const {
-    if constexpr (!Lanes::kHasShifts) return;
 #pragma unroll 1
     for (int i = 0; i < tensors; ++i) {
       const SequenceView of = view(i);
-      Lanes::shift(first(of, at), stride(of), lane(), rows(buffer, i), last(buffer, i));
+      Ring::shift(first(of, at), stride(of), lane(), rows(buffer, i), last(buffer, i));
+    }
+  }
+  // Stores the results of a warp, which are in the place of a tensor's rows. A warp has consecutive rows.
+  __device__ __forceinline__ void store(const ThreadTile<T>& at, int buffer, int tensor, const SequenceView& to) const {
+    constexpr int kSegmentsOfWarp = cuda::kWarpSize / T::kLanes;
+    const int lane_of_warp = static_cast<int>(threadIdx.x) % cuda::kWarpSize;
+    const int skipped = lane_of_warp / T::kLanes * T::kThreadSteps;  // rows of earlier threads of the warp
+    const int64_t position = (T::kIsForward ? at.first : p.seqlen - 1 - at.first) - skipped;
+    const int count = ThreadTile<T>::count(p.seqlen - position, kSegmentsOfWarp * T::kThreadSteps);
+    Stores out(const_cast<Scalar*>(first(to, at)) - skipped * stride(to), stride(to), channels(at), count, lane_of_warp);
+    const auto* source = reinterpret_cast<const Scalar*>(&shared.rows[buffer][tensor][0][threadIdx.x - lane_of_warp]) +
+                         lane_of_warp * Stores::Pair::kSize;
+#pragma unroll 1
+    for (int segment = 0; segment < kSegmentsOfWarp; ++segment) {
+      typename Stores::Pair pairs[T::kThreadSteps];
+      uint32_t before[T::kThreadSteps];
+#pragma unroll
+      for (int s = 0; s < T::kThreadSteps; ++s) pairs[s] = Stores::Pair::load(source + s * kThreads * T::kVector);
+#pragma unroll
+      for (int s = 0; s < T::kThreadSteps; ++s) before[s] = out.before(pairs[s]);
+#pragma unroll
+      for (int s = 0; s < T::kThreadSteps; ++s) {
+        out.store_next(s % 2, segment * T::kThreadSteps + s, pairs[s], before[s]);
+      }
+      source += kTileChannels;
     }
   }
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % T::kLanes; }
   static __device__ __forceinline__ int64_t block_channel(const ThreadTile<T>& at) { return at.channel - lane() * T::kVector; }
+  __device__ __forceinline__ int channels(const ThreadTile<T>& at) const {
+    return ThreadTile<T>::count(p.channels - block_channel(at), kTileChannels);
+  }
   static __device__ __forceinline__ int64_t stride(const SequenceView& of) {
     return T::kIsForward ? of.stride_step : -of.stride_step;
   }
   static __device__ __forceinline__ const Scalar* first(const SequenceView& of, const ThreadTile<T>& at) {
     return static_cast<const Scalar*>(of.data) + at.batch * of.stride_batch + at.first * of.stride_step + block_channel(at);
   }
-  __device__ __forceinline__ void* rows(int buffer, int tensor) const {
-    return &shared.rows[buffer][tensor][0][static_cast<int>(threadIdx.x) - lane()];
+  __device__ __forceinline__ char* rows(int buffer, int tensor) const {
+    return reinterpret_cast<char*>(&shared.rows[buffer][tensor][0][static_cast<int>(threadIdx.x) - lane()]);
   }
   __device__ __forceinline__ uint32_t* last(int buffer, int tensor) const {
-    return Lanes::kHasShifts ? shared.last[buffer * T::kTensors + tensor][threadIdx.x / T::kLanes] : nullptr;
+    return Ring::kHasLast ? shared.last[buffer * T::kTensors + tensor][threadIdx.x / T::kLanes] : nullptr;
   }
 };
 
@@ -215,10 +235,11 @@ struct HeldRows {
 
   __device__ __forceinline__ void take(const SharedRows<T>& source) {
 #pragma unroll
-    for (int s = 0; s < T::kThreadSteps; ++s) {
+    for (int s = 0; s < T::kThreadSteps; ++s) take(source, s);
+  }
+  __device__ __forceinline__ void take(const SharedRows<T>& source, int s) {
 #pragma unroll
-      for (int i = 0; i < T::kTensors; ++i) rows[i][s] = source(i, s);
-    }
+    for (int i = 0; i < T::kTensors; ++i) rows[i][s] = source(i, s);
   }
   __device__ __forceinline__ const typename Shared<T>::Row& operator()(int tensor, int s) const { return rows[tensor][s]; }
 };
@@ -336,17 +357,30 @@ __device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Ga
   }
 }
 
+// What a kernel does with shifted rows (for_each_plain_tile).
+template <typename Shift, typename Apply, typename Store>
+struct ShiftedWork {
+  const Shift& shift;
+  const Apply& apply;
+  const Store& store;
+};
+template <typename Shift, typename Apply, typename Store>
+ShiftedWork(const Shift&, const Apply&, const Store&) -> ShiftedWork<Shift, Apply, Store>;
+
 // Loops over a block's tiles, which start from `initial`. stage(tile, buffer) starts the copies of a tile.
 // reduce(tile, rows, own) computes the map of each thread's steps from `own` = identity, and returns whether a sequence begins
-// in them. apply(tile, rows, state) computes the results from the state before the thread's steps. Where rows start at any
-// element, shift(tile, buffer) moves the elements of copied rows to where aligned rows have them.
+// in them. apply(tile, rows, state) computes the results from the state before the thread's steps.
 //
 // Plain tiles pass through a pipeline of three: while a block applies tile i from registers, the map of tile i + 1 is published
 // and its rows are in one buffer, and the copies of tile i + 2 to the other one are in flight. The state before a tile thus has
 // the time of a whole tile to arrive.
-template <typename T, typename Stage, typename Shift, typename Reduce, typename Apply>
+//
+// Shifted rows: shift(tile, buffer) moves the elements of copied rows to where aligned rows have them. In place of apply,
+// apply_shifted(tile, held, next_rows, state) computes the results, takes the next tile's rows to registers, and leaves each
+// step's results in their place; store(tile, buffer) stores them, a row of a warp at a time.
+template <typename T, typename Stage, typename Shifted, typename Reduce, typename Apply>
 __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
-                                                    const StateView& initial, const Stage& stage, const Shift& shift,
+                                                    const StateView& initial, const Stage& stage, const Shifted& shifted,
                                                     const Reduce& reduce, const Apply& apply) {
   using Acc = typename T::Acc;
   TileQueue<T> queue(partition, shared.carry);
@@ -365,9 +399,9 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
   do {
     queue.take();
     cuda::cp_async_wait<1>();
-    if (ThreadTile<T>::is_shifted(partition)) {
+    if constexpr (T::kShifted) {
       __syncwarp();  // a lane reads what others copied
-      shift(ThreadTile<T>(p, partition, next), buffer);
+      shifted.shift(ThreadTile<T>(p, partition, next), buffer);
     }
     const SharedRows<T> next_rows{shared, buffer};
     FoldedTile<T> next_folded;
@@ -390,14 +424,22 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
     if (current < partition.tiles_in_all) {
       Acc state[T::kVector];
       prefix.apply(shared.carry, false, state);
-      apply(ThreadTile<T>(p, partition, current), held, state);
+      if constexpr (T::kShifted) {
+        shifted.apply(ThreadTile<T>(p, partition, current), held, next_rows, state);
+        __syncwarp();  // a lane stores what others computed
+        shifted.store(ThreadTile<T>(p, partition, current), buffer);
+      } else {
+        apply(ThreadTile<T>(p, partition, current), held, state);
+      }
+    } else if constexpr (T::kShifted) {
+      held.take(next_rows);
     }
-    held.take(next_rows);
+    if constexpr (!T::kShifted) held.take(next_rows);
     folded = next_folded;
     current = next;
     next = later;
     later = queue.taken(buffer);
-    if (ThreadTile<T>::is_shifted(partition)) __syncwarp();  // lanes copy to rows that others have read
+    if constexpr (T::kShifted) __syncwarp();  // lanes copy to rows that others have read
     stage(ThreadTile<T>(p, partition, later), buffer);
     cuda::cp_async_commit();
     buffer ^= 1;
@@ -441,20 +483,20 @@ __device__ __forceinline__ void for_each_other_tile(const LinearScanParams& p, c
   }
 }
 
-template <typename T, typename Stage, typename Shift, typename Reduce, typename Apply>
+template <typename T, typename Stage, typename Shifted, typename Reduce, typename Apply>
 __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
-                                              const StateView& initial, const Stage& stage, const Shift& shift,
+                                              const StateView& initial, const Stage& stage, const Shifted& shifted,
                                               const Reduce& reduce, const Apply& apply) {
   if (partition.ticket_counter != nullptr) cuda::grid_dependency_sync();  // until the words are zero
   if constexpr (T::kPlain) {
-    for_each_plain_tile<T>(p, partition, shared, initial, stage, shift, reduce, apply);
+    for_each_plain_tile<T>(p, partition, shared, initial, stage, shifted, reduce, apply);
   } else {
     for_each_other_tile<T>(p, partition, shared, initial, stage, reduce, apply);
   }
 }
 
-// Plain tiles have a kernel per recurrence and options. Other tiles, and doubles, have one kernel per recurrence, which reads
-// its options at run time, to keep the build short.
+// Plain tiles of vectors have a kernel per recurrence and options. Shifted tiles have one for the default options of each
+// recurrence and one that reads its options at run time, to keep the build short. Other tiles, and doubles, have the last only.
 template <typename Scalar>
 constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
 
@@ -472,17 +514,41 @@ cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& p
                       /*uses_pdl=*/has_words && cuda::has_pdl(kernel), params, partition);
 }
 
-// Calls launch(variant, is_plain) for a call's recurrence and returns its error.
+template <TileRows rows>
+using ConstantRows = std::integral_constant<TileRows, rows>;
+
+// The variant of a recurrence with the default options.
+template <typename AtRunTime>
+struct DefaultVariant {
+  using type = AtRunTime;
+};
+template <template <typename> typename Variant>
+struct DefaultVariant<Variant<RuntimeOptions>> {
+  using type = Variant<KnownOptions<Activation::kNone>>;
+};
+
+// Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant TileRows.
 template <typename Scalar, typename Launch>
 cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
   cudaError_t error = cudaSuccess;
   if constexpr (kHasPlainKernels<Scalar>) {
+    if (partition.is_plain && !partition.is_shifted) {
+      visit_recurrence(params.recurrence, params.options,
+                       [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kVectors>()); });
+      return error;
+    }
     if (partition.is_plain) {
-      visit_recurrence(params.recurrence, params.options, [&](auto variant) { error = launch(variant, std::true_type()); });
+      const bool is_default = params.options.candidate_activation == Activation::kNone && params.options.gate_is_logit;
+      visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
+        using Default = typename DefaultVariant<decltype(variant)>::type;
+        error = is_default ? launch(Default(), ConstantRows<TileRows::kShifted>())
+                           : launch(variant, ConstantRows<TileRows::kShifted>());
+      });
       return error;
     }
   }
-  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { error = launch(variant, std::false_type()); });
+  visit_recurrence_at_run_time(params.recurrence,
+                               [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kAny>()); });
   return error;
 }
 

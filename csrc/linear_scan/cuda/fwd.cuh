@@ -6,7 +6,8 @@
 // (carry.cuh), takes a and b from reduce or computes them again, advances the state through its steps and writes h (apply).
 // Each input is read once and h written once; in tiles that are not plain, inputs that broadcast are read from global memory
 // twice. A thread reads only what it copied itself, so the copies need no barrier. Rows of plain tiles may start at any
-// element: the lanes of a row then copy it as words, move its elements, and store h as words (shifted_rows.cuh).
+// element, in kernels of their own: the lanes of a row then move its elements to where an aligned row has them, and a warp
+// stores h, row by row, from shared memory (shifted_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -26,22 +27,22 @@ constexpr bool kPassesCoefficients = is_plain && Variant::kNames.size() > 2;
 template <typename Scalar>
 constexpr int kCoefficientRows = static_cast<int>(sizeof(cuda::AccumulateType<Scalar>) / sizeof(Scalar));
 
-template <typename Scalar, typename Variant, bool is_plain>
-using FwdTile =
-    Tile<Scalar, fwd_thread_steps(static_cast<int>(Variant::kNames.size())),
-         std::max(kStagedInputs<Variant, true>, kPassesCoefficients<Variant, is_plain> ? 2 * kCoefficientRows<Scalar> : 0),
-         is_plain, true>;
+template <typename Scalar, typename Variant, TileRows tile_rows>
+using FwdTile = Tile<Scalar, fwd_thread_steps(static_cast<int>(Variant::kNames.size())),
+                     std::max(kStagedInputs<Variant, true>,
+                              kPassesCoefficients<Variant, tile_rows != TileRows::kAny> ? 2 * kCoefficientRows<Scalar> : 0),
+                     tile_rows, true>;
 constexpr int kFwdBlocks = 3;
 
-template <typename Scalar, typename Variant, bool is_plain>
+template <typename Scalar, typename Variant, TileRows tile_rows>
 __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     linear_scan_fwd_kernel(const __grid_constant__ LinearScanFwdParams p, const __grid_constant__ Partition partition) {
-  using T = FwdTile<Scalar, Variant, is_plain>;
+  using T = FwdTile<Scalar, Variant, tile_rows>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
   using Row = typename Shared<T>::Row;
   using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
-  constexpr bool kPasses = kPassesCoefficients<Variant, is_plain>;
+  constexpr bool kPasses = kPassesCoefficients<Variant, T::kPlain>;
   constexpr int kCoefficients = kCoefficientRows<Scalar>;
   // Tiles that are not plain have long steps and gain little from unrolling, except that gates of three and four inputs are
   // worth keeping. Doubles lack the registers.
@@ -53,13 +54,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
 
   const auto view = [&](int i) { return p.inputs[i]; };
   const ShiftedTile<T, Inputs::kStaged, decltype(view)> shifted{shared, p, view};
-  const auto shift = [&]([[maybe_unused]] const ThreadTile<T>& at, [[maybe_unused]] int buffer) {
-    if constexpr (T::kMayShift) shifted.shift(at, buffer);
-  };
   const auto stage = [&](const ThreadTile<T>& at, int buffer) {
-    if constexpr (T::kMayShift) {
-      if (partition.is_shifted) return shifted.copy(at, buffer, [&](int) { return at.steps; });
-    }
+    if constexpr (T::kShifted) return shifted.copy(at, buffer, [&](int) { return at.steps; });
     const SharedRows<T> target{shared, buffer};
     Rows<T> rows[Inputs::kStaged];
 #pragma unroll
@@ -109,7 +105,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     return is_reset;
   };
 
-  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector]) {
+  // Of shifted rows finish(s, row) gets the results.
+  const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     Rows<T> out(p.h, partition, Partition::kH, at);
     for_each_step<T, kKeepsGates>(at.steps, [&](int s, auto keeps) {
@@ -117,7 +114,10 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         const int64_t t = at.step(s);
         if (p.begins(at.batch, t)) load_state<T>(p.initial_state, p.sequence(at.batch, t), at, h);
       }
-      if (T::kPlain && s >= at.steps) return;  // a branch, which keeps the instructions of several steps apart
+      if (T::kPlain && s >= at.steps) {  // a branch, which keeps the instructions of several steps apart
+        if constexpr (T::kShifted) finish(s, Row::zero());
+        return;
+      }
       Step<Acc> steps[T::kVector];
       if constexpr (kPasses) {
         cuda::Vector<Acc, T::kVector> coefficients[2];
@@ -138,7 +138,11 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
       }
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) h[j] = Math<Acc>::fma(steps[j].a, h[j], steps[j].b);
-      out.template store_next<Scalar>(true, Row::round(h));
+      if constexpr (T::kShifted) {
+        finish(s, Row::round(h));
+      } else {
+        out.template store_next<Scalar>(true, Row::round(h));
+      }
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.ends(t)) store_state<T>(p.last_state, p.sequence(at.batch, t), at, h);
@@ -147,16 +151,28 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     if (T::kPlain && at.steps > 0 && at.step(at.steps) == p.seqlen) store_state<T>(p.last_state, at.batch, at, h);
   };
 
-  for_each_tile<T>(p, partition, shared, p.initial_state, stage, shift, reduce, apply);
+  const auto apply = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector]) {
+    apply_steps(at, rows, h, [](int, const Row&) {});
+  };
+  const auto shift = [&](const ThreadTile<T>& at, int buffer) { shifted.shift(at, buffer); };
+  const auto apply_shifted = [&](const ThreadTile<T>& at, HeldRows<T>& held, const SharedRows<T>& next_rows,
+                                 Acc(&h)[T::kVector]) {
+    apply_steps(at, held, h, [&](int s, const Row& row) {
+      held.take(next_rows, s);
+      next_rows(0, s) = row;
+    });
+  };
+  const auto store = [&](const ThreadTile<T>& at, int buffer) { shifted.store(at, buffer, 0, p.h); };
+  for_each_tile<T>(p, partition, shared, p.initial_state, stage, ShiftedWork{shift, apply_shifted, store}, reduce, apply);
 }
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
-  return launch_variant<Scalar>(params, partition, [&](auto variant, auto plain) {
+  return launch_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
-    constexpr bool kPlain = decltype(plain)::value;
-    return launch_tiles<FwdTile<Scalar, Variant, kPlain>>(linear_scan_fwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                          kFwdBlocks, stream);
+    constexpr TileRows kRows = decltype(rows)::value;
+    return launch_tiles<FwdTile<Scalar, Variant, kRows>>(linear_scan_fwd_kernel<Scalar, Variant, kRows>, params, partition,
+                                                         kFwdBlocks, stream);
   });
 }
 

@@ -323,7 +323,7 @@ __device__ __forceinline__ void store_rows(const SequentialPartition& partition,
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) before[s] = out.before(values(s));
 #pragma unroll
-    for (int s = 0; s < S::kSteps; ++s) out.store_next(s, values(s), before[s]);
+    for (int s = 0; s < S::kSteps; ++s) out.store_next(s % 2, s, values(s), before[s]);
   }
 }
 

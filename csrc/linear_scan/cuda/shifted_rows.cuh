@@ -6,12 +6,12 @@
 // that starts between pairs, the pair of the last element of the lane before and its own first one; two lanes store the
 // elements at the ends.
 //
-// In plain tiles the lanes of a row copy it as the aligned words that hold it. In 16-bit types, a row that starts inside a word
-// has one word more than an aligned one, and its elements are an element too far back. Each lane then moves its channels to
-// where an aligned row has them, so that the scan reads both alike.
+// In plain tiles the lanes of a row copy it as blocks, too, in a ring: the first and the last block share a place. Each lane
+// then moves its channels to where an aligned row has them, so that the scan reads both alike. A warp stores the results of its
+// lanes from shared memory, row by row, as in the sequential kernels.
 //
 // Rows whose numbers differ by an even number start equally far from pairs, because two strides are whole pairs. Addresses and
-// counts of stores and of copied words are therefore those of the first two rows.
+// counts of stores are therefore those of the first two rows.
 #pragma once
 
 #include <cstdint>
@@ -50,133 +50,97 @@ __device__ __forceinline__ Element* round_down(Element* address) {
   return reinterpret_cast<Element*>(reinterpret_cast<uintptr_t>(address) & ~static_cast<uintptr_t>(bytes - 1));
 }
 
-// kSteps rows of a tensor of a plain tile in shared memory, kTileChannels channels each, `distance` bytes apart. `lanes`
-// neighboring lanes copy them; each of these reads its part of every row later.
+// `steps` rows of a tensor of a plain tile in shared memory, kTileChannels channels each, `distance` bytes apart. A row has
+// `lanes` neighboring lanes, of which each has 16 bytes, and as many aligned blocks of 16 bytes and one more: its first and its
+// last block share the first place, because the elements of both fill it. Words are aligned, so that in 16-bit types the two
+// blocks may share a word: the last block's is kept apart.
 template <typename Scalar, int steps, int lanes, int distance>
-struct ShiftedRows {
-  static constexpr int kSteps = steps, kRowWords = kTileChannels * static_cast<int>(sizeof(Scalar)) / kWordBytes;
-  static constexpr int kLaneWords = kRowWords / lanes;
-  static constexpr bool kHasShifts = sizeof(Scalar) < kWordBytes;
-  static_assert(sizeof(Scalar) <= kWordBytes && kLaneWords * lanes == kRowWords, "the lanes copy whole rows of words");
-  static constexpr int kAtOnce = kSteps < 8 || kLaneWords > 1 ? 2 : 4;  // the loops are short, to compile fast
-  static_assert(kAtOnce % 2 == 0 && kSteps % (2 * kAtOnce) == 0, "rows come in twos, and half of them are whole loops");
-  static_assert(!kHasShifts || kSteps <= lanes, "a lane copies the last word of a row");
+struct RingRows {
+  static constexpr int kBlock = cuda::kCpAsyncBytes, kRowBytes = lanes * kBlock;
+  static constexpr bool kHasLast = sizeof(Scalar) < kWordBytes;
+  static constexpr int kElements = kBlock / static_cast<int>(sizeof(Scalar));
+  using Vector = cuda::Vector<Scalar, kElements>;
+  static constexpr int kAtOnce = 2;
+  static_assert(kRowBytes == kTileChannels * static_cast<int>(sizeof(Scalar)), "the lanes' blocks are a row");
+  static_assert(steps % kAtOnce == 0 && steps <= lanes, "a lane copies the last word of a row");
 
   // Starts the copies of the first `count` rows; the others become zero. `first` is the first row's first element, of which
-  // `channels` exist, up to kTileChannels. `last` gets the words that follow the rows.
+  // `channels` exist, up to kTileChannels. `rows` is the row's first place, `last` gets the words that are kept apart.
   static __device__ __forceinline__ void copy(const Scalar* first, int64_t stride, int channels, int count, int lane,
-                                              void* rows, uint32_t* last) {
-    const int row_bytes = channels * static_cast<int>(sizeof(Scalar));
-    const auto valid_bytes = [&](const Scalar* row, int word) {  // of a word, the first of which holds the row's first element
-      const int bytes = row_bytes + cuda::bytes_past_multiple<kWordBytes>(row) - word * kWordBytes;
-      return max(0, min(bytes, kWordBytes));
-    };
-    if constexpr (kHasShifts) {
-      if (lane < kSteps) {
-        const Scalar* const row = first + lane * stride;
-        cuda::cp_async<kWordBytes>(&last[lane], word_of(row, kRowWords), lane < count ? valid_bytes(row, kRowWords) : 0);
+                                              char* rows, uint32_t* last) {
+    const int row_bytes = channels * static_cast<int>(sizeof(Scalar)), lane_bytes = lane * kBlock;
+    const int64_t row_stride = stride * static_cast<int64_t>(sizeof(Scalar));
+    const auto valid = [](int left, int most) { return max(0, min(left, most)); };
+    const char* row = reinterpret_cast<const char*>(first);
+#pragma unroll 2
+    for (int s = 0; s < steps; ++s) {
+      const int past = cuda::bytes_past_multiple<kBlock>(row);
+      const char* const begin = round_down<kBlock>(row);
+      const int left = s < count ? row_bytes + past : 0;  // from `begin` on
+      if (lane > 0) cuda::cp_async(rows + s * distance + lane_bytes, begin + lane_bytes, valid(left - lane_bytes, kBlock));
+      if (lane < kBlock / kWordBytes) {
+        const int word = lane * kWordBytes, from = word + (lane < past / kWordBytes ? kRowBytes : 0);
+        cuda::cp_async<kWordBytes>(rows + s * distance + word, begin + from, valid(left - from, kWordBytes));
       }
+      row += row_stride;
     }
-    const char* from[2];
-    int valid[2][kLaneWords];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Scalar* const row = first + i * stride;
-      from[i] = word_of(row, lane);
-#pragma unroll
-      for (int k = 0; k < kLaneWords; ++k) valid[i][k] = valid_bytes(row, lane + k * lanes);
-    }
-    const int64_t two_strides = 2 * stride * static_cast<int64_t>(sizeof(Scalar));
-    char* to = static_cast<char*>(rows) + lane * kWordBytes;
-#pragma unroll 1
-    for (int begin = 0; begin < kSteps; begin += kAtOnce) {
-#pragma unroll
-      for (int s = 0; s < kAtOnce; ++s) {
-#pragma unroll
-        for (int k = 0; k < kLaneWords; ++k) {
-          constexpr int kBytes = lanes * kWordBytes;  // from one of the lane's words to the next
-          cuda::cp_async<kWordBytes>(to + k * kBytes, from[s % 2] + k * kBytes, begin + s < count ? valid[s % 2][k] : 0);
-        }
-        from[s % 2] += two_strides;
-        to += distance;
+    if constexpr (kHasLast) {
+      if (lane < steps) {
+        const char* const own = reinterpret_cast<const char*>(first) + lane * row_stride;
+        const int past = cuda::bytes_past_multiple<kBlock>(own), from = kRowBytes + (past & ~(kWordBytes - 1));
+        cuda::cp_async<kWordBytes>(&last[lane], round_down<kBlock>(own) + from,
+                                   lane < count ? valid(row_bytes + past - from, kWordBytes) : 0);
       }
     }
   }
 
-  // Moves the elements of copied rows to where aligned rows have them. A lane moves the part that it reads later, and reads
-  // the first word of the next lane from that lane's register. All lanes of the warp call this, with equal shifts.
-  static __device__ __forceinline__ void shift(const Scalar* first, int64_t stride, int lane, void* rows,
+  // Moves the elements of copied rows to where aligned rows have them. All lanes of the warp call this.
+  static __device__ __forceinline__ void shift(const Scalar* first, int64_t stride, int lane, char* rows,
                                                const uint32_t* last) {
-    if constexpr (kHasShifts) {
-      const bool is_first = cuda::bytes_past_multiple<kWordBytes>(first) != 0, is_stride = (stride & 1) != 0;
-      if (!is_first && !is_stride) return;
-      const int between = is_stride ? 2 : 1;
-      const auto words_of = [&](int s) {
-        return reinterpret_cast<uint32_t*>(static_cast<char*>(rows) + s * distance) + lane * kLaneWords;
-      };
+    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first));
+    const uint32_t row_stride = static_cast<uint32_t>(stride) * static_cast<uint32_t>(sizeof(Scalar));
+    const bool is_last = lane == lanes - 1;
+    char *own = rows + lane * kBlock, *next = is_last ? rows : own + kBlock;
 #pragma unroll 1
-      for (int begin = is_first ? 0 : 1; begin < kSteps; begin += kAtOnce * between) {
-        uint32_t words[kAtOnce][kLaneWords + 1];
+    for (int begin = 0; begin < steps; begin += kAtOnce) {
+      Vector vectors[kAtOnce][2];
+      uint32_t words[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int s = begin + i * between;
-#pragma unroll
-          for (int k = 0; k < kLaneWords; ++k) words[i][k] = words_of(s)[k];
-          words[i][kLaneWords] = last[s];
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const uint32_t of_next_lane = __shfl_down_sync(cuda::kAllLanes, words[i][0], 1);
-          if (lane + 1 < lanes) words[i][kLaneWords] = of_next_lane;
-#pragma unroll
-          for (int k = 0; k < kLaneWords; ++k) {
-            words_of(begin + i * between)[k] = __byte_perm(words[i][k], words[i][k + 1], 0x5432);
-          }
-        }
+      for (int i = 0; i < kAtOnce; ++i) {
+        vectors[i][0] = Vector::load(reinterpret_cast<const Scalar*>(own + i * distance));
+        vectors[i][1] = Vector::load(reinterpret_cast<const Scalar*>(next + i * distance));
+        if constexpr (kHasLast) words[i] = last[begin + i];
       }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const auto past = static_cast<int>(address + (begin + i) * row_stride) & (kBlock - 1);
+        const Vector vector = join(vectors[i], past, is_last, kHasLast ? words[i] : 0);
+        vector.store(reinterpret_cast<Scalar*>(own + i * distance));
+      }
+      own += kAtOnce * distance;
+      next += kAtOnce * distance;
     }
   }
 
  private:
-  static __device__ __forceinline__ const char* word_of(const Scalar* row, int word) {
-    return reinterpret_cast<const char*>(round_down<kWordBytes>(row)) + word * kWordBytes;
+  // The vector that starts `past` bytes into the first of two. Its last element is in `last` if replaces_last.
+  static __device__ __forceinline__ Vector join(const Vector (&vectors)[2], int past, bool replaces_last, uint32_t last) {
+    constexpr int kWords = kBlock / kWordBytes;
+    uint32_t words[2 * kWords];
+    memcpy(words, vectors, sizeof(words));
+    cuda::skip_words<kWords>(words, past);
+    if constexpr (kHasLast) {
+      words[kWords] = replaces_last ? last : words[kWords];
+      const unsigned int selected = (past & 2) != 0 ? 0x5432 : 0x3210;
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) words[k] = __byte_perm(words[k], words[k + 1], selected);
+    }
+    Vector vector;
+    memcpy(&vector, words, sizeof(vector));
+    return vector;
   }
 };
-
-// Stores the first `count` elements of a vector as aligned words, and those at the ends that share their word singly.
-template <typename Element, int size>
-__device__ __forceinline__ void store_words(Element* target, const cuda::Vector<Element, size>& vector, int count) {
-  constexpr int kWords = size * static_cast<int>(sizeof(Element)) / kWordBytes;
-  uint32_t words[kWords + 1] = {};
-  memcpy(words, &vector, sizeof(vector));
-  if constexpr (sizeof(Element) == kWordBytes) {
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) {
-      if (k < count) __stcg(reinterpret_cast<uint32_t*>(target) + k, words[k]);
-    }
-  } else {
-    const int skipped = cuda::bytes_past_multiple<kWordBytes>(target) != 0 ? 1 : 0;  // elements
-    auto* const first = reinterpret_cast<uint32_t*>(target + skipped);
-    uint32_t end = 0;  // the element after the last whole word
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) {
-      const uint32_t word = __byte_perm(words[k], words[k + 1], skipped != 0 ? 0x5432 : 0x3210);
-      if (skipped + 2 * k + 2 <= count) {
-        __stcg(first + k, word);
-      } else if (skipped + 2 * k + 1 == count) {
-        end = word;
-      }
-    }
-    const auto half = [](uint32_t word) {
-      const auto bits = static_cast<uint16_t>(word);
-      Element element;
-      memcpy(&element, &bits, sizeof(element));
-      return element;
-    };
-    if (skipped != 0 && count > 0) target[0] = half(words[0]);
-    if ((count - skipped) % 2 == 1) target[count - 1] = half(end);
-  }
-}
 
 // steps rows of a tensor for a warp of the sequential kernels, kTileChannels channels each, as the aligned blocks of
 // kCpAsyncBytes that hold them: one more than an aligned row has. A lane then loads its two channels of each row from there.
@@ -282,9 +246,8 @@ struct ShiftedStores {
     memcpy(words, &own, sizeof(words));
     return __shfl_up_sync(cuda::kAllLanes, words[kWords - 1], 1);
   }
-  // Row s. Called for each row, in order.
-  __device__ __forceinline__ void store_next(int s, const Pair& own, uint32_t before) {
-    const int i = s % 2;
+  // Row s, which is odd if i is 1. Called for each row, in order.
+  __device__ __forceinline__ void store_next(int i, int s, const Pair& own, uint32_t before) {
     uint32_t words[kWords];
     memcpy(words, &own, sizeof(words));
     Pair pair;

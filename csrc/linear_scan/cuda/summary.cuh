@@ -27,7 +27,7 @@
 namespace ssm_kernels::linear_scan {
 
 template <typename Scalar, bool is_plain>
-using SummaryTile = Tile<Scalar, kSummaryThreadSteps, 1, is_plain, true, false>;
+using SummaryTile = Tile<Scalar, kSummaryThreadSteps, 1, is_plain ? TileRows::kVectors : TileRows::kAny, true>;
 // Blocks of a multiprocessor, at least. Doubles take more registers.
 template <typename Scalar>
 constexpr int kSummaryBlocks = kHasPlainKernels<Scalar> ? 4 : 3;
