@@ -13,6 +13,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "common/integers.h"
@@ -64,14 +65,13 @@ class Plan {
 
   bool is_empty() const { return params_.batch == 0 || params_.seqlen == 0 || params_.channels == 0; }
 
-  // Whether the sequential kernels take the call, whose rows may start at any element. A block of theirs has a chain, so three
-  // quarters of the multiprocessors have one, and their copies fill the memory's bandwidth.
-  bool is_sequential() const {
+  // Whether the sequential kernels take the call, whose rows may start at any element.
+  bool is_sequential(bool is_forward) const {
     const auto kernel = static_cast<KernelChoice>(debug_option(DebugOption::kLinearScanKernel));
     const bool has_kernels =
         is_whole_ && has_contiguous_channels_ && scalar_bytes_ < 8 && chains() <= kMost && params_.seqlen <= kMost;
     if (!has_kernels || kernel == KernelChoice::kTiles) return false;
-    return kernel == KernelChoice::kSequential || 4 * chains() >= 3 * cuda::multiprocessor_count(like_.get_device());
+    return kernel == KernelChoice::kSequential || static_cast<double>(chains()) >= least_sequential_chains(is_forward);
   }
 
   // `stored`: a bit for each view that the call writes.
@@ -158,6 +158,14 @@ class Plan {
     partition.is_shifted = !has_vectors_;
   }
 
+  // The number of chains from which on the sequential kernels are faster. Their time grows with the steps, as long as no
+  // multiprocessor has two chains; that of tiles with chains times steps, and tiles take longer to begin. Measured on an H200.
+  double least_sequential_chains(bool is_forward) const {
+    const double multiprocessors = cuda::multiprocessor_count(like_.get_device());
+    const double of_beginning = (is_forward ? 32768.0 : 45056.0) / static_cast<double>(params_.seqlen);
+    return std::max(0.36 * multiprocessors, (is_forward ? 0.52 : 0.7) * multiprocessors - of_beginning);
+  }
+
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
   int64_t chains() const { return params_.batch * channel_blocks(); }
 
@@ -188,7 +196,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   if (plan.is_empty()) return outputs;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const ScalarKind kind = scalar_kind(first.scalar_type());
-  if (plan.is_sequential()) {
+  if (plan.is_sequential(/*is_forward=*/true)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
       return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(kStoredByFwd), stream);
     }));
@@ -220,7 +228,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   if (plan.is_empty()) return grads;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const ScalarKind kind = scalar_kind(first.scalar_type());
-  if (plan.is_sequential()) {
+  if (plan.is_sequential(/*is_forward=*/false)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
       return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(kStoredByBwd), stream);
     }));

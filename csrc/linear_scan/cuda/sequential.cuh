@@ -164,9 +164,8 @@ class Chain {
 
   // The state before the warp's next segment.
   __device__ __forceinline__ void wait_for_state(Acc (&state)[S::kLaneChannels]) {
-    const int own = cuda::opaque(warp);  // addresses are computed again: in registers they would cost spills
-    ready_[own].wait(turn_++);
-    const Acc* const source = states_ + own * kTileChannels;
+    ready_[warp].wait(turn_++);
+    const Acc* const source = states_ + warp * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
   }
@@ -202,7 +201,6 @@ class Chain {
     return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
   }
   __device__ __forceinline__ void publish(int to, const Acc (&state)[S::kLaneChannels]) {
-    to = cuda::opaque(to);
     Acc* const target = states_ + to * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) target[j] = state[j];
