@@ -38,7 +38,7 @@ def measure(cases: Sequence[SizeCase], run: Run) -> list[dict[str, Any]]:
     """The rows of a neighbor and of the sizes that have it."""
     turns = Turns(run)
     rows = [row_of(case, turns) for case in cases]
-    turns.measure()
+    turns.measure(warm_code=True)
     neighbors = {row["name"]: row for row in rows}
     for row in rows:
         row["ratios"] = {name: rounded(value) for name, value in ratios(row, neighbors.get(row["neighbor"])).items()}

@@ -116,6 +116,7 @@ def measure(
     least: int = 3,
     on_trial: Callable[[], None] | None = None,
     cache_writes: int = _CACHE_WRITES,
+    warm_code: bool = False,
 ) -> dict[str, Measurement]:
     """Times every benchmark, in turns.
 
@@ -128,7 +129,18 @@ def measure(
         on_trial: called after every trial, the warm-up's included.
         cache_writes: how often the cache is overwritten before a trial on CUDA. With one, as in triton.testing.do_bench, the
             host's time to enqueue a trial counts wherever the device is faster.
+        warm_code: whether a call that is not timed comes before the cache is overwritten, so that the multiprocessors hold
+            the kernels' instructions. Without it a kernel that also ran in the turn before takes 10 µs less than the others.
     """
+
+    def call(stages: Stages, mark: Callable[[], Any]) -> list[Any]:
+        reading = [mark()]
+        result: tuple[Any, ...] = ()
+        for stage in stages:
+            result = (stage(*result),)
+            reading.append(mark())
+        return reading
+
     device = torch.device(device)
     clock = _CudaClock(device, cache_writes) if device.type == "cuda" else _CpuClock()
     marks: dict[str, list[list[Any]]] = {name: [] for name in benchmarks}
@@ -139,13 +151,10 @@ def measure(
         if budget is not None and trial >= least and time.perf_counter() - start > budget:
             break
         for name, stages in benchmarks.items():
+            if warm_code:
+                call(stages, lambda: None)
             clock.prepare()
-            reading = [clock.mark()]
-            result: tuple[Any, ...] = ()
-            for stage in stages:
-                result = (stage(*result),)
-                reading.append(clock.mark())
-            del result
+            reading = call(stages, clock.mark)
             if trial >= 0:
                 marks[name].append(reading)
             if on_trial is not None:
