@@ -34,7 +34,7 @@ KERNEL_LIMITS = {
     "mixers": 2,
     "norm": 70,
     "selective_scan": 164,
-    "selective_state_update": 111,
+    "selective_state_update": 136,
     "ssd": 89,
 }
 

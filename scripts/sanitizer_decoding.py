@@ -18,15 +18,16 @@ from ssm_kernels import causal_conv1d_update, selective_state_update
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs: each kernel (dtypes, method, fast and tied, fast and not tied, general), then each path inside them."""
+    """Name and inputs: each kernel (dtypes, method, step, tied, general), then each path inside them."""
     for dtype, state_dtype in STEP_DTYPES:
         for method in METHODS:
             options = {"dtype": dtype, "state_dtype": state_dtype, "discretization": method}
             name = f"{dtype} {state_dtype} {method}"
             inputs = make_step_inputs(dim=37, dstate=32, **options)
-            yield f"fast {name}", inputs
-            yield f"fast, tied {name}", inputs | {"A": inputs["A"][:, :1].expand(37, 32)}
-            yield f"general {name}", make_step_inputs(dim=37, dstate=7, **options)
+            yield f"step {name}", inputs
+            yield f"tied {name}", inputs | {"A": inputs["A"][:, :1].expand(37, 32)}
+            yield f"step by elements {name}", make_step_inputs(dim=37, dstate=7, **options)
+            yield f"general {name}", make_step_inputs(dim=37, dstate=7, layout="transposed", **options)
         options = {"dtype": dtype, "state_dtype": state_dtype}
         name = f"{dtype} {state_dtype}"
         for dstate in (1, 8, 16, 64, 128, 255, 256):
@@ -36,6 +37,7 @@ def state_update_cases() -> Iterator[tuple[str, Inputs]]:
             cast = inputs | {parameter: inputs[parameter].to(dtype) for parameter in ("A", "D", "dt_bias")}
             yield f"parameters in the dtype of x, dstate {dstate} {name}", cast
             yield f"the same, tied {name}", cast | {"A": cast["A"][:, :1].expand(37, dstate)}
+        yield f"step of four rows {name}", make_step_inputs(batch=16, dim=1021, dstate=16, **options)
         for layout in ("transposed", "permuted", "offset", "sliced"):
             yield f"{layout} {name}", make_step_inputs(heads=3, dim=5, dstate=16, groups=3, layout=layout, **options)
         yield f"groups {name}", make_step_inputs(heads=6, dim=11, dstate=64, groups=2, **options)

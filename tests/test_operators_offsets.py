@@ -17,6 +17,7 @@ from guarded_memory import (
     assert_same_bits,
     guard_all,
 )
+from helpers import LAYOUTS as STRIDES
 from helpers import dtypes, kernel_choices
 from offset_cases import OFFSET_CASES, OffsetCase
 from operator_spec import Inputs
@@ -54,6 +55,18 @@ def test_decoding_steps_have_the_bits_of_aligned_rows(form: str, dstate: int, de
         inputs = make_step_inputs(dim=83, **options)
     axes = dict.fromkeys(("state", "x", "dt", "B", "C", "z"), (-1,))
     assert_steps_keep_bits(ssm_kernels.selective_state_update, inputs, axes, "state")
+
+
+@pytest.mark.parametrize("layout", STRIDES[1:])
+@pytest.mark.parametrize("batch", [2, 16])
+@dtypes(torch.float32, torch.bfloat16)
+def test_decoding_steps_have_the_same_bits_in_any_strides(layout: str, batch: int, device: str, dtype: torch.dtype) -> None:
+    options = {"batch": batch, "dim": 1021, "dstate": 24, "dtype": dtype, "state_dtype": dtype, "device": device}
+    results = []
+    for strides in ("contiguous", layout):
+        inputs = make_step_inputs(**options, layout=strides)
+        results.append({"out": ssm_kernels.selective_state_update(**inputs), "state": inputs["state"]})
+    assert_same_bits(results[1], results[0])
 
 
 @pytest.mark.parametrize("seqlen", [None, 3])

@@ -15,6 +15,9 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
+#include <optional>
+#include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
@@ -122,23 +125,147 @@ Tiling make_tiling(const StateUpdateParams& p, const TokenParams* tokens, int64_
   return tiling;
 }
 
-cudaError_t launch(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream) {
+// The stride between neighboring channels, if there is one.
+std::optional<int64_t> channel_stride(const StateUpdateParams& p, const ChannelView& view) {
+  if (p.heads == 1) return view.stride_dim;
+  if (p.headdim == 1 || view.stride_head == p.headdim * view.stride_dim) return view.stride_head / p.headdim;
+  return std::nullopt;
+}
+
+// The strides of two axes of `sizes` entries, if all offsets of elements fit 32 bits.
+std::optional<StepParams::Strides> step_strides(int64_t batch, int64_t batch_stride, int64_t channels,
+                                                std::optional<int64_t> channel_stride) {
+  constexpr int64_t kMost = int64_t(1) << 31;  // together with a row's elements below 2^32
+  if (!channel_stride.has_value() || batch_stride < 0 || *channel_stride < 0) return std::nullopt;
+  const auto extent = [&](int64_t size, int64_t stride) { return stride > kMost ? kMost : (size - 1) * stride; };
+  if (batch >= kMost || channels >= kMost || extent(batch, batch_stride) + extent(channels, *channel_stride) >= kMost) {
+    return std::nullopt;
+  }
+  return StepParams::Strides{static_cast<uint32_t>(batch > 1 ? batch_stride : 0),
+                             static_cast<uint32_t>(channels > 1 ? *channel_stride : 0)};
+}
+
+struct StepCall {
+  StepParams params;
+  StepTiling tiling;
+};
+
+// The step kernel's call (launch.h), if it takes this one.
+std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiprocessors) {
+  if (p.tied_A() || p.input_kind == ScalarKind::kDouble) return std::nullopt;
+  if (p.slots < 1 || p.dstate < 1 || p.dstate > kWarpSize * kStepVector) return std::nullopt;
+  for (const int64_t stride : {p.state.stride_state, p.A.stride_state, p.B.stride_state, p.C.stride_state}) {
+    if (stride != 1 && p.dstate > 1) return std::nullopt;
+  }
+  StepCall call;
+  StepParams& step = call.params;
+  StepTiling& tiling = call.tiling;
+  const int64_t channels = p.channels(), channels_per_group = channels / p.groups;
+  bool fits = true;
+  const auto strides = [&](int64_t batch_stride, int64_t inner, std::optional<int64_t> inner_stride) {
+    const auto found = step_strides(p.batch, batch_stride, inner, inner_stride);
+    fits = fits && found.has_value();
+    return found.value_or(StepParams::Strides());
+  };
+  const auto of_channels = [&](const ChannelView& view) {
+    return view.data == nullptr ? StepParams::Strides() : strides(view.stride_batch, channels, channel_stride(p, view));
+  };
+  const auto of_groups = [&](const GroupView& view) { return strides(view.stride_batch, p.groups, view.stride_group); };
+  step.dt_stride = of_channels(p.dt), step.x_stride = of_channels(p.x);
+  step.z_stride = of_channels(p.z), step.out_stride = of_channels(p.out);
+  step.B_stride = of_groups(p.B), step.C_stride = of_groups(p.C);
+  step.bias_channel = of_channels(p.dt_bias).channel, step.skip_channel = of_channels(p.D).channel;
+  step.state_channel = strides(0, channels, row_stride(p, p.state)).channel;
+  step.A_channel = strides(0, channels, row_stride(p, p.A)).channel;
+  const int64_t state_bytes = cuda::element_bytes(p.state_kind), input_bytes = cuda::element_bytes(p.input_kind);
+  const int64_t slot_bytes = p.state.stride_batch * state_bytes;
+  constexpr int64_t kMost = int64_t(1) << 32;
+  fits = fits && p.slots < kMost && slot_bytes >= 0 && slot_bytes < kMost && p.indices.stride >= 0 &&
+         p.indices.stride * p.batch < kMost && channels * step.state_channel * state_bytes < kMost;
+  if (!fits) return std::nullopt;
+
+  const auto aligned = [&](const void* data, int64_t bytes, const StepParams::Strides& stride) {
+    return is_aligned(data, bytes, kStepVector, {stride.batch, stride.channel});
+  };
+  tiling.vectors = p.dstate % kStepVector == 0 && aligned(p.state.data, state_bytes, {0, step.state_channel}) &&
+                   is_aligned(p.state.data, state_bytes, kStepVector, {p.state.stride_batch}) &&
+                   aligned(p.A.data, p.A_is_input_kind ? input_bytes : int64_t(sizeof(float)), {0, step.A_channel}) &&
+                   aligned(p.B.data, input_bytes, step.B_stride) && aligned(p.C.data, input_bytes, step.C_stride);
+  while ((kStepVector << step.log2_lanes) < p.dstate) ++step.log2_lanes;
+  const auto set_rows = [&](int rows) {
+    // Each of a group's rows has an owner.
+    while (rows > 1 << step.log2_lanes) ++step.log2_lanes;
+    const int64_t channels_per_tile = (kWarpSize >> step.log2_lanes) * rows;
+    tiling.rows = rows;
+    return p.batch * ((channels + channels_per_tile - 1) / channels_per_tile);
+  };
+  int64_t tiles = set_rows(1);
+  // One row a lane where all warps run at once (docs/tuning.md).
+  constexpr int64_t kFewWarps = 8;  // of a multiprocessor
+  if (!tiling.vectors || p.discretization != Discretization::kZoh || tiles > multiprocessors * kFewWarps) {
+    if (channels_per_group % kRowsInFlight != 0 && p.groups > 1) return std::nullopt;
+    tiles = set_rows(kRowsInFlight);
+  }
+  constexpr int64_t kMostTiles = int64_t(1) << 26;  // the number of threads fits 32 bits
+  if (tiles > kMostTiles) return std::nullopt;
+  tiling.tiles = static_cast<uint32_t>(tiles);
+  while (tiling.warps_per_block > 1 && tiles < multiprocessors * tiling.warps_per_block) tiling.warps_per_block /= 2;
+
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto set = [&](uint32_t flag, bool condition) { step.flags |= condition ? flag : 0; };
+  const bool has_bias = p.dt_bias.data != nullptr, has_skip = p.D.data != nullptr;
+  set(kHasSlots, p.indices.data != nullptr), set(kSlotsAreInt64, p.indices.is_int64), set(kHasGroups, p.groups > 1);
+  set(kA_IsInput, p.A_is_input_kind && input_bytes == 2), set(kA_IsLog, p.A_is_log);
+  const bool bias_is_input = p.dt_bias_is_input_kind && input_bytes == 2, skip_is_input = p.D_is_input_kind && input_bytes == 2;
+  set(kBiasIsFloat, has_bias && !bias_is_input), set(kBiasIsInput, has_bias && bias_is_input);
+  set(kSkipIsFloat, has_skip && !skip_is_input), set(kSkipIsInput, has_skip && skip_is_input);
+  set(kHasGate, p.z.data != nullptr), set(kSoftplus, p.dt_softplus);
+  set(kClamps, p.dt_min > -kInfinity || p.dt_max < kInfinity);
+  step.batch = static_cast<uint32_t>(p.batch), step.channels = static_cast<uint32_t>(channels);
+  step.dstate = static_cast<uint32_t>(p.dstate), step.slots = static_cast<uint32_t>(p.slots);
+  step.batch_divisor = cuda::Divisor(p.batch), step.group_divisor = cuda::Divisor(channels_per_group);
+  step.dt = p.dt.data, step.dt_bias = p.dt_bias.data, step.state = p.state.data, step.A = p.A.data;
+  step.B = p.B.data, step.C = p.C.data, step.x = p.x.data, step.D = p.D.data, step.z = p.z.data, step.out = p.out.data;
+  step.slot_bytes = static_cast<uint32_t>(slot_bytes);
+  step.dt_min = static_cast<float>(p.dt_min), step.dt_max = static_cast<float>(p.dt_max);
+  step.discretization = p.discretization;
+  step.slot_of_row = p.indices.data, step.slot_stride = static_cast<uint32_t>(p.indices.stride);
+  return call;
+}
+
+// Calls launch(Input(), State()) with the types of the inputs and of the state: theirs or, beside fp16 and bf16 inputs, float.
+template <typename Launch>
+cudaError_t visit_types(const StateUpdateParams& params, const Launch& launch) {
   return cuda::visit_scalar(params.input_kind, [&](auto input) {
-    using Input = decltype(input);
-    // The state has the type of the inputs or, beside fp16 and bf16 inputs, is float32.
-    if constexpr (sizeof(Input) == 2) {
-      if (params.input_kind != params.state_kind) {
-        return launch_selective_state_update<Input, float>(params, tokens, tiling, stream);
-      }
+    if constexpr (sizeof(input) == 2) {
+      if (params.input_kind != params.state_kind) return launch(input, float());
     }
-    return launch_selective_state_update<Input, Input>(params, tokens, tiling, stream);
+    return launch(input, input);
+  });
+}
+
+cudaError_t launch(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream) {
+  return visit_types(params, [&](auto input, auto state) {
+    return launch_selective_state_update<decltype(input), decltype(state)>(params, tokens, tiling, stream);
   });
 }
 
 void run(const StateUpdateParams& params, TokenParams* tokens, const at::Tensor& x) {
-  if (tokens != nullptr) tokens->intermediate_row = row_stride(params, tokens->intermediate).value_or(0);
-  const Tiling tiling = make_tiling(params, tokens, cuda::multiprocessor_count(x.get_device()));
-  C10_CUDA_CHECK(launch(params, tokens, tiling, c10::cuda::getCurrentCUDAStream()));
+  const int64_t multiprocessors = cuda::multiprocessor_count(x.get_device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  if (tokens != nullptr) {
+    tokens->intermediate_row = row_stride(params, tokens->intermediate).value_or(0);
+  } else if (const std::optional<StepCall> step = make_step(params, multiprocessors)) {
+    C10_CUDA_CHECK(visit_types(params, [&](auto input, auto state) -> cudaError_t {
+      if constexpr (std::is_same_v<decltype(input), double>) {
+        return cudaErrorInvalidValue;
+      } else {
+        return launch_step<decltype(input), decltype(state)>(step->params, step->tiling, stream);
+      }
+    }));
+    return;
+  }
+  C10_CUDA_CHECK(launch(params, tokens, make_tiling(params, tokens, multiprocessors), stream));
 }
 
 NoResult cuda_out(const OutInputs& in) {

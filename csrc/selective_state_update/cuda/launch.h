@@ -51,6 +51,60 @@ constexpr int vector_elements(int64_t state_bytes, bool tied_A) {
   return state_bytes == 8 ? 1 : static_cast<int>(state_vector_bytes(state_bytes, tied_A) / state_bytes);
 }
 
+// The elements of a lane's vector in the step kernel (step.cuh). It takes calls of one token with an A of dstate values a row,
+// where the lanes load a row at once, the dstate values of state, A, B and C are contiguous, channels are evenly spaced in
+// every tensor, and offsets fit 32 bits.
+constexpr int kStepVector = 4;
+
+enum StepFlags : uint32_t {
+  kHasSlots = 1,
+  kSlotsAreInt64 = 2,
+  kHasGroups = 4,
+  kA_IsInput = 8,  // else float
+  kA_IsLog = 16,
+  kBiasIsFloat = 32,
+  kBiasIsInput = 64,
+  kSkipIsFloat = 128,
+  kSkipIsInput = 256,
+  kHasGate = 512,
+  kSoftplus = 1024,
+  kClamps = 2048,
+};
+
+// Strides are in elements.
+struct StepParams {
+  struct Strides {
+    uint32_t batch = 0, channel = 0;  // of B and C: between groups
+  };
+
+  uint32_t flags = 0;
+  int log2_lanes = 0;
+  uint32_t batch = 0, channels = 0, dstate = 0, slots = 0;
+  cuda::Divisor batch_divisor;
+  const void *dt = nullptr, *dt_bias = nullptr;
+  void* state = nullptr;
+  const void *A = nullptr, *B = nullptr, *C = nullptr, *x = nullptr, *D = nullptr, *z = nullptr;
+  void* out = nullptr;
+  Strides dt_stride, B_stride, C_stride, x_stride, z_stride, out_stride;
+  uint32_t bias_channel = 0, state_channel = 0, A_channel = 0, skip_channel = 0;
+  uint32_t slot_bytes = 0;  // between slots
+  float dt_min = 0, dt_max = 0;
+  Discretization discretization = Discretization::kZoh;
+  const void* slot_of_row = nullptr;
+  uint32_t slot_stride = 0;
+  cuda::Divisor group_divisor;  // channels of a group
+};
+
+struct StepTiling {
+  int rows = 1;         // of a lane: 1, for zoh only, or kRowsInFlight
+  bool vectors = true;  // rows start at multiples of a vector
+  int warps_per_block = kMaxWarpsPerBlock;
+  uint32_t tiles = 0;
+};
+
+template <typename Input, typename State>
+cudaError_t launch_step(const StepParams& params, const StepTiling& tiling, cudaStream_t stream);
+
 // Input is the type of x, dt, B, C, z and out. `tokens` is null where each row has one token and one slot. Instantiated in
 // instantiations/.
 template <typename Input, typename State>

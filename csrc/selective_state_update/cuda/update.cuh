@@ -27,6 +27,7 @@
 #include "cuda/index_math.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_state_update/cuda/launch.h"
+#include "selective_state_update/cuda/rows.cuh"
 
 namespace ssm_kernels::selective_state_update {
 
@@ -67,73 +68,6 @@ __device__ __forceinline__ Vector<Scalar, size> load_if(bool condition, const Sc
   return condition ? Vector<Scalar, size>::load(source) : Vector<Scalar, size>::zero();
 }
 
-// The first `count` elements of a vector, one at a time; the others are zero. Strides are in elements.
-template <int size, typename Scalar>
-__device__ __forceinline__ Vector<Scalar, size> load_elements(int count, const Scalar* source, int64_t stride) {
-  Vector<Scalar, size> result = Vector<Scalar, size>::zero();
-#pragma unroll
-  for (int i = 0; i < size; ++i) {
-    if (i < count) result.set(i, source[i * stride]);
-  }
-  return result;
-}
-template <int size, typename Scalar>
-__device__ __forceinline__ void store_elements(const Vector<Scalar, size>& values, int count, Scalar* target, int64_t stride) {
-#pragma unroll
-  for (int i = 0; i < size; ++i) {
-    if (i < count) target[i * stride] = values[i];
-  }
-}
-
-// The value of lane `source` of this lane's group.
-template <typename T>
-__device__ __forceinline__ T shuffle(T value, int source, int lanes) {
-  return __shfl_sync(kAllLanes, value, source, lanes);
-}
-template <typename T>
-__device__ __forceinline__ T* shuffle(T* value, int source, int lanes) {
-  return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(value), source, lanes));
-}
-
-// Sums each row of `partial` over the lanes of a group. Lanes whose number is r modulo kRowsInFlight return the sum of row r.
-template <typename Acc>
-__device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], int lane, int lanes) {
-  static_assert(kRowsInFlight == 4, "two exchanges leave one row");
-  const bool upper = lane & 2, odd = lane & 1;
-  Acc even_row = upper ? partial[2] : partial[0];
-  Acc odd_row = upper ? partial[3] : partial[1];
-  even_row += __shfl_xor_sync(kAllLanes, upper ? partial[0] : partial[2], 2);
-  odd_row += __shfl_xor_sync(kAllLanes, upper ? partial[1] : partial[3], 2);
-  Acc row = odd ? odd_row : even_row;
-  row += __shfl_xor_sync(kAllLanes, odd ? even_row : odd_row, 1);
-  for (int distance = kRowsInFlight; distance < lanes; distance *= 2) row += __shfl_xor_sync(kAllLanes, row, distance);
-  return row;
-}
-
-// A method that the kernel reads from its parameters: the general kernel is compiled once for all methods.
-struct RuntimeMethod {
-  Discretization discretization;
-};
-
-template <typename Method>
-__device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
-  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
-    return {p.discretization};
-  } else {
-    return {};
-  }
-}
-
-// Calls visitor(method) with a method that is known at compile time.
-template <typename Method, typename Visitor>
-__device__ __forceinline__ void visit_method(const Method& method, const Visitor& visitor) {
-  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
-    visit_discretization(method.discretization, visitor);
-  } else {
-    visitor(method);
-  }
-}
-
 // A warp's batch row, group and channels.
 template <typename Index>
 struct Tile {
@@ -171,7 +105,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   constexpr int kVectorSize = vector_elements(sizeof(State), tied_A);
   const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
   if (warp >= Index(tiling.tiles)) return;
-  const Method method = make_method<Method>(p);
+  const Method method = make_method<Method>(p.discretization);
   const int lanes = tiling.lanes();
   const int lane = threadIdx.x & (lanes - 1);
   const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
@@ -537,12 +471,16 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, const
                                                   ? selective_state_update_kernel<Input, State, RuntimeMethod, false, splits_A>
                                                   : selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
   if constexpr (!std::is_same_v<Input, double>) {
-    visit_discretization(params.discretization, [&](auto method) {
-      using Method = decltype(method);
-      if (!tiling.fast) return;
-      kernel = params.tied_A() ? selective_state_update_kernel<Input, State, Method, true, true>
-                               : selective_state_update_kernel<Input, State, Method, true, false>;
-    });
+    // Rows with an A of dstate values mostly take the step kernel.
+    if (tiling.fast && !params.tied_A()) {
+      kernel = params.discretization == Discretization::kZoh
+                   ? selective_state_update_kernel<Input, State, Zoh, true, false>
+                   : selective_state_update_kernel<Input, State, RuntimeMethod, true, false>;
+    } else if (tiling.fast) {
+      visit_discretization(params.discretization, [&](auto method) {
+        kernel = selective_state_update_kernel<Input, State, decltype(method), true, true>;
+      });
+    }
   }
   return for_each_grid(tiling, [&](unsigned int blocks, const Tiling& part) {
     kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part);
