@@ -30,6 +30,57 @@ __device__ __forceinline__ void visit_index(int index, const Function& function)
 // Selector of __byte_perm for words that start `past` bytes, a multiple of 2, after a pair of words.
 __device__ __forceinline__ unsigned int select_half_words(int past) { return (past & 2) != 0 ? 0x5432 : 0x3210; }
 
+// The 16 bytes that start `skipped` words, and half a word more with that selector, after the start of `a`; `b` follows it.
+template <typename Scalar, int skipped>
+__device__ __forceinline__ uint4 join_pieces(const uint4& a, const uint4& b, unsigned int selected) {
+  const uint32_t words[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  const auto word = [&](int i) {
+    if constexpr (sizeof(Scalar) == 4) return words[skipped + i];
+    return __byte_perm(words[skipped + i], words[skipped + i + 1], selected);
+  };
+  return {word(0), word(1), word(2), word(3)};
+}
+
+// The vector that starts `past` bytes after a multiple of 16 bytes in shared memory. `past` is the same for the warp. The 16
+// bytes after those of its first element are read, too, and must exist.
+template <typename Scalar>
+__device__ __forceinline__ Vector<Scalar, kCpAsyncBytes / sizeof(Scalar)> load_pieces(const char* first, int past) {
+  const uint4* const pieces = reinterpret_cast<const uint4*>(first);
+  const uint4 a = pieces[0], b = pieces[1];
+  Vector<Scalar, kCpAsyncBytes / sizeof(Scalar)> vector;
+  visit_index<kCpAsyncBytes / 4>(past / 4, [&](auto skipped) {
+    const uint4 joined = join_pieces<Scalar, decltype(skipped)::value>(a, b, select_half_words(past));
+    memcpy(&vector, &joined, sizeof(joined));
+  });
+  return vector;
+}
+
+// The 16 bytes that begin `skipped` bytes after the start of the lane's vector and end in that of the lane above, which for the
+// last lane is `above` of the first. `skipped` is the same for the warp, which calls the function together.
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> join_lane_above(const Vector<Scalar, size>& own,
+                                                                const Vector<Scalar, size>& above, int skipped) {
+  using Values = Vector<Scalar, size>;
+  static_assert(Values::kBytes == kCpAsyncBytes, "a vector is a piece");
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t words[4], later[4];
+  memcpy(words, &own, sizeof(words));
+  memcpy(later, &above, sizeof(later));
+  Values vector;
+  visit_index<kCpAsyncBytes / 4>(skipped / 4, [&](auto index) {
+    constexpr int kSkipped = decltype(index)::value, kTaken = kSkipped + (sizeof(Scalar) == 2 ? 1 : 0);
+    uint32_t next[4] = {};
+#pragma unroll
+    for (int k = 0; k < kTaken; ++k) {
+      next[k] = __shfl_sync(kAllLanes, lane == 0 ? later[k] : words[k], (lane + 1) % kWarpSize);
+    }
+    const uint4 joined = join_pieces<Scalar, kSkipped>({words[0], words[1], words[2], words[3]},
+                                                       {next[0], next[1], next[2], next[3]}, select_half_words(skipped));
+    memcpy(&vector, &joined, sizeof(joined));
+  });
+  return vector;
+}
+
 // `bytes` consecutive bytes of a row of elements of type Scalar, which a warp copies to shared memory.
 template <typename Scalar, int bytes>
 struct ShiftedSegment {
@@ -63,7 +114,7 @@ struct ShiftedSegment {
 #pragma unroll
       for (int k = 0; k < kPieces; ++k) {
         uint4* const piece = reinterpret_cast<uint4*>(own + k * kWarpBytes);
-        const uint4 moved = join_pieces<kSkipped>(piece[0], piece[1], selected);
+        const uint4 moved = join_pieces<Scalar, kSkipped>(piece[0], piece[1], selected);
         __syncwarp();
         *piece = moved;
       }
@@ -88,7 +139,7 @@ struct ShiftedSegment {
         if (inner < lane_bytes + k * kWarpBytes + kCpAsyncBytes) continue;
         const uint4* const piece = reinterpret_cast<const uint4*>(own + k * kWarpBytes);
         *reinterpret_cast<uint4*>(first + skipped + lane_bytes + k * kWarpBytes) =
-            join_pieces<kSkipped>(piece[0], piece[1], selected);
+            join_pieces<Scalar, kSkipped>(piece[0], piece[1], selected);
       }
     });
     // Elements before the first whole piece and after the last one, whose 16 bytes belong in part to other warps or rows.
@@ -98,18 +149,6 @@ struct ShiftedSegment {
     if (lane < 2 * kEdgeElements && position < (is_first ? min(skipped, count) : count)) {
       *reinterpret_cast<Scalar*>(first + position) = *reinterpret_cast<const Scalar*>(own - lane_bytes + position);
     }
-  }
-
- private:
-  // The 16 bytes that start `skipped` words, and half a word more with that selector, after the start of `a`; `b` follows it.
-  template <int skipped>
-  static __device__ __forceinline__ uint4 join_pieces(const uint4& a, const uint4& b, unsigned int selected) {
-    const uint32_t words[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    const auto word = [&](int i) {
-      if constexpr (sizeof(Scalar) == 4) return words[skipped + i];
-      return __byte_perm(words[skipped + i], words[skipped + i + 1], selected);
-    };
-    return {word(0), word(1), word(2), word(3)};
   }
 };
 

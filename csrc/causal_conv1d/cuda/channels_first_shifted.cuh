@@ -15,12 +15,12 @@
 #include <type_traits>
 
 #include "causal_conv1d/cuda/channels_first.cuh"
-#include "cuda/shifted_io.cuh"
+#include "cuda/shifted_segment.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     conv_fwd_channels_first_shifted_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -44,10 +44,17 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const Scalar* const x_tile = x + first;
   Scalar* const out_tile = out + first;
 
-  // x or what precedes the sequence.
-  const auto element_at = [&](int64_t t) {
-    if (t >= 0) return x[t];
-    return -t < width ? load_initial<Scalar>(p, segment.b, 0, segment.c, -t) : from_accumulate<Scalar>(Acc(0));
+  // What precedes the tile's first step, by lag; zero beyond the lags of the convolution.
+  Scalar before[Tail::kElements];
+  {
+    const Tail tail = Tail::load(p, segment, x);
+    memcpy(before, tail.words, sizeof(before));
+  }
+  const auto preceding = [&](int lag) {
+    Scalar value = from_accumulate<Scalar>(Acc(0));
+#pragma unroll
+    for (int i = 1; i <= kHalo; ++i) value = lag == i ? before[Tail::kElements - i] : value;
+    return value;
   };
   Tail earlier;
   {
@@ -55,29 +62,35 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 #pragma unroll
     for (int i = 0; i < Tail::kElements; ++i) {
       const int lag = Tail::kElements - i;
-      elements[i] = lag < width ? element_at(first - lag) : from_accumulate<Scalar>(Acc(0));
+      elements[i] = preceding(past + lag);
+      if (segment.begin > 0 && lag < width) elements[i] = x_tile[-lag];
     }
     memcpy(earlier.words, elements, sizeof(earlier.words));
   }
-  for (int begin = 0; begin < count; begin += kAhead * kWarpSteps) {
-    Inputs blocks[kAhead], next_blocks[kAhead];
+  // Takes `ahead` vectors of x, each of one block or of two.
+  const auto convolve = [&](int begin, auto blocks_of_vector, auto ahead) {
+    constexpr int kBlocks = decltype(blocks_of_vector)::value, kAhead = decltype(ahead)::value;
+    Inputs blocks[kAhead][kBlocks];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int step = begin + j * kWarpSteps + lane * kVector, next = step - x_past + kVector;
+      const int step = begin + j * kWarpSteps + lane * kVector, next = kBlocks == 1 ? step + kVector : step - x_past + kVector;
       const Scalar* const source = x_tile + next;
-      blocks[j] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
-      next_blocks[j] = Inputs::zero();
-      if (x_past != 0 && step < count && next < count + left_after) next_blocks[j] = Inputs::load(source);
+      blocks[j][0] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
+      if constexpr (kBlocks == 2) {
+        blocks[j][1] = step < count && next < count + left_after ? Inputs::load(source) : Inputs::zero();
+      }
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int step = begin + j * kWarpSteps + lane * kVector;
-      Inputs loaded = blocks[j];
-      if (x_past != 0) loaded = cuda::join_vectors(blocks[j], next_blocks[j], x_past);
+      // No lane has steps left.
+      if (j > 0 && begin + j * kWarpSteps >= count) break;
+      Inputs loaded = blocks[j][0];
+      if constexpr (kBlocks == 2) loaded = cuda::join_vectors(blocks[j][0], blocks[j][1], x_past);
       if (j == 0 && step < absent) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          if (i < absent) loaded.set(i, element_at(i - absent));
+          if (i < absent) loaded.set(i, preceding(absent - i));
         }
       }
       Acc inputs[kHalo + kVector];
@@ -100,6 +113,15 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       } else {
         cuda::store_range(out_tile + step, rounded, absent - step, count - step);
       }
+    }
+  };
+  if (x_past == 0) {
+    for (int begin = 0; begin < count; begin += kAhead * kWarpSteps) {
+      convolve(begin, std::integral_constant<int, 1>(), std::integral_constant<int, kAhead>());
+    }
+  } else {
+    for (int begin = 0; begin < count; begin += kAhead / 2 * kWarpSteps) {
+      convolve(begin, std::integral_constant<int, 2>(), std::integral_constant<int, kAhead / 2>());
     }
   }
   if (p.final_state.data != nullptr && is_last && lane == 0) {
@@ -131,7 +153,7 @@ struct StagedVectors {
   // The lane's vector; elements that do not exist are zeros.
   __device__ __forceinline__ Inputs load(int past, int left) const {
     const char* const source = blocks[threadIdx.x / kWarpSize] + threadIdx.x % kWarpSize * kVectorBytes;
-    Inputs vector = cuda::load_shifted_shared<Scalar, kVector>(source, past);
+    Inputs vector = cuda::load_pieces<Scalar>(source, past);
     if (left < kVector) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -143,7 +165,7 @@ struct StagedVectors {
 };
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 6)
     conv_bwd_channels_first_shifted_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -285,8 +307,8 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       continue;
     }
     // The block that the row's vector t ends in.
-    const Inputs block = cuda::join_vectors(rounded, cuda::vector_of_lane_above(rounded, above), kVector - grad_x_past);
     const int block_begin = kVector - grad_x_past;
+    const Inputs block = cuda::join_lane_above(rounded, above, block_begin * static_cast<int>(sizeof(Scalar)));
     if (left >= block_begin + kVector) {
       block.store_once(grad_x_tile + t + block_begin);
     } else {
