@@ -41,8 +41,8 @@ struct FwdStage {
   // `offset`: the first column of vector i, of which the group has `left` columns.
   __device__ __forceinline__ void copy_parameters(int i, int64_t offset, int left) const {
     if (!has_parameters) return;
-    if (p.weight.data != nullptr) weight.copy(i, p.weight.data, offset, left, run);
-    if (p.bias.data != nullptr) bias.copy(i, p.bias.data, offset, left, run);
+    if (p.weight.data != nullptr) weight.template copy<true>(i, p.weight.data, offset, left, run);
+    if (p.bias.data != nullptr) bias.template copy<true>(i, p.bias.data, offset, left, run);
   }
   __device__ __forceinline__ void load_parameter(const StagedTensor<Scalar>& staged, const ParameterView& view, int i,
                                                  int64_t offset, int left, Acc absent, Acc (&values)[kSize]) const {

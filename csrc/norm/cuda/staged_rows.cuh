@@ -38,12 +38,18 @@ struct StagedVectors {
   static __device__ __forceinline__ char* place(char* memory, const Run& run) {
     return memory + threadIdx.x % kWarpSize * kLaneBytes + run.index * kVectorBytes;
   }
+  template <bool is_cached>
   static __device__ __forceinline__ void copy(char* place, const Element* source, int left, const Run& run) {
     const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
     const char* const first = reinterpret_cast<const char*>(source) - past;
     const int valid = min(left, 2 * size) * kElementBytes + past;
     const auto copy_piece = [&](int k) {
-      cuda::cp_async(place + k * kVectorBytes, first + k * kVectorBytes, max(0, min(valid - k * kVectorBytes, kVectorBytes)));
+      const int bytes = max(0, min(valid - k * kVectorBytes, kVectorBytes));
+      if constexpr (is_cached) {
+        cuda::cp_async_cached(place + k * kVectorBytes, first + k * kVectorBytes, bytes);
+      } else {
+        cuda::cp_async(place + k * kVectorBytes, first + k * kVectorBytes, bytes);
+      }
     };
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) copy_piece(k);
@@ -107,8 +113,12 @@ class StagedTensor {
     return own_end > end ? own_end : end;
   }
 
+  // is_cached: through the L1 cache. All blocks read the same parameters, and would wait for each other at the L2 cache.
+  template <bool is_cached = false>
   __device__ __forceinline__ void copy(int i, const void* data, int64_t offset, int left, const Run& run) const {
-    visit([&](auto vectors, auto* element) { vectors.copy(at(i), static_cast<decltype(element)>(data) + offset, left, run); });
+    visit([&](auto vectors, auto* element) {
+      vectors.template copy<is_cached>(at(i), static_cast<decltype(element)>(data) + offset, left, run);
+    });
   }
   // The vector as copied.
   __device__ __forceinline__ void load(int i, const void* data, int64_t offset, Acc (&values)[kSize]) const {
