@@ -77,6 +77,10 @@ __all__ = [
 
 __dir__ = public_names(__name__)
 
+# The loop computes the coefficients of several steps at once, of at most so many elements: for few elements the calls of
+# PyTorch take all the time. Steps with as many elements are computed one by one.
+_BLOCK = 4096
+
 
 def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
     """B or C of any accepted shape as (batch, dim, dstate, seqlen)."""
@@ -260,13 +264,18 @@ def selective_scan(
 
     def scan(begin: int, end: int, resets: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
         outputs, states = [], [state]
-        # unbind, because indexing one step has a gradient as large as the whole sequence.
-        steps = (v[..., begin:end].unbind(-1) for v in (u, delta, Bt, Ct, resets))
-        for u_t, delta_t, B_t, C_t, reset_t in zip(*steps, strict=True):
-            Abar, c = coefficients(discretization, delta_t[..., None], A)
-            state = Abar * state.masked_fill(reset_t[:, None, None], 0) + c * B_t * u_t[..., None]
-            states.append(state)
-            outputs.append((state * C_t).sum(-1))
+        count = max(1, _BLOCK // max(1, state.numel()))
+        # split and unbind, because an index has a gradient as large as the whole sequence.
+        blocks = (v[..., begin:end].split(count, -1) for v in (u, delta, Bt, Ct, resets))
+        for u_i, delta_i, B_i, C_i, resets_i in zip(*blocks, strict=True):
+            Abar, c = coefficients(discretization, delta_i[..., None], A[:, None])
+            inputs = c * B_i.transpose(2, 3) * u_i[..., None]
+            steps = (Abar.unbind(2), inputs.unbind(2), C_i.unbind(-1), resets_i.unbind(-1))
+            for Abar_t, input_t, C_t, reset_t in zip(*steps, strict=True):
+                before = state if seq_idx is None else state.masked_fill(reset_t[:, None, None], 0)
+                state = Abar_t * before + input_t
+                states.append(state)
+                outputs.append((state * C_t).sum(-1))
         return torch.stack(outputs, dim=-1) if outputs else u[..., :0], states
 
     out, h, states = of_sequences(scan, cu_seqlens, resets, first_states, time=2)

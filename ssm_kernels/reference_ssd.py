@@ -19,19 +19,20 @@ __all__ = ["ssd_chunk_scan"]
 
 
 def _ssd_sequence(
-    x: Tensor, a: Tensor, c: Tensor, B: Tensor, C: Tensor, resets: Tensor, state: Tensor
+    x: Tensor, a: Tensor, c: Tensor, B: Tensor, C: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """``y`` without the skip connection, and the states before the first step and after each; one group of B and C per head.
 
     Args:
-        resets: (batch, seqlen), where the state before a step is dropped.
+        resets: (batch, seqlen), where the state before a step is dropped, if it is anywhere.
     """
     outputs, states = [], [state]
-    for x_t, a_t, c_t, B_t, C_t, reset_t in zip(*(v.unbind(1) for v in (x, a, c, B, C, resets)), strict=True):
-        state = state.masked_fill(reset_t[:, None, None, None], 0)
-        state = a_t[..., None, None] * state + (c_t[..., None] * x_t)[..., None] * B_t[..., None, :]
+    steps = ((c[..., None] * x)[..., None], a[..., None, None], B[..., None, :], C[..., None, :])
+    of_steps = [None] * x.shape[1] if resets is None else resets[..., None, None, None].unbind(1)
+    for input_t, a_t, B_t, C_t, reset_t in zip(*(v.unbind(1) for v in steps), of_steps, strict=True):
+        state = a_t * (state if reset_t is None else state.masked_fill(reset_t, 0)) + input_t * B_t
         states.append(state)
-        outputs.append((state * C_t[..., None, :]).sum(-1))
+        outputs.append((state * C_t).sum(-1))
     return torch.stack(outputs, dim=1) if outputs else x, states
 
 
@@ -221,7 +222,7 @@ def ssd_chunk_scan(
 
     def scan(begin: int, end: int, resets: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
         x_i, a_i, c_i, B_i, C_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct))
-        return _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets[:, begin:end], state)
+        return _ssd_sequence(x_i, a_i, c_i, B_i, C_i, None if seq_idx is None else resets[:, begin:end], state)
 
     resets = resets_of(seq_idx, batch, seqlen, x.device)
     out, states, of_steps = of_sequences(scan, cu_seqlens, resets, states, time=1)
