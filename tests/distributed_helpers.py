@@ -19,8 +19,12 @@ CU_SEQLENS = (0, 5, 5, 11, 23)
 
 
 def over_places(checks: dict[str, Callable[..., None]]) -> list[Any]:
-    """Parameters of a test that runs each check on every number of ranks."""
-    return [param(place, check, id=name) for name, check in checks.items() for place in PLACES]
+    """Parameters of a test that runs each check on every number of ranks.
+
+    Two ranks of the CPU are exhaustive: what crosses their border also crosses those of three and of four.
+    """
+    places = {place: place == Place((2,)) for place in PLACES}
+    return [param(place, check, id=n, exhaustive=rare) for n, check in checks.items() for place, rare in places.items()]
 
 
 def spans(lengths: tuple[int, ...]) -> Iterator[slice]:

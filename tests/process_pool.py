@@ -59,10 +59,11 @@ class Place(NamedTuple):
 TWO_GPUS = Place((2,), "cuda")
 
 
-def param(place: Place, *values: Any, id: str = "") -> Any:
+def param(place: Place, *values: Any, id: str = "", exhaustive: bool = False) -> Any:
     """Parameters of a test: ``values`` and then the place, or the place alone."""
     ranks = "x".join(map(str, place.shape)) + (" GPUs" if place.device == "cuda" else "")
     marks = [pytest.mark.cuda] if place.device == "cuda" else []
+    marks += [pytest.mark.exhaustive] if exhaustive else []
     return pytest.param(*values, place, id=f"{id}-{ranks}" if id else ranks, marks=marks)
 
 

@@ -166,13 +166,14 @@ def record_collectives(mesh: Mesh, function: Callable[[], Any]) -> tuple[Any, Co
 
 
 class Case(NamedTuple):
-    """A check, and the shape of the mesh that it gets."""
+    """A check, the shape of the mesh that it gets, and whether it is left to ``-m exhaustive``."""
 
     shape: tuple[int, ...]
     check: Callable[[Mesh], None]
+    exhaustive: bool = False
 
 
 def over_places(cases: dict[str, Case], on_gpus: Iterable[str]) -> list[Any]:
     """Parameters of a test, the names of cases and places: all cases on CPUs, and some on two GPUs."""
-    on_cpus = [param(Place(case.shape), name, id=name) for name, case in cases.items()]
+    on_cpus = [param(Place(case.shape), name, id=name, exhaustive=case.exhaustive) for name, case in cases.items()]
     return [*on_cpus, *(param(TWO_GPUS, name, id=name) for name in on_gpus)]
