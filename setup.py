@@ -81,6 +81,14 @@ if plan.decision == "fetch":
         stop(f"{build_backend.REQUESTED}, but no nvcc was found: {advice}")
     plan = build_backend.CudaPlan("no", f"no nvcc was found ({advice})")
 WITH_CUDA = plan.decision == "yes"
+is_wheel = not build_metadata.WHEEL_COMMANDS.isdisjoint(sys.argv)
+distribution = build_metadata.distribution_class(
+    torch_found.version if is_wheel else None, toolkit.version if WITH_CUDA else None
+)
+if "egg_info" in sys.argv or "dist_info" in sys.argv:
+    # The commands with which pip asks for metadata before it builds. They need no torch, whose import takes seconds.
+    setup(distclass=distribution)
+    sys.exit()
 if WITH_CUDA:
     # torch.utils.cpp_extension reads it at import.
     os.environ["CUDA_HOME"] = str(toolkit.home)
@@ -284,11 +292,8 @@ if WITH_CUDA:
     build_backend.check_architectures(os.environ["TORCH_CUDA_ARCH_LIST"], toolkit)
 cuda = f"CUDA {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}" if WITH_CUDA else "no CUDA kernels"
 print(f"ssm_kernels: torch {torch.__version__}, {compiler.name} {compiler.version}, CPU {', '.join(CPU_CAPABILITIES)}, {cuda}")
-is_wheel = not build_metadata.WHEEL_COMMANDS.isdisjoint(sys.argv)
 setup(
     ext_modules=[ops_extension()],
     cmdclass={"build": CleanBuild, "build_ext": BuildLibraries},
-    distclass=build_metadata.distribution_class(
-        torch.__version__ if is_wheel else None, toolkit.version if WITH_CUDA else None
-    ),
+    distclass=distribution,
 )
