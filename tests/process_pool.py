@@ -37,6 +37,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch.utils.cpp_extension",
     "mpmath",
     "pytest",
     "ssm_kernels.distributed",
