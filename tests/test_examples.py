@@ -23,6 +23,7 @@ for package in ("sklearn", "tqdm", "matplotlib"):
     pytest.importorskip(package, reason=f"the examples need {package}, which is not installed")
 
 import matplotlib.style  # noqa: E402
+from forked_scripts import run_scripts  # noqa: E402
 from plot_helpers import assert_legible  # noqa: E402
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
@@ -93,16 +94,9 @@ def read(checkpoint: Path) -> dict:
 @pytest.mark.parametrize("model", ["", "mamba2", "mingru", "minlstm"])
 @train
 def test_learns(example, model, tmp_path, monkeypatch):
-    """The first as a user runs it, in a process of its own."""
     monkeypatch.chdir(tmp_path)
     arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
-    arguments += [f"--model={model}"] if model else []
-    if model:
-        printed = example.run(*arguments)
-    else:
-        run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr
-        printed = run.stdout
+    printed = example.run(*arguments, *([f"--model={model}"] if model else []))
     checkpoint = read(tmp_path / "run.pt")
     steps_per_epoch = 1347 // 16
     assert len(checkpoint["losses"]) == 5 * steps_per_epoch
@@ -127,10 +121,10 @@ def test_learning_curves_are_legible(models, steps):
 
 
 def test_char_lm_learns_and_writes(tmp_path):
-    """Runs the example as a user does, in its own process, on the text that it finds by default."""
+    """Runs the example as a script, in its own process, on the text that it finds by default."""
     arguments = ["--steps=40", "--d-model=32", "--batch-size=4", "--seqlen=64", "--sample=50", "--prompt=def "]
     arguments += ["--checkpoint=run.pt", "--plot=curve.png"]
-    run = subprocess.run([sys.executable, CHAR_LM, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    (run,) = run_scripts(CHAR_LM, *arguments, folder=tmp_path, environments=[dict(os.environ)])
     assert run.returncode == 0, run.stderr
     checkpoint = read(tmp_path / "run.pt")
     assert len(checkpoint["losses"]) == 40
@@ -330,12 +324,12 @@ def long_context(capsys: pytest.CaptureFixture[str]) -> Example:
 def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys, monkeypatch):
     """Two processes, then one, are one process from the beginning."""
     options = SHORT_LONG_CONTEXT
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [*torchrun, LONG_CONTEXT, *options, "--checkpoint=parts", "--max-steps=2"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("after 2 steps") == 1 and "on 2 processes" in run.stdout
+    ranks = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} for rank in "01"]  # as torchrun sets them
+    arguments = (*options, "--checkpoint=parts", "--max-steps=2")
+    runs = run_scripts(LONG_CONTEXT, *arguments, folder=tmp_path, environments=ranks)
+    assert not any(run.returncode for run in runs), [run.stderr for run in runs]
+    printed = "".join(run.stdout for run in runs)
+    assert printed.count("after 2 steps") == 1 and "on 2 processes" in printed
     example, parts, whole, plot = long_context(capsys), tmp_path / "parts", tmp_path / "whole", tmp_path / "curve.png"
     # As a run leaves it that is killed before the new checkpoint takes the old one's place.
     parts.rename(tmp_path / "parts.old")
