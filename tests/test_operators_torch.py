@@ -38,17 +38,35 @@ UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = (*UNTRACED, "test_aot_dispatch_dynamic")
 
 
+def is_traced(operator: OperatorSpec, options: dict[str, Any]) -> bool:
+    """Whether opcheck traces a case: an operator's first and last; test_operators_compile.py traces others."""
+    first, *others = operator.cases.values()
+    return options in (first, *others[-1:])
+
+
 @every_case
 def test_opcheck(operator, options, device):
     inputs = operator.make_inputs(**options, device=device)
-    for values, checks in ((inputs, UNTRACED), (with_gradients(inputs), TRACED)):
+    for values in (inputs, with_gradients(inputs)):
         args, kwargs = operator.operator_arguments(values)
-        torch.library.opcheck(operator.operator, args, kwargs, test_utils=checks)
+        torch.library.opcheck(operator.operator, args, kwargs, test_utils=UNTRACED)
+    if is_traced(operator, options):
+        torch.library.opcheck(operator.operator, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.exhaustive
+@every_case
+def test_opcheck_traced(operator, options, device):
+    args, kwargs = operator.operator_arguments(with_gradients(operator.make_inputs(**options, device=device)))
+    torch.library.opcheck(operator.operator, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+
+
+FIRST_OF_INTERNAL = {spec.internal: spec for spec in reversed(SCANS.values())}
 
 
 @every_case_of_scans
 def test_opcheck_of_the_internal_operators(operator, options, device):
-    """Tests backward also without each incoming gradient, and for some of the gradients: traced for one case an operator.
+    """Tests backward also without each incoming gradient, and for some of the gradients. One case of an operator is traced.
 
     The operator with autograd is not traced here: test_opcheck traces it within the public one.
     """
@@ -56,16 +74,17 @@ def test_opcheck_of_the_internal_operators(operator, options, device):
     if operator.autograd:
         arguments = operator.forward_arguments(with_gradients(inputs))
         torch.library.opcheck(getattr(ops, operator.autograd).default, arguments, test_utils=UNTRACED)
-    torch.library.opcheck(operator.forward_operator, operator.forward_arguments(inputs))
+    is_first = options == next(iter(operator.cases.values())) and FIRST_OF_INTERNAL.get(operator.internal, operator) is operator
+    checks = TRACED if is_first else UNTRACED
+    torch.library.opcheck(operator.forward_operator, operator.forward_arguments(inputs), test_utils=checks)
     arguments = operator.backward_arguments(inputs)
-    torch.library.opcheck(operator.backward_operator, arguments)
     count = len(arguments[-1])
     width = 1 if count <= 5 else 2
     masks = [[first <= i < first + width for i in range(count)] for first in range(0, count, 1 if count <= 5 else 3)]
-    variants = [(None, *arguments[1:]), (arguments[0], None, *arguments[2:]), *((*arguments[:-1], mask) for mask in masks)]
-    checks = TRACED if options == next(iter(operator.cases.values())) else UNTRACED
-    for variant in variants:
+    for variant in (arguments, (None, *arguments[1:]), (arguments[0], None, *arguments[2:])):
         torch.library.opcheck(operator.backward_operator, variant, test_utils=checks)
+    for mask in masks:
+        torch.library.opcheck(operator.backward_operator, (*arguments[:-1], mask), test_utils=UNTRACED)
 
 
 def flat(results: Any) -> list[Tensor]:
