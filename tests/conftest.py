@@ -2,6 +2,9 @@
 
 A test that uses the ``kernel`` fixture runs once more on CUDA with the sequential kernels of selective_scan, which take
 by themselves only calls of many channels.
+
+Functions and fixtures import helpers that need torch.compile: the process that starts the workers of pytest-xdist collects
+nothing, and the workers wait for it.
 """
 
 from __future__ import annotations
@@ -11,16 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import helpers
+# Inductor believes that the compiler knows the instructions which the processor has: to find out, it compiles C++ and imports
+# torch, in every worker.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import pytest
 import torch
-import torch._inductor.cpu_vec_isa
-import torch._inductor.utils
-from helpers import DEVICES
-from operator_spec import OperatorSpec
-from process_pool import Processes
 from selection import select_tests
-from ssd_helpers import preferred_products
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -41,12 +41,10 @@ _order_gpus()
 
 
 def _limit_instruction_sets() -> None:
-    """Keeps Inductor to AVX2 of x86's: its check of each set compiles C++ and imports torch, in every worker."""
-    sets = torch._inductor.cpu_vec_isa.supported_vec_isa_list
+    """Keeps Inductor to AVX2 of x86's: it checks parts of the wider sets with the compiler all the same."""
+    from torch._inductor.cpu_vec_isa import supported_vec_isa_list as sets
+
     sets[:] = [isa for isa in sets if not type(isa).__name__.startswith(("VecAMX", "VecAVX512"))]
-
-
-_limit_instruction_sets()
 
 
 def _cores() -> int:
@@ -99,6 +97,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "kernel" in metafunc.fixturenames:
             metafunc.parametrize("kernel", SELECTIVE_SCAN_KERNELS, indirect=True)
         return
+    from helpers import DEVICES
+
     operator = getattr(metafunc.module, "OPERATOR", None)
     if operator == "every operator":  # each on its own devices: see pytest_collection_modifyitems
         operator = max(DEVICES, key=lambda name: len(DEVICES[name]))
@@ -120,6 +120,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def kernel(request):
     """selective_scan's kernels on CUDA: those that the plan chooses, and the sequential ones wherever they support the call."""
+    import helpers
+
     with helpers.debug_option("selective_scan_kernel", request.param):
         yield request.param
 
@@ -127,6 +129,8 @@ def kernel(request):
 @pytest.fixture
 def kernels_by_layout():
     """causal_conv1d's forward on CUDA uses the kernels of its layout for few elements, too."""
+    import helpers
+
     with helpers.debug_option("causal_conv1d_kernel", "by_layout"):
         yield
 
@@ -134,6 +138,8 @@ def kernels_by_layout():
 @pytest.fixture(params=["wgmma", "mma"])
 def each_products(request):
     """Runs the test with either MMA preference of ssd_chunk_scan; float32 and float64 have one kind of products."""
+    from ssd_helpers import preferred_products
+
     dtype = request.node.callspec.params.get("dtype")
     if request.param == "mma" and dtype in (torch.float32, torch.float64):
         pytest.skip(f"{dtype} has one kind of products")
@@ -153,6 +159,8 @@ def _why_no_cuda() -> str | None:
 
 def _runs(item: pytest.Item) -> bool:
     """Whether the test's operator, if it has one as a parameter, has kernels for the test's device."""
+    from operator_spec import OperatorSpec
+
     params = item.callspec.params if hasattr(item, "callspec") else {}
     operator = params.get("operator")
     return not isinstance(operator, OperatorSpec) or params.get("device", "cpu") in operator.devices
@@ -180,6 +188,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _limit_instruction_sets()
     items[:] = filter(_runs, items)
     select_tests(config, items)
     if config.pluginmanager.hasplugin("xdist"):
@@ -188,13 +197,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "needs_gpu_memory" in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group("gpu_memory"))
     _skip_without_cuda(items)
-    # The longest first: one at the end would leave the other cores idle.
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    # The longest first: one at the end would leave the other cores idle. Then those of several ranks, which one worker starts.
+    items.sort(key=lambda item: (item.path.stem not in LONG, "processes" not in getattr(item, "fixturenames", ())))
 
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
     """Processes that run checks together, on gloo or NCCL: see ``process_pool.py``."""
+    from process_pool import Processes
+
     started = Processes(lambda: tmp_path_factory.mktemp("processes"))
     yield started
     started.close()
@@ -211,6 +222,8 @@ def two_threads():
 
 @pytest.fixture
 def uninitialized_memory_is_nan():
+    import helpers
+
     with helpers.uninitialized_memory_is_nan():
         yield
 
@@ -244,7 +257,9 @@ def needs_gpu_memory():
 @pytest.fixture
 def fresh_dynamo():
     """Clears what torch.compile has compiled for other tests or other versions of the operators."""
+    from torch._inductor.utils import fresh_inductor_cache
+
     torch._dynamo.reset()
-    with torch._inductor.utils.fresh_inductor_cache():
+    with fresh_inductor_cache():
         yield
     torch._dynamo.reset()
