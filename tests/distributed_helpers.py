@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn as nn
 from process_pool import TWO_GPUS, Mesh, Place, param
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +48,15 @@ def generator(mesh: Mesh, seed: int) -> Callable[..., Tensor]:
 
 def close(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+def parallelize(module: nn.Module, mesh: Mesh, exchange: str | None = None) -> nn.Module:
+    """Splits the sequences of the module's layers over the ranks of a mesh."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import ContextParallel
+
+    return parallelize_module(module, mesh, ContextParallel(exchange=exchange))
 
 
 def cu_seqlens_of(mesh: Mesh, dtype: torch.dtype = torch.int64) -> Tensor:
