@@ -6,8 +6,6 @@ import importlib
 import itertools
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -132,8 +130,8 @@ def test_results_in_the_documentation_are_made_of_the_json_files(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(documented[:begin] + documented[begin:end].splitlines()[0] + "\n" + documented[end:])
     folder = ROOT / "docs" / "benchmarks"
-    script = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--output", str(tmp_path / "pages"), "--costs", str(page)]
-    subprocess.run([*script, *map(str, sorted(folder.glob("*.json")))], check=True)
+    report = importlib.import_module("benchmarks.report")
+    report.main(["--output", str(tmp_path / "pages"), "--costs", str(page), *map(str, sorted(folder.glob("*.json")))])
     made = {path.name: path.read_text() for path in (tmp_path / "pages").glob("*.md")}
     assert made == {name: (folder / name).read_text() for name in made}
     assert "NVIDIA_H200.md" in made
