@@ -7,7 +7,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
-#include <torch/torch.h>
+#include <torch/optim/adam.h>
+#include <torch/types.h>
 
 #include <cstdio>
 #include <optional>
