@@ -38,11 +38,12 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, ssd::\w+, .*>@(?!sm_90a)"): 112,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, ssd::\w+, .*>@sm_90a"): 8,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@sm_90a"): 40,
+    re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 32,
     re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<.*>@sm_90a"): 32,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 96,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,
-    re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, false>@"): 352,
+    re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, false>@"): 368,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 

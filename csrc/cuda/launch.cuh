@@ -21,7 +21,8 @@ using KernelOnDevice = std::pair<const void*, int>;
 // for a kernel and device.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
-  constexpr size_t kDefaultBytes = 48 * 1024;
+  // The default is 48 KiB, of which static shared memory takes up to 8.
+  constexpr size_t kDefaultBytes = 40 * 1024;
   if (bytes <= kDefaultBytes) return cudaSuccess;
   const void* const function = reinterpret_cast<const void*>(kernel);
   int device = 0, available = 0;

@@ -14,12 +14,6 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
 }
 
-// The same through the L1 cache: for data that other blocks of the multiprocessor read, too.
-__device__ __forceinline__ void cp_async_cached(void* shared, const void* global, int valid_bytes) {
-  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
-}
-
 // Starts a copy of 4 or 8 bytes through the L1 cache, or of 16 bytes that bypasses it. Addresses are multiples of `bytes`.
 template <int bytes>
 __device__ __forceinline__ void cp_async(uint32_t target, const void* global) {

@@ -49,7 +49,7 @@ int choose_cluster(const NormParams& p, int64_t needed, int preferred_threads) {
   return cluster;
 }
 
-// Teams of at most max_lanes threads for groups of p.group_size columns, or clusters of such teams.
+// Teams of at most max_lanes threads for groups of p.group_size columns, or clusters of such teams unless preferred_lanes is 0.
 Teams make_teams(const NormParams& p, int max_lanes, int preferred_lanes) {
   Teams teams;
   const int64_t columns = p.kind == ScalarKind::kDouble ? 1 : kThreadColumns;
@@ -60,7 +60,8 @@ Teams make_teams(const NormParams& p, int max_lanes, int preferred_lanes) {
     teams.count = kSharedBlockThreads / teams.lanes;
     return teams;
   }
-  if (needed > max_lanes && p.kind != ScalarKind::kDouble) teams.cluster = choose_cluster(p, needed, preferred_lanes);
+  if (needed > max_lanes && preferred_lanes > 0 && p.kind != ScalarKind::kDouble)
+    teams.cluster = choose_cluster(p, needed, preferred_lanes);
   const int64_t chunks = std::max<int64_t>(ceil_div(needed, max_lanes), teams.cluster);
   teams.lanes = static_cast<int>(ceil_div(ceil_div(needed, chunks), kWarpSize)) * kWarpSize;
   // Rounding up to whole warps may leave fewer chunks.
@@ -186,26 +187,16 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   plan.units = p.rows() * p.groups;
   const bool narrow = is_narrow(p), aligned = is_aligned(p, {p.x, p.z, p.residual, p.out, p.new_residual});
   if (narrow) plan.rms = plan_rms_fwd(p, aligned);
-  plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/kFwdMaxThreads);
-  plan.teams.is_aligned = narrow && aligned && plan.teams.cluster == 1;
+  plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/0);
+  plan.teams.is_aligned = narrow && aligned;
   if (!plan.teams.is_aligned && p.kind != ScalarKind::kDouble) {
     plan.warp_bytes = tensor_bytes(p, plan.teams, false);
     if (p.is_add || p.z.data != nullptr) {
       const bool is_wide = p.is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate);
       plan.warp_bytes += tensor_bytes(p, plan.teams, is_wide);
     }
-    int parameter_bytes = 0;
-    for (const ParameterView& view : {p.weight, p.bias}) {
-      if (view.data != nullptr) parameter_bytes += tensor_bytes(p, plan.teams, view.is_accumulate);
-    }
-    // Sums over a team, in static shared memory.
-    constexpr int kStaticBytes = 4096;
-    const int warps = plan.teams.threads() / kWarpSize, available = cuda::max_shared_bytes(p.device) - kStaticBytes;
-    plan.stages_parameters = warps * (plan.warp_bytes + parameter_bytes) <= available;
-    if (plan.stages_parameters) plan.warp_bytes += parameter_bytes;
   }
-  plan.blocks =
-      std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max() / cuda::kMaxClusterBlocks);
+  plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
   return plan;
 }
 

@@ -3,8 +3,8 @@
 //
 // A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then
 // (v - mean)^2) and writes the output from the registers. All loads of a group come before their first use, so that a whole
-// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, rows and parameters pass
-// through shared memory (staged_rows.cuh).
+// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, rows pass through
+// shared memory (staged_rows.cuh). A group too long for a block's registers is cut into chunks, which each pass reads again.
 #pragma once
 
 #include <algorithm>
@@ -16,39 +16,18 @@
 
 namespace ssm_kernels::norm {
 
-// A warp's memory for its rows of x, and of z or the residual, and for the parameters. Outputs take the places of inputs: out
-// that of x, and the new residual that of the residual, with which it may differ in type.
+// A warp's memory for its rows of x, and of z or the residual. Outputs take the places of inputs: out that of x, and the new
+// residual that of the residual, with which it may differ in type.
 template <typename Scalar, int vectors, bool is_add>
 struct FwdStage {
-  using Acc = AccumulateType<Scalar>;
-  static constexpr int kSize = kVectorSize<Scalar>;
-
-  const NormFwdParams& p;
-  bool has_parameters;
   Run run;
-  StagedTensor<Scalar> x, second, new_residual, weight, bias;
+  StagedTensor<Scalar> x, second, new_residual;
 
   __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory)
-      : p(p),
-        has_parameters(plan.stages_parameters),
-        run(plan.teams.lanes),
+      : run(plan.teams.lanes),
         x(memory, vectors, false, run),
-        second(memory, is_add || p.z.data != nullptr ? vectors : 0, is_add && p.residual.is_accumulate, run),
-        new_residual(second, is_add && p.new_residual.is_accumulate, run),
-        weight(memory = new_residual.end(memory, is_add ? vectors : 0), vectors, p.weight.is_accumulate, run),
-        bias(memory, vectors, p.bias.is_accumulate, run) {}
-
-  // `offset`: the first column of vector i, of which the group has `left` columns.
-  __device__ __forceinline__ void copy_parameters(int i, int64_t offset, int left) const {
-    if (!has_parameters) return;
-    if (p.weight.data != nullptr) weight.template copy<true>(i, p.weight.data, offset, left, run);
-    if (p.bias.data != nullptr) bias.template copy<true>(i, p.bias.data, offset, left, run);
-  }
-  __device__ __forceinline__ void load_parameter(const StagedTensor<Scalar>& staged, const ParameterView& view, int i,
-                                                 int64_t offset, int left, Acc absent, Acc (&values)[kSize]) const {
-    if (has_parameters && view.data != nullptr) return staged.load(i, view.data, offset, values);
-    load_shifted_parameter<Scalar>(view, offset, left, absent, values);
-  }
+        second(memory, 0, is_add && p.residual.is_accumulate, run),
+        new_residual(memory, 0, is_add && p.new_residual.is_accumulate, run) {}
 };
 
 struct NoStage {
@@ -115,19 +94,16 @@ struct GroupValues {
     }
   }
 
-  // The same through shared memory, with the parameters, whose first column is parameter_offset(i). The warp calls the function
-  // together, also for groups that it does not have.
-  template <typename Stage, typename Left, typename OffsetOf, typename ParameterOffset>
+  // The same through shared memory. The warp calls the function together, also for groups that it does not have.
+  template <typename Stage, typename Left, typename OffsetOf>
   __device__ __forceinline__ void load_staged(const NormFwdParams& p, const Stage& stage, const Left& left,
-                                              const OffsetOf& offset_of, const ParameterOffset& parameter_offset,
-                                              bool stores_residual, bool is_active) {
+                                              const OffsetOf& offset_of, bool stores_residual, bool is_active) {
     const RowsView& second = is_add ? p.residual : p.z;
     __syncwarp();  // all lanes have read the last chunk
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       stage.x.copy(i, p.x.data, offset_of(p.x, i), left(i), stage.run);
       if (second.data != nullptr) stage.second.copy(i, second.data, offset_of(second, i), left(i), stage.run);
-      stage.copy_parameters(i, parameter_offset(i), left(i));
     }
     cuda::cp_async_wait();
     __syncwarp();
@@ -182,14 +158,11 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
-  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kIsStaged;
+  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>;
   extern __shared__ __align__(kVectorBytes) char fwd_shared[];
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   __shared__ typename TeamSum<Acc, 1>::Shared shared;
-  __shared__ ClusterSum<1>::Shared cluster_shared;
   const Teams& teams = plan.teams;
-  const int blocks = kMayCluster ? teams.cluster : 1, rank = kMayCluster ? blockIdx.x % blocks : 0;
-  if (blocks > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
   TeamSum<Acc, 1> team_sum(shared, teams.lanes);
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
@@ -201,8 +174,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 
   // The bounds are the same for the whole block, because every thread takes part in the sums.
   using Row = RowIndex<is_aligned>;
-  for (Row first = static_cast<Row>(blockIdx.x / blocks) * teams.count; first < static_cast<Row>(plan.units);
-       first += static_cast<Row>(gridDim.x / blocks) * teams.count) {
+  for (Row first = static_cast<Row>(blockIdx.x) * teams.count; first < static_cast<Row>(plan.units);
+       first += static_cast<Row>(gridDim.x) * teams.count) {
     const Row unit = first + team;
     const bool is_active = unit < static_cast<Row>(plan.units);
     const Row row = !is_active ? 0 : p.groups == 1 ? unit : divide(unit, static_cast<Row>(p.groups));
@@ -212,7 +185,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
     Acc mean = 0, rstd = 0;
     const auto set_rstd = [&](Acc mean_square) {
       rstd = Acc(1) / Math<Acc>::sqrt(mean_square + static_cast<Acc>(p.eps));
-      if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
+      if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
     };
     // Pass 0 sums v^2 (LayerNorm: v), pass 1 (LayerNorm only) sums (v - mean)^2, pass 2 writes the output.
     const int first_pass = p.group_mean == nullptr ? 0 : 2;
@@ -220,16 +193,15 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
     for (int pass = first_pass; pass < 3; ++pass) {
       if (pass == 1 && !p.subtract_mean) continue;
       Acc sum[1] = {0};
-      for (int chunk = rank; chunk < teams.chunks; chunk += blocks) {
+      for (int chunk = 0; chunk < teams.chunks; ++chunk) {
         const int first_column = chunk * kVectors * stride + lane * kSize;
         const auto column = [&](int i) { return first_column + i * stride; };
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
         const auto left = [&](int i) { return is_active ? group_size - column(i) : -kSize; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
-        const auto parameter_offset = [&](int i) { return index.first_column + column(i); };
-        if (pass == first_pass || teams.chunks > blocks) {
+        if (pass == first_pass || teams.chunks > 1) {
           if constexpr (kIsStaged) {
-            group.load_staged(p, stage, left, offset_of, parameter_offset, pass == 0, is_active);
+            group.load_staged(p, stage, left, offset_of, pass == 0, is_active);
           } else {
             group.load(p, left, offset_of, pass == 0);
           }
@@ -250,13 +222,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         for (int i = 0; i < kVectors; ++i) {
           if (!is_valid(i)) continue;
           Acc weight[kSize], bias[kSize];
-          if constexpr (kIsStaged) {
-            stage.load_parameter(stage.weight, p.weight, i, parameter_offset(i), left(i), 1, weight);
-            stage.load_parameter(stage.bias, p.bias, i, parameter_offset(i), left(i), 0, bias);
-          } else {
-            load_parameter<Scalar>(p.weight, parameter_offset(i), 1, weight);
-            load_parameter<Scalar>(p.bias, parameter_offset(i), 0, bias);
-          }
+          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), left(i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), left(i), 0, bias);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
         }
@@ -280,18 +247,15 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         }
       }
       if (pass == 2) continue;
-      if (blocks == 1) team_sum(sum, buffer);
-      if constexpr (kMayCluster) {
-        if (blocks > 1) ClusterSum<1>::add(cluster_shared, sum, buffer, blocks, teams.lanes / kWarpSize);
-      }
+      team_sum(sum, buffer);
       buffer ^= 1;
       if (p.sums != nullptr) {
-        if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.sums)[unit] = sum[0];
+        if (is_active && lane == 0) static_cast<Acc*>(p.sums)[unit] = sum[0];
         break;
       }
       if (pass == 0 && p.subtract_mean) {
         mean = sum[0] / size;
-        if (is_active && lane == 0 && rank == 0) static_cast<Acc*>(p.mean)[unit] = mean;
+        if (is_active && lane == 0) static_cast<Acc*>(p.mean)[unit] = mean;
       } else {
         set_rstd(sum[0] / size);
       }
@@ -310,10 +274,11 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
       kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
     }
   }
-  const int cluster = plan.teams.cluster, threads = plan.teams.threads();
+  const int threads = plan.teams.threads();
   const int shared_bytes = threads / kWarpSize * plan.warp_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
-  return cuda::launch_clusters(kernel, plan.blocks * cluster, threads, shared_bytes, cluster, stream, params, plan);
+  kernel<<<static_cast<unsigned>(plan.blocks), threads, shared_bytes, stream>>>(params, plan);
+  return cudaGetLastError();
 }
 
 }  // namespace ssm_kernels::norm

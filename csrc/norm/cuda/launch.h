@@ -2,9 +2,9 @@
 //
 // A team of threads normalizes one group of one row. A team of up to a warp has a power of two of lanes, and a block has
 // several such teams. A larger team is a whole number of warps and fills a block. Lane l owns vectors l, l + lanes, ... of the
-// group, up to kThreadColumns columns. A longer group is cut into chunks. The blocks of a cluster take a chunk each and add
-// their sums; without clusters, or with more chunks than a cluster has blocks, a block takes several, which every pass reads
-// again.
+// group, up to kThreadColumns columns. A longer group is cut into chunks. In backward, and in RMSNorm's forward, the blocks of
+// a cluster take a chunk each and add their sums. Otherwise, or with more chunks than a cluster has blocks, a block takes
+// several, which every pass reads again.
 //
 // Forward: a work unit is a group of a row; a team keeps its unit in registers.
 // Backward: a block keeps its columns and takes every row_blocks-th row, so that its sums over rows stay in registers. The
@@ -69,9 +69,7 @@ struct RmsPlan {
 struct FwdPlan {
   Teams teams;
   int64_t units = 0, blocks = 0;
-  // Shared memory for the rows of a warp that start and end at any element, and for its columns of the parameters.
-  int warp_bytes = 0;
-  bool stages_parameters = false;
+  int warp_bytes = 0;  // of shared memory for the rows of a warp that start and end at any element
   RmsPlan rms;
 };
 

@@ -38,18 +38,12 @@ struct StagedVectors {
   static __device__ __forceinline__ char* place(char* memory, const Run& run) {
     return memory + threadIdx.x % kWarpSize * kLaneBytes + run.index * kVectorBytes;
   }
-  template <bool is_cached>
   static __device__ __forceinline__ void copy(char* place, const Element* source, int left, const Run& run) {
     const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
     const char* const first = reinterpret_cast<const char*>(source) - past;
     const int valid = min(left, 2 * size) * kElementBytes + past;
     const auto copy_piece = [&](int k) {
-      const int bytes = max(0, min(valid - k * kVectorBytes, kVectorBytes));
-      if constexpr (is_cached) {
-        cuda::cp_async_cached(place + k * kVectorBytes, first + k * kVectorBytes, bytes);
-      } else {
-        cuda::cp_async(place + k * kVectorBytes, first + k * kVectorBytes, bytes);
-      }
+      cuda::cp_async(place + k * kVectorBytes, first + k * kVectorBytes, max(0, min(valid - k * kVectorBytes, kVectorBytes)));
     };
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) copy_piece(k);
@@ -100,25 +94,14 @@ class StagedTensor {
 
   // Takes the memory of its vectors.
   __device__ __forceinline__ StagedTensor(char*& memory, int vectors, bool is_accumulate, const Run& run)
-      : StagedTensor(memory, is_accumulate, run) {
+      : is_wide_(!std::is_same_v<Scalar, Acc> && is_accumulate),
+        stride_(vector_bytes(is_wide_ ? Wide::kLaneBytes : Narrow::kLaneBytes, run.lanes)),
+        place_(is_wide_ ? Wide::place(memory, run) : Narrow::place(memory, run)) {
     memory += vectors * stride_;
   }
 
-  // In the place of another tensor.
-  __device__ __forceinline__ StagedTensor(const StagedTensor& other, bool is_accumulate, const Run& run)
-      : StagedTensor(other.first_, is_accumulate, run) {}
-  // The end of its memory or, if that is later, `end`.
-  __device__ __forceinline__ char* end(char* end, int vectors) const {
-    char* const own_end = first_ + vectors * stride_;
-    return own_end > end ? own_end : end;
-  }
-
-  // is_cached: through the L1 cache. All blocks read the same parameters, and would wait for each other at the L2 cache.
-  template <bool is_cached = false>
   __device__ __forceinline__ void copy(int i, const void* data, int64_t offset, int left, const Run& run) const {
-    visit([&](auto vectors, auto* element) {
-      vectors.template copy<is_cached>(at(i), static_cast<decltype(element)>(data) + offset, left, run);
-    });
+    visit([&](auto vectors, auto* element) { vectors.copy(at(i), static_cast<decltype(element)>(data) + offset, left, run); });
   }
   // The vector as copied.
   __device__ __forceinline__ void load(int i, const void* data, int64_t offset, Acc (&values)[kSize]) const {
@@ -160,11 +143,6 @@ class StagedTensor {
   }
 
  private:
-  __device__ __forceinline__ StagedTensor(char* first, bool is_accumulate, const Run& run)
-      : is_wide_(!std::is_same_v<Scalar, Acc> && is_accumulate),
-        stride_(vector_bytes(is_wide_ ? Wide::kLaneBytes : Narrow::kLaneBytes, run.lanes)),
-        first_(first),
-        place_(is_wide_ ? Wide::place(first, run) : Narrow::place(first, run)) {}
   __device__ __forceinline__ char* at(int i) const { return place_ + i * stride_; }
   template <typename Function>
   __device__ __forceinline__ void visit(const Function& function) const {
@@ -176,7 +154,7 @@ class StagedTensor {
 
   bool is_wide_;
   int stride_;
-  char *first_, *place_;
+  char* place_;
 };
 
 }  // namespace ssm_kernels::norm
