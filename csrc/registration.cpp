@@ -335,10 +335,11 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_kernels("_norm_gated_bwd" + gated_bwd_arguments +
               "bool[4] needs_grad, Tensor? mean_product=None) -> "
               "(Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)");
-  // The same into buffers, which may be column slices of wider tensors. needs_grad: weight, bias.
+  // The same into buffers, which may be column slices of wider tensors. needs_grad: weight, bias. `out` gets the
+  // result of _norm_gated_fwd with `eps` once more, with the same bits.
   def_kernels("_norm_gated_bwd_out" + gated_bwd_arguments +
-              "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor? mean_product=None) -> "
-              "(Tensor grad_weight, Tensor grad_bias)");
+              "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor? mean_product=None, "
+              "Tensor(c!)? out=None, float eps=0) -> (Tensor grad_weight, Tensor grad_bias)");
   // For an RMSNorm whose groups are on several devices: the sums, (rows, groups) in the accumulation type, of v^2 and of
   // gy weight y. The z of the first is a gate before the norm.
   def_kernels("_norm_gated_squares(Tensor x, Tensor? z, SymInt? group_size, str activation) -> Tensor");

@@ -264,6 +264,26 @@ def test_backward_into_slices(norm, columns, dtype, norm_before_gate, has_bias, 
     assert slices[0].isnan().all()
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("columns", "groups"), [(64, 2), (768, 2), (771, 1)])
+@every_gated
+def test_backward_writes_the_output_once_more(norm, columns, groups, dtype, norm_before_gate, has_bias, device):
+    """With the bits of forward, and without another bit in the gradients."""
+    inputs = make_gated_inputs(rows=(3, 7), columns=columns, dtype=dtype, bias=has_bias, device=device)
+    x, weight, z, bias = (inputs[key] for key in ("x", "weight", "z", "bias"))
+    options = (columns // groups, norm_before_gate, "silu", norm.name == "layer_norm_gated")
+    out, rstd, mean = ops._norm_gated_fwd(x, weight, z, bias, 1e-5, *options)
+    arguments = (torch.randn_like(x), x, weight, z, bias, mean, rstd, *options, [True, has_bias])
+    expected, actual = ([torch.full_like(x, torch.nan) for _ in range(2)] for _ in range(2))
+    expected += ops._norm_gated_bwd_out(*arguments, *expected)
+    again = torch.full_like(x, torch.nan)
+    actual += ops._norm_gated_bwd_out(*arguments, *actual, None, again, 1e-5)
+    for found, value in zip((again, *actual), (out, *expected), strict=True):
+        assert torch.equal(found, value)
+
+
 def test_buffers_that_no_two_strides_describe(device):
     x = torch.randn(2, 3, 2, 8, device=device)
     _, rstd, mean = ops._norm_gated_fwd(x, None, None, None, 1e-5, None, False, "silu", False)

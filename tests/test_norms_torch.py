@@ -38,6 +38,8 @@ def test_opcheck_of_the_internal_operators(subtract_mean, device):
         check(ops._norm_gated_bwd.default, (*arguments, needs_grad))
     check(ops._norm_gated_bwd_out.default, (*arguments, [True, False], *(torch.empty_like(x) for _ in range(2))))
     check(ops._norm_gated_bwd_out.default, (*arguments, [False, True], None, torch.empty_like(x)))
+    outputs = [torch.empty_like(x) for _ in range(2)]
+    check(ops._norm_gated_bwd_out.default, (*arguments, [False, True], None, outputs[0], None, outputs[1], 1e-5))
 
     if not subtract_mean:
         mean_square = check_and_call(ops._norm_gated_squares, x, z, 4, "gelu")

@@ -13,9 +13,8 @@
 //
 //   out weight^T + bias
 //
-// and does not keep the projection's input: backward computes it again from y by the norm's forward kernel, with the same bits,
-// and frees it before the gradients of the norm are computed. With recomputes_scan it does not keep y either, which is then the
-// scan's forward in backward.
+// and does not keep the projection's input: the norm's backward writes it again, with the same bits. With recomputes_scan it
+// does not keep y either, which is then the scan's forward in backward.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear.h>
@@ -24,6 +23,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
@@ -275,9 +275,12 @@ Outputs forward(const FwdInputs& in) {
   return {out, conv_state, ssm_state, y, rstd, call.parameters.saved};
 }
 
+// Called with the output of the norm.
+using OnNormed = std::function<void(const at::Tensor&)>;
+
 // Gradients that are not needed are undefined. Releases tensors of `bwd` when they have been read. conv_out: the convolution's
-// output, if the caller has computed it.
-GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}) {
+// output, if the caller has computed it. If on_normed is given, the norm's backward writes its output, too.
+GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}, OnNormed on_normed = {}) {
   const Inputs& in = bwd.in;
   const NeedsGrad& needs_grad = bwd.needs_grad;
   const Call call(in, bwd.parameters);
@@ -300,12 +303,17 @@ GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}) {
       norm.needs_parameter_grad = {needs_grad[kNormWeight], false};
       norm.grad_x = grad_y;
       norm.grad_z = call.z_of(grad_projected);
+      if (on_normed) norm.out = empty_tensor_like(bwd.y);
+      norm.eps = in.eps;
       auto [grad_weight, grad_bias] = op(norm);
       if (needs_grad[kNormWeight]) grads[kNormWeight] = grad_weight;
       scan.grad_out = call.in_heads(grad_y);
+      OptionalTensor normed = norm.out;
       norm = {};
       bwd.grad_out.reset();
       bwd.y.reset();
+      if (on_normed) on_normed(*normed);
+      on_normed = {};
     } else {
       call.z_of(grad_projected).zero_();
       if (needs_grad[kNormWeight]) grads[kNormWeight] = in.norm_weight->new_zeros({call.d_ssm});
@@ -392,16 +400,23 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
   const bool needs_weight = bwd.needs_grad[kProjWeight];
 
   at::Tensor conv_out;
+  OnNormed on_normed;
   if (bwd.in.recomputes_scan && has_grad_out && (needs_weight || (has_norm && needs_mixer))) {
     const Call call(bwd.in, bwd.parameters);
     conv_out = call.convolve().out;
     bwd.y = ssd::fwd(call.scan_inputs(conv_out)).out.flatten(-2);
   }
   if (bwd.in.projects() && has_grad_out) {
-    const at::Tensor grad_out = bwd.grad_out->flatten(0, -2);
-    if (needs_weight) {
-      const at::Tensor projected = has_norm ? Call(bwd.in, bwd.parameters).normalize(bwd.y).out : bwd.y;
+    at::Tensor grad_out = bwd.grad_out->flatten(0, -2);
+    const auto set_weight_grad = [&, grad_out](const at::Tensor& projected) {
       grads[kProjWeight] = mixers::in_dtype_of(grad_out.t().mm(projected.flatten(0, -2)), *bwd.in.proj_weight);
+    };
+    if (needs_weight) {
+      if (has_norm && needs_mixer) {
+        on_normed = set_weight_grad;
+      } else {
+        set_weight_grad(has_norm ? Call(bwd.in, bwd.parameters).normalize(bwd.y).out : bwd.y);
+      }
     }
     if (bwd.needs_grad[kProjBias]) grads[kProjBias] = mixers::in_dtype_of(grad_out.sum(0), *bwd.in.proj_bias);
     if (needs_mixer) {
@@ -425,7 +440,7 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
   mixer.keeps_rows = bwd.keeps_rows;
   std::copy_n(bwd.needs_grad.begin(), kNumGrads, mixer.needs_grad.begin());
   mixer.in = bwd.in;
-  GradTensors of_mixer = backward(mixer, std::move(conv_out));
+  GradTensors of_mixer = backward(mixer, std::move(conv_out), std::move(on_normed));
   std::move(of_mixer.begin(), of_mixer.end(), grads.begin());
   return grads;
 }

@@ -73,6 +73,7 @@ struct NormBwdParams : NormParams {
   RowsView grad_new_residual;  // add_norm; may be absent
   RowsView grad_x, grad_z;     // grad_z: norm_gated
   RowsView grad_residual;      // add_norm, accumulation type
+  RowsView out;                // norm_gated: the output of forward, written once more; may be absent
   ParameterView grad_weight, grad_bias;
   // Partial sums over rows, (partials, columns) in the accumulation type. grad_weight and grad_bias are their sums in order.
   void *partial_weight = nullptr, *partial_bias = nullptr;

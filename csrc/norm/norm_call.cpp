@@ -140,6 +140,15 @@ void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& 
   params.grad_weight = gradient_view(grad_weight);
   params.grad_bias = gradient_view(grad_bias);
   const DeviceKernels& kernels = kernels_of(call.like);
+  if (params.out.data != nullptr && !kernels.bwd_writes_out(params)) {
+    NormFwdParams forward;
+    static_cast<NormParams&>(forward) = params;
+    forward.out = std::exchange(params.out, {});
+    const Tensor rstd_again = empty_statistics(call), mean_again = call.subtract_mean ? empty_statistics(call) : Tensor();
+    forward.rstd = rstd_again.mutable_data_ptr();
+    forward.mean = call.subtract_mean ? mean_again.mutable_data_ptr() : nullptr;
+    kernels.fwd(forward);
+  }
   Tensor partials;
   const int64_t sums = (params.grad_weight.data != nullptr) + (params.grad_bias.data != nullptr);
   params.partials = kernels.count_partials(params);

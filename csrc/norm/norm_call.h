@@ -62,9 +62,12 @@ struct GatedBwdInputs {
 struct GatedBwdOutInputs : GatedBwdInputs {
   std::array<bool, 2> needs_parameter_grad{};  // weight, bias
   OptionalTensor grad_x, grad_z;               // written if they are present
+  OptionalTensor out;                          // if present, written as in forward with `eps`
+  double eps = 0;
 
   auto fields() {
-    return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_parameter_grad, grad_x, grad_z, mean_product));
+    return std::tuple_cat(GatedBwdInputs::common_fields(),
+                          std::tie(needs_parameter_grad, grad_x, grad_z, mean_product, out, eps));
   }
 };
 using GatedParameterGrads = std::array<Tensor, 2>;

@@ -64,14 +64,16 @@ Tensor gated_squares(const SquaresInputs& in) {
   return run_fwd_sums(call, params, rows);
 }
 
-// Writes to grad_x and grad_z if they are present.
+// Writes to grad_x, grad_z and out if they are present.
 GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   const GatedInputs& in = bwd.in;
   const Tensor& x = in.x;
   const Call call = call_of(in);
   const ArgumentChecks checks = check_call(call, "x");
-  for (const auto& [name, tensor] :
-       {std::pair<const char*, const OptionalTensor&>("z", in.z), {"grad_x", bwd.grad_x}, {"grad_z", bwd.grad_z}}) {
+  for (const auto& [name, tensor] : {std::pair<const char*, const OptionalTensor&>("z", in.z),
+                                     {"grad_x", bwd.grad_x},
+                                     {"grad_z", bwd.grad_z},
+                                     {"out", bwd.out}}) {
     checks.tensor(name, tensor, kRowAxes, x.sym_sizes(), x.scalar_type());
   }
   TORCH_CHECK_VALUE(!is_present(bwd.grad_z) || is_present(in.z), call.op,
@@ -82,6 +84,9 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   NormBwdParams params;
   params.activation = parse_activation(call.op, in.activation);
   params.norm_before_gate = in.norm_before_gate;
+  params.eps = bwd.eps;
+  TORCH_CHECK_VALUE(!is_present(bwd.out) || !is_present(bwd.mean_product), call.op,
+                    ": expected no mean_product with out, whose groups are on one device");
   GatedParameterGrads grads = {empty_gradient(call, in.weight, bwd.needs_parameter_grad[0]),
                                empty_gradient(call, in.bias, bwd.needs_parameter_grad[1])};
   Rows rows(call.op);
@@ -90,6 +95,7 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   rows.add(bwd.grad_out, Access::kRead, "grad_out", params.grad_out);
   rows.add(bwd.grad_x, Access::kWrite, "grad_x", params.grad_x);
   rows.add(bwd.grad_z, Access::kWrite, "grad_z", params.grad_z);
+  rows.add(bwd.out, Access::kWrite, "out", params.out);
   run_bwd(call, params, rows, bwd.rstd, bwd.mean, bwd.mean_product, grads[0], grads[1]);
   return grads;
 }

@@ -11,6 +11,8 @@ struct DeviceKernels {
   // Returns the rows of partial sums that bwd writes. Called before `partials` and the pointers to the sums are set.
   int64_t (*count_partials)(const NormBwdParams&);
   void (*bwd)(const NormBwdParams&);
+  // Whether bwd writes `out`; otherwise the caller has fwd write it, and then clears it.
+  bool (*bwd_writes_out)(const NormBwdParams&);
 };
 
 extern const DeviceKernels kCpu;

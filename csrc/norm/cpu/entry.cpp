@@ -37,6 +37,6 @@ void bwd_cpu(const NormBwdParams& p) {
 
 }  // namespace
 
-const DeviceKernels kCpu{&fwd_cpu, &count_partials_cpu, &bwd_cpu};
+const DeviceKernels kCpu{&fwd_cpu, &count_partials_cpu, &bwd_cpu, [](const NormBwdParams&) { return true; }};
 
 }  // namespace ssm_kernels::norm

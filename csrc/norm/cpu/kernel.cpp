@@ -193,6 +193,10 @@ void bwd_group(const NormBwdParams& p, int64_t row_index, int64_t group, int64_t
     if (p.grad_new_residual.data != nullptr) grad_v = grad_v + row.load(p.grad_new_residual, column, count);
     if (p.grad_residual.data != nullptr) row.store(p.grad_residual, column, count, grad_v);
     const V gate = has_gate ? V::loadu(gate_row + column) : V(1);
+    if (p.out.data != nullptr) {
+      const V out = Math<V>::fma(y, weight, row.load(p.bias, column, count, 0));
+      row.store(p.out, column, count, gate_before ? out : out * gate);
+    }
     if (p.grad_x.data != nullptr) row.store(p.grad_x, column, count, gate_before ? grad_v * gate : grad_v);
     if (p.grad_z.data == nullptr) return;
     const V factor = gate_before

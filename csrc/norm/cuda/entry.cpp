@@ -220,7 +220,7 @@ bool choose_stages(BwdPlan& plan, const NormBwdParams& p, int sum_bytes, int64_t
 BwdPlan plan_bwd(const NormBwdParams& p) {
   BwdPlan plan;
   const bool narrow = is_narrow(p),
-             aligned = is_aligned(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual});
+             aligned = is_aligned(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual, p.out});
   if (narrow) {
     plan.rms = plan_rms_bwd(p, aligned);
     plan.partials = plan.rms.row_blocks;
@@ -276,6 +276,12 @@ void fwd_cuda(const NormFwdParams& p) {
 
 int64_t count_partials_cuda(const NormBwdParams& p) { return plan_bwd(p).partials; }
 
+// The RMSNorm kernels for aligned rows with a gate do.
+bool bwd_writes_out_cuda(const NormBwdParams& p) {
+  const RmsPlan plan = plan_bwd(p).rms;
+  return !plan.is_any && (plan.rms_case == RmsCase::kGateBefore || plan.rms_case == RmsCase::kGateAfter);
+}
+
 void bwd_cuda(const NormBwdParams& p) {
   const auto guard = device_guard(p);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -286,7 +292,7 @@ void bwd_cuda(const NormBwdParams& p) {
 
 }  // namespace
 
-const DeviceKernels kCuda{&fwd_cuda, &count_partials_cuda, &bwd_cuda};
+const DeviceKernels kCuda{&fwd_cuda, &count_partials_cuda, &bwd_cuda, &bwd_writes_out_cuda};
 
 }  // namespace ssm_kernels::norm
 

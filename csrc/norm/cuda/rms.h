@@ -32,8 +32,8 @@ struct RmsParams {
 
 // Reads: x, and z or residual. Writes: out, new_residual.
 constexpr int kRmsFwdReads = 2, kRmsFwdWrites = 2;
-// grad_out, x, z or grad_new_residual; grad_x, and grad_z or grad_residual.
-constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 2;
+// grad_out, x, z or grad_new_residual; grad_x, and grad_z or grad_residual; with a gate, and of aligned rows, also out.
+constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 3;
 // Bytes per row that a thread copies besides its columns: rstd.
 constexpr int kRmsBwdRowBytes = sizeof(float);
 

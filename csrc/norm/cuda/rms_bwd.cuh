@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   // With is_any: whether the second gradient passes through shared memory, in the place of x. With fp16 or bf16 activations and
   // no float32 residual, a float32 gradient has no room there.
   constexpr bool kStagesSecond = std::is_same_v<Second, Wide>;
+  // Whether forward's output can be written, too: with the same products and so the same bits.
+  constexpr bool kWritesOut = kHasGate && !is_any;
   static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "the plan counts rstd's bytes in shared memory");
   // With is_any, the warp has one copy of rstd.
   constexpr int kRstdBytes = is_any ? kVectorBytes : Rstd::kBytes;
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   static_assert(3 * kShiftedInputBytes + kVectorBytes <= Rstd::kBytes,
                 "with is_any as many blocks are resident, so that sums over rows have the same bits");
   enum { kReadGradOut, kReadX, kReadThird };
-  enum { kGradX, kSecondGrad };
+  enum { kGradX, kSecondGrad, kOut };
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
     reads.advance(p, p.reads);
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
-  RowCursor<kRmsBwdWrites> writes(p, p.writes, place);
+  RowCursor<kWritesOut ? 3 : 2> writes(p, p.writes, place);
   if (is_any && p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
 
   char* const stages_end = rms_shared + kRmsSumBytes + p.warps * (kStages * kStageBytes);
@@ -191,6 +193,23 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
       mean = group_mean;
     }
     const float k = mean * (rstd * rstd);
+    if constexpr (kWritesOut) {
+      if (p.writes[kOut].data != nullptr) {
+        Scalar* const out = writes.template at<Scalar>(kOut, place);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const auto x = Input::load(first_x + stage, i), z = Input::load(first_third + stage, i);
+          float normed[kSize];
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) {
+            const float a = z.accumulate(j) * s[i][j];
+            normed[j] = (kBefore ? x.accumulate(j) * a : x.accumulate(j)) * rstd * weight[i][j];
+            if (kAfter) normed[j] *= a;
+          }
+          if (is_valid[i]) Input::Values::round(normed).store(out + i * kOffset);
+        }
+      }
+    }
     Scalar* const grad_x_row = is_any ? nullptr : writes.template at<Scalar>(kGradX, place);
     Second* const second_row = is_any ? nullptr : writes.template at<Second>(kSecondGrad, place);
 
@@ -313,6 +332,7 @@ cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan
   p.reads[2] = make_row_stream(params, plan, params.is_add ? params.grad_new_residual : params.z);
   p.writes[0] = make_row_stream(params, plan, params.grad_x);
   p.writes[1] = make_row_stream(params, plan, params.is_add ? params.grad_residual : params.grad_z);
+  p.writes[2] = make_row_stream(params, plan, params.out);
   p.partial_weight = static_cast<float*>(params.partial_weight);
   return launch_rms(norm_rms_bwd_kernel_for<Scalar>(plan), params.groups, plan, stream, p);
 }
