@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from helpers import assert_all_close
 from norm_helpers import NORMS
-from operator_spec import Inputs
+from operator_spec import Inputs, OperatorSpec
 from operators import ALL_SCANS
 from torch import Tensor
 
@@ -57,32 +57,46 @@ SPECS = ALL_SCANS | NORMS
 
 
 @functools.cache
-def inputs_of(key: str) -> dict[str, Inputs]:
+def every_input_of(key: str) -> dict[str, Inputs]:
     """Inputs of an operator for each of its options without packed sequences."""
     every = {name: SPECS[key].make_inputs(**options) for name, options in SPECS[key].options.items()}
-    unpacked = {name: inputs for name, inputs in every.items() if inputs.get("cu_seqlens") is None}
-    # Other variants of a recurrence share all but an activation, which each of them tries with two options.
-    variants = [name for name in SPECS if SPECS[name].name == SPECS[key].name]
-    first = 2 * (variants.index(key) - 1)
-    return unpacked if first < 0 else {name: unpacked[name] for name in ([*unpacked] * 2)[first % len(unpacked) :][:2]}
+    return {name: inputs for name, inputs in every.items() if inputs.get("cu_seqlens") is None}
+
+
+def inputs_of(key: str) -> dict[str, Inputs]:
+    """Those that each run tries: of the recurrences, which share their scan, all for the first, and two for each other one."""
+    every, recurrences = every_input_of(key), [name for name in SPECS if SPECS[name].family == "linear_scan"]
+    first = 2 * (recurrences.index(key) - 1) if key in recurrences else -1
+    return every if first < 0 else {name: every[name] for name in ([*every] * 2)[first % len(every) :][:2]}
 
 
 @functools.cache
-def results_of_operator(name: str) -> dict[str, Any]:
-    """Those of all variants of an operator, by variant and option."""
-    keys = [key for key in SPECS if SPECS[key].name == name]
+def results_of_family(family: str) -> dict[str, Any]:
+    """Those of all operators of a family, by variant and option."""
+    keys = [key for key in SPECS if SPECS[key].family == family]
     return results_of({f"{key}, {option}": (SPECS[key], inputs) for key in keys for option, inputs in inputs_of(key).items()})
 
 
-@pytest.mark.parametrize(("key", "options"), [(key, name) for key in SPECS for name in inputs_of(key)])
-def test_operators(key: str, options: str):
-    operator, inputs, results = SPECS[key], inputs_of(key)[options], results_of_operator(SPECS[key].name)[f"{key}, {options}"]
+def check_results(operator: OperatorSpec, inputs: Inputs, results: Any) -> None:
     if operator.first(inputs).dtype == torch.float64:
         operator.assert_matches_reference(inputs, gradients=False, function=lambda **_: results)
     else:  # the program holds its dtypes
         exact = operator.evaluate_in_float64(inputs)
         named = dict(zip(operator.results, results, strict=True))
         operator.assert_as_accurate(named, operator.evaluate_natively(inputs, None, exact), exact, inputs)
+
+
+@pytest.mark.parametrize(("key", "options"), [(key, name) for key in SPECS for name in inputs_of(key)])
+def test_operators(key: str, options: str):
+    check_results(SPECS[key], inputs_of(key)[options], results_of_family(SPECS[key].family)[f"{key}, {options}"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key", SPECS)
+def test_every_option(key: str):
+    inputs = every_input_of(key)
+    for name, results in results_of({name: (SPECS[key], inputs[name]) for name in inputs}).items():
+        check_results(SPECS[key], inputs[name], results)
 
 
 def test_every_discretization():
