@@ -170,7 +170,8 @@ def test_gradients_of_a_long_span(kernel, device):
 def test_sum_of_step_sizes(dtype, layout, kernel, device):
     """Lengths and numbers of channels around the parts and vectors of the CUDA kernels."""
     matrices = ({"dstate": 12},) if kernel == "sequential" else ({"dstate": 1, "B": "constant"},)
-    for dim, seqlen, matrix in itertools.product((1, 7, 8, 256, 264), (1, 31, 256, 257, 2056), matrices):
+    sizes = ((1, 7, 8, 256, 264), (1, 31, 256, 257, 2056)) if device == "cuda" else ((1, 7, 20), (1, 31, 257))
+    for dim, seqlen, matrix in itertools.product(*sizes, matrices):
         options = {"batch": 2, "dim": dim, "seqlen": seqlen, **matrix}
         inputs = SELECTIVE_SUMMARY.make_inputs(**options, layout=layout, dtype=dtype, device=device)
         inputs["A"] = -torch.ones_like(inputs["A"]) / (1 + seqlen)
