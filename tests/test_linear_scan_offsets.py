@@ -38,7 +38,9 @@ def assert_rows_keep_bits(variant: Variant, channels: int, layouts: tuple[Layout
     cotangents = make_cotangents(inputs)
     expected = {name: x[..., :channels] for name, x in evaluate(variant, inputs, cotangents).items()}
     assert not any(x.isnan().any() for x in expected.values())
-    tensors = {name: x for name, x in (inputs | {"grad": cotangents[0]}).items() if isinstance(x, Tensor)}
+    tensors = {
+        name: x for name, x in (inputs | {"grad": cotangents[0]}).items() if isinstance(x, Tensor) and x.is_floating_point()
+    }
     for layout in layouts:
         rows = {
             name: guarded(x[..., :channels], layout if only in ("", name) else Layout(), axes=(-1,))
@@ -89,6 +91,14 @@ def test_one_tensor_in_other_rows(dtype, choice):
         for variant in (MINGRU, MINLSTM):
             for name in (*variant.recurrence.inputs, "h0", "grad"):
                 assert_rows_keep_bits(variant, 72, (Layout(1), Layout(2, odd=True)), only=name, seqlen=70, dtype=dtype)
+
+
+@small_dtypes
+@pytest.mark.parametrize("options", [{"cu_seqlens": (0, 3, 40, 41, 150)}, {"seqlen": 70, "reset": True, "h0": False}], ids=str)
+def test_packed_and_reset(options, dtype):
+    """General tiles, which load and store vectors of shifted rows as aligned pieces."""
+    for variant in (MINGRU, MINLSTM):
+        assert_rows_keep_bits(variant, 67, (Layout(1), Layout(4), Layout(3, odd=True)), dtype=dtype, **options)
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ struct ThreadTile {
   int64_t batch;
   int64_t first;    // step
   int64_t channel;  // its first
-  int channels;     // that exist, up to kVector
+  int channels;     // that exist, up to kVector, or, to the end of the row, to kMostChannels
   int steps;        // that exist, up to T::kThreadSteps; in plain tiles none without channels, unless rows are shifted
 
   __device__ __forceinline__ ThreadTile(const LinearScanParams& p, const Partition& partition, uint32_t index)
@@ -33,7 +33,7 @@ struct ThreadTile {
     batch = row;
     first = T::kIsForward ? position : p.seqlen - 1 - position;
     channel = int64_t(block) * kTileChannels + lane * T::kVector;
-    channels = T::kPlain && !T::kShifted ? T::kVector : count(p.channels - channel, T::kVector);
+    channels = T::kPlain && !T::kShifted ? T::kVector : count(p.channels - channel, kMostChannels);
     const bool exists = index < partition.tiles_in_all && (!T::kPlain || T::kShifted || channel < p.channels);
     steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
@@ -45,10 +45,13 @@ struct ThreadTile {
         batch(batch),
         first(first),
         channel(channel),
-        channels(T::kPlain ? T::kVector : count(p.channels - channel, T::kVector)),
+        channels(T::kPlain ? T::kVector : count(p.channels - channel, kMostChannels)),
         steps(T::kPlain && channel >= p.channels ? 0 : count(steps, T::kThreadSteps)) {}
 
   __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
+  // A shifted vector of a row that goes on is loaded as aligned pieces, which extend beyond it.
+  static constexpr int kMostChannels = T::kPlain ? T::kVector : 2 * T::kVector;
+
   // `left`, clamped to 0 ... `most`.
   static __device__ __forceinline__ int count(int64_t left, int most) {
     return left >= most ? most : max(static_cast<int>(left), 0);
@@ -105,13 +108,29 @@ struct Rows {
     return result;
   }
 
+  // The same for rows that are no vectors.
+  __device__ __forceinline__ cuda::Vector<Scalar, kVector> load_next_shifted(bool exists) {
+    if constexpr (sizeof(Scalar) <= kWordBytes) {
+      if (view->stride_channel == 1) {
+        const cuda::ShiftedLoad<Scalar, kVector> loaded(reinterpret_cast<const Scalar*>(row), exists ? channels : 0);
+        row += stride;
+        return loaded.vector();
+      }
+    }
+    return load_next<Scalar>(exists);
+  }
+
+  __device__ __forceinline__ cuda::Vector<Scalar, kVector> load_row(bool exists) {
+    return T::kPlain || vectors ? load_next<Scalar>(exists) : load_next_shifted(exists);
+  }
+
   // Copies a row to shared memory, asynchronously if it is a vector. A row that does not exist is zero.
   __device__ __forceinline__ void stage_next(bool exists, cuda::Vector<Scalar, kVector>* target) {
     if (vectors) {
       cuda::cp_async(target, row, exists ? cuda::kCpAsyncBytes : 0);
       row += stride;
     } else if constexpr (!T::kPlain) {
-      *target = load_next<Scalar>(exists);
+      *target = load_next_shifted(exists);
     }
   }
 
@@ -121,6 +140,13 @@ struct Rows {
     if (exists && vectors) {
       values.store_once(target);
     } else if constexpr (!T::kPlain || T::kShifted) {
+      if constexpr (!T::kPlain && sizeof(Element) <= kWordBytes) {
+        if (exists && view->stride_channel == 1) {
+          cuda::store_shifted(target, values, channels);
+          row += stride;
+          return;
+        }
+      }
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         if (exists && j < channels) target[j * view->stride_channel] = values[j];

@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kThreads, kSummaryBlocks<Scalar>)
     Inputs loaded[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded[i] =
-          inputs.next(first + i, [&](int input, int s) { return rows[input].template load_next<Scalar>(s < at.steps); });
+      loaded[i] = inputs.next(first + i, [&](int input, int s) { return rows[input].load_row(s < at.steps); });
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
