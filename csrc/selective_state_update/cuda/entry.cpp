@@ -153,7 +153,7 @@ struct StepCall {
 // The step kernel's call (launch.h), if it takes this one.
 std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiprocessors) {
   if (p.tied_A() || p.input_kind == ScalarKind::kDouble) return std::nullopt;
-  if (p.slots < 1 || p.dstate < 1 || p.dstate > kWarpSize * kStepVector) return std::nullopt;
+  if (p.slots < 1 || p.dstate < 1) return std::nullopt;
   for (const int64_t stride : {p.state.stride_state, p.A.stride_state, p.B.stride_state, p.C.stride_state}) {
     if (stride != 1 && p.dstate > 1) return std::nullopt;
   }
@@ -187,24 +187,29 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   const auto aligned = [&](const void* data, int64_t bytes, const StepParams::Strides& stride) {
     return is_aligned(data, bytes, kStepVector, {stride.batch, stride.channel});
   };
-  tiling.vectors = p.dstate % kStepVector == 0 && aligned(p.state.data, state_bytes, {0, step.state_channel}) &&
-                   is_aligned(p.state.data, state_bytes, kStepVector, {p.state.stride_batch}) &&
-                   aligned(p.A.data, p.A_is_input_kind ? input_bytes : int64_t(sizeof(float)), {0, step.A_channel}) &&
-                   aligned(p.B.data, input_bytes, step.B_stride) && aligned(p.C.data, input_bytes, step.C_stride);
-  while ((kStepVector << step.log2_lanes) < p.dstate) ++step.log2_lanes;
+  const bool row_vectors = p.dstate % kStepVector == 0 && aligned(p.state.data, state_bytes, {0, step.state_channel}) &&
+                           is_aligned(p.state.data, state_bytes, kStepVector, {p.state.stride_batch}) &&
+                           aligned(p.A.data, p.A_is_input_kind ? input_bytes : int64_t(sizeof(float)), {0, step.A_channel});
+  tiling.vectors =
+      row_vectors && aligned(p.B.data, input_bytes, step.B_stride) && aligned(p.C.data, input_bytes, step.C_stride);
+  constexpr int64_t kMostAtOnce = kWarpSize * kStepVector;
+  if (tiling.vectors && p.dstate > kMostAtOnce) return std::nullopt;
+  while ((kStepVector << step.log2_lanes) < std::min(p.dstate, kMostAtOnce)) ++step.log2_lanes;
+  int64_t groups_per_tile = 0;
   const auto set_rows = [&](int rows) {
     // Each of a group's rows has an owner.
     while (rows > 1 << step.log2_lanes) ++step.log2_lanes;
-    const int64_t channels_per_tile = (kWarpSize >> step.log2_lanes) * rows;
+    groups_per_tile = kWarpSize >> step.log2_lanes;
     tiling.rows = rows;
-    return p.batch * ((channels + channels_per_tile - 1) / channels_per_tile);
+    return p.batch * ((channels + groups_per_tile * rows - 1) / (groups_per_tile * rows));
   };
   int64_t tiles = set_rows(1);
   // One row a lane where all warps run at once (docs/tuning.md).
   constexpr int64_t kFewWarps = 8;  // of a multiprocessor
   if (!tiling.vectors || p.discretization != Discretization::kZoh || tiles > multiprocessors * kFewWarps) {
-    if (channels_per_group % kRowsInFlight != 0 && p.groups > 1) return std::nullopt;
     tiles = set_rows(kRowsInFlight);
+    // The rows of a lane share B and C.
+    if (p.groups > 1 && channels_per_group % (groups_per_tile * kRowsInFlight) != 0) return std::nullopt;
   }
   constexpr int64_t kMostTiles = int64_t(1) << 26;  // the number of threads fits 32 bits
   if (tiles > kMostTiles) return std::nullopt;
@@ -220,6 +225,7 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   set(kBiasIsFloat, has_bias && !bias_is_input), set(kBiasIsInput, has_bias && bias_is_input);
   set(kSkipIsFloat, has_skip && !skip_is_input), set(kSkipIsInput, has_skip && skip_is_input);
   set(kHasGate, p.z.data != nullptr), set(kSoftplus, p.dt_softplus);
+  set(kRowVectors, row_vectors);
   set(kClamps, p.dt_min > -kInfinity || p.dt_max < kInfinity);
   step.batch = static_cast<uint32_t>(p.batch), step.channels = static_cast<uint32_t>(channels);
   step.dstate = static_cast<uint32_t>(p.dstate), step.slots = static_cast<uint32_t>(p.slots);
@@ -227,6 +233,8 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   step.dt = p.dt.data, step.dt_bias = p.dt_bias.data, step.state = p.state.data, step.A = p.A.data;
   step.B = p.B.data, step.C = p.C.data, step.x = p.x.data, step.D = p.D.data, step.z = p.z.data, step.out = p.out.data;
   step.slot_bytes = static_cast<uint32_t>(slot_bytes);
+  step.state_row_bytes = static_cast<uint32_t>(groups_per_tile * step.state_channel * state_bytes);
+  step.A_row = static_cast<uint32_t>(groups_per_tile * step.A_channel);
   step.dt_min = static_cast<float>(p.dt_min), step.dt_max = static_cast<float>(p.dt_max);
   step.discretization = p.discretization;
   step.slot_of_row = p.indices.data, step.slot_stride = static_cast<uint32_t>(p.indices.stride);

@@ -52,8 +52,8 @@ constexpr int vector_elements(int64_t state_bytes, bool tied_A) {
 }
 
 // The elements of a lane's vector in the step kernel (step.cuh). It takes calls of one token with an A of dstate values a row,
-// where the lanes load a row at once, the dstate values of state, A, B and C are contiguous, channels are evenly spaced in
-// every tensor, and offsets fit 32 bits.
+// where the dstate values of state, A, B and C are contiguous, channels are evenly spaced in every tensor, and offsets fit 32
+// bits. Where rows start at multiples of a vector, it needs lanes that load a row at once.
 constexpr int kStepVector = 4;
 
 enum StepFlags : uint32_t {
@@ -69,6 +69,7 @@ enum StepFlags : uint32_t {
   kHasGate = 512,
   kSoftplus = 1024,
   kClamps = 2048,
+  kRowVectors = 4096,  // rows of the state and A start at multiples of a vector, and dstate is one
 };
 
 // Strides are in elements.
@@ -87,7 +88,8 @@ struct StepParams {
   void* out = nullptr;
   Strides dt_stride, B_stride, C_stride, x_stride, z_stride, out_stride;
   uint32_t bias_channel = 0, state_channel = 0, A_channel = 0, skip_channel = 0;
-  uint32_t slot_bytes = 0;  // between slots
+  uint32_t slot_bytes = 0;                  // between slots
+  uint32_t state_row_bytes = 0, A_row = 0;  // between the rows of a lane
   float dt_min = 0, dt_max = 0;
   Discretization discretization = Discretization::kZoh;
   const void* slot_of_row = nullptr;
