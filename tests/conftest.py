@@ -84,6 +84,7 @@ LONG = (
     "test_dtensor",
     "test_examples",
     "test_models_distributed",
+    "test_profile",
     "test_setup",
     "test_wheel",
 )

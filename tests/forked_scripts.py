@@ -47,5 +47,6 @@ def _run(command: list[str], folder: str, environment: dict[str, str], streams: 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    # As for a new interpreter.
+    sys.path[:0] = [str(Path(command[0]).resolve().parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(command[0], run_name="__main__")

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from forked_scripts import run_scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "profile_discretization.py"
@@ -55,8 +56,12 @@ def refuse(profiler, capsys):
 
 
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, str(SCRIPT), *arguments], {**os.environ, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    environment = {**os.environ, **environment}
+    if "cuda" in arguments:  # a fork cannot use GPUs
+        command = [sys.executable, str(SCRIPT), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    (done,) = run_scripts(SCRIPT, *arguments, folder=Path.cwd(), environments=[environment])
+    return done
 
 
 def assert_one_line(stderr: str, says: str) -> None:
