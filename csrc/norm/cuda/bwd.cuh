@@ -132,14 +132,16 @@ class StagedBwdInputs {
   // group.
   template <typename Left, typename OffsetOf>
   __device__ __forceinline__ void copy(int stage, const Left& left, const OffsetOf& offset_of) const {
-    visit(stage, [&](const auto& tensor, const RowsView& view, int i) {
-      tensor.copy(i, view.data, offset_of(view, i), left(i), run_);
+    visit(stage, [&](const auto& tensor, const RowsView& view) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) tensor.copy(i, view.data, offset_of(view, i), left(i), run_);
     });
   }
   template <typename OffsetOf>
   __device__ __forceinline__ void align(int stage, const OffsetOf& offset_of) const {
     __syncwarp();
-    visit(stage, [&](const auto& tensor, const RowsView& view, int i) { tensor.align(i, view.data, offset_of(view, i)); });
+    visit(stage,
+          [&](const auto& tensor, const RowsView& view) { tensor.template align<kVectors>(view.data, offset_of(view, 0)); });
   }
   template <typename OffsetOf>
   __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf&) const {
@@ -167,9 +169,7 @@ class StagedBwdInputs {
     for (int input = kGradOut; input <= kThird; ++input) {
       const RowsView& view = view_of<is_add>(p_, static_cast<Input>(input));
       if (view.data == nullptr) continue;
-      const StagedTensor<Scalar> tensor = in_stage(static_cast<Input>(input), stage);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) function(tensor, view, i);
+      function(in_stage(static_cast<Input>(input), stage), view);
     }
   }
 

@@ -49,9 +49,13 @@ struct StagedVectors {
     for (int k = 0; k < kPieces; ++k) copy_piece(k);
     if (run.lane == run.lanes - 1 && past != 0) copy_piece(kPieces);
   }
-  // The vector as copied, when all copies of the run are visible; zeros beyond the group.
+  // The vector as copied from an address that is `past` bytes past a multiple of 16, when all copies of the run are visible;
+  // zeros beyond the group.
+  static __device__ __forceinline__ Values load(const char* place, int past) {
+    return cuda::load_shifted_shared<Element, size>(place, past);
+  }
   static __device__ __forceinline__ Values load(const char* place, const Element* source) {
-    return cuda::load_shifted_shared<Element, size>(place, cuda::bytes_past_multiple<kVectorBytes>(source));
+    return load(place, cuda::bytes_past_multiple<kVectorBytes>(source));
   }
   // Once the lane has written its vector to its place, or moved it there.
   static __device__ __forceinline__ Values own(const char* place) {
@@ -109,12 +113,21 @@ class StagedTensor {
       to_values(vectors.load(at(i), static_cast<decltype(element)>(data) + offset), values);
     });
   }
-  // Moves the vector to its place. The warp calls the function together.
-  __device__ __forceinline__ void align(int i, const void* data, int64_t offset) const {
+  // Moves the lane's vectors, whose first one has been copied from `offset`, to their places. The warp calls the function
+  // together.
+  template <int count>
+  __device__ __forceinline__ void align(const void* data, int64_t offset) const {
     visit([&](auto vectors, auto* element) {
-      const auto vector = vectors.load(at(i), static_cast<decltype(element)>(data) + offset);
+      using Vectors = decltype(vectors);
+      // All vectors of a lane start equally far from multiples of 16 bytes.
+      const int past = cuda::bytes_past_multiple<kVectorBytes>(static_cast<decltype(element)>(data) + offset);
+      if (!__any_sync(kAllLanes, past != 0)) return;
+      typename Vectors::Values moved[count];
+#pragma unroll
+      for (int i = 0; i < count; ++i) moved[i] = Vectors::load(at(i), past);
       __syncwarp();
-      vectors.replace(at(i), vector);
+#pragma unroll
+      for (int i = 0; i < count; ++i) Vectors::replace(at(i), moved[i]);
     });
   }
   __device__ __forceinline__ void own(int i, Acc (&values)[kSize]) const {
