@@ -77,6 +77,48 @@ struct VectorTail {
   }
 };
 
+// The gradient of the channel's final state, which is its last width - 1 steps, or null.
+template <typename Scalar>
+__device__ __forceinline__ const Scalar* grad_final_state_of(const ConvBwdParams& p, const ChannelsFirstSegment& segment) {
+  if (p.grad_final_state.data == nullptr) return nullptr;
+  return static_cast<const Scalar*>(p.grad_final_state.data) + p.grad_final_state.offset(segment.b, segment.c, 0);
+}
+
+// Loads g at the kHalo steps after a tile, zero after the sequence.
+template <typename Scalar, typename Acc>
+__device__ __forceinline__ void load_gradients_after(const ConvBwdParams& p, const ChannelsFirstSegment& segment,
+                                                     const Taps<Scalar, 1>& taps, int width, const Scalar* x,
+                                                     const Scalar* grad_out, Acc (&later)[kHalo]) {
+#pragma unroll
+  for (int i = 0; i < kHalo; ++i) {
+    const int64_t t = segment.end + i;
+    later[i] = 0;
+    if (t >= p.seqlen) continue;
+    later[i] = to_accumulate(grad_out[t]);
+    if (!p.has_silu) continue;
+    Acc inputs[kHalo + 1];
+#pragma unroll
+    for (int lag = 0; lag <= kHalo; ++lag) inputs[kHalo - lag] = to_accumulate(x[t - lag]);
+    later[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo - lag]; }));
+  }
+}
+
+// Writes a tile's sums for grad_weight and grad_bias as a row of partial sums.
+template <typename Acc>
+__device__ __forceinline__ void store_tile_sums(const ConvBwdParams& p, const Tiling& tiling,
+                                                const ChannelsFirstSegment& segment, int width,
+                                                const Acc (&grad_weight)[kMaxVectorWidth], Acc grad_bias, Acc* sums) {
+  const int lane = threadIdx.x % kWarpSize;
+  Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
+#pragma unroll
+  for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
+    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
+    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
+  }
+  const Acc sum = cuda::sum_over_warp(grad_bias);
+  if (lane == 0) target[p.width * p.channels] = sum;
+}
+
 template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
@@ -145,25 +187,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
   Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
 
-  // The gradient of the channel's final state, which is its last width - 1 steps.
-  const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
-                                                                      : static_cast<const Scalar*>(p.grad_final_state.data) +
-                                                                            p.grad_final_state.offset(segment.b, segment.c, 0);
+  const Scalar* const grad_final = grad_final_state_of<Scalar>(p, segment);
 
   // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
   Acc later[kHalo];
-#pragma unroll
-  for (int i = 0; i < kHalo; ++i) {
-    const int64_t t = segment.end + i;
-    later[i] = 0;
-    if (t >= p.seqlen) continue;
-    later[i] = to_accumulate(grad_out[t]);
-    if (!p.has_silu) continue;
-    Acc inputs[kHalo + 1];
-#pragma unroll
-    for (int lag = 0; lag <= kHalo; ++lag) inputs[kHalo - lag] = to_accumulate(x[t - lag]);
-    later[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo - lag]; }));
-  }
+  load_gradients_after(p, segment, taps, width, x, grad_out, later);
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
   const int64_t begin = segment.begin + lane * kVector;
@@ -231,15 +259,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     if (p.grad_x.data != nullptr) Inputs::round(grad_inputs).store_once(grad_x + t);
   }
 
-  if (sums == nullptr) return;
-  Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
-#pragma unroll
-  for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
-    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
-    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
-  }
-  const Acc sum = cuda::sum_over_warp(grad_bias);
-  if (lane == 0) target[p.width * p.channels] = sum;
+  if (sums != nullptr) store_tile_sums(p, tiling, segment, width, grad_weight, grad_bias, sums);
 }
 
 }  // namespace ssm_kernels::causal_conv1d

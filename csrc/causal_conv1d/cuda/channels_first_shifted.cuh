@@ -192,25 +192,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
             grad_out_past = cuda::bytes_past_multiple<kVectorBytes>(grad_out);
   const int grad_x_past = cuda::bytes_past_multiple<kVectorBytes>(grad_x) / static_cast<int>(sizeof(Scalar));
 
-  // The gradient of the channel's final state, which is its last width - 1 steps.
-  const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
-                                                                      : static_cast<const Scalar*>(p.grad_final_state.data) +
-                                                                            p.grad_final_state.offset(segment.b, segment.c, 0);
+  const Scalar* const grad_final = grad_final_state_of<Scalar>(p, segment);
 
   // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
   Acc later[kHalo];
-#pragma unroll
-  for (int i = 0; i < kHalo; ++i) {
-    const int64_t t = segment.end + i;
-    later[i] = 0;
-    if (t >= p.seqlen) continue;
-    later[i] = to_accumulate(grad_out[t]);
-    if (!p.has_silu) continue;
-    Acc inputs[kHalo + 1];
-#pragma unroll
-    for (int lag = 0; lag <= kHalo; ++lag) inputs[kHalo - lag] = to_accumulate(x[t - lag]);
-    later[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo - lag]; }));
-  }
+  load_gradients_after(p, segment, taps, width, x, grad_out, later);
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
   const int begin = lane * kVector;
@@ -318,15 +304,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
     above = rounded;
   }
 
-  if (sums == nullptr) return;
-  Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
-#pragma unroll
-  for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
-    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
-    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
-  }
-  const Acc sum = cuda::sum_over_warp(grad_bias);
-  if (lane == 0) target[p.width * p.channels] = sum;
+  if (sums != nullptr) store_tile_sums(p, tiling, segment, width, grad_weight, grad_bias, sums);
 }
 
 }  // namespace ssm_kernels::causal_conv1d
