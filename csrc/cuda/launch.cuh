@@ -75,6 +75,19 @@ bool has_pdl(Kernel kernel) {
   return attributes && attributes->ptxVersion >= 90;
 }
 
+// The configuration of a launch. It points to `attribute`, which counts if has_attribute.
+inline cudaLaunchConfig_t launch_config(int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                                        cudaLaunchAttribute& attribute, bool has_attribute) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = has_attribute ? 1 : 0;
+  return config;
+}
+
 // Launches a kernel. With `uses_pdl` it may start before the previous kernel of the stream has finished (cuda/ptx/pdl.cuh); the
 // device then has compute capability 9.0 or newer.
 template <typename... Params>
@@ -83,13 +96,7 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int s
   cudaLaunchAttribute pdl;
   pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   pdl.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &pdl;
-  config.numAttrs = uses_pdl ? 1 : 0;
+  const cudaLaunchConfig_t config = launch_config(blocks, threads, shared_bytes, stream, pdl, uses_pdl);
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
@@ -99,14 +106,7 @@ inline cudaLaunchConfig_t cluster_config(int64_t blocks, int threads, int shared
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return config;
+  return launch_config(blocks, threads, shared_bytes, stream, attribute, cluster > 1);
 }
 
 // Launches a kernel in clusters of `cluster` blocks, which needs compute capability 9.0 unless it is 1.
