@@ -59,6 +59,7 @@ struct SsdFwdParams : SsdParams {
   // or begin at any.
   RowsView out;
   bool out_has_vectors = true, out_has_pairs = true;
+  bool x_has_vectors = true;                // else, with wgmma, rows of x are pairs of elements
   cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
   float* final_states = nullptr;            // as initial_states
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of

@@ -83,7 +83,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   }
   const FwdOutputs outputs = allocate_fwd(in);
   PendingCopies copies;
-  const KernelInputs inputs(in, method, copies);
+  const KernelInputs inputs(in, method, copies, /*keeps_x=*/true);
   run_forward(in, inputs, copies, outputs);
   return outputs;
 }
@@ -94,7 +94,7 @@ StatesOutputs states_cuda(const StatesInputs& in) {
   if (!have_kernels_for(in, /*is_backward=*/false)) return states_aten(in);
   const StatesOutputs outputs = allocate_states(in);
   PendingCopies copies;
-  const KernelInputs inputs(in, method, copies);
+  const KernelInputs inputs(in, method, copies, /*keeps_x=*/true);
   const ChunkStates chunk_states = allocate_chunk_states(in, inputs, outputs.states);
   run_forward(in, inputs, copies, outputs, chunk_states);
   const auto states_before = [&](int64_t chunks) -> OptionalTensor {

@@ -49,41 +49,28 @@ class TmaEpilogue {
       }
     }
   }
-  // Instead of send(), for rows of out without vectors: each warp stores the columns that it has written, as pairs of elements.
-  // The rows of eight lanes each are two apart, so that the four rows are in different banks.
-  __device__ __forceinline__ void store_rows(SmemTile<kStateRows>& tile, int chunk, const FragmentLane& lane) const {
-    const int pair = lane.index % kLanesOfRow, column = 16 * lane.warp + 2 * pair, row = lane.index / kLanesOfRow * 2;
-    const int count = state_tile_.rows - column, steps = count > 0 ? at_.steps_of(chunk) : 0;
-    Scalar* target =
-        at_.template rows<Scalar>(p_.out, state_tile_.head, chunk) + state_tile_.first_row + column + row * p_.out.stride_step;
-    const auto word = [&](int i) {
-      return reinterpret_cast<const uint32_t*>(tile.vector(row + i, 2 * lane.warp + pair / 4))[pair % 4];
-    };
-    constexpr int kRowsOfBlock = 8;
-    __syncwarp();
-    if (p_.out_has_pairs) {
-#pragma unroll
-      for (int i = 0; i < kChunk; i += kRowsOfBlock) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const uint32_t value = word(i + odd);
-          if (row + i + odd < steps) __stcg(reinterpret_cast<uint32_t*>(target + odd * p_.out.stride_step), value);
-        }
-        target += kRowsOfBlock * p_.out.stride_step;
+  // Instead of send(), after write() and a barrier of the warpgroup, for rows of out without vectors. A warp stores 16 rows,
+  // one after another, a lane a pair of elements: few memory lines at once.
+  __device__ __forceinline__ void store_rows(SmemTile<kStateRows>& tile, int chunk) const {
+    const FragmentLane lane = FragmentLane::opaque_thread();  // so that no address is kept through the loop over chunks
+    constexpr int kRows = kChunk / kWarpgroupWarps;
+    const int first = lane.warp * kRows, rows = at_.steps_of(chunk) - first, count = state_tile_.rows - 2 * lane.index;
+    Scalar* target = at_.template rows<Scalar>(p_.out, state_tile_.head, chunk) + state_tile_.first_row + 2 * lane.index +
+                     first * p_.out.stride_step;
+#pragma unroll 2
+    for (int i = 0; i < kRows; ++i) {
+      const uint32_t word = reinterpret_cast<const uint32_t*>(tile.vector(first + i, lane.index / 4))[lane.index % 4];
+      if (!p_.out_has_pairs) {
+        store_pair(target, word, lane.index, i < rows ? count : 0);
+      } else if (i < rows && count > 0) {
+        __stcg(reinterpret_cast<uint32_t*>(target), word);
       }
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < kChunk; i += i % 2 == 0 ? 1 : kRowsOfBlock - 1) {
-      store_pair(target, word(i), pair, row + i < steps ? count : 0);
-      target += (i % 2 == 0 ? 1 : kRowsOfBlock - 1) * p_.out.stride_step;
+      target += p_.out.stride_step;
     }
   }
   static __device__ __forceinline__ void wait_for_sent() { cuda::tma_store_wait_read<0>(); }
 
  private:
-  static constexpr int kLanesOfRow = 8;
-
   // Stores a lane's pair of a row that begins at any element and has `count` of them from the pair on, possibly 0 or fewer,
   // with the other lanes of the row. Where the pair is between words, the lane stores its second element and the next lane's
   // first.
@@ -101,7 +88,7 @@ class TmaEpilogue {
       return;
     }
     if (pair == 0) halves[0] = low;
-    if (pair < kLanesOfRow - 1 && count > 2) {
+    if (pair < cuda::kWarpSize - 1 && count > 2) {
       __stcg(reinterpret_cast<uint32_t*>(halves + 1), __byte_perm(word, next, 0x5432));
     } else if (count > 1) {
       halves[1] = high;
