@@ -1,15 +1,16 @@
-// The interface between the CUDA entry point (entry.cpp) and the kernel (update.cuh): how warps share the work.
+// The interface between the CUDA entry point (entry.cpp) and the kernels (step.cuh, update.cuh): how warps share the work.
 //
 // A row is the dstate values of one channel of one row of the batch. A group of `lanes` lanes loads a row together and takes
 // `rows` consecutive rows, kRowsInFlight at a time. Lane j of the group owns the j-th of them: it reads its x, dt and z,
 // computes its step size and gate, and writes its output. The 32 / lanes groups of a warp take a tile: consecutive channels of
 // one row of the batch, inside one group of B and C. A row is summed in the same order whatever `rows` is.
 //
-// There are two kernels. In the fast one a lane loads vectors of state_vector_bytes of the state, with 32-bit indices
-// (addresses have 64 bits everywhere). It requires that the dstate values of state, B, C and A are contiguous and aligned, that
-// the rows of the state and of A are evenly spaced, and that all sizes and strides are below 2^31. The general one takes any
-// strides and fp64. Its lanes take the same elements, one load each, so that a row has the same bits in both. With several
-// tokens the fast kernel also requires that the lanes load a row at once.
+// The step kernel takes most calls of one token whose A has dstate values a row (kStepVector). Two kernels take the others. In
+// the fast one a lane loads vectors of state_vector_bytes of the state, with 32-bit indices (addresses have 64 bits
+// everywhere). It requires that the dstate values of state, B, C and A are contiguous and aligned, that the rows of the state
+// and of A are evenly spaced, and that all sizes and strides are below 2^31. The general one takes any strides and fp64. Its
+// lanes take the same elements, one load each, so that a row has the same bits in both. With several tokens the fast kernel
+// also requires that the lanes load a row at once.
 #pragma once
 
 #include <cuda_runtime_api.h>
