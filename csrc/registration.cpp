@@ -214,6 +214,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
 
   // -e^A_log and the other parameters in the accumulation type, one after another in one tensor: one kernel on a GPU.
   def_kernels("_mixer_parameters(Tensor A_log, Tensor? bias, Tensor? D, ScalarType dtype) -> Tensor");
+  // A contiguous copy of the first columns of a tensor, or of all and columns of zeros behind them.
+  def_kernels("_copy_rows(Tensor source, SymInt columns) -> Tensor");
   // The convolution of a Mamba mixer, with SiLU, on the left half of the columns: x twice, with a gradient each, and the right
   // half. mixers/mamba_conv_op.cpp says why. Errors about double backward name `layer`.
   def("_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state, str layer='Mamba') "

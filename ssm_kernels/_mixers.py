@@ -94,7 +94,8 @@ def project(
         return out
     if casts_projection:
         weight, bias = weight.to(out.dtype), None if bias is None else bias.to(out.dtype)
-    return F.linear(out, weight, bias)
+    # A weight may have columns for zeros behind the rows.
+    return F.linear(F.pad(out, (0, weight.shape[1] - out.shape[-1])), weight, bias)
 
 
 def mamba_mixer(

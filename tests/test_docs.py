@@ -87,7 +87,7 @@ def test_schemas_of_the_page_are_those_registered():
             assert len(schema.returns) == (0 if name.endswith("_out") else 1 if name in of_one_result else 2)
         else:
             forms = "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
-            forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters"
+            forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"
             assert re.fullmatch(

@@ -180,7 +180,7 @@ def test_gradcheck(aligns):
     parameters = (linear.weight.detach().requires_grad_(), linear.bias.detach().requires_grad_())
 
     def product(x: Tensor, weight: Tensor, bias: Tensor, parts: int) -> Tensor:
-        return aligned._AlignedLinear.apply(x, weight, bias, parts, torch.float64)
+        return aligned._AlignedLinear.apply(x, weight, bias, parts, torch.float64, parts == 1)
 
     def copies(weight: Tensor, bias: Tensor) -> Any:
         return tuple(aligned.align_parameters((weight, bias), (aligned.Layout((16, 8), 2, 8), aligned.Layout((8,)))))
@@ -236,3 +236,17 @@ def test_products_of_a_gpu(device, aligns, kind):
     assert found["out"].stride() == (600 * 50, 50, 1)
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 2e-2 * value.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8], ids=str)
+def test_copies_of_rows(device, dtype):
+    """Rows of any strides, narrower and wider than the copy's, and from any element on."""
+    for shape in ((7,), (5, 33), (3, 50, 41), (2, 3, 4, 9), (0, 5), (2, 0)):
+        rows = make_sequence(*shape, device=device, dtype=torch.float64).mul(50).to(dtype)
+        spread = torch.zeros(*shape[:-1], shape[-1] + 5, dtype=dtype, device=device)
+        spread[..., 3:-2] = rows
+        for source in (rows, spread[..., 3:-2], rows.flip(0), rows.mT.contiguous().mT if rows.dim() > 1 else rows):
+            for columns in (shape[-1] + 6, shape[-1] + 1, shape[-1], max(0, shape[-1] - 3)):
+                found = torch.ops.ssm_kernels._copy_rows(source, columns)
+                expected = torch.nn.functional.pad(source, (0, columns - shape[-1]))
+                assert found.is_contiguous() and torch.equal(found, expected)

@@ -377,6 +377,20 @@ std::array<at::Tensor, count> or_empty(std::array<at::Tensor, count> grads, cons
 
 GradTensors bwd(BwdInputs& in) { return or_empty(backward(in), in.parameters.options()); }
 
+struct Widened {
+  at::Tensor rows;
+  c10::SymInt columns;
+
+  auto fields() { return std::tie(rows, columns); }
+};
+
+// Zeros behind the rows, if the weight has more columns: a layer whose rows do not fill whole vectors gives such a weight.
+at::Tensor in_columns_of(const at::Tensor& weight, const at::Tensor& rows) {
+  static const Operator<at::Tensor, Widened> op("ssm_kernels::_copy_rows");
+  const c10::SymInt columns = weight.sym_size(1);
+  return rows.sym_size(-1) < columns ? op(Widened{rows, columns}) : rows;
+}
+
 // y is empty if it is not kept. Without a norm, it is the input of the out-projection, and kept for its sake alone.
 Outputs projected_forward(const ProjectedInputs& in) {
   Outputs outputs = forward(FwdInputs{in, true});
@@ -384,7 +398,7 @@ Outputs projected_forward(const ProjectedInputs& in) {
     if (!is_present(in.norm_weight)) outputs.y = outputs.out;
     OptionalTensor bias;
     if (is_present(in.proj_bias)) bias = in.in_product(*in.proj_bias);
-    outputs.out = at::linear(outputs.out, in.in_product(*in.proj_weight), bias);
+    outputs.out = at::linear(in_columns_of(*in.proj_weight, outputs.out), in.in_product(*in.proj_weight), bias);
   }
   if (in.recomputes_scan) outputs.y = empty_tensor({0}, outputs.out.options());
   return outputs;
@@ -408,7 +422,8 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
   }
   if (bwd.in.projects() && has_grad_out) {
     at::Tensor grad_out = bwd.grad_out->flatten(0, -2);
-    const auto set_weight_grad = [&, grad_out](const at::Tensor& projected) {
+    const auto set_weight_grad = [&, grad_out](const at::Tensor& out) {
+      const at::Tensor projected = in_columns_of(*bwd.in.proj_weight, out);
       grads[kProjWeight] = mixers::in_dtype_of(grad_out.t().mm(projected.flatten(0, -2)), *bwd.in.proj_weight);
     };
     if (needs_weight) {
@@ -422,7 +437,8 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
     if (needs_mixer) {
       c10::SymDimVector sizes(bwd.grad_out->sym_sizes().begin(), bwd.grad_out->sym_sizes().end());
       sizes.back() = bwd.in.proj_weight->sym_size(1);
-      bwd.grad_out = grad_out.mm(bwd.in.in_product(*bwd.in.proj_weight)).view_symint(sizes);
+      const c10::SymInt columns = bwd.in.dt_bias.sym_size(0) * bwd.in.headdim;
+      bwd.grad_out = grad_out.mm(bwd.in.in_product(*bwd.in.proj_weight)).view_symint(sizes).narrow_symint(-1, 0, columns);
     }
   } else {
     if (needs_weight) grads[kProjWeight] = at::zeros_like(*bwd.in.proj_weight);

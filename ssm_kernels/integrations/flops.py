@@ -149,6 +149,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
         *("_norm_gated_squares", "_norm_gated_products"),
         *("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"),
         "_mixer_parameters",
+        "_copy_rows",
     ),
 }
 

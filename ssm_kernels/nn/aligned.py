@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from .._arguments import is_autocast_enabled, is_traced
 from .common import is_plain_linear
 
-__all__ = ["Layout", "align_parameters", "aligned_linear", "aligned_size", "dtype_to_align"]
+__all__ = ["Layout", "align_parameters", "aligned_linear", "aligned_size", "can_align", "dtype_to_align", "first_columns"]
 
 _VECTOR_BYTES = 16
 # Tokens of a call below which the copies of the weights take as long as aligned products save.
@@ -132,13 +132,15 @@ class _AlignParameters(torch.autograd.Function):
         return (None, *result)
 
 
-def aligned_linear(x: Tensor, linear: nn.Linear, parts: int, dtype: torch.dtype) -> Tensor:
+def aligned_linear(x: Tensor, linear: nn.Linear, parts: int, dtype: torch.dtype, contiguous: bool = False) -> Tensor:
     """``linear(x)`` with aligned rows.
 
     With several parts, the outputs are this number of parts of equal size, and zeros follow each: the last axis is longer. A
-    result of one part has the shape of ``linear(x)``, and a stride between rows that is longer.
+    result of one part has the shape of ``linear(x)``, and a stride between rows that is longer, unless it is to be contiguous.
     """
-    result: Tensor = _AlignedLinear.apply(x, linear.weight, linear.bias, parts, dtype)
+    if all(size == aligned_size(size, dtype) for size in (linear.weight.shape[1], linear.weight.shape[0] // parts)):
+        return F.linear(x, linear.weight, linear.bias)
+    result: Tensor = _AlignedLinear.apply(x, linear.weight, linear.bias, parts, dtype, contiguous)
     return result
 
 
@@ -146,7 +148,9 @@ class _AlignedLinear(torch.autograd.Function):
     """Keeps ``x`` and the weight as they are, and copies them again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, dtype: torch.dtype, contiguous: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parts, ctx.dtype, ctx.bias_dtype = parts, dtype, None if bias is None else bias.dtype
         aligned_bias = None
@@ -156,7 +160,9 @@ class _AlignedLinear(torch.autograd.Function):
             aligned_bias[:, :of_part] = bias.view(parts, of_part)
             aligned_bias = aligned_bias.flatten()
         out = F.linear(_with_columns(x, dtype), _aligned_weight(weight, parts, dtype), aligned_bias)
-        return out if parts > 1 else out[..., : weight.shape[0]]
+        if parts > 1:
+            return out
+        return _in_columns(out, weight.shape[0]) if contiguous else out[..., : weight.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,7 +174,7 @@ class _AlignedLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             product = rows @ _aligned_weight(weight, parts, dtype)
-            grad_x = product.reshape(*x.shape[:-1], -1)[..., :inputs].to(x.dtype).contiguous()
+            grad_x = _in_columns(product.reshape(*x.shape[:-1], -1), inputs).to(x.dtype)
         if ctx.needs_input_grad[1]:
             product = rows.t() @ _with_columns(x, dtype).flatten(0, -2)
             grad_weight = (
@@ -176,7 +182,7 @@ class _AlignedLinear(torch.autograd.Function):
             )
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0).reshape(parts, -1)[:, :of_part].reshape(outputs).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _aligned_weight(weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
@@ -184,6 +190,8 @@ def _aligned_weight(weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
     shape = (parts, aligned_size(outputs, dtype), aligned_size(inputs, dtype))
     if shape == (parts, outputs, inputs):
         return weight.to(dtype)
+    if shape[:2] == (1, outputs):
+        return _in_columns(weight.to(dtype), shape[2])
     aligned = weight.new_zeros(shape, dtype=dtype)
     aligned[:, :outputs, :inputs] = weight.view(parts, outputs, inputs)
     return aligned.flatten(0, 1)
@@ -191,14 +199,37 @@ def _aligned_weight(weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
 
 def _with_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype`` with columns of zeros, if its rows are not whole vectors."""
-    columns = x.shape[-1]
-    aligned = aligned_size(columns, dtype)
-    if aligned == columns:
-        return x.to(dtype)
-    wider = x.new_empty(*x.shape[:-1], aligned, dtype=dtype)
-    wider[..., columns:] = 0
-    wider[..., :columns] = x
-    return wider
+    return _in_columns(x.to(dtype), aligned_size(x.shape[-1], dtype))
+
+
+def _in_columns(x: Tensor, columns: int) -> Tensor:
+    """The first columns of ``x``, contiguous, or all and zeros behind them."""
+    own = x.shape[-1]
+    if own == columns:
+        return x
+    if not torch.is_grad_enabled() and not is_traced(x):
+        copy: Tensor = torch.ops.ssm_kernels._copy_rows(x, columns)
+        return copy
+    return F.pad(x, (0, columns - own)) if columns > own else x[..., :columns].contiguous()
+
+
+def first_columns(x: Tensor, columns: int) -> Tensor:
+    """The same for the results of products, differentiable."""
+    if x.shape[-1] == columns:
+        return x
+    result: Tensor = _FirstColumns.apply(x, columns)
+    return result
+
+
+class _FirstColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
+        ctx.columns = x.shape[-1]
+        return _in_columns(x, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _in_columns(grad, ctx.columns), None
 
 
 def _whole_rows(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..convolutions import causal_conv1d
-from .aligned import Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align
+from .aligned import Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import (
     PLAIN_TENSORS,
@@ -75,7 +75,7 @@ class Mamba(SelectiveBase, PackedMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (some 2 to 3 % more time in training)
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (2 to 5 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
@@ -318,8 +318,7 @@ class Mamba(SelectiveBase, PackedMixer):
         initial_state = None if ssm_state is None else F.pad(ssm_state.to(wide_dtype(dtype)), padding)
         options = (self.discretization, self.recompute, *name_for_operator(self))
         out, last_state = _mamba_inner(xz, *parameters, first_inputs, initial_state, seq_idx, cu_seqlens, *options)
-        out = out if columns == self.d_model else out[..., : self.d_model].contiguous()
-        return out, xz, last_state[:, : self.d_inner]
+        return first_columns(out, self.d_model), xz, last_state[:, : self.d_inner]
 
     def _conv_channels(self) -> int:
         return self.d_inner

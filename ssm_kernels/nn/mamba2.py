@@ -17,7 +17,7 @@ Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), sections 7 and 8
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -31,7 +31,7 @@ from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeNa
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
-from .aligned import aligned_linear, aligned_size, can_align, dtype_to_align
+from .aligned import Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import (
     check_bools,
     check_discretization,
@@ -155,7 +155,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (some 2 to 3 % more time in training)
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (2 to 5 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
@@ -411,7 +411,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mlp, mixed = self._project(hidden_states)
+        aligned_dtype = self._dtype_to_align(hidden_states)
+        mlp, mixed = self._project(hidden_states, aligned_dtype)
         mixer = self._mixer()
         is_projected = False
         own: tuple[Any, ...] = ()  # arguments of the operator that this layer calls itself
@@ -420,7 +421,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
             is_projected = mlp is None and keeps_less(self) and is_plain_linear(self.out_proj)
             if is_projected or (self.recompute == "all" and torch.is_grad_enabled()):
                 mixer = _mamba2_mixer_projected
-                weights = (self.out_proj.weight, self.out_proj.bias) if is_projected else (None, None)
+                weights: Sequence[Tensor | None] = (None, None)
+                if is_projected:
+                    weights = self._weights_of_out_proj(aligned_dtype)
                 own = (*weights, self.recompute == "all", *own)
         y, _, final_states = mixer(
             mixed,
@@ -443,7 +446,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
             self.discretization,
             *own,
         )
-        return y if is_projected else self._finish(y, mlp), mixed, final_states
+        out = first_columns(y, self.d_model) if is_projected else self._finish(y, mlp, aligned_dtype)
+        return out, mixed, final_states
 
     def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
         """The operator between the projections, with the arguments and results of ``_mamba2_mixer``."""
@@ -461,17 +465,14 @@ class Mamba2(DiscretizedModule, PackedMixer):
         return projected[..., self.d_ssm : -self.nheads]
 
     def _dtype_to_align(self, u: Tensor) -> torch.dtype | None:
-        """The dtype of a call whose in-projection writes aligned rows, or None."""
+        """The dtype of a call whose projections have aligned rows, or None."""
         dtype = dtype_to_align(u)
-        if dtype is None or self.context is not None or not can_align(u, self.in_proj):
-            return None
-        is_aligned = all(size == aligned_size(size, dtype) for size in self.in_proj.weight.shape)
-        return None if is_aligned else dtype
+        return dtype if dtype is not None and self.context is None and can_align(u, self.in_proj, self.out_proj) else None
 
-    def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _project(self, u: Tensor, aligned_dtype: torch.dtype | None = None) -> tuple[Tensor | None, Tensor]:
         """Returns the output of the parallel MLP, if there is one, and z, the convolution's input and dt in one tensor."""
-        dtype, d_mlp = self._dtype_to_align(u), self.d_inner - self.d_ssm
-        projected = self.in_proj(u) if dtype is None else aligned_linear(u, self.in_proj, 1, dtype)
+        d_mlp = self.d_inner - self.d_ssm
+        projected = self.in_proj(u) if aligned_dtype is None else aligned_linear(u, self.in_proj, 1, aligned_dtype)
         if d_mlp == 0:
             return None, projected
         gate, up, mixed = projected.tensor_split([d_mlp, 2 * d_mlp], dim=-1)
@@ -483,8 +484,19 @@ class Mamba2(DiscretizedModule, PackedMixer):
         of_groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, of_groups), C.unflatten(-1, of_groups)
 
-    def _finish(self, y: Tensor, mlp: Tensor | None) -> Tensor:
-        return self.out_proj(y if mlp is None else torch.cat([mlp, y], dim=-1))
+    def _finish(self, y: Tensor, mlp: Tensor | None, aligned_dtype: torch.dtype | None = None) -> Tensor:
+        y = y if mlp is None else torch.cat([mlp, y], dim=-1)
+        if aligned_dtype is None:
+            return self.out_proj(y)
+        return aligned_linear(y, self.out_proj, 1, aligned_dtype, contiguous=True)
+
+    def _weights_of_out_proj(self, aligned_dtype: torch.dtype | None) -> Sequence[Tensor | None]:
+        """The weight and the bias, with zeros behind rows and columns in a call with aligned rows."""
+        weight, bias = self.out_proj.weight, self.out_proj.bias
+        if aligned_dtype is None:
+            return weight, bias
+        rows, columns = (aligned_size(size, aligned_dtype) for size in weight.shape)
+        return align_parameters((weight, bias), (Layout((rows, columns)), Layout((rows,))))
 
     @staticmethod
     def _unflatten(u: Tensor, seqlen: int) -> Tensor:
