@@ -413,6 +413,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         aligned_dtype = self._dtype_to_align(hidden_states)
         mlp, mixed = self._project(hidden_states, aligned_dtype)
+        if aligned_dtype is not None and not can_align(hidden_states, self.out_proj):
+            aligned_dtype = None
         mixer = self._mixer()
         is_projected = False
         own: tuple[Any, ...] = ()  # arguments of the operator that this layer calls itself
@@ -465,9 +467,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
         return projected[..., self.d_ssm : -self.nheads]
 
     def _dtype_to_align(self, u: Tensor) -> torch.dtype | None:
-        """The dtype of a call whose projections have aligned rows, or None."""
+        """The dtype of a call whose in-projection has aligned rows, or None."""
         dtype = dtype_to_align(u)
-        return dtype if dtype is not None and self.context is None and can_align(u, self.in_proj, self.out_proj) else None
+        return dtype if dtype is not None and self.context is None and can_align(u, self.in_proj) else None
 
     def _project(self, u: Tensor, aligned_dtype: torch.dtype | None = None) -> tuple[Tensor | None, Tensor]:
         """Returns the output of the parallel MLP, if there is one, and z, the convolution's input and dt in one tensor."""
