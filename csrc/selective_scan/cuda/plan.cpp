@@ -315,14 +315,20 @@ struct ScanTime {
   }
 };
 
-// docs/tuning.md has the measurements. Forward of the sequential scan at B8 D1024, 16 D768 and B8 D2048, 2048 steps: 166, 255
-// and 256, and 36 with 200 steps; of the warp scan 175, 288 and 340, and 32.
-bool is_sequential_fwd_faster(const SelectiveScanParams& p, const DeviceLimits& device) {
+// docs/tuning.md has the measurements. Forward of the sequential scan at B8 D1024, B16 D768 and B8 D2048, 2048 steps: 166, 255
+// and 256, and 36 with 200 steps; of the warp scan 175, 288 and 340, and 32. Float32 at B8 D768, B8 D1024 and B16 D768: 197,
+// 199 and 286; 190, 204 and 369.
+bool is_sequential_fwd_faster(const SelectiveScanParams& p, int64_t scalar_bytes, const DeviceLimits& device) {
   using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
+  constexpr int64_t kWarpBlocks = kWarpScanResidentWarps >> Many::kLog2Warps;
   constexpr ScanTime kSequential = {
       21, 0.1135, 0.645, sequential::kTileChannels, sequential::fwd_tile_steps(2), sequential::kResidentBlocks};
-  constexpr ScanTime kWarpScan = {
-      17, 0.0768, 0.7, Many::kTileChannels, Many::tile_steps(false), kWarpScanResidentWarps >> Many::kLog2Warps};
+  constexpr ScanTime kWarpScan = {17, 0.0768, 0.7, Many::kTileChannels, Many::tile_steps(false), kWarpBlocks};
+  constexpr ScanTime kSequentialOfFloats = {
+      18, 0.1335, 0.662, sequential::kTileChannels, sequential::fwd_tile_steps(4), sequential::kResidentBlocks};
+  // A little less than measured: of equals this one loses less where rows start between vectors.
+  constexpr ScanTime kWarpScanOfFloats = {12.8, 0.0902, 0.8, Many::kTileChannels, Many::tile_steps(false), kWarpBlocks};
+  if (scalar_bytes == 4) return kSequentialOfFloats.of(p, device) < kWarpScanOfFloats.of(p, device);
   return kSequential.of(p, device) < kWarpScan.of(p, device);
 }
 
@@ -354,7 +360,8 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
       const int64_t blocks = p.rows * plan.sequential.tiles;
       // The short scan is faster than either; fewer states than kStates take longer than the model says.
       const bool is_slow = is_short(p, device) || p.dstate != sequential::kStates;
-      const bool is_faster = is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, device);
+      const bool is_faster =
+          is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, sizeof(Scalar), device);
       const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
           plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
