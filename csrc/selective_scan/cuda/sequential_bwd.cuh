@@ -59,14 +59,16 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
     const auto run = [&](auto producer) { producer.run(); };
     const VectorAccess sequences = static_cast<VectorAccess>(opaque(static_cast<int>(plan.sequences)));
-    if (sequences == VectorAccess::kAlongChannels && shared.position->channels == kTileChannels) {
+    if (sequences == VectorAccess::kAlongSteps) {
+      run(BwdProducer<C, Method, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kAlongChannels) {
       run(BwdProducer<C, Method, VectorAccess::kAlongChannels>(params, plan, partial_sums, shared));
-    } else if (is_along_channels(sequences)) {
-      run(BwdProducer<C, Method, VectorAccess::kShiftedChannels>(params, plan, partial_sums, shared));
     } else if (sequences == VectorAccess::kDescending) {
       run(BwdProducer<C, Method, VectorAccess::kDescending>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kShifted) {
+      run(BwdProducer<C, Method, VectorAccess::kShifted>(params, plan, partial_sums, shared));
     } else {
-      run(BwdProducer<C, Method, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared));
+      run(BwdProducer<C, Method, VectorAccess::kShiftedChannels>(params, plan, partial_sums, shared));
     }
   }
 }

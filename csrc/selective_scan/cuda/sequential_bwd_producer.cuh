@@ -22,10 +22,9 @@ struct BwdProducer {
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
   using Step = sequential::Step<Method, Scalar>;
-  using Whole = ThreadVectors<TileConfig, access>;
-  using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
-  using Raw = typename Whole::Raw;
-  static constexpr int kVector = kVectorSize<Scalar>, kCount = Whole::kCount, kPart = Whole::kPart;
+  using Vectors = ThreadVectors<TileConfig, access>;
+  static constexpr bool kInBlocks = access == VectorAccess::kShifted;  // how gradients are stored
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = Vectors::kCount, kPart = Vectors::kPart;
 
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
@@ -50,7 +49,7 @@ struct BwdProducer {
       const Scalar* const first = M::address(p, plan, rows.B, rows.C, i);
       raw_matrices[i] = M::load(p, vector, first + t0 * (vector.is_B ? p.B : p.C).stride_step, steps_left(t0));
     }
-    by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); });
+    put_vectors(Vectors{thread()}, t0, tile);
 #pragma unroll
     for (int i = 0; i < M::kCount; ++i) {
       const typename M::ThreadVector vector(plan, i);
@@ -63,52 +62,42 @@ struct BwdProducer {
   __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
 
   // The number of elements of a vector and after it in its row. Shifted loads along the channels read past a whole vector.
-  template <typename P>
-  __device__ __forceinline__ int elements_left(P thread_vectors, int i, int64_t t0) const {
+  __device__ __forceinline__ int elements_left(Vectors thread_vectors, int i, int64_t t0) const {
     const int left = thread_vectors.left(i, at.channels, steps_left(t0));
-    if (!(P::kAlongChannels && P::kIsShifted) || left < kVector) return left;
+    if (access != VectorAccess::kShiftedChannels || left < kVector) return left;
     return static_cast<int>(min(p.dim - at.first_channel - thread_vectors.channel(i), int64_t(2 * kVector)));
   }
 
-  // The address of vector i. Along aligned channels a step past the end has the last step's, so that loads need no condition.
-  template <typename P>
-  __device__ __forceinline__ Scalar* address(P thread_vectors, int i, const SequenceView& view, Scalar* row, int64_t t0) const {
+  // The address of vector i. Along ascending aligned rows, one that does not exist has the address of another, so that loads
+  // need no condition: its values are not used.
+  __device__ __forceinline__ Scalar* address(Vectors thread_vectors, int i, const SequenceView& view, Scalar* row,
+                                             int64_t t0) const {
     if constexpr (access == VectorAccess::kAlongChannels) {
       const int64_t step = min(t0 + thread_vectors.step(i), at.end - 1);
-      return row + step * view.stride_step + thread_vectors.channel(i);
+      return row + step * view.stride_step + min(thread_vectors.channel(i), at.channels - kVector);
+    } else if constexpr (access == VectorAccess::kAlongSteps) {
+      const int64_t step = min(t0 + thread_vectors.step(i), at.end - kVector);
+      return row + step + min(thread_vectors.channel(i), at.channels - 1) * view.stride_dim;
     } else {
       return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view);
     }
   }
 
-  // Calls visit(ThreadVectors) for the tile that starts at t0.
-  template <typename Visitor>
-  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit) const {
-    if constexpr (Whole::kMayBePartial || along_channels) {
-      visit(Whole{thread()});
-    } else if (plan.sequences == access && sequential::is_whole<TileConfig>(at, t0)) {
-      visit(Whole{thread()});
-    } else {
-      visit(Shifted{thread()});
-    }
-  }
-
-  template <typename P>
-  __device__ __forceinline__ void put_vectors(P thread_vectors, int64_t t0, int tile) const {
+  __device__ __forceinline__ void put_vectors(Vectors thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-#pragma unroll(along_channels || P::kMayBePartial ? 1 : 2)
+#pragma unroll(access == VectorAccess::kAlongSteps ? 2 : 1)
     for (int i = 0; i < kCount; ++i) {
       const int all_left = elements_left(thread_vectors, i, t0);
       // Shifted vectors along the channels need more registers; they are loaded in parts.
-      constexpr int kLoaded = P::kAlongChannels && P::kIsShifted ? kPart : kVector;
+      constexpr int kLoaded = access == VectorAccess::kShiftedChannels ? kPart : kVector;
 #pragma unroll
       for (int loaded = 0; loaded < kVector; loaded += kLoaded) {
         using Loaded = Vector<Scalar, kLoaded>;
         const int left = all_left - loaded;
         const auto load = [&](const SequenceView& view, Scalar* row) {
-          return P::template load<kLoaded>(address(thread_vectors, i, view, row, t0) + loaded, left);
+          return Vectors::template load<kLoaded>(address(thread_vectors, i, view, row, t0) + loaded, left);
         };
-        const auto finish = [](const auto& load) { return P::template vector_of<kLoaded>(load); };
+        const auto finish = [](const auto& load) { return Vectors::template vector_of<kLoaded>(load); };
         const Loaded raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
         Loaded raw_grad_out, raw_z;
         if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
@@ -183,15 +172,13 @@ struct BwdProducer {
   }
 
   // Writes the gradients of the tile that starts at t0.
-  __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); });
-  }
+  __device__ __forceinline__ void write(int64_t t0, int tile) const { write_vectors(Vectors{thread()}, t0, tile); }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
   // Called by the whole warp.
   __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
     // Lanes with the same channel differ by multiples of kFrom below kTo.
-    constexpr int kFrom = along_channels ? Whole::kPerStep : 1, kTo = along_channels ? kWarpSize : Whole::kPerRow;
+    constexpr int kFrom = along_channels ? Vectors::kPerStep : 1, kTo = along_channels ? kWarpSize : Vectors::kPerRow;
 #pragma unroll
     for (int distance = kFrom; distance < kTo; distance *= 2) {
       to_D += __shfl_xor_sync(kAllLanes, to_D, distance);
@@ -203,9 +190,7 @@ struct BwdProducer {
     sum[kProducerWarps * kTileChannels] += to_bias;
   }
 
-  template <typename P>
-  __device__ __forceinline__ void write_vectors(P thread_vectors, int64_t t0, int tile) const {
-    constexpr bool kInBlocks = std::is_same_v<P, Shifted>;
+  __device__ __forceinline__ void write_vectors(Vectors thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
@@ -216,13 +201,13 @@ struct BwdProducer {
         using Part = Vector<Scalar, kPart>;
         const int left = elements_left(thread_vectors, i, t0) - first;
         const auto address_of = [&](const SequenceView& view, Scalar* row) {
-          return address(thread_vectors, i, view, row, t0) + P::template part_offset<kPart>(first);
+          return address(thread_vectors, i, view, row, t0) + Vectors::template part_offset<kPart>(first);
         };
         const auto load = [&](const SequenceView& view, Scalar* row) {
-          return P::template load<kPart>(address_of(view, row), left);
+          return Vectors::template load<kPart>(address_of(view, row), left);
         };
         const auto finish = [&](const auto& load, Acc(&values)[kPart]) {
-          const Part part = P::template vector_of<kPart>(load);
+          const Part part = Vectors::template vector_of<kPart>(load);
 #pragma unroll
           for (int j = 0; j < kPart; ++j) values[j] = part.accumulate(j);
         };
@@ -230,7 +215,7 @@ struct BwdProducer {
           Part part;
 #pragma unroll
           for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
-          P::store(part, address_of(view, row), left);
+          Vectors::store(part, address_of(view, row), left);
         };
         const auto store_gradient = [&](const SequenceView& view, Scalar* row, int array, const Acc(&values)[kPart]) {
           if constexpr (kInBlocks) {
@@ -243,7 +228,7 @@ struct BwdProducer {
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
         const auto load_u = load(p.u, rows.u);
         const auto load_delta = load(p.delta, rows.delta);
-        typename P::template Load<kPart> load_grad_out, load_z;
+        typename Vectors::template Load<kPart> load_grad_out, load_z;
         if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
         if (has_gate) load_z = load(p.z, rows.z);
         finish(load_u, u);
@@ -268,7 +253,7 @@ struct BwdProducer {
         if (p.grad_delta.data != nullptr) store_gradient(p.grad_delta, rows.grad_delta, Shared::kStep, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
-          const bool exists = !P::kMayBePartial || j < left;
+          const bool exists = access == VectorAccess::kAlongSteps || j < left;  // these vectors are whole
           const Acc to_D = exists ? grad_out[j] : Acc(0), to_bias = exists ? of_delta[j] : Acc(0);
           if constexpr (along_channels) {
             add_to_channel(thread_vectors.channel(i) + first + j, to_D, to_bias);
@@ -278,14 +263,17 @@ struct BwdProducer {
           }
         }
       }
-      if constexpr (!along_channels) add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
+      if constexpr (!along_channels) {
+        const bool exists = access != VectorAccess::kAlongSteps || elements_left(thread_vectors, i, t0) > 0;
+        add_to_channel(thread_vectors.channel(i), exists ? sum_D : Acc(0), exists ? sum_bias : Acc(0));
+      }
     }
     if constexpr (kInBlocks) write_blocks(thread_vectors, t0, tile);
   }
 
   // Writes the gradients of a tile with shifted rows of steps from shared memory, where they are in place of the consumers'
   // sums.
-  __device__ __forceinline__ void write_blocks(Shifted thread_vectors, int64_t t0, int tile) const {
+  __device__ __forceinline__ void write_blocks(Vectors thread_vectors, int64_t t0, int tile) const {
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {

@@ -1,10 +1,10 @@
 // Selective scan, forward, on CUDA, sequential: the producer warps. sequential_fwd.cuh describes the whole kernel.
 //
 // Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead, rows of B and C more than one tile
-// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied, and stores aligned blocks
-// of the outputs, which end in its vector and begin in the one before. While the consumers scan
-// tile t, producers compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows
-// of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
+// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied, and stores aligned
+// blocks of the outputs, which end in its vector and begin in the one before. While the consumers scan tile t, producers
+// compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows of B and C, and
+// write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"

@@ -6,8 +6,9 @@
 // memory in the accumulation type, with the steps of a channel contiguous.
 //
 // In a tile with shifted vectors, rows (of steps, or of channels) may start at any element and end before the tile does, and
-// channels or steps may be missing. Every tile along ascending steps that is not whole or not aligned is one; along the
-// channels, every such tile of forward, and in backward every tile of a block whose channels are not whole or not aligned.
+// channels or steps may be missing. In forward every tile that is not whole or not aligned is one, but for tiles along
+// descending steps. In backward the tiles of a call are all or none: aligned rows there are whole vectors, each of which exists
+// or not.
 //
 // The vectors of steps that descend in memory (kDescending) are aligned and whole, or absent. Threads reverse them in
 // registers. The data of such a tensor points at the vector that ends at its first step.
@@ -176,8 +177,6 @@ struct ThreadVectors {
   using Acc = typename TileConfig::Acc;
   static constexpr bool kAlongChannels = is_along_channels(access), kIsShifted = is_shifted(access);
   static constexpr bool kDescends = access == VectorAccess::kDescending;
-  // Whether rows may end before the tile does, and channels may be missing; along aligned channels, whether steps may be.
-  static constexpr bool kMayBePartial = kIsShifted || kDescends || kAlongChannels;
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
   static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
@@ -224,8 +223,8 @@ struct ThreadVectors {
   __device__ __forceinline__ static constexpr int part_offset(int first) {
     return kDescends ? kVector - size - first : first;
   }
-  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none.
-  // vector_of() takes what it returns.
+  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none: others
+  // are read as if they existed. vector_of() takes what it returns.
   template <int size>
   using ShiftedLoad =
       std::conditional_t<size == kVector && !kAlongChannels, cuda::ShiftedBlockLoad<Scalar>, cuda::ShiftedLoad<Scalar, size>>;
@@ -257,10 +256,8 @@ struct ThreadVectors {
       cuda::store_shifted(target, vector, left);
     } else if constexpr (kDescends) {
       if (left > 0) reversed(vector).store_once(target);
-    } else if constexpr (kAlongChannels) {
-      if (left > 0) vector.store_once(target);
     } else {
-      vector.store_once(target);
+      if (left > 0) vector.store_once(target);
     }
   }
   // Store the vectors of shifted rows of steps as the aligned blocks of memory that hold them: a lane joins its vector with the
