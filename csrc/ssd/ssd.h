@@ -21,7 +21,7 @@ struct SsdParams {
   int64_t seqlen = 0;  // of each row, or of all packed sequences together
   int64_t heads = 0, groups = 0;
   int headdim = 0, dstate = 0;
-  int state_columns = 0;                                 // of states in memory: dstate, rounded up to an even number
+  int state_columns = 0;  // of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4
   Discretization discretization = Discretization::kZoh;  // one whose transition is e^zeta
   bool dt_softplus = false;
   float dt_min = 0, dt_max = 0;

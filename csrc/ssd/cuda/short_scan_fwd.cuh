@@ -100,14 +100,9 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   clear_state();
   if (p.initial_states != nullptr) {
     for_each_vector([&](int k, int column) {
-    // Rows of states begin at multiples of two columns, and a row's last vector may be half of one.
+      const auto vector = cuda::Vector<float, kVector>::load(p.initial_states + state_row + column);
 #pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        if (column + i >= p.state_columns) continue;
-        const float2 pair = *reinterpret_cast<const float2*>(p.initial_states + state_row + column + i);
-        state[k][i] = pair.x;
-        state[k][i + 1] = pair.y;
-      }
+      for (int i = 0; i < kVector; ++i) state[k][i] = vector[i];
     });
   }
 
@@ -166,11 +161,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   shared.resets == 0 ? run(std::false_type()) : run(std::true_type());
   if (p.final_states != nullptr) {
     for_each_vector([&](int k, int column) {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        if (column + i >= p.state_columns) continue;
-        *reinterpret_cast<float2*>(p.final_states + state_row + column + i) = {state[k][i], state[k][i + 1]};
-      }
+      *reinterpret_cast<float4*>(p.final_states + state_row + column) = {state[k][0], state[k][1], state[k][2], state[k][3]};
     });
   }
   __syncthreads();

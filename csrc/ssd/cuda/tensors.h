@@ -71,7 +71,7 @@ class KernelInputs {
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
 
-  // Columns of states in memory: dstate, rounded up to an even number.
+  // Columns of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4.
   int64_t state_columns() const;
   // Uninitialized.
   at::Tensor empty_states() const;
