@@ -85,9 +85,9 @@ is_wheel = not build_metadata.WHEEL_COMMANDS.isdisjoint(sys.argv)
 distribution = build_metadata.distribution_class(
     torch_found.version if is_wheel else None, toolkit.version if WITH_CUDA else None
 )
-builds = ("build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install", "sdist")
-if not {"egg_info", "dist_info"}.isdisjoint(sys.argv) and {*builds}.isdisjoint(sys.argv):
-    # The commands with which pip asks for metadata before it builds. They need no torch, whose import takes seconds.
+builds = ("build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install")
+if not {"egg_info", "dist_info", "sdist"}.isdisjoint(sys.argv) and {*builds}.isdisjoint(sys.argv):
+    # Source distributions, and the metadata for which pip asks before it builds, need no torch, whose import takes seconds.
     setup(distclass=distribution)
     sys.exit()
 if WITH_CUDA:
