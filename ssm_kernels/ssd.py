@@ -246,7 +246,7 @@ def ssd_chunk_scan(
 
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16. float32 inputs are multiplied as
     float32, unless PyTorch's switch for matrix products on CUDA allows TF32 (``torch.backends.cuda.matmul.fp32_precision =
-    "tf32"``, or ``allow_tf32 = True`` there) when forward or backward runs: relative errors are then about 3e-4 instead of
+    "tf32"``, or ``allow_tf32 = True`` there) when forward or backward runs: relative errors are then about 4e-4 instead of
     4e-7. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and ``z`` to its dtype, parameters and
     states to float32. ``docs/ssd.md`` describes rounding, NaN and infinity, memory, and when the values of ``cu_seqlens`` are
     checked.
