@@ -189,8 +189,6 @@ CASES = [
     Case(8, 4096, 80, dstate=256),
     Case(8, 2048, 24, dtype=torch.float32),
     Case(8, 4096, 80, dtype=torch.float32),
-    Case(8, 2048, 24, dtype=torch.float32, tf32=True),
-    Case(8, 4096, 80, dtype=torch.float32, tf32=True),
 ]
 
 
