@@ -28,7 +28,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # states spill addresses, once a segment. The norms of any rows keep the registers of the aligned kernels, so that as many
 # blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an
 # address. The convolution of any rows spills words of addresses, the warp scan's backward of methods with a gain a word or two
-# of a tile, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile.
+# of a tile, the sequential scan's of highorder a word, the recurrences' forward of shifted tiles numbers of tiles and
+# addresses, each once a tile.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_(bwd_chunks|state_passing)_kernel<\w+, 128, .*cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 700,
@@ -40,6 +41,7 @@ ALLOWED_SPILLS = {
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@sm_90a"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 32,
     re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<.*>@sm_90a"): 32,
+    re.compile(r"selective_scan::sequential::sequential_bwd_kernel<\w+, TruncatedPhi1<2> ?>@sm_90a"): 16,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 96,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,
