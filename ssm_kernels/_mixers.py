@@ -94,8 +94,9 @@ def project(
         return out
     if casts_projection:
         weight, bias = weight.to(out.dtype), None if bias is None else bias.to(out.dtype)
-    # A weight may have columns for zeros behind the rows.
-    return F.linear(F.pad(out, (0, weight.shape[1] - out.shape[-1])), weight, bias)
+    if weight.shape[1] != out.shape[-1]:  # columns for zeros behind the rows
+        out = F.pad(out, (0, weight.shape[1] - out.shape[-1]))
+    return F.linear(out, weight, bias)
 
 
 def mamba_mixer(

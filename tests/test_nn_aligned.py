@@ -191,9 +191,10 @@ def test_gradcheck(aligns):
     assert torch.autograd.gradcheck(copies, parameters) and torch.autograd.gradgradcheck(copies, parameters)
 
 
-def test_batched_gradients(aligns):
+@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
+def test_batched_gradients(aligns, kind):
     aligns(True)
-    layer = layer_of("Mamba", "bias")
+    layer = layer_of(kind, "bias")
     x = make_sequence(1, 5, layer.d_model).requires_grad_()
     out = layer(x)
     leaves = (x, *layer.parameters())
@@ -214,6 +215,8 @@ def test_where_parameters_are_read_as_they_are(aligns):
         other = layer_of(kind, "d_model")
         with other.in_proj.register_forward_hook(lambda *_: None):
             assert other._dtype_to_align(x) is None
+        with other.out_proj.register_forward_hook(lambda *_: None):  # which Mamba2 aligns for itself
+            assert (other._dtype_to_align(x) is None) == (kind == "Mamba")
         assert other._dtype_to_align(x.float()) is None  # an error of PyTorch's, as of the module
         assert torch.func.vmap(lambda s, other=other: torch.tensor(other._dtype_to_align(s) is None))(x[None]).all()
         exported = torch.export.export(other, (x,), strict=False).module()
