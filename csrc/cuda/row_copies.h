@@ -24,9 +24,7 @@ struct RowCopy {
   int row_bytes = 0, written_bytes = 0;
 };
 
-constexpr int kMaxRowCopies = 8, kBlockBytes = 16;
-// Pieces of a tile: few where a tensor has few, so that all multiprocessors copy.
-constexpr int64_t kTilePieces = 2048, kSmallTilePieces = 512, kManyPieces = 1 << 19;
+constexpr int kMaxRowCopies = 8, kTilePieces = 2048, kBlockBytes = 16;
 
 // Some copies, with how the kernel divides them: into pieces, the 16-byte blocks of memory that hold a target row, and tiles,
 // the pieces of some entries of the second axis.
@@ -65,9 +63,7 @@ inline bool RowCopies::add(const RowCopy& copy) {
   const int64_t per_step = per_row * entry.sizes[2];
   entry.pieces_per_row = Divisor(per_row);
   entry.pieces_per_step = Divisor(per_step);
-  const int64_t pieces = per_step * entry.sizes[0] * entry.sizes[1],
-                of_tile = pieces < kManyPieces ? kSmallTilePieces : kTilePieces;
-  entry.steps_per_tile = static_cast<int>(std::max<int64_t>(1, std::min(of_tile / per_step, entry.sizes[1])));
+  entry.steps_per_tile = static_cast<int>(std::max<int64_t>(1, std::min(kTilePieces / per_step, entry.sizes[1])));
   entry.tiles_per_batch = ceil_div(entry.sizes[1], entry.steps_per_tile);
   entry.first_tile = tiles;
   tiles += entry.sizes[0] * entry.tiles_per_batch;

@@ -87,19 +87,18 @@ struct FromBothEnds {
   }
 };
 
-// A thread's share of copying a tensor's rows, chunk by chunk, to tiles of `columns` columns: one unit of `unit_bytes` of every
-// kRows-th row. Rows start at multiples of unit_bytes. A row's last unit is read whole.
-template <typename Scalar, int columns, int threads, typename Order = InOrder, int unit_bytes = kCpAsyncBytes>
+// A thread's share of copying a tensor's rows, chunk by chunk, to tiles of `columns` columns: one vector of every kRows-th row.
+template <typename Scalar, int columns, int threads, typename Order = InOrder>
 class RowCopier {
  public:
   using TargetTile = SmemTile<columns, sizeof(Scalar)>;
 
   // The first chunk begins at `source`; its rows have `elements` elements. A tile's other columns become zeros.
   __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
-      : column_(thread % kUnits),
-        row_(thread / kUnits),
-        is_there_(column_ * kUnitElements < elements),
-        source_(source + column_ * kUnitElements + row_ * stride_step) {}
+      : column_(thread % kVectors),
+        row_(thread / kVectors),
+        is_there_(column_ * kVectorElements < elements),
+        source_(source + column_ * kVectorElements + row_ * stride_step) {}
 
   // Starts the copies of a chunk and advances to the next chunk, or the previous one. Rows from `first` to steps - 1 are
   // copied; the others become zeros.
@@ -107,16 +106,16 @@ class RowCopier {
                                        int first = 0) {
     const Scalar* source = source_;
     if (steps == kTileRows && first == 0) {
-      const int bytes = is_there_ ? unit_bytes : 0;
-#pragma unroll kUnrolled
+      const int bytes = is_there_ ? kCpAsyncBytes : 0;
+#pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        start(tile, row_ + tile_row(i * kRows), source, bytes);
+        cp_async(tile.vector(row_ + tile_row(i * kRows), column_), source, bytes);
         source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kTileRows; row += kRows) {
-        start(tile, tile_row(row), source, is_there_ && row >= first && row < steps ? unit_bytes : 0);
+        cp_async(tile.vector(tile_row(row), column_), source, is_there_ && row >= first && row < steps ? kCpAsyncBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -124,23 +123,14 @@ class RowCopier {
   }
 
  private:
-  static constexpr int kUnitElements = unit_bytes / static_cast<int>(sizeof(Scalar)), kUnits = columns / kUnitElements;
-  static constexpr int kRows = threads / kUnits, kCopies = kTileRows / kRows;
-  static constexpr int kUnrolled = unit_bytes == kCpAsyncBytes ? kCopies : 4;
-  static_assert(threads % kUnits == 0 && kTileRows % kRows == 0, "a thread copies one column of units");
+  static constexpr int kVectorElements = TargetTile::kVectorElements, kVectors = TargetTile::kVectors;
+  static constexpr int kRows = threads / kVectors, kCopies = kTileRows / kRows;
+  static_assert(threads % kVectors == 0 && kTileRows % kRows == 0, "a thread copies one column of vectors");
   static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0,
                 "rows that are copied together are in one block of steps");
 
   static __device__ __forceinline__ constexpr int tile_row(int row) {
     return Order::position_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
-  }
-  __device__ __forceinline__ void start(TargetTile& tile, int row, const Scalar* source, int bytes) const {
-    if constexpr (unit_bytes == kCpAsyncBytes) {
-      cp_async(tile.vector(row, column_), source, bytes);
-    } else {
-      const int at = column_ * unit_bytes;
-      cp_async<unit_bytes>(reinterpret_cast<char*>(tile.vector(row, at / kCpAsyncBytes)) + at % kCpAsyncBytes, source, bytes);
-    }
   }
 
   int column_, row_;

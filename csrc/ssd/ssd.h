@@ -55,11 +55,8 @@ struct SsdBwdParams : SsdParams {
 };
 
 struct SsdFwdParams : SsdParams {
-  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim. With wgmma they may be pairs of elements,
-  // or begin at any.
+  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim.
   RowsView out;
-  bool out_has_vectors = true, out_has_pairs = true;
-  bool x_has_vectors = true;                // else, with wgmma, rows of x are pairs of elements
   cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
   float* final_states = nullptr;            // as initial_states
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of

@@ -23,8 +23,7 @@
 // warpgroup stores its state tile from its registers, as it stores the final state. With wgmma other calls take a kernel
 // without this code, with mma.sync they have one branch for it a chunk.
 //
-// Rows of x, z, B and C are vectors of 16 bytes, the last filled up with zeros; with wgmma rows of x may be pairs of
-// elements. Tiles have zeros beyond them.
+// Rows of x, z, B and C are vectors of 16 bytes, the last filled up with zeros. Tiles have zeros beyond them.
 //
 // Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32, other
 // devices and reverse scans, and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
@@ -49,8 +48,7 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
   };
   if constexpr (Mma::kIsAsync) {
     constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
-    const bool has_options =
-        params.resets != nullptr || params.chunk_states != nullptr || !params.out_has_vectors || !params.x_has_vectors;
+    const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
     const auto kernel = has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
     return launch(kernel, kThreads, params);
   } else {

@@ -108,13 +108,6 @@ struct FwdSm90 {
   }
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
-    if constexpr (has_options) {
-      if (!p.x_has_vectors) return copy_with_x_in_units<2 * sizeof(Scalar)>(at, pipeline);
-    }
-    copy_with_x_in_units<cuda::kCpAsyncBytes>(at, pipeline);
-  }
-  template <int x_bytes>
-  __device__ __forceinline__ void copy_with_x_in_units(const WorkSpan& at, PipelineState& pipeline) {
     // Opaque: the compiler recomputes what follows from it for each segment.
     const int thread = cuda::opaque(static_cast<int>(threadIdx.x) - kConsumerThreads);
     const auto group_copier = [&](const RowsView& view, int block, auto order) {
@@ -122,22 +115,20 @@ struct FwdSm90 {
       return RowCopier<Scalar, Layout::kColumns, kCopyThreads, decltype(order)>(
           at.template rows<Scalar>(view, at.group, 0) + first, view.stride_step, p.dstate - first, thread);
     };
-    const auto tile_copier = [&](const RowsView& view, int index, auto order, auto bytes) {
+    const auto tile_copier = [&](const RowsView& view, int index, auto order) {
       const StateTile state_tile(p, schedule, at, index);
-      return RowCopier<Scalar, kStateRows, kCopyThreads, decltype(order), decltype(bytes)::value>(
+      return RowCopier<Scalar, kStateRows, kCopyThreads, decltype(order)>(
           at.template rows<Scalar>(view, state_tile.head, 0) + state_tile.first_row, view.stride_step, state_tile.rows, thread);
     };
     const RowsView& z = has_gate ? p.z : p.x;
     using CopierOfB = RowCopier<Scalar, Layout::kColumns, kCopyThreads, Order>;
     using CopierOfC = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
-    constexpr std::integral_constant<int, x_bytes> kBytesOfX;
-    constexpr std::integral_constant<int, cuda::kCpAsyncBytes> kBytesOfZ;
     CopierOfB copy_B[kWarpgroups] = {group_copier(p.B, 0, Order()), group_copier(p.B, 1, Order())};
-    RowCopier<Scalar, kStateRows, kCopyThreads, Order, x_bytes> copy_x[kWarpgroups] = {tile_copier(p.x, 0, Order(), kBytesOfX),
-                                                                                       tile_copier(p.x, 1, Order(), kBytesOfX)};
+    RowCopier<Scalar, kStateRows, kCopyThreads, Order> copy_x[kWarpgroups] = {tile_copier(p.x, 0, Order()),
+                                                                              tile_copier(p.x, 1, Order())};
     CopierOfC copy_C[kWarpgroups] = {group_copier(p.C, 0, InOrder()), group_copier(p.C, 1, InOrder())};
-    RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {tile_copier(z, 0, InOrder(), kBytesOfZ),
-                                                                       tile_copier(z, 1, InOrder(), kBytesOfZ)};
+    RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {tile_copier(z, 0, InOrder()),
+                                                                       tile_copier(z, 1, InOrder())};
     cuda::produce_copies<Shared::kMaxStages - 2>(at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
                                                  [&](int chunk, int stage_index) {
                                                    Stage& target = stage(stage_index);
@@ -208,7 +199,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<1>(m);
       // All warps have read the previous chunk's M^T and have written its out.
       sync_warpgroup(index);
-      if (left < at.chunks) out.template send<has_options>(shared.out[rows], at.chunks - left - 1);
+      if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
       const FragmentPairs<> opaque_pairs = pairs.opaque();
       auto& bmm = shared.bmm[index];
       mask.apply(m, [&](float low, float high, int n, int half) {
@@ -261,24 +252,18 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
-      if constexpr (has_options) {
-        if (!p.out_has_vectors) {
-          sync_warpgroup(index);
-          out.store_rows(shared.out[rows], at.chunks - left);
-        }
-        store_chunk_state(left - 1);
-      }
+      if constexpr (has_options) store_chunk_state(left - 1);
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }
     }
     sync_warpgroup(index);
-    if (!has_options || p.out_has_vectors) out.send_last(shared.out[rows]);
+    out.send_last(shared.out[rows]);
   }
 };
 
-// has_options: whether p.resets and p.chunk_states may be given, and x and out may have no vectors. Without these the loop over
-// chunks has no code for them: code to store chunk states slows the loop even where it is skipped.
+// has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
+// to store chunk states slows the loop even where it is skipped.
 template <typename Scalar, int dstate, bool has_options>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {

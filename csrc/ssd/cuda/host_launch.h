@@ -13,8 +13,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
 // negative strides: a reverse scan takes mma.sync, in backward too.
 bool use_wgmma(const at::Tensor& x, bool reverse = false);
-// Whether forward's kernels can write these rows.
-bool takes_out(const at::Tensor& out, bool reverse);
 // The products of a call now: PyTorch's switch for fp32 matrix products on CUDA decides about TF32.
 Products choose_products(const at::Tensor& x, bool reverse);
 

@@ -40,7 +40,7 @@ int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
 struct ForwardCall {
   SsdFwdParams params;
   Schedule schedule;
-  at::Tensor x, gate, states, flags, chunk_starts;
+  at::Tensor gate, states, flags, chunk_starts;
   bool is_short = false;
   Products products = Products::kMma;
 };
@@ -80,9 +80,8 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptor of TMA stores to out (epilogue.cuh), if it has vectors. Returns whether the sizes allow it.
+// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
-  if (!params.out_has_vectors) return true;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
@@ -97,17 +96,6 @@ bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
 }
 
-// The kernel with wgmma loads rows of x as vectors, or as pairs of elements. Other rows are copied, and all but vectors for the
-// summary kernel.
-// The short scan loads single elements.
-void place_x(const KernelInputs& inputs, PendingCopies& copies, ForwardCall& call) {
-  const bool takes_pairs = call.products == Products::kWgmma && !call.schedule.splits_work_tiles && has_pairs(inputs.x);
-  call.params.x_has_vectors = !takes_pairs || has_vectors(inputs.x);
-  if (takes_pairs || (call.is_short && has_contiguous_rows(inputs.x))) return;
-  call.x = copies.as_rows(inputs.x);
-  call.params.x = const_rows_view(call.x, inputs.is_reverse());
-}
-
 ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
                     const at::Tensor& final_states, const ChunkStates& chunk_states = {}) {
   ForwardCall call;
@@ -119,14 +107,9 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
     call.params.z = const_rows_view(call.gate, inputs.is_reverse());
   }
   call.params.out = rows_view(out, inputs.is_reverse());
-  call.params.out_has_vectors = has_vectors(out);
-  call.params.out_has_pairs = has_pairs(out);
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
   call.is_short = is_short(out, call.params);
-  if (call.is_short) {
-    if (inputs.keeps_x) place_x(inputs, copies, call);
-    return call;
-  }
+  if (call.is_short) return call;
   if (const at::Tensor& states = chunk_states.states; states.defined()) {
     call.params.chunk_states = states.data_ptr<float>();
     call.params.chunk_states_every = static_cast<int>(chunk_states.every);
@@ -136,7 +119,6 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   make_schedule(inputs.x.options(), call);
   call.products = choose_products(out, inputs.is_reverse());
   if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) call.products = Products::kMma;
-  if (inputs.keeps_x) place_x(inputs, copies, call);
   return call;
 }
 
@@ -157,10 +139,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
 
 bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
-}
-
-bool takes_out(const at::Tensor& out, bool reverse) {
-  return use_wgmma(out, reverse) ? has_contiguous_rows(out) : has_vectors(out);
 }
 
 Products choose_products(const at::Tensor& x, bool reverse) {
@@ -194,10 +172,9 @@ std::string describe_kernel(const at::Tensor& x, Products products) {
 
 std::string describe_forward(const Inputs& in, Discretization method) {
   PendingCopies copies;
-  const KernelInputs inputs(in, method, copies, /*keeps_x=*/true);
+  const KernelInputs inputs(in, method, copies);
   const at::Tensor out = empty_tensor_like(in.x);
-  const ForwardCall call =
-      prepare(inputs, copies, in.z, result_as_rows(out, takes_out(out, in.reverse)).written, inputs.empty_states());
+  const ForwardCall call = prepare(inputs, copies, in.z, result_as_rows(out, has_vectors(out)).written, inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.products), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

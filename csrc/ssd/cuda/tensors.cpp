@@ -108,11 +108,10 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
   return {target, is_written ? target : empty_padded_like(target)};
 }
 
-KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies, bool keeps_x)
-    : x(keeps_x ? in.x : copies.as_rows(in.x)),
+KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
+    : x(copies.as_rows(in.x)),
       B(copies.as_rows(in.B)),
       C(in.C.is_same(in.B) ? B : copies.as_rows(in.C)),
-      keeps_x(keeps_x),
       in_(in),
       method_(method),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {

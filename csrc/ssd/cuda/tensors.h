@@ -64,8 +64,8 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written);
 // The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
  public:
-  // Kernels may read them after the launch of `copies`. keeps_x: x stays as it is, and launch_forward copies it if necessary.
-  KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies, bool keeps_x = false);
+  // Kernels may read them after the launch of `copies`.
+  KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies);
 
   void fill(SsdParams& params) const;
   WorkPartition partition() const;
@@ -82,7 +82,6 @@ class KernelInputs {
   int64_t offset_of_first_states() const;
 
   const at::Tensor x, B, C;
-  const bool keeps_x;
 
  private:
   // From the states of one entry of the scan to those of the next. A reverse scan takes packed sequences from the last to the
