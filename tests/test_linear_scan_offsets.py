@@ -58,7 +58,7 @@ def assert_rows_keep_bits(variant: Variant, channels: int, layouts: tuple[Layout
 @small_dtypes
 @every_variant
 def test_every_variant(variant, dtype, choice):
-    """Kernels of shifted tiles read options at run time that those of vectors know at compile time."""
+    """Kernels of shifted tiles know the same options at compile time as those of vectors."""
     with debug_option("linear_scan_kernel", choice):
         assert_rows_keep_bits(variant, 83, (Layout(0), Layout(2), Layout(3, odd=True)), seqlen=150, dtype=dtype)
 

@@ -521,8 +521,8 @@ __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const P
   }
 }
 
-// Plain tiles of vectors have a kernel per recurrence and options. Shifted tiles have one for the default options of each
-// recurrence and one that reads its options at run time, to keep the build short. Other tiles, and doubles, have the last only.
+// Plain tiles, of vectors and shifted, have a kernel per recurrence and options. Other tiles, and doubles, have one per
+// recurrence that reads its options at run time, to keep the build short.
 template <typename Scalar>
 constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
 
@@ -543,32 +543,16 @@ cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& p
 template <TileRows rows>
 using ConstantRows = std::integral_constant<TileRows, rows>;
 
-// The variant of a recurrence with the default options.
-template <typename AtRunTime>
-struct DefaultVariant {
-  using type = AtRunTime;
-};
-template <template <typename> typename Variant>
-struct DefaultVariant<Variant<RuntimeOptions>> {
-  using type = Variant<KnownOptions<Activation::kNone>>;
-};
-
 // Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant TileRows.
 template <typename Scalar, typename Launch>
 cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
   cudaError_t error = cudaSuccess;
   if constexpr (kHasPlainKernels<Scalar>) {
-    if (partition.is_plain && !partition.is_shifted) {
-      visit_recurrence(params.recurrence, params.options,
-                       [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kVectors>()); });
-      return error;
-    }
     if (partition.is_plain) {
-      const bool is_default = params.options.candidate_activation == Activation::kNone && params.options.gate_is_logit;
-      visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
-        using Default = typename DefaultVariant<decltype(variant)>::type;
-        error = is_default ? launch(Default(), ConstantRows<TileRows::kShifted>())
-                           : launch(variant, ConstantRows<TileRows::kShifted>());
+      // The same options at compile time for all rows: the compiler contracts other products where it does not know them.
+      visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+        error = partition.is_shifted ? launch(variant, ConstantRows<TileRows::kShifted>())
+                                     : launch(variant, ConstantRows<TileRows::kVectors>());
       });
       return error;
     }
