@@ -23,7 +23,8 @@ struct BwdProducer {
   using Shared = BwdShared<TileConfig>;
   using Step = sequential::Step<Method, Scalar>;
   using Vectors = ThreadVectors<TileConfig, access>;
-  static constexpr bool kInBlocks = access == VectorAccess::kShifted;  // how gradients are stored
+  // How gradients are stored. In fp32 stores of words take less time than the way through shared memory.
+  static constexpr bool kInBlocks = access == VectorAccess::kShifted && sizeof(Scalar) == 2;
   static constexpr int kVector = kVectorSize<Scalar>, kCount = Vectors::kCount, kPart = Vectors::kPart;
 
   const SelectiveScanBwdParams& p;

@@ -226,8 +226,8 @@ struct ThreadVectors {
   // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none: others
   // are read as if they existed. vector_of() takes what it returns.
   template <int size>
-  using ShiftedLoad =
-      std::conditional_t<size == kVector && !kAlongChannels, cuda::ShiftedBlockLoad<Scalar>, cuda::ShiftedLoad<Scalar, size>>;
+  using ShiftedLoad = std::conditional_t<size == kVector && !kAlongChannels && sizeof(Scalar) == 2,
+                                         cuda::ShiftedBlockLoad<Scalar>, cuda::ShiftedLoad<Scalar, size>>;
   template <int size>
   using Load = std::conditional_t<kIsShifted, ShiftedLoad<size>, Vector<Scalar, size>>;
   template <int size>
