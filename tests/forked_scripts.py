@@ -1,4 +1,7 @@
-"""Python scripts in forks of a process that has imported torch: a new interpreter takes seconds to import it."""
+"""Python scripts in forks of a process that has imported torch: a new interpreter takes seconds to import it.
+
+Where there are GPUs, scripts have interpreters of their own, because forks cannot use them.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,54 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from process_pool import PRELOADED
+import torch
+from process_pool import start_fork_server
 
 
 def run_scripts(
     script: str | Path, *arguments: str, folder: Path, environments: Sequence[Mapping[str, str]]
 ) -> list[subprocess.CompletedProcess]:
     """Runs a script in ``folder``, once for each environment, all at the same time; waits for all."""
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    context = multiprocessing.get_context("forkserver")
+    command = [str(script), *arguments]
     with tempfile.TemporaryDirectory() as outputs:
         paths = [[f"{outputs}/{name}{i}" for name in ("out", "err")] for i in range(len(environments))]
-        command = [str(script), *arguments]
+        start = _start_interpreter if torch.cuda.is_available() else _start_fork
         processes = [
-            context.Process(target=_run, args=(command, str(folder), dict(environment), streams))
+            start(command, str(folder), dict(environment), streams)
             for environment, streams in zip(environments, paths, strict=True)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-            process.kill()
-            process.join()
+        codes = [_wait(process) for process in processes]
         texts = [[Path(path).read_text() for path in streams] for streams in paths]
-    return [
-        subprocess.CompletedProcess(command, process.exitcode, *text) for process, text in zip(processes, texts, strict=True)
-    ]
+    return [subprocess.CompletedProcess(command, code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def _wait(process: BaseProcess | subprocess.Popen) -> int | None:
+    """The exit status, after at most five minutes."""
+    if isinstance(process, subprocess.Popen):
+        try:
+            return process.wait(300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+    process.join(300)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _start_interpreter(command: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> subprocess.Popen:
+    with open(streams[0], "w") as out, open(streams[1], "w") as err:
+        return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=out, stderr=err)
+
+
+def _start_fork(command: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> BaseProcess:
+    start_fork_server()
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=(command, folder, environment, streams))
+    process.start()
+    return process
 
 
 def _run(command: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> None:

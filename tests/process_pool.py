@@ -12,6 +12,7 @@ import datetime
 import importlib
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import sys
@@ -80,11 +81,27 @@ def why_not(device: str) -> str | None:
     return None if found >= needed else f"needs {needed} CUDA GPUs, found {found}"
 
 
+def start_fork_server() -> None:
+    """Starts the server of forks, which imports what they need.
+
+    It sees no GPUs: an import asks for them, and CUDA fails in forks of a process that has asked.
+    """
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
 def start(function: Callable[..., None], args: tuple[Any, ...], count: int, device: str = "cpu", daemon: bool = False) -> Any:
     """Starts processes that run ``function(rank, *args)``."""
     method = START_METHODS[device]
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload(list(PRELOADED))
+        start_fork_server()
     return mp.start_processes(function, args, count, join=False, daemon=daemon, start_method=method).processes
 
 
