@@ -152,7 +152,10 @@ def two_archives(folder: Path) -> None:
 
 
 def second_end(folder: Path) -> None:
-    """A 64-bit archive behind another one, to whose end its locator points: PyTorch follows the locator, Python does not."""
+    """A 64-bit archive behind another one, to whose end its locator points: PyTorch follows the locator, Python does not.
+
+    Python 3.12.3 sees no archive at all.
+    """
     harmless = bytearray((folder / PICKLED).read_bytes())
     evil_pickle(folder)
     evil = (folder / "evil.bin").read_bytes()
@@ -277,7 +280,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
     "compressed": (compressed, ValueError, [PICKLED, "uncompressed"]),
     "second pickle": (second_pickle, ValueError, [PICKLED, "expected one data.pkl"]),
     "two archives": (two_archives, ValueError, [PICKLED, "got other bytes around one"]),
-    "second end": (second_end, ValueError, [PICKLED, "got other bytes around one"]),
+    "second end": (second_end, ValueError, [PICKLED, "expected an archive of torch.save"]),
     "storage": (save_object({"a": Reduces(torch.UntypedStorage, (2**40,))}), ValueError, [PICKLED, "UntypedStorage"]),
     "no weights": (save_object({"a": Reduces(torch.Tensor, (2**20, 2**20))}), ValueError, [PICKLED, "torch.Tensor"]),
     "bytes object": (save_object({"a": bytearray(2**10)}), ValueError, [PICKLED, "bytearray"]),
