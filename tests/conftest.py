@@ -51,6 +51,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest also runs without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     workers = min(_cores(), 12)
     if torch.cuda.is_available():  # a worker's CUDA context and tensors take up to 4 GiB
