@@ -1,4 +1,4 @@
-"""What ranks send for layers of ``ContextParallel``: messages and collectives, and their sizes in bytes."""
+"""The messages and collectives that ranks send for layers of ``ContextParallel``, and their sizes in bytes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ struct RowCopies {
   int count = 0;
   int64_t tiles = 0;
 
-  // Returns false, and adds nothing, if there is no room. A copy of no elements is none.
+  // Returns false, and adds nothing, if there is no room. A copy of no elements takes no room.
   bool add(const RowCopy& copy);
 };
 

@@ -465,7 +465,7 @@ ProjectedGrads projected_bwd(ProjectedBwdInputs& in) { return or_empty(projected
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// What both operators share. Where nothing records operators, they call their functions directly.
+// The base of both operators. Where nothing records operators, they call their functions directly.
 template <typename Op, typename FwdInputsType, typename BwdInputsType>
 struct MixerOp : DifferentiableOp<Op, BwdInputsType, Result> {
   using Base = DifferentiableOp<Op, BwdInputsType, Result>;

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
   const Scalar* const x_tile = x + first;
   Scalar* const out_tile = out + first;
 
-  // What precedes the tile's first step, by lag; zero beyond the lags of the convolution.
+  // The elements before the tile's first step, by lag; zero beyond the lags of the convolution.
   Scalar before[Tail::kElements];
   {
     const Tail tail = Tail::load(p, segment, x);

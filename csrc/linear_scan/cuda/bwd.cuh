@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     return is_reset;
   };
 
-  // Of shifted rows finish(s, gradients) gets the results of inputs that do not broadcast.
+  // Where rows are shifted, finish(s, gradients) gets the gradients of inputs that do not broadcast.
   const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     ThreadGradients<T, Variant> out(p, partition, at);

@@ -383,7 +383,7 @@ __device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Ga
   }
 }
 
-// What a kernel does with shifted rows (for_each_plain_tile).
+// The steps of a kernel's work on shifted rows (for_each_plain_tile).
 template <typename Shift, typename Apply, typename Store>
 struct ShiftedWork {
   const Shift& shift;

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     return is_reset;
   };
 
-  // Of shifted rows finish(s, row) gets the results.
+  // Where rows are shifted, finish(s, row) gets the results.
   const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     Rows<T> out(p.h, partition, Partition::kH, at);

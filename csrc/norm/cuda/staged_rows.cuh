@@ -34,7 +34,7 @@ struct StagedVectors {
   static constexpr int kPieces = kLaneBytes / kVectorBytes, kPieceElements = kVectorBytes / kElementBytes;
   static_assert(kVectorBytes == cuda::kCpAsyncBytes && kLaneBytes % kVectorBytes == 0, "a lane copies whole pieces");
 
-  // Of vector 0, in a warp's memory for the tensor.
+  // The place of vector 0 in a warp's memory for the tensor.
   static __device__ __forceinline__ char* place(char* memory, const Run& run) {
     return memory + threadIdx.x % kWarpSize * kLaneBytes + run.index * kVectorBytes;
   }

@@ -278,7 +278,7 @@ struct ThreadVectors {
     } else {
       cuda::store_range(target - past, block, is_first_tile ? -first : 0, steps - first);
     }
-    // Of the row's last vector, the elements after the last block that a lane stores.
+    // The last lane also stores the elements of the row's last vector that follow the last block.
     if (is_last_tile && is_last_lane) cuda::store_range(target, vector, kVector - past, steps - step(0));
   }
   // The same of vector i, which put_raw() has put into a tile in shared memory.

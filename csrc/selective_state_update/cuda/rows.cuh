@@ -1,4 +1,4 @@
-// What the kernels of the selective state update share: access to the elements of a row, sums over its lanes, and methods that
+// The kernels of the selective state update share these: access to the elements of a row, sums over its lanes, and methods that
 // are known at compile time or at run time.
 #pragma once
 
