@@ -9,7 +9,10 @@ import pytest
 import torch
 from layer_helpers import make_layer, make_sequence
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import ssm_kernels.nn as layers
 from ssm_kernels.nn import aligned
 
 OPERATOR = "selective_scan"
@@ -253,3 +256,15 @@ def test_copies_of_rows(device, dtype):
                 found = torch.ops.ssm_kernels._copy_rows(source, columns)
                 expected = torch.nn.functional.pad(source, (0, columns - shape[-1]))
                 assert found.is_contiguous() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
+def test_numbers_of_tokens_are_symbols_on_a_gpu(kind):
+    """Export for any batch and seqlen: whether copies of the parameters pay depends on the number of tokens."""
+    batch, seqlen = torch.export.Dim("batch", max=64), torch.export.Dim("seqlen", min=2, max=4096)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        layer = getattr(layers, kind)(**(MAMBA if kind == "Mamba" else MAMBA2)["d_model"], device="cuda", dtype=torch.bfloat16)
+        x = torch.empty(2, 9, layer.d_model, device="cuda", dtype=torch.bfloat16)
+        program = torch.export.export(layer, (x,), dynamic_shapes=({0: batch, 1: seqlen},), strict=False)
+    [out] = program.graph.find_nodes(op="output")[0].args[0]
+    assert all(isinstance(size, torch.SymInt) for size in out.meta["val"].shape[:2])

@@ -41,7 +41,8 @@ def _of_vector(dtype: torch.dtype) -> int:
 
 def dtype_to_align(sequences: Tensor) -> torch.dtype | None:
     """The dtype in which a layer computes, or None for a call whose parameters are read as they are."""
-    if not _may_align(sequences) or is_traced(sequences) or forward_ad._current_level >= 0:
+    # First: a compiler would take the number of tokens for a constant, or guard on it.
+    if is_traced(sequences) or not _may_align(sequences) or forward_ad._current_level >= 0:
         return None
     if sequences.dtype != torch.float64 and is_autocast_enabled(sequences.device.type):
         dtype = torch.get_autocast_dtype(sequences.device.type)
