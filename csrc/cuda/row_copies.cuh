@@ -1,10 +1,11 @@
 // Copies rows that start at any element (row_copies.h) at the rate of memory.
 //
-// A thread has a piece: an aligned block of 16 bytes of a target row. It loads the one or two aligned blocks that hold the
-// piece's bytes in the source, shifts them together and stores 16 bytes; neighboring lanes share the second block in the L1
-// cache. Only a target row's first and last pieces may be stored by words and halves of words. Pieces of a tile are numbered
-// along rows first. A block of threads takes one tile after another, and each thread loads kAtOnce pieces before it stores the
-// first. Source blocks may begin before a row, in the same 16 bytes as its first element, but nothing is read beyond its end.
+// A thread has a piece: an aligned block of 16 bytes of the target. Its bytes come from one row of the source or, where target
+// rows are no whole blocks, from several. For each of these rows the thread loads the one or two aligned blocks of memory that
+// hold its bytes, and shifts them together; neighboring lanes share the second block in the L1 cache. Only a span's first and
+// last pieces may be stored by halves of words. Pieces of a tile are numbered along spans first. A block of threads takes one
+// tile after another, and each thread loads several pieces before it stores the first. An aligned block that holds a byte of a
+// row is loaded whole: it is mapped memory, and the bytes beside the row are dropped.
 #pragma once
 
 #include <algorithm>
@@ -15,25 +16,9 @@
 
 namespace ssm_kernels::cuda {
 
-constexpr int kCopyThreads = 256, kCopiesAtOnce = 4;
-static_assert(kTilePieces % (kCopyThreads * kCopiesAtOnce) == 0, "threads of a full tile have equally many pieces");
-
-// The part [low, high) of an aligned block of 16 bytes that belongs to a row, in bytes from the block's start: it may begin
-// before the block or end after it.
-__device__ __forceinline__ uint4 load_row_block(const char* block, int low, int high) {
-  uint32_t words[4] = {};
-  if (low >= kBlockBytes || high <= low) return {0, 0, 0, 0};
-  if (high >= kBlockBytes) return *reinterpret_cast<const uint4*>(block);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (4 * k + 4 <= high) {
-      words[k] = reinterpret_cast<const uint32_t*>(block)[k];
-    } else if (4 * k + 2 <= high) {
-      words[k] = reinterpret_cast<const uint16_t*>(block)[2 * k];
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
+// Pieces that a thread loads at once, with bytes of one row or of several.
+constexpr int kCopyThreads = 256, kRowPiecesAtOnce = 4, kMixedPiecesAtOnce = 2;
+static_assert(kTilePieces % (kCopyThreads * kRowPiecesAtOnce) == 0, "threads of a full tile have equally many pieces");
 
 // The 16 bytes that begin `past` bytes, an even number below 16, after the start of two neighboring blocks.
 __device__ __forceinline__ uint4 shift_blocks(const uint4& block, const uint4& next, int past) {
@@ -48,50 +33,131 @@ __device__ __forceinline__ uint4 shift_blocks(const uint4& block, const uint4& n
           __byte_perm(by_one[2], by_one[3], selected), __byte_perm(by_one[3], by_one[4], selected)};
 }
 
-struct RowPiece {
-  char* target;  // an aligned block, of which bytes [begin, end) are written
-  int begin, end, past;
-  uint4 block, next;
+// A row's bytes [low, high) of a piece. The others become zeros.
+struct RowPart {
+  int low = 0, high = 0, past = 0;
+  uint4 block = {}, next = {};
 
-  // The piece at that number of a target row, from the source row.
-  __device__ __forceinline__ void load(const RowCopy& copy, const char* source_row, char* target_row, int number) {
-    constexpr int kMask = kBlockBytes - 1;
-    const int target_past = static_cast<int>(reinterpret_cast<uintptr_t>(target_row)) & kMask,
-              source_past = static_cast<int>(reinterpret_cast<uintptr_t>(source_row)) & kMask;
-    const int offset = number * kBlockBytes - target_past;  // of the block, in the row
-    target = target_row + offset;
-    begin = max(0, -offset);
-    end = min(kBlockBytes, copy.written_bytes - offset);
-    const int position = source_past + offset;  // of its bytes in the source, from the first aligned block on
-    past = position & kMask;
-    const int first = position - past;
-    const char* const source = source_row - source_past + first;
-    const int low = source_past - first, high = end > begin ? low + copy.row_bytes : low;
-    block = load_row_block(source, low, high);
-    next = past != 0 ? load_row_block(source + kBlockBytes, low - kBlockBytes, high - kBlockBytes) : uint4{0, 0, 0, 0};
+  // `source` is where the row would have the piece's first byte.
+  __device__ __forceinline__ void load(const char* source, int first, int end) {
+    low = first;
+    high = end;
+    past = static_cast<int>(reinterpret_cast<uintptr_t>(source)) & (kBlockBytes - 1);
+    const auto* const blocks = reinterpret_cast<const uint4*>(source - past);
+    if (low < high && low + past < kBlockBytes) block = blocks[0];
+    if (low < high && high + past > kBlockBytes) next = blocks[1];
   }
 
+  __device__ __forceinline__ uint4 value() const {
+    uint4 result = shift_blocks(block, next, past);
+    if (low > 0 || high < kBlockBytes) {
+      uint32_t* const words = &result.x;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (low > 4 * k || high < 4 * k + 2) words[k] &= 0xffff0000;
+        if (low > 4 * k + 2 || high < 4 * k + 4) words[k] &= 0x0000ffff;
+      }
+    }
+    return result;
+  }
+};
+
+// A piece of a target whose rows are whole blocks.
+struct RowPiece {
+  static constexpr int kAtOnce = kRowPiecesAtOnce;
+  char* target = nullptr;
+  RowPart part;
+
+  // The piece at that number of a span.
+  __device__ __forceinline__ void load(const RowCopy& copy, const char* source_span, char* target_span, int number) {
+    const int offset = number * kBlockBytes;
+    target = target_span + offset;
+    part.load(source_span + offset, 0, min(kBlockBytes, copy.row_bytes - offset));
+  }
+  __device__ __forceinline__ void store() const {
+    if (target != nullptr) *reinterpret_cast<uint4*>(target) = part.value();
+  }
+};
+
+// A piece of any target. Bytes [begin, end) of its block belong to the span.
+struct MixedPiece {
+  static constexpr int kAtOnce = kMixedPiecesAtOnce;
+  static constexpr int kParts = 2;  // loaded at once; rows of less than a block may need more
+  const RowCopies::Entry* copy = nullptr;
+  char* target = nullptr;
+  const char* source = nullptr;  // where the first row would have the block's first byte
+  int begin = 0, end = 0, left_of_row = 0;
+  RowPart parts[kParts];
+
+  // Row `row` of the piece begins after `first` of the block's bytes.
+  __device__ __forceinline__ int first_of(int row) const {
+    return row == 0 ? begin : left_of_row + (row - 1) * copy->written_bytes;
+  }
+  __device__ __forceinline__ void load_part(RowPart& part, int row) const {
+    const int written = copy->written_bytes, first = first_of(row), past_row = left_of_row + (row - 1) * written;
+    part.load(source + row * (copy->source_strides[2] - written), first, min(end, past_row + copy->row_bytes));
+  }
+  __device__ __forceinline__ void load(const RowCopies::Entry& entry, const char* source_span, char* target_span, int number) {
+    copy = &entry;
+    const int offset = number * kBlockBytes - (static_cast<int>(reinterpret_cast<uintptr_t>(target_span)) & (kBlockBytes - 1));
+    target = target_span + offset;
+    begin = max(0, -offset);
+    end = min(kBlockBytes, entry.span_bytes - offset);
+    const auto row = static_cast<int>(entry.row.divide(static_cast<uint32_t>(max(0, offset))));
+    const int in_row = offset - row * entry.written_bytes;
+    source = source_span + row * entry.source_strides[2] + in_row;
+    left_of_row = entry.written_bytes - in_row;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) load_part(parts[i], i);
+  }
   __device__ __forceinline__ void store() const {
     if (end <= begin) return;
-    const uint4 shifted = shift_blocks(block, next, past);
+    uint4 result = parts[0].value();
+    const auto add = [&](const uint4& value) {
+      result.x |= value.x, result.y |= value.y, result.z |= value.z, result.w |= value.w;
+    };
+    if (parts[1].low < parts[1].high) add(parts[1].value());
+#pragma unroll 1
+    for (int row = kParts; first_of(row) < end; ++row) {
+      RowPart part;
+      load_part(part, row);
+      add(part.value());
+    }
     if (begin == 0 && end == kBlockBytes) {
-      *reinterpret_cast<uint4*>(target) = shifted;
+      *reinterpret_cast<uint4*>(target) = result;
       return;
     }
-    const uint32_t words[4] = {shifted.x, shifted.y, shifted.z, shifted.w};
+    const uint32_t words[4] = {result.x, result.y, result.z, result.w};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const bool has_low = begin <= 4 * k && 4 * k + 2 <= end, has_high = begin <= 4 * k + 2 && 4 * k + 4 <= end;
-      if (has_low && has_high) {
-        reinterpret_cast<uint32_t*>(target)[k] = words[k];
-      } else if (has_low) {
-        reinterpret_cast<uint16_t*>(target)[2 * k] = static_cast<uint16_t>(words[k]);
-      } else if (has_high) {
-        reinterpret_cast<uint16_t*>(target)[2 * k + 1] = static_cast<uint16_t>(words[k] >> 16);
+    for (int i = 0; i < 8; ++i) {
+      if (begin <= 2 * i && 2 * i + 2 <= end) {
+        reinterpret_cast<uint16_t*>(target)[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
       }
     }
   }
 };
+
+template <typename Piece>
+__device__ __forceinline__ void copy_tile(const RowCopies::Entry& copy, const char* source, char* target, uint32_t steps) {
+  const auto per_step = copy.pieces_per_step.value<uint32_t>(), per_span = copy.pieces_per_span.value<uint32_t>();
+  const uint32_t pieces = steps * per_step;
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x; first < pieces; first += kCopyThreads * Piece::kAtOnce) {
+    Piece at[Piece::kAtOnce];
+#pragma unroll
+    for (int k = 0; k < Piece::kAtOnce; ++k) {
+      const uint32_t i = first + k * kCopyThreads;
+      if (i >= pieces) continue;
+      const uint32_t step = copy.pieces_per_step.divide(i), in_step = i - step * per_step,
+                     span = copy.pieces_per_span.divide(in_step), in_span = in_step - span * per_span,
+                     row = span * copy.rows_per_span;
+      at[k].load(copy, source + step * copy.source_strides[1] + row * copy.source_strides[2],
+                 target + step * copy.target_strides[1] + row * copy.target_strides[2], static_cast<int>(in_span));
+    }
+#pragma unroll
+    for (int k = 0; k < Piece::kAtOnce; ++k) at[k].store();
+  }
+}
 
 __global__ void __launch_bounds__(kCopyThreads) row_copies_kernel(const __grid_constant__ RowCopies p) {
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -103,25 +169,10 @@ __global__ void __launch_bounds__(kCopyThreads) row_copies_kernel(const __grid_c
     const auto steps = static_cast<uint32_t>(min(int64_t(copy.steps_per_tile), copy.sizes[1] - first_step));
     const char* const source = copy.source + batch * copy.source_strides[0] + first_step * copy.source_strides[1];
     char* const target = copy.target + batch * copy.target_strides[0] + first_step * copy.target_strides[1];
-    const auto per_step = copy.pieces_per_step.value<uint32_t>(), per_row = copy.pieces_per_row.value<uint32_t>();
-    const uint32_t pieces = steps * per_step;
-#pragma unroll 1
-    for (uint32_t first = threadIdx.x; first < pieces; first += kCopyThreads * kCopiesAtOnce) {
-      RowPiece at[kCopiesAtOnce];
-#pragma unroll
-      for (int k = 0; k < kCopiesAtOnce; ++k) {
-        const uint32_t i = first + k * kCopyThreads;
-        if (i >= pieces) {
-          at[k].begin = at[k].end = 0;
-          continue;
-        }
-        const uint32_t step = copy.pieces_per_step.divide(i), in_step = i - step * per_step,
-                       row = copy.pieces_per_row.divide(in_step), in_row = in_step - row * per_row;
-        at[k].load(copy, source + step * copy.source_strides[1] + row * copy.source_strides[2],
-                   target + step * copy.target_strides[1] + row * copy.target_strides[2], static_cast<int>(in_row));
-      }
-#pragma unroll
-      for (int k = 0; k < kCopiesAtOnce; ++k) at[k].store();
+    if (copy.has_blocks) {
+      copy_tile<RowPiece>(copy, source, target, steps);
+    } else {
+      copy_tile<MixedPiece>(copy, source, target, steps);
     }
   }
 }

@@ -24,15 +24,17 @@ struct RowCopy {
   int row_bytes = 0, written_bytes = 0;
 };
 
-constexpr int kMaxRowCopies = 8, kTilePieces = 2048, kBlockBytes = 16;
+constexpr int kMaxRowCopies = 8, kTilePieces = 1024, kBlockBytes = 16;
 
-// Some copies, with how the kernel divides them: into pieces, the 16-byte blocks of memory that hold a target row, and tiles,
-// the pieces of some entries of the second axis.
+// Some copies, with how the kernel divides them: into pieces, the 16-byte blocks of memory that hold a span of the target, and
+// tiles, the pieces of some entries of the second axis. A span is a target row. Where these are no whole blocks and follow one
+// another, it is all rows of an entry of the second axis, so that few pieces are stored by parts of a block.
 struct RowCopies {
   struct Entry : RowCopy {
-    Divisor pieces_per_row, pieces_per_step;
+    Divisor pieces_per_span, pieces_per_step, row;
     int64_t first_tile = 0, tiles_per_batch = 0;
-    int steps_per_tile = 0;
+    int steps_per_tile = 0, rows_per_span = 1, span_bytes = 0;
+    bool has_blocks = false;  // whether target rows are whole blocks
   };
   Entry entries[kMaxRowCopies];
   int count = 0;
@@ -47,21 +49,27 @@ inline bool RowCopies::add(const RowCopy& copy) {
   if (count == kMaxRowCopies) return false;
   Entry& entry = entries[count++];
   static_cast<RowCopy&>(entry) = copy;
-  // Rows that follow one another in both tensors are one: it has fewer first and last pieces.
-  int64_t joined = entry.written_bytes * entry.sizes[2];
-  if (entry.row_bytes == entry.written_bytes && entry.source_strides[2] == entry.row_bytes &&
-      entry.target_strides[2] == entry.row_bytes && joined < std::numeric_limits<int32_t>::max() / 2) {
+  // Rows that follow one another in both tensors are one.
+  const int64_t joined = entry.written_bytes * entry.sizes[2];
+  const bool is_joined = entry.target_strides[2] == entry.written_bytes && joined < std::numeric_limits<int32_t>::max() / 2;
+  if (is_joined && entry.row_bytes == entry.written_bytes && entry.source_strides[2] == entry.row_bytes) {
     entry.row_bytes = entry.written_bytes = static_cast<int>(joined);
     entry.sizes[2] = 1;
   }
   bool is_aligned = reinterpret_cast<uintptr_t>(entry.target) % kBlockBytes == 0;
-  for (int axis = 0; axis < RowCopy::kAxes; ++axis) {
+  for (int axis = 0; axis < 2; ++axis) {
     is_aligned &= entry.sizes[axis] == 1 || entry.target_strides[axis] % kBlockBytes == 0;
   }
-  // A target row that starts inside a block has bytes in one more.
-  const int64_t per_row = ceil_div(entry.written_bytes + (is_aligned ? 0 : kBlockBytes - 1), kBlockBytes);
-  const int64_t per_step = per_row * entry.sizes[2];
-  entry.pieces_per_row = Divisor(per_row);
+  const bool are_rows_aligned = is_aligned && (entry.sizes[2] == 1 || entry.target_strides[2] % kBlockBytes == 0);
+  entry.has_blocks = are_rows_aligned && entry.written_bytes % kBlockBytes == 0;
+  if (is_joined && !entry.has_blocks) entry.rows_per_span = static_cast<int>(entry.sizes[2]);
+  entry.span_bytes = entry.written_bytes * entry.rows_per_span;
+  // A span that starts inside a block has bytes in one more.
+  const bool starts_blocks = entry.rows_per_span == 1 ? are_rows_aligned : is_aligned;
+  const int64_t per_span = ceil_div(entry.span_bytes + (starts_blocks ? 0 : kBlockBytes - 1), kBlockBytes);
+  const int64_t per_step = per_span * (entry.sizes[2] / entry.rows_per_span);
+  entry.row = Divisor(entry.written_bytes);
+  entry.pieces_per_span = Divisor(per_span);
   entry.pieces_per_step = Divisor(per_step);
   entry.steps_per_tile = static_cast<int>(std::max<int64_t>(1, std::min(kTilePieces / per_step, entry.sizes[1])));
   entry.tiles_per_batch = ceil_div(entry.sizes[1], entry.steps_per_tile);
