@@ -31,7 +31,7 @@ KERNEL_LIMITS = {
     "causal_conv1d": 71,
     "cuda": 11,
     "linear_scan": 393,
-    "mixers": 2,
+    "mixers": 4,
     "norm": 70,
     "selective_scan": 164,
     "selective_state_update": 136,

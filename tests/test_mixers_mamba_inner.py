@@ -7,6 +7,8 @@ import torch
 from layer_helpers import WIDTH, make_layer, make_sequence
 from torch import Tensor, nn
 
+from ssm_kernels.nn import Mamba
+
 OPERATOR = "selective_scan"
 every_recompute = pytest.mark.parametrize("recompute", ["cheap", "all"])
 
@@ -218,3 +220,36 @@ def test_scan_backward_writes_the_outputs(device, along, batch, dim, seqlen, dst
     else:
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(grad_out, out, rtol=2 * eps, atol=16 * torch.finfo(wide).eps * out.abs().max().item())
+
+
+# Segments of steps that end within a tile and at its ends, one warp's and several blocks', and channels that fill no block.
+PRODUCTS = [(2, 256, seqlen, 16) for seqlen in (1, 3, 8, 9, 63, 1000)] + [
+    (1, 8, 130, 32),
+    (3, 136, 77, 128),
+    (1, 1536, 2048, 48),
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("batch", "channels", "seqlen", "rank"), PRODUCTS)
+def test_backward_of_the_convolution_computes_a_product(batch, channels, seqlen, rank, dtype):
+    """On CUDA backward of the convolution multiplies the gradient of (dt, B, C) with x_proj; cuBLAS does in the modules."""
+    torch.manual_seed(0)
+    layer = Mamba(channels // 2, d_state=16, dt_rank=rank, device="cuda", dtype=dtype)
+    x = torch.randn(batch, seqlen, channels // 2, device="cuda", dtype=dtype)
+    found = {}
+    for recompute in ("none", "cheap"):
+        layer.recompute = recompute
+        leaf = x.detach().requires_grad_()
+        out = layer(leaf)
+        directions = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+            grads = torch.autograd.grad(out, [leaf, *layer.parameters()], directions)
+        names = {event.key for event in profiler.key_averages()}
+        assert ("ssm_kernels::_causal_conv1d_bwd_out" in names) == (recompute == "none")
+        found[recompute] = dict(zip(("x", *(name for name, _ in layer.named_parameters())), grads, strict=True))
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for name, value in found["none"].items():
+        scale = value.double().abs().max().item()
+        torch.testing.assert_close(found["cheap"][name], value, rtol=0, atol=tolerance * scale, msg=name)

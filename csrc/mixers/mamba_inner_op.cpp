@@ -12,7 +12,7 @@
 // which is part of the node, keeps no input.
 //
 // The gradient of xz is one buffer. Its right half receives the gradient of z; its left half first the gradient of delta, then
-// that of x.
+// that of x. On CUDA backward of the convolution computes the part of its gradient that comes through x_proj (conv_product.h).
 //
 // The node takes plain tensors in eager calls only. A call that is traced or batched, and one with recompute="none", is
 // composed of _mamba_conv, _mamba_mixer and PyTorch's linear.
@@ -28,10 +28,12 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string_view>
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "mixers/conv_product.h"
 #include "mixers/mamba_scan.h"
 #include "mixers/mixer_parameters_op.h"
 #include "selective_scan/selective_scan_op.h"
@@ -233,23 +235,31 @@ GradTensors bwd(const BwdInputs& bwd) {
   if (!needs_x) return grads;
 
   const at::Tensor grad_x = transposed(grad_u);
-  at::Tensor sum = rows_of(grad_x);
-  at::addmm_out(sum, sum, grad_x_dbl, in.x_proj);
   causal_conv1d::BwdOutInputs convolution;
-  convolution.grad_out = sequence_of(sum, in.xz);
+  convolution.grad_out = grad_x;
   convolution.in = convolution_inputs(in);
   convolution.needs_grad = {needs[kXz], needs[kConvWeight], needs[kConvBias], needs[kConvState]};
+  if (needs[kXz]) convolution.required_grad_x = left_half(grad_xz);
+  std::optional<causal_conv1d::BwdOutGrads> fused;
+  if (needs[kXz]) fused = mixers::conv_bwd_of_product(convolution, grad_x_dbl, in.x_proj);
   causal_conv1d::BwdOutGrads of_parameters;
-  if (needs[kXz]) {
-    static const Operator<causal_conv1d::BwdOutGrads, causal_conv1d::BwdOutInputs> conv("ssm_kernels::_causal_conv1d_bwd_out");
-    convolution.required_grad_x = left_half(grad_xz);
-    of_parameters = conv(convolution);
-    grads[kXz] = std::move(grad_xz);
+  if (fused) {
+    of_parameters = std::move(*fused);
   } else {
-    static const Operator<causal_conv1d::GradTensors, causal_conv1d::BwdInputs> conv("ssm_kernels::_causal_conv1d_bwd");
-    causal_conv1d::GradTensors computed = conv(convolution);
-    std::move(computed.begin() + 1, computed.end(), of_parameters.begin());
+    at::Tensor sum = rows_of(grad_x);
+    at::addmm_out(sum, sum, grad_x_dbl, in.x_proj);
+    convolution.grad_out = sequence_of(sum, in.xz);
+    if (needs[kXz]) {
+      static const Operator<causal_conv1d::BwdOutGrads, causal_conv1d::BwdOutInputs> conv(
+          "ssm_kernels::_causal_conv1d_bwd_out");
+      of_parameters = conv(convolution);
+    } else {
+      static const Operator<causal_conv1d::GradTensors, causal_conv1d::BwdInputs> conv("ssm_kernels::_causal_conv1d_bwd");
+      causal_conv1d::GradTensors computed = conv(convolution);
+      std::move(computed.begin() + 1, computed.end(), of_parameters.begin());
+    }
   }
+  if (needs[kXz]) grads[kXz] = std::move(grad_xz);
   if (needs[kConvWeight]) grads[kConvWeight] = of_parameters[0].view(in.conv_weight.sizes());
   if (needs[kConvBias]) grads[kConvBias] = std::move(of_parameters[1]);
   if (needs[kConvState]) grads[kConvState] = std::move(of_parameters[2]);

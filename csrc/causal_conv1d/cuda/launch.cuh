@@ -49,6 +49,14 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
 }
 
 template <typename Scalar>
+cudaError_t launch_bwd_reduce(const ConvBwdParams& params, const void* sums, int64_t tiles, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
+  const auto* const rows = static_cast<const AccumulateType<Scalar>*>(sums);
+  conv_bwd_reduce_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, rows, tiles);
+  return cudaGetLastError();
+}
+
+template <typename Scalar>
 cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
                        cudaStream_t stream) {
   using Acc = AccumulateType<Scalar>;
@@ -92,9 +100,7 @@ cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling&
     }
   }
   if (sums == nullptr) return cudaGetLastError();
-  const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
-  conv_bwd_reduce_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
-  return cudaGetLastError();
+  return launch_bwd_reduce<Scalar>(params, sums, params.batch * tiling.tiles, stream);
 }
 
 template <typename Scalar>
@@ -111,6 +117,7 @@ cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams*
 #define SSM_INSTANTIATE_CAUSAL_CONV1D(Scalar)                                                                                 \
   template cudaError_t launch_fwd<Scalar>(const ConvFwdParams&, KernelSet, const Tiling&, cudaStream_t);                      \
   template cudaError_t launch_bwd<Scalar>(const ConvBwdParams&, KernelSet, const Tiling&, const BwdWorkspace&, cudaStream_t); \
+  template cudaError_t launch_bwd_reduce<Scalar>(const ConvBwdParams&, const void*, int64_t, cudaStream_t);                   \
   template cudaError_t launch_update<Scalar>(const ConvUpdateParams&, const ConvTokenParams*, cudaStream_t);
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -59,6 +59,9 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
 template <typename Scalar>
 cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
                        cudaStream_t stream);
+// The second kernel of `sums` alone, for `tiles` rows of them.
+template <typename Scalar>
+cudaError_t launch_bwd_reduce(const ConvBwdParams& params, const void* sums, int64_t tiles, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams* tokens, cudaStream_t stream);
 
