@@ -15,6 +15,8 @@
 // and so the loops have no other cases. The kernel takes rows of one sequence without states, and a width of kMaxVectorWidth.
 #pragma once
 
+#include <type_traits>
+
 #include "causal_conv1d/cuda/device.cuh"
 #include "cuda/index_math.cuh"
 #include "cuda/launch.cuh"
@@ -43,6 +45,7 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
   using Row = cuda::Vector<Scalar, kLaneChannels>;
   constexpr int kVector = kLaneChannels, kSteps = kProductSteps, kLags = kMaxVectorWidth, kSums = kLags + 1;
   constexpr int kPitch = Memory::kPitch, kBlock = 16;  // bytes of a copy
+  constexpr int kStageBytes = 2 * kCopiedSteps * 2 * kWarpSize * Row::kBytes;
   static_assert(kSteps == 2 * kCopiedSteps, "a product's steps are two stages of copies");
   static_assert(sizeof(Scalar) == Memory::kBytes, "the operands of the products are fp16 or bf16");
   const causal_conv1d::ConvBwdParams& p = params.conv;
@@ -52,7 +55,7 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
   extern __shared__ __align__(16) char memory[];
   const Memory parts(terms, warps);
   char* const weight = memory;
-  char* const stages = memory + parts.stages;
+  char* const stages = memory + parts.stages + threadIdx.x / kWarpSize * kStageBytes + lane * Row::kBytes;
   char* const products = memory + parts.products + warp * kSteps * kPitch;
   char* const rows = memory + parts.rows + warp * kSteps * parts.row_pitch;
 
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
   const int seqlen = static_cast<int>(p.seqlen), steps = static_cast<int>(tiling.steps);
   const int first = (static_cast<int>(tile - tile / tiles * tiles) * warps + warp) * steps;
   const int limit = (seqlen + kSteps - 1) / kSteps * kSteps, end = first + steps < limit ? first + steps : limit;
-  // Lanes behind the last channel have zeros, and the first channel's parameters.
+  // Lanes behind the last channel compute the first one again, and store nothing.
   const bool has_channels = first_channel + lane * kVector < p.channels;
   const int64_t c = has_channels ? first_channel + lane * kVector : 0;
 
@@ -77,45 +80,54 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
   const auto bytes_of = [](int64_t stride) { return static_cast<int>(stride) * Memory::kBytes; };
   const int x_stride = bytes_of(p.x.stride_step), grad_stride = bytes_of(p.grad_out.stride_step);
   const int grad_x_stride = bytes_of(p.grad_x.stride_step);
-  const auto has_step = [&](int t) { return has_channels && t >= 0 && t < seqlen; };
+  const auto has_step = [&](int t) { return t >= 0 && t < seqlen; };
 
   const auto load = [&](const char* base, int stride, int t) {
     return has_step(t) ? Row::load_once(reinterpret_cast<const Scalar*>(cuda::add_product(base, t, stride))) : Row::zero();
   };
   const auto stage_of = [&](int stage, int j, int which) {
-    return stages + (((stage * kCopiedSteps + j) * 2 + which) * threads + threadIdx.x) * Row::kBytes;
+    return stages + ((stage * kCopiedSteps + j) * 2 + which) * kWarpSize * Row::kBytes;
   };
-  // The inputs of steps t to t - kCopiedSteps + 1: grad_u, and x kHalo steps before.
-  const auto start_copies = [&](int t, int stage) {
+  // The inputs of steps t to t - kCopiedSteps + 1: grad_u, and x kHalo steps before. is_inner: the sequence has all of them.
+  const auto start_copies = [&](int t, int stage, auto is_inner) {
 #pragma unroll
     for (int j = 0; j < kCopiedSteps; ++j) {
       const auto copy = [&](const char* base, int stride, int t, int which) {
-        const bool exists = has_step(t);
-        cuda::cp_async<Row::kBytes>(stage_of(stage, j, which), cuda::add_product(base, exists ? t : 0, stride),
-                                    exists ? Row::kBytes : 0);
+        if constexpr (decltype(is_inner)::value) {
+          cuda::cp_async<Row::kBytes>(stage_of(stage, j, which), cuda::add_product(base, t, stride));
+        } else {
+          const bool exists = has_step(t);
+          cuda::cp_async<Row::kBytes>(stage_of(stage, j, which), cuda::add_product(base, exists ? t : 0, stride),
+                                      exists ? Row::kBytes : 0);
+        }
       };
       copy(x_base, x_stride, t - kHalo - j, 0);
       copy(grad_base, grad_stride, t - j, 1);
     }
   };
-  // The rows of the product of steps t to t + kSteps - 1.
+  // The rows of the product of steps t to t + kSteps - 1: some lanes for each.
+  constexpr int kLanesOfRow = kWarpSize / kSteps;
+  const int row_bytes = terms * Memory::kBytes, rows_first = lane % kLanesOfRow * kBlock;
+  const char* const rows_base = static_cast<const char*>(params.rows) + b * seqlen * row_bytes + rows_first;
+  char* const rows_target = rows + lane / kLanesOfRow * parts.row_pitch + rows_first;
   const auto start_rows = [&](int t) {
-    constexpr int kLanesOfRow = kWarpSize / kSteps;
-    const int row = lane / kLanesOfRow, row_bytes = terms * Memory::kBytes;
-    const bool exists = t + row < seqlen;
-    const char* const source = static_cast<const char*>(params.rows) + (b * seqlen + (exists ? t + row : 0)) * row_bytes;
-    for (int at = lane % kLanesOfRow * kBlock; at < row_bytes; at += kLanesOfRow * kBlock) {
-      cuda::cp_async(rows + row * parts.row_pitch + at, source + at, exists ? kBlock : 0);
+    const bool exists = t + lane / kLanesOfRow < seqlen;
+    const char* const source = cuda::add_product(rows_base, exists ? t + lane / kLanesOfRow : 0, row_bytes);
+#pragma unroll 1
+    for (int at = 0; at < row_bytes - rows_first; at += kLanesOfRow * kBlock) {
+      cuda::cp_async(rows_target + at, source + at, exists ? kBlock : 0);
     }
   };
-  // An element of the weight's fragment is in row `k`, the term, and in the column of its channel: ldmatrix transposes.
+  // A row of the weight in shared memory has the channels of a term; ldmatrix transposes.
   const uint32_t weight_lane = cuda::shared_address(weight) + (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * kBlock;
   const uint32_t rows_lane = cuda::shared_address(rows) + lane / 4 * parts.row_pitch + lane % 4 * sizeof(uint32_t);
   char* const products_lane = products + lane % 8 * kPitch + lane / 8 * kBlock;
   const auto multiply = [&] {
-    constexpr int kAtOnce = 4, kGroupBytes = kTermGroup * Memory::kBytes;  // fragments of 16 channels
+    // Fragments of 16 channels. In fp16, whose conversions take more registers, all at once would spill.
+    constexpr int kFragments = Memory::kChannels / 16, kAtOnce = std::is_same_v<Scalar, __half> ? kFragments / 2 : kFragments;
+    constexpr int kGroupBytes = kTermGroup * Memory::kBytes;
 #pragma unroll 1
-    for (int from = 0; from < Memory::kChannels / 16; from += kAtOnce) {
+    for (int from = 0; from < kFragments; from += kAtOnce) {
       float d[kAtOnce][4] = {};
 #pragma unroll 1
       for (int k = 0; k < terms / kTermGroup; ++k) {
@@ -201,7 +213,7 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
       __syncwarp();
     }
 
-    const auto run = [&](int t, int stage) {
+    const auto run = [&](int t, int stage, auto is_inner) {
 #pragma unroll
       for (int j = 0; j < kCopiedSteps; ++j) {
         Row x, grad;
@@ -218,29 +230,37 @@ __global__ void __launch_bounds__(kWarpSize* kMostBlockWarps, kProductWarps / kM
           for (int lag = 1; lag < kLags; ++lag) grad_weight[lag][i] = fmaf(g[i], before[lag - 1][i], grad_weight[lag][i]);
           grad_weight[kLags][i] += g[i];
         }
-        if (has_step(t - j)) {
+        if (has_channels && (decltype(is_inner)::value || has_step(t - j))) {
           Row::round(grad_x).store_once(reinterpret_cast<Scalar*>(cuda::add_product(grad_x_base, t - j, grad_x_stride)));
         }
         shift(g);
       }
     };
-    start_rows(end - kSteps);
-    start_copies(end - 1, 0);
-    cuda::cp_async_commit();
-#pragma unroll 1
-    for (int t = end - kSteps; t >= first; t -= kSteps) {
-      start_copies(t + kCopiedSteps - 1, 1);
+    const auto compute = [&](int t, auto is_inner) {
+      start_copies(t + kCopiedSteps - 1, 1, is_inner);
       cuda::cp_async_commit();
       cuda::cp_async_wait<1>();
       __syncwarp();
       multiply();
       __syncwarp();
       if (t > first) start_rows(t - kSteps);
-      run(t + kSteps - 1, 0);
-      if (t > first) start_copies(t - 1, 0);
+      run(t + kSteps - 1, 0, is_inner);
+      if (t > first) start_copies(t - 1, 0, is_inner);
       cuda::cp_async_commit();
       cuda::cp_async_wait<1>();
-      run(t + kCopiedSteps - 1, 1);
+      run(t + kCopiedSteps - 1, 1, is_inner);
+    };
+    start_rows(end - kSteps);
+    start_copies(end - 1, 0, std::false_type());
+    cuda::cp_async_commit();
+#pragma unroll 1
+    for (int t = end - kSteps; t >= first; t -= kSteps) {
+      // The copies of x begin kHalo steps before the next tile.
+      if (t >= kSteps && t + kSteps <= seqlen) {
+        compute(t, std::true_type());
+      } else {
+        compute(t, std::false_type());
+      }
     }
   }
 
