@@ -34,6 +34,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
+#include "ssd/cuda/tile_loads.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
@@ -281,6 +282,9 @@ struct StatePassing {
     return p.x;
   }
 
+  // Whether the tiles may be loaded by TMA.
+  static constexpr bool kLoadsTiles = kIsFwd && Mma::kIsAsync;
+
   // Run by the warps that copy.
   __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
     const RowsView &group_rows = group_view(), &head_rows = head_view();
@@ -302,13 +306,29 @@ struct StatePassing {
     constexpr int kPending = Shared::kMaxStages - 2;
     cuda::produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
-      const Rows rows = rows_of_chunk(at.chunk_at(position));
+      const int chunk = at.chunk_at(position);
+      const Rows rows = rows_of_chunk(chunk);
 #pragma unroll
       for (int block = 0; block < Layout::kColumnBlocks; ++block) {
+        if constexpr (kLoadsTiles) {
+          if (p.B_tiles.are_loaded) {
+            load_tile<kCopyThreads, InOrder>(target.group_rows[block], p.B_tiles, at.group, block * Layout::kColumns, at, chunk,
+                                             shared.full[stage], thread);
+            continue;
+          }
+        }
         copy_group_rows[block].copy(target.group_rows[block], rows.end, group_rows.stride_step, at.is_reverse, rows.first);
       }
 #pragma unroll
       for (int block = 0; block < Layout::kRowBlocks; ++block) {
+        if constexpr (kLoadsTiles) {
+          if (p.x_tiles.are_loaded) {
+            const StateTile tile(p, work, at, block);
+            load_tile<kCopyThreads, InOrder>(target.head_rows[block], p.x_tiles, tile.head, tile.first_row, at, chunk,
+                                             shared.full[stage], thread);
+            continue;
+          }
+        }
         copy_head_rows[block].copy(target.head_rows[block], rows.end, head_rows.stride_step, at.is_reverse, rows.first);
       }
     });

@@ -34,6 +34,26 @@ bool begin_at_multiples(const at::Tensor& tensor, int64_t elements) {
   return result;
 }
 
+// TMA takes 32-bit coordinates, and a tile's last elements are beyond the first ones of the last.
+constexpr int64_t kMostTmaElements = std::numeric_limits<int32_t>::max() - kMaxKernelDstate;
+
+// Whether TMA can describe fp16 or bf16 steps and rows of the batch.
+bool has_steps_for_tma(const at::Tensor& tensor) {
+  constexpr int64_t kMostStride = int64_t(1) << 39;  // elements
+  bool result = tensor.size(0) < kMostTmaElements && tensor.size(1) < kMostTmaElements;
+  for (int64_t axis = 0; axis < 2; ++axis) {
+    const int64_t stride = tensor.stride(axis);
+    result &= tensor.size(axis) == 1 || (stride > 0 && stride < kMostStride && stride % kRowElements == 0);
+  }
+  return result;
+}
+
+// How many elements of fp16 or bf16 after a multiple of 16 bytes an element is.
+int64_t elements_past_vector(const at::Tensor& tensor, int64_t offset) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) + offset * tensor.element_size();
+  return static_cast<int64_t>(address % kVectorBytes) / tensor.element_size();
+}
+
 RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
   RowsView view{data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
   if (reverse && tensor.numel() > 0) {
@@ -52,9 +72,59 @@ bool has_vectors(const at::Tensor& tensor) {
 bool has_pairs(const at::Tensor& tensor) { return tensor.size(3) % 2 == 0 && begin_at_multiples(tensor, 2); }
 bool has_contiguous_rows(const at::Tensor& tensor) { return tensor.stride(3) == 1 || tensor.size(3) == 1; }
 
-at::Tensor PendingCopies::as_rows(const at::Tensor& tensor) {
+bool describe_rows(const at::Tensor& tensor, bool are_summed, RowTiles& tiles) {
+  constexpr uint32_t kLoadedSteps = 8;  // tile_loads.cuh
+  if (tensor.element_size() != 2 || tensor.numel() == 0 || !has_contiguous_rows(tensor) || !has_steps_for_tma(tensor))
+    return false;
+  const int64_t rows = tensor.size(2), row = tensor.size(3), columns = tile_columns(row) * column_blocks(row);
+  if (are_summed && rows > 1 && row != columns) return false;
+  const int64_t stride_row = rows > 1 ? tensor.stride(2) : 0, first = elements_past_vector(tensor, 0),
+                elements = first + (rows - 1) * stride_row + row;
+  // A row of the described tensor has no elements of another step.
+  if (stride_row < 0 || elements >= kMostTmaElements || (tensor.size(1) > 1 && elements - first > tensor.stride(1)))
+    return false;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
+  void* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) - first * tensor.element_size();
+  tiles.first = static_cast<int>(first);
+  tiles.stride_head = static_cast<int>(stride_row);
+  tiles.are_loaded =
+      cuda::make_tma_descriptor(tiles.descriptor, data, {static_cast<uint64_t>(elements), size(1), size(0), 1},
+                                {tensor.stride(1), tensor.stride(0), 0}, {kStateRows, kLoadedSteps, 1, 1}) == cudaSuccess;
+  return tiles.are_loaded;
+}
+
+bool describe_out(const at::Tensor& out, SsdFwdParams& params) {
+  if (out.numel() == 0) return true;
+  if (out.element_size() != 2 || !has_contiguous_rows(out) || !has_steps_for_tma(out) || out.stride(2) >= kMostTmaElements)
+    return false;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
+  const int64_t heads = out.size(2), stride_head = heads > 1 ? out.stride(2) : 0;
+  if (stride_head < 0) return false;
+  int classes = 1;
+  while (classes * stride_head % kRowElements != 0) {
+    classes *= 2;
+    ++params.out_log2_classes;
+  }
+  static_assert(kRowElements == SsdFwdParams::kOutClasses, "so many classes are enough for any distance of heads");
+  params.out_first = static_cast<int>(elements_past_vector(out, 0));
+  for (int64_t head = 0; head < std::min<int64_t>(classes, heads); ++head) {
+    const int64_t offset = head * stride_head, first = elements_past_vector(out, offset);
+    void* const data = static_cast<char*>(out.data_ptr()) + (offset - first) * out.element_size();
+    const uint64_t sizes[] = {static_cast<uint64_t>(first) + size(3), static_cast<uint64_t>(ceil_div(heads - head, classes)),
+                              size(1), size(0)};
+    if (cuda::make_tma_descriptor(params.out_descriptors[head], data, sizes,
+                                  {classes * stride_head, out.stride(1), out.stride(0)},
+                                  {kStateRows, 1, kChunk, 1}) != cudaSuccess) {
+      return false;
+    }
+  }
+  return true;
+}
+
+at::Tensor PendingCopies::as_rows(const at::Tensor& tensor, bool are_summed) {
   // Whole vectors are loaded: memory after a row is not part of it.
   if (has_vectors(tensor)) return tensor;
+  if (RowTiles tiles; loads_tiles_ && describe_rows(tensor, are_summed, tiles)) return tensor;
   const at::Tensor padded = empty_padded_like(tensor);
   add(tensor, padded);
   return padded.narrow(3, 0, tensor.size(3));
@@ -110,8 +180,8 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
     : x(copies.as_rows(in.x)),
-      B(copies.as_rows(in.B)),
-      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C)),
+      B(copies.as_rows(in.B, /*are_summed=*/true)),
+      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C, /*are_summed=*/true)),
       in_(in),
       method_(method),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {

@@ -20,19 +20,28 @@ bool has_vectors(const at::Tensor& tensor);
 bool has_pairs(const at::Tensor& tensor);
 // Whether the last axis is contiguous, or has one element.
 bool has_contiguous_rows(const at::Tensor& tensor);
+// Describes fp16 or bf16 rows for TMA (tile_loads.cuh), and returns whether that can be done: steps are multiples of 16 bytes
+// apart. are_summed: with several heads or groups, their rows have to fill tiles.
+bool describe_rows(const at::Tensor& tensor, bool are_summed, RowTiles& tiles);
+// Describes `out` for TMA stores, and returns whether that can be done: steps are multiples of 16 bytes apart.
+bool describe_out(const at::Tensor& out, SsdFwdParams& params);
 // Uninitialized, of the same shape and dtype but for the rows, which are padded to vectors.
 at::Tensor empty_padded_like(const at::Tensor& tensor);
 // Copies between the caller's tensors and the kernels', which one launch makes (cuda/row_copies.h).
 class PendingCopies {
  public:
+  // loads_tiles: as_rows() returns what describe_rows() can describe, too.
+  explicit PendingCopies(bool loads_tiles = false) : loads_tiles_(loads_tiles) {}
+  bool loads_tiles() const { return loads_tiles_; }
   // A tensor whose rows are vectors, the last one filled up with zeros in memory: the tensor itself, or one that launch()
   // fills.
-  at::Tensor as_rows(const at::Tensor& tensor);
+  at::Tensor as_rows(const at::Tensor& tensor, bool are_summed = false);
   // Copies rows, of which the target may have fewer elements, or more: these become zeros. The axes before them are alike.
   void add(const at::Tensor& source, const at::Tensor& target);
   void launch();
 
  private:
+  bool loads_tiles_;
   cuda::RowCopies copies_;
   std::vector<at::Tensor> kept_;  // what they read and write
 };
