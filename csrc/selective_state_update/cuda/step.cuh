@@ -8,6 +8,7 @@
 // * every load is issued before the first value is used, and only a slot's index delays the load of a state,
 // * options are bits of one word, and the lanes load a row at once, except by elements,
 // * of four rows, lane j owns row j % 4: it computes the step size and the gate, and writes the output.
+// * the kernel starts while the previous one ends (PDL), and does all that reads no tensor.
 // With one row, more warps share a small step, and each lane computes the scalars of its row. The order of a sum is that of the
 // other kernels (update.cuh): the elements of a vector in turn, then exchanges between lanes at distances 2, 1, 4, 8 and 16.
 #pragma once
@@ -18,6 +19,8 @@
 #include "common/activations.h"
 #include "common/discretization.h"
 #include "cuda/index_math.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_state_update/cuda/launch.h"
 #include "selective_state_update/cuda/rows.cuh"
@@ -48,6 +51,8 @@ __device__ __forceinline__ const T* at(const void* data, uint32_t offset) {
   return static_cast<const T*>(data) + offset;
 }
 
+__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // `vectors`: rows of the state, A, B and C start at multiples of a vector, and dstate is one. Otherwise elements of B and C,
 // and without kRowVectors of the state and A, are loaded and stored one at a time.
 template <typename Input, typename State, typename Method, int rows, bool vectors>
@@ -76,6 +81,18 @@ __device__ __forceinline__ void update_step(const StepParams& p) {
   const auto row = [&](int r) { return r == 0 ? 0 : min(static_cast<uint32_t>(r), last_row); };
   const auto is_row = [&](uint32_t r) { return own_first + (r << log2_groups) < p.channels; };
   const uint32_t channel = rows == 1 ? first : first + (min(lane & (rows - 1), last_row) << log2_groups);
+
+  if constexpr (rows == 1) {
+    // Looks ahead while the previous kernel ends. A prefetch reads no value, so that it may come before writes.
+    const uint32_t n = min(lane * kStepVector, p.dstate - kStepVector);
+    if (!has(kHasSlots)) {
+      prefetch(
+          reinterpret_cast<const State*>(static_cast<const char*>(p.state) + cuda::widening_multiply(batch, p.slot_bytes)) +
+          (first * p.state_channel + n));
+    }
+    if (!has(kA_IsInput)) prefetch(at<Acc>(p.A, first * p.A_channel + n));
+  }
+  cuda::grid_dependency_sync();
 
   int64_t slot = batch;
   if (has(kHasSlots)) {
@@ -143,7 +160,7 @@ __device__ __forceinline__ void update_step(const StepParams& p) {
       }
     }
     // The page of the output is looked up now, not when the result is there.
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(out));
+    prefetch(out);
     const Inputs B = load_group(p.B, p.B_stride), C = load_group(p.C, p.C_stride);
     x_in = own(p.x, p.x_stride);
     if (has(kSkipIsFloat)) skip = *at<Acc>(p.D, channel * p.skip_channel);
@@ -238,6 +255,7 @@ constexpr int kMinStepBlocks = rows == 1 ? 10
 template <typename Input, typename State, typename Method, int rows, bool vectors>
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinStepBlocks<rows, vectors>)
     selective_state_update_step_kernel(const __grid_constant__ StepParams params) {
+  cuda::launch_dependents();
   update_step<Input, State, Method, rows, vectors>(params);
 }
 
@@ -256,8 +274,7 @@ cudaError_t launch_step(const StepParams& params, const StepTiling& tiling, cuda
     });
   }
   const unsigned int blocks = (tiling.tiles + tiling.warps_per_block - 1) / tiling.warps_per_block;
-  kernel<<<blocks, tiling.warps_per_block * kWarpSize, 0, stream>>>(params);
-  return cudaGetLastError();
+  return cuda::launch(kernel, blocks, tiling.warps_per_block * kWarpSize, 0, stream, cuda::has_pdl(kernel), params);
 }
 
 }  // namespace ssm_kernels::selective_state_update

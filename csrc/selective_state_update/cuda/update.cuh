@@ -25,6 +25,8 @@
 #include "common/activations.h"
 #include "common/discretization.h"
 #include "cuda/index_math.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_state_update/cuda/launch.h"
 #include "selective_state_update/cuda/rows.cuh"
@@ -420,6 +422,8 @@ constexpr int kMinBlocks = !fast                ? 4
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<State, fast, tied_A>)
     selective_state_update_kernel(const __grid_constant__ StateUpdateParams params, const __grid_constant__ Tiling tiling) {
+  cuda::launch_dependents();
+  cuda::grid_dependency_sync();
   update_tile<Input, State, Method, fast, tied_A>(params, tiling, OneToken());
 }
 
@@ -431,18 +435,23 @@ template <typename Input, typename State, typename Method, bool fast, bool tied_
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks<fast>)
     selective_state_update_tokens_kernel(const __grid_constant__ StateUpdateParams params,
                                          const __grid_constant__ Tiling tiling, const __grid_constant__ TokenParams tokens) {
+  cuda::launch_dependents();
+  cuda::grid_dependency_sync();
   update_tile<Input, State, Method, fast, tied_A>(params, tiling, tokens);
 }
 
-// Calls launch(blocks, tiling) for all tiles: a grid has a limited size.
-template <typename Launch>
-cudaError_t for_each_grid(Tiling tiling, const Launch& launch) {
+// Launches the kernel for all tiles: a grid has a limited size.
+template <typename... Params, typename... Tokens>
+cudaError_t launch_grids(void (*kernel)(Params...), const StateUpdateParams& params, Tiling tiling, cudaStream_t stream,
+                         const Tokens&... tokens) {
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
   for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {
     const int64_t blocks = (tiling.tiles - tiling.first_tile + tiling.warps_per_block - 1) / tiling.warps_per_block;
-    launch(static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling);
+    const cudaError_t error = cuda::launch(kernel, std::min(blocks, kMaxBlocks), tiling.warps_per_block * kWarpSize, 0, stream,
+                                           cuda::has_pdl(kernel), params, tiling, tokens...);
+    if (error != cudaSuccess) return error;
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 template <typename Input, typename State>
@@ -463,9 +472,7 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, const
         kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, true, false>;
       }
     }
-    return for_each_grid(tiling, [&](unsigned int blocks, const Tiling& part) {
-      kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part, *tokens);
-    });
+    return launch_grids(kernel, params, tiling, stream, *tokens);
   }
   void (*kernel)(StateUpdateParams, Tiling) = params.tied_A()
                                                   ? selective_state_update_kernel<Input, State, RuntimeMethod, false, splits_A>
@@ -482,9 +489,7 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, const
       });
     }
   }
-  return for_each_grid(tiling, [&](unsigned int blocks, const Tiling& part) {
-    kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part);
-  });
+  return launch_grids(kernel, params, tiling, stream);
 }
 
 }  // namespace ssm_kernels::selective_state_update
