@@ -22,14 +22,26 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
+// The address at which block `rank` of the cluster has its copy of `shared`.
+__device__ __forceinline__ uint32_t cluster_address(const void* shared, int rank) {
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+
 // Stores a value in the shared memory of block `rank` of the cluster, where that block has its copy of `shared`.
 __device__ __forceinline__ void store_cluster(float* shared, int rank, float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(shared, rank)), "f"(value) : "memory");
+#endif
+}
+
+// Adds to a number in shared memory of the cluster, whose address cluster_address() returned.
+__device__ __forceinline__ void add_cluster(uint32_t address, uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
 }
 

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 
 #include "common/integers.h"
@@ -42,6 +43,13 @@ bool has_pair_rows(const SequenceView& view, int64_t channels, int64_t element_b
          view.stride_step % 2 == 0 && channels % 2 == 0;
 }
 
+// Whether each row begins with a sector of memory.
+bool has_sector_rows(const SequenceView& view, int64_t element_bytes) {
+  constexpr int64_t kSectorBytes = 32;
+  return reinterpret_cast<int64_t>(view.data) % kSectorBytes == 0 && view.stride_batch * element_bytes % kSectorBytes == 0 &&
+         view.stride_step * element_bytes % kSectorBytes == 0;
+}
+
 // The partition of one call's work, and the memory for the carries between its tiles.
 class Plan {
  public:
@@ -55,6 +63,7 @@ class Plan {
   void add_view(size_t bit, const SequenceView& view) {
     const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
     if (view.data != nullptr && !has_pair_rows(view, params_.channels, element_bytes)) unpaired_views_ |= 1u << bit;
+    has_sectors_ &= view.data == nullptr || has_sector_rows(view, element_bytes);
     if (has_vector_rows(view, params_.channels, element_bytes, kVectorBytes / scalar_bytes_)) {
       vector_views_ |= 1u << bit;
     } else if (view.data != nullptr) {
@@ -86,6 +95,11 @@ class Plan {
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
     partition.block_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
+    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1;
+    if (const char* ahead = std::getenv("SSM_RECUR_AHEAD"); ahead != nullptr) {
+      partition.keeps_step &= std::atoi(ahead) > 0;
+      partition.most_ahead = static_cast<uint32_t>(std::atoi(ahead));
+    }
     return partition;
   }
 
@@ -176,6 +190,7 @@ class Plan {
   uint32_t vector_views_ = 0, unpaired_views_ = 0;
   bool is_whole_;                                             // neither packed sequences nor a reset mask
   bool has_vectors_ = true, has_contiguous_channels_ = true;  // all views
+  bool has_sectors_ = true;                                   // all views' rows begin with sectors
 };
 
 // The views that a call writes.

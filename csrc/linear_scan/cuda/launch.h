@@ -111,10 +111,16 @@ struct SequentialPartition {
   int segments = 0, stage_bytes = 0;
   int multiprocessors = 0;
   int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
+  // Whether blocks with neighboring channels write parts of the same sectors of memory, and the device has clusters.
+  bool keeps_step = false;
+  // Blocks of a cluster, which go through time in step. The launcher sets it.
+  int cluster = 1;
+  uint32_t most_ahead = 2;
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor
-constexpr int kSequentialBarrierBytes = kSequentialMaxWarps * 8;
+// Of shared memory: an mbarrier for each warp, and what blocks of a cluster tell one another.
+constexpr int kNeighborsAt = kSequentialMaxWarps * 8, kSequentialBarrierBytes = kNeighborsAt + 16;
 
 // The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
 // multiprocessor has room for `most_warps`. Where blocks of two warps do not all fit, blocks run in waves, of two to four

@@ -10,6 +10,11 @@
 // 3. waits for the state before the segment, from the same lane of the warp before, through shared memory and an mbarrier;
 // 4. takes the state through the steps, passes it to the next warp, and stores the results, a row of 32 lanes at a time.
 //
+// Blocks with neighboring channels share the sectors of memory (32 bytes) in which a row passes from one to the other. Each
+// writes a part of such a sector. If the L2 cache evicts it before it has the other part, it reads the sector from memory
+// first, and does so again for the other part. Where rows are not whole sectors, such blocks form clusters that go through time
+// in step: a block waits at step 3 while a neighbor is kMostAhead segments behind.
+//
 // While one warp is at step 3 or 4 the others are at 2. Only steps 3 and 4 follow one another, some 160 clocks a segment. Steps
 // are computed one after another in the order of the scan, so results depend neither on the number of warps nor on the batch.
 #pragma once
@@ -18,6 +23,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/vector_io.cuh"
@@ -73,6 +79,14 @@ struct StageRows {
   }
 };
 
+// Whether a block has no chain, because clusters have equally many blocks. It ends with its cluster.
+__device__ __forceinline__ bool is_padding(const SequentialPartition& partition) {
+  if (partition.cluster == 1 || blockIdx.x < partition.chains) return false;
+  cuda::cluster_barrier();
+  cuda::cluster_barrier();
+  return true;
+}
+
 // A lane's share of its block's chain. Shared memory: the mbarriers, the state before each warp's next segment, the stages.
 template <typename S, bool is_forward>
 class Chain {
@@ -101,6 +115,10 @@ class Chain {
         memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc) + warp * S::kStages * partition.stage_bytes;
     if (threadIdx.x == 0) {
       for (int i = 0; i < warps; ++i) ready_[i].init(1);
+    }
+    if (partition.cluster > 1) {
+      if (threadIdx.x < 2) set_neighbor(static_cast<int>(threadIdx.x));
+      cuda::cluster_barrier();
     }
     __syncthreads();
     if (warp == 0) {
@@ -163,8 +181,9 @@ class Chain {
   }
 
   // The state before the warp's next segment.
-  __device__ __forceinline__ void wait_for_state(Acc (&state)[S::kLaneChannels]) {
+  __device__ __forceinline__ void wait_for_state(int segment, Acc (&state)[S::kLaneChannels]) {
     ready_[warp].wait(turn_++);
+    if (partition_.cluster > 1) wait_for_neighbors(segment);
     const Acc* const source = states_ + warp * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
@@ -172,6 +191,13 @@ class Chain {
   // Passes the state after a segment on. The next warp has read its last state: this one follows from it.
   __device__ __forceinline__ void pass_on(int segment, const Acc (&state)[S::kLaneChannels]) {
     if (!is_last(segment)) publish(warp + 1 == warps ? 0 : warp + 1, state);
+    if (partition_.cluster > 1 && lane < 2) {
+      if (const uint32_t passed = neighbors().passed_by_this[lane]; passed != kNoNeighbor) cuda::add_cluster(passed, 1);
+    }
+  }
+  // Blocks of a cluster end together, because others write to their shared memory. Called by all threads.
+  __device__ __forceinline__ void finish() const {
+    if (partition_.cluster > 1) cuda::cluster_barrier();
   }
 
   // Loads the lane's channels of a state; missing elements are zero.
@@ -196,6 +222,32 @@ class Chain {
   bool has_channels;  // any of the lane's; where rows are vectors, all of them or none
 
  private:
+  // The blocks of the cluster with the channels below (0) and above (1), in the same row of the batch.
+  struct Neighbors {
+    uint32_t passed[2];          // how many segments they have passed
+    uint32_t passed_by_this[2];  // the addresses of their `passed` for this block
+  };
+  static_assert(kNeighborsAt + sizeof(Neighbors) == kSequentialBarrierBytes, "neighbors come before the states");
+  static constexpr uint32_t kNeverBehind = 1u << 31, kNoNeighbor = 0xffffffff;
+
+  __device__ __forceinline__ volatile Neighbors& neighbors() const {
+    return *reinterpret_cast<volatile Neighbors*>(reinterpret_cast<unsigned char*>(ready_) + kNeighborsAt);
+  }
+  __device__ __forceinline__ void set_neighbor(int side) const {
+    const int rank = cuda::cluster_rank();
+    const bool exists =
+        side == 0 ? rank > 0 && block_channel > 0 : rank + 1 < partition_.cluster && block_channel + kTileChannels < channels;
+    auto& of = neighbors();
+    of.passed[side] = exists ? 0 : kNeverBehind;
+    of.passed_by_this[side] =
+        exists ? cuda::cluster_address(const_cast<const uint32_t*>(&of.passed[1 - side]), rank + 2 * side - 1) : kNoNeighbor;
+  }
+  __device__ __forceinline__ void wait_for_neighbors(int segment) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const auto& of = neighbors();
+    while (min(of.passed[0], of.passed[1]) + partition_.most_ahead <= static_cast<uint32_t>(segment)) continue;
+#endif
+  }
   __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * partition_.stage_bytes}; }
   __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
     return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
@@ -399,6 +451,22 @@ struct SegmentInputs {
   }
 };
 
+// The blocks of a cluster that go through time in step: of those with the fewest waves the most. One if a query fails.
+template <typename Kernel>
+int blocks_in_step(Kernel kernel, int threads, int shared_bytes, int64_t chains) {
+  int best = 1;
+  int64_t least_waves = std::numeric_limits<int64_t>::max();
+  for (int cluster = 8; cluster > 1; cluster /= 2) {
+    const int64_t at_a_time = int64_t(cluster) * cuda::resident_clusters(kernel, threads, shared_bytes, cluster);
+    if (at_a_time == 0) continue;
+    const int64_t waves = ceil_div(round_up(chains, cluster), at_a_time);
+    if (waves >= least_waves) continue;
+    best = cluster;
+    least_waves = waves;
+  }
+  return best;
+}
+
 // Launches a block for each chain. The kernel's registers leave room for `most_warps` warps in a multiprocessor.
 template <typename S, typename Kernel, typename Params>
 cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, SequentialPartition partition,
@@ -406,10 +474,12 @@ cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, S
   partition.segments = static_cast<int>((params.seqlen + S::kSteps - 1) / S::kSteps);
   partition.stage_bytes = S::stage_bytes(partition.is_shifted);
   const int warp_bytes = S::warp_bytes(partition.is_shifted);
-  const int warps = sequential_warps(partition, most_warps, warp_bytes);
+  const int warps = sequential_warps(partition, most_warps, warp_bytes), threads = warps * cuda::kWarpSize;
   const int bytes = kSequentialBarrierBytes + warps * warp_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, partition.chains, warps * cuda::kWarpSize, bytes, stream, /*uses_pdl=*/false, params, partition);
+  if (partition.keeps_step) partition.cluster = blocks_in_step(kernel, threads, bytes, partition.chains);
+  const int64_t blocks = round_up(partition.chains, partition.cluster);
+  return cuda::launch_clusters(kernel, blocks, threads, bytes, partition.cluster, stream, params, partition);
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
+  if (is_padding(partition)) return;
   ChainOf chain(p, partition, memory, p.grad_last_state);
 
   CopiedRows<S, false> rows[Inputs::kStaged];
@@ -76,7 +77,9 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     Acc g[S::kSteps][kChannels];  // begins as grad_h
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
-      if (s % with_grad_h.kSteps == 0) with_grad_h.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
+      if (s % with_grad_h.kSteps == 0)
+        with_grad_h.load(
+            partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
       inputs.next(s, with_grad_h, x);
 #pragma unroll
@@ -91,7 +94,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       return variant.step(gates[s][j], unused).a;
     };
     Acc e[kChannels];
-    chain.wait_for_state(e);
+    chain.wait_for_state(segment, e);
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
 #pragma unroll
@@ -122,7 +125,8 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
       if (s % with_h.kSteps == 0) {
-        with_h.load(partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
+        with_h.load(
+            partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
       }
       Acc x[kChannels][Inputs::kInputs], grads[Inputs::kNarrow][kChannels];
       inputs_again.next(s, with_h, x);
@@ -159,6 +163,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       }
     }
   });
+  chain.finish();
 }
 
 template <typename Scalar>

@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   constexpr int kChannels = S::kLaneChannels;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
+  if (is_padding(partition)) return;
   ChainOf chain(p, partition, memory, p.initial_state);
 
   CopiedRows<S, true> rows[Inputs::kStaged];
@@ -50,7 +51,9 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
-      if (s % narrow.kSteps == 0) narrow.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
+      if (s % narrow.kSteps == 0)
+        narrow.load(
+            partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
       inputs.next(s, narrow, x);
 #pragma unroll
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     release();
 
     Acc state[kChannels];
-    chain.wait_for_state(state);
+    chain.wait_for_state(segment, state);
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
 #pragma unroll
@@ -79,6 +82,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
       }
     }
   });
+  chain.finish();
 }
 
 template <typename Scalar>
