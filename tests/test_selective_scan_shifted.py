@@ -186,7 +186,7 @@ def test_the_kernel_and_the_bits_do_not_depend_on_where_rows_start(axes, options
     rows = dict.fromkeys((*SEQUENCES, "out"), axes)
     layouts = (Layout(1), Layout(2), Layout(4), Layout(3, odd=True))
     with debug_option("selective_scan_kernel", "faster"):
-        sizes = {"batch": 48, "dim": 256, "seqlen": 72, "dstate": 16} | options
+        sizes = {"batch": 64, "dim": 256, "seqlen": 72, "dstate": 16} | options
         inputs = make_inputs(**sizes, dtype=dtype, device="cuda")
         for layout in (ALIGNED, *layouts):
             assert kernels_of(guard_all(inputs, rows, layout)) == ("sequential", "sequential"), layout

@@ -301,50 +301,85 @@ double waves(int64_t blocks, int64_t resident, const DeviceLimits& device, doubl
   return static_cast<double>(blocks / slots) + last;
 }
 
-// The time of a kernel in one segment: microseconds of a launch and of a step of a wave of blocks, on an H200 in bfloat16 with
-// 16 states.
+// The time of a kernel: microseconds of a launch and of a step of a wave of blocks, on an H200 with 16 states. A last wave
+// takes `partial` of a wave longer where a tile of channels is not whole: its blocks take paths with bounds checks.
 struct ScanTime {
-  double launch, step, alone;
-  int64_t tile_channels, tile_steps, resident;
+  double launch, step, alone, partial;
 
-  double of(const SelectiveScanParams& p, const DeviceLimits& device) const {
+  double of(const SelectiveScanParams& p, const DeviceLimits& device, int tile_channels, int64_t steps, int64_t segments,
+            int64_t resident) const {
     ChannelPartition partition;
-    set_tiles(partition, p, static_cast<int>(tile_channels));
-    const int64_t steps = round_up(std::max<int64_t>(1, steps_of_row(p)), tile_steps);
-    return launch + step * static_cast<double>(steps) * waves(p.rows * partition.tiles, resident, device, alone);
+    set_tiles(partition, p, tile_channels);
+    const bool is_partial = partition.group_channels % tile_channels != 0;
+    const double rounds = waves(p.rows * partition.tiles * segments, resident, device, alone) + (is_partial ? partial : 0);
+    return launch + step * static_cast<double>(steps) * rounds;
   }
 };
 
-// docs/tuning.md has the measurements. Forward of the sequential scan at B8 D1024, B16 D768 and B8 D2048, 2048 steps: 166, 255
-// and 256, and 36 with 200 steps; of the warp scan 175, 288 and 340, and 32. Float32 at B8 D768, B8 D1024 and B16 D768: 197,
-// 199 and 286; 190, 204 and 369.
-bool is_sequential_fwd_faster(const SelectiveScanParams& p, int64_t scalar_bytes, const DeviceLimits& device) {
-  using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
-  constexpr int64_t kWarpBlocks = kWarpScanResidentWarps >> Many::kLog2Warps;
-  constexpr ScanTime kSequential = {
-      21, 0.1135, 0.645, sequential::kTileChannels, sequential::fwd_tile_steps(2), sequential::kResidentBlocks};
-  constexpr ScanTime kWarpScan = {17, 0.0768, 0.7, Many::kTileChannels, Many::tile_steps(false), kWarpBlocks};
-  constexpr ScanTime kSequentialOfFloats = {
-      18, 0.1335, 0.662, sequential::kTileChannels, sequential::fwd_tile_steps(4), sequential::kResidentBlocks};
-  // A little less than measured: of equals this one loses less where rows start between vectors.
-  constexpr ScanTime kWarpScanOfFloats = {12.8, 0.0902, 0.8, Many::kTileChannels, Many::tile_steps(false), kWarpBlocks};
-  if (scalar_bytes == 4) return kSequentialOfFloats.of(p, device) < kWarpScanOfFloats.of(p, device);
-  return kSequential.of(p, device) < kWarpScan.of(p, device);
+// The times of a kernel for calls whose dense rows start at multiples of kVectorBytes, and for others.
+struct ScanTimes {
+  ScanTime aligned, shifted;
+
+  const ScanTime& of(bool is_shifted) const { return is_shifted ? shifted : aligned; }
+};
+
+// Whether dense rows of the call's sizes start between multiples of kVectorBytes. The choice of a kernel depends on sizes only,
+// so that a copy with aligned rows has the same bits.
+bool has_shifted_sizes(const SelectiveScanParams& p, VectorAccess sequences, int64_t bytes) {
+  return is_along_channels(sequences) ? p.dim * bytes % kVectorBytes != 0
+                                      : p.is_packed() || p.seqlen * bytes % kVectorBytes != 0;
 }
 
-// Backward of the sequential scan at B16 D768 and B8 D2048, 2048 steps, takes 857 and 862; of the warp scan at B8 D1024, B16
-// D768 and B8 D2048 617, 1046 and 1198. With segments the sequential scan fills the device where the warp scan leaves
-// multiprocessors to one block. With fewer states the warp scan takes less time, and the sequential scan does not: 13 at B8
-// D1024, two segments, take 554 and 621.
-bool is_sequential_bwd_faster(const SelectiveScanParams& p, int64_t segments, const DeviceLimits& device) {
-  if (segments > 1) return segments > 2 || p.dstate == sequential::kStates;
+int64_t rounded_steps(const SelectiveScanParams& p, int64_t tile_steps) {
+  return round_up(std::max<int64_t>(1, steps_of_row(p)), tile_steps);
+}
+
+// docs/tuning.md has the measurements, benchmarks/bench_sizes.py repeats them.
+bool is_sequential_fwd_faster(const SelectiveScanParams& p, VectorAccess sequences, int64_t bytes, const DeviceLimits& device) {
+  using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
+  constexpr ScanTimes kSequential = {{14, 0.1155, 0.632, 0.15}, {18, 0.133, 0.69, 0.15}};
+  constexpr ScanTimes kAlongChannels = {{20, 0.1155, 0.567, 0.15}, {20, 0.1155, 0.7, 0}};
+  constexpr ScanTimes kWarpScan = {{13, 0.0785, 0.7, 0}, {15, 0.1, 0.78, 0}};
+  constexpr ScanTimes kSequentialOfFloats = {{14, 0.134, 0.662, 0.2}, {20, 0.183, 0.77, 0.2}};
+  constexpr ScanTimes kAlongChannelsOfFloats = {{13, 0.134, 0.74, 0.2}, {16, 0.16, 0.8, 0}};
+  // Aligned: a little less than measured. Of equals the warp scan loses less where rows start between vectors.
+  constexpr ScanTimes kWarpScanOfFloats = {{12, 0.0885, 0.8, 0}, {16, 0.118, 0.8, 0}};
+  const bool is_shifted = has_shifted_sizes(p, sequences, bytes), along_channels = is_along_channels(sequences);
+  const ScanTimes& sequential = bytes == 4 ? (along_channels ? kAlongChannelsOfFloats : kSequentialOfFloats)
+                                           : (along_channels ? kAlongChannels : kSequential);
+  const ScanTimes& warp_scan = bytes == 4 ? kWarpScanOfFloats : kWarpScan;
+  const int64_t steps = rounded_steps(p, sequential::fwd_tile_steps(static_cast<int>(bytes)));
+  return sequential.of(is_shifted).of(p, device, sequential::kTileChannels, steps, 1, sequential::kResidentBlocks) <
+         warp_scan.of(is_shifted)
+             .of(p, device, Many::kTileChannels, rounded_steps(p, Many::tile_steps(false)), 1,
+                 kWarpScanResidentWarps >> Many::kLog2Warps);
+}
+
+// With more than two segments the sequential scan fills the device where the warp scan leaves multiprocessors to one block.
+// With fewer states the warp scan takes less time, and the sequential scan does not.
+bool is_sequential_bwd_faster(const SelectiveScanParams& p, const sequential::ScanPlan& plan, int64_t bytes,
+                              const DeviceLimits& device) {
+  if (plan.segments > 2) return true;
   using Sizes = warp_scan::BwdSizes;
-  constexpr ScanTime kSequential = {
-      0, 0.42, 0.8, sequential::kTileChannels, sequential::kBwdTileSteps, sequential::kResidentBlocks};
-  constexpr ScanTime kWarpScan = {
-      0, 0.303, 0.69, Sizes::tile_channels(false), Sizes::kTileSteps, kWarpScanResidentWarps >> Sizes::log2_warps(false)};
+  constexpr ScanTimes kSequential = {{17, 0.408, 0.8, 0.4}, {33, 0.51, 0.85, 0.4}};
+  constexpr ScanTimes kWarpScan = {{14, 0.303, 0.69, 0}, {28, 0.352, 0.72, 0}};
+  constexpr ScanTimes kSequentialOfFloats = {{17, 0.43, 0.8, 0.4}, {22, 0.65, 0.85, 0.4}};
+  constexpr ScanTimes kWarpScanOfFloats = {{14, 0.313, 0.72, 0}, {28, 0.378, 0.74, 0}};
+  // The carry pass before two segments: a launch, and a step of a segment.
+  constexpr double kCarryLaunch = 10, kCarryStep = 0.12, kShiftedCarryLaunch = 14, kShiftedCarryStep = 0.155;
+  const bool is_shifted = has_shifted_sizes(p, plan.sequences, bytes);
+  const ScanTime& sequential = (bytes == 4 ? kSequentialOfFloats : kSequential).of(is_shifted);
+  const ScanTime& warp_scan = (bytes == 4 ? kWarpScanOfFloats : kWarpScan).of(is_shifted);
+  const int64_t steps = plan.segments > 1 ? plan.segment_steps : rounded_steps(p, sequential::kBwdTileSteps);
+  double sequential_time =
+      sequential.of(p, device, sequential::kTileChannels, steps, plan.segments, sequential::kResidentBlocks);
+  if (plan.segments > 1) {
+    sequential_time += (is_shifted ? kShiftedCarryLaunch : kCarryLaunch) +
+                       (is_shifted ? kShiftedCarryStep : kCarryStep) * static_cast<double>(steps);
+  }
   const double states = 0.27 + 0.73 * static_cast<double>(p.dstate) / sequential::kStates;
-  return kSequential.of(p, device) < states * kWarpScan.of(p, device);
+  return sequential_time < states * warp_scan.of(p, device, Sizes::tile_channels(false), rounded_steps(p, Sizes::kTileSteps), 1,
+                                                 kWarpScanResidentWarps >> Sizes::log2_warps(false));
 }
 
 }  // namespace
@@ -360,8 +395,8 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
       const int64_t blocks = p.rows * plan.sequential.tiles;
       // The short scan is faster than either; fewer states than kStates take longer than the model says.
       const bool is_slow = is_short(p, device) || p.dstate != sequential::kStates;
-      const bool is_faster =
-          is_slow ? blocks * 2 >= device.multiprocessors * 3 : is_sequential_fwd_faster(p, sizeof(Scalar), device);
+      const bool is_faster = is_slow ? blocks * 2 >= device.multiprocessors * 3
+                                     : is_sequential_fwd_faster(p, plan.sequential.sequences, sizeof(Scalar), device);
       const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
           plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
@@ -399,7 +434,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       const int64_t segments =
           blocks > 0 && !p.is_packed() ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
-      const bool is_faster = is_sequential_bwd_faster(p, plan.sequential.segments, device);
+      const bool is_faster = is_sequential_bwd_faster(p, plan.sequential, sizeof(Scalar), device);
       const bool is_chosen = is_faster && suits_sequential(p, plan.sequential, device, shared_bytes);
       plan.is_sequential =
           plan.sequential.sequences != VectorAccess::kSingly && (choice == KernelChoice::kSequential || is_chosen);
