@@ -162,39 +162,6 @@ __device__ __forceinline__ Vector<Scalar, size> join_vectors(const Vector<Scalar
   return vector;
 }
 
-// As ShiftedLoad, by the two aligned blocks that hold a vector of kCpAsyncBytes: fewer accesses, of more registers.
-template <typename Scalar>
-struct ShiftedBlockLoad {
-  static constexpr int kSize = kCpAsyncBytes / static_cast<int>(sizeof(Scalar));
-  using Block = Vector<Scalar, kSize>;
-
-  uint4 first = {}, second = {};
-  int past = 0;  // elements
-
-  __device__ __forceinline__ ShiftedBlockLoad() {}
-  __device__ __forceinline__ ShiftedBlockLoad(const Scalar* source, int count) {
-    if (count >= 2 * kSize - 1) {
-      past = bytes_past_multiple<kCpAsyncBytes>(source) / static_cast<int>(sizeof(Scalar));
-      const auto* const blocks = reinterpret_cast<const uint4*>(source - past);
-      first = __ldca(blocks);
-      if (past != 0) second = __ldca(blocks + 1);
-    } else {
-      auto elements = Block::zero();
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        if (j < count) elements.set(j, source[j]);
-      }
-      memcpy(&first, &elements, sizeof(first));
-    }
-  }
-  __device__ __forceinline__ Block vector() const {
-    Block blocks[2];
-    memcpy(&blocks[0], &first, sizeof(first));
-    memcpy(&blocks[1], &second, sizeof(second));
-    return join_vectors(blocks[0], blocks[1], past);
-  }
-};
-
 // The vector of the next lane. The last lane of the warp gets `above` of the first.
 template <typename Scalar, int size>
 __device__ __forceinline__ Vector<Scalar, size> vector_of_lane_above(const Vector<Scalar, size>& own,

@@ -23,8 +23,6 @@ struct BwdProducer {
   using Shared = BwdShared<TileConfig>;
   using Step = sequential::Step<Method, Scalar>;
   using Vectors = ThreadVectors<TileConfig, access>;
-  // How gradients are stored. In fp32 stores of words take less time than the way through shared memory.
-  static constexpr bool kInBlocks = access == VectorAccess::kShifted && sizeof(Scalar) == 2;
   static constexpr int kVector = kVectorSize<Scalar>, kCount = Vectors::kCount, kPart = Vectors::kPart;
 
   const SelectiveScanBwdParams& p;
@@ -218,13 +216,6 @@ struct BwdProducer {
           for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
           Vectors::store(part, address_of(view, row), left);
         };
-        const auto store_gradient = [&](const SequenceView& view, Scalar* row, int array, const Acc(&values)[kPart]) {
-          if constexpr (kInBlocks) {
-            thread_vectors.put_raw(shared.array(tile, array), i, first, values);
-          } else {
-            store(view, row, values);
-          }
-        };
         Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
         const auto load_u = load(p.u, rows.u);
@@ -249,9 +240,9 @@ struct BwdProducer {
 #pragma unroll
         for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
         make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
-        if (needs_grad_z) store_gradient(p.grad_z, rows.grad_z, Shared::kY, y);
-        if (p.grad_u.data != nullptr) store_gradient(p.grad_u, rows.grad_u, Shared::kInput, of_u);
-        if (p.grad_delta.data != nullptr) store_gradient(p.grad_delta, rows.grad_delta, Shared::kStep, of_delta);
+        if (needs_grad_z) store(p.grad_z, rows.grad_z, y);
+        if (p.grad_u.data != nullptr) store(p.grad_u, rows.grad_u, of_u);
+        if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
           const bool exists = access == VectorAccess::kAlongSteps || j < left;  // these vectors are whole
@@ -269,26 +260,6 @@ struct BwdProducer {
         add_to_channel(thread_vectors.channel(i), exists ? sum_D : Acc(0), exists ? sum_bias : Acc(0));
       }
     }
-    if constexpr (kInBlocks) write_blocks(thread_vectors, t0, tile);
-  }
-
-  // Writes the gradients of a tile with shifted rows of steps from shared memory, where they are in place of the consumers'
-  // sums.
-  __device__ __forceinline__ void write_blocks(Vectors thread_vectors, int64_t t0, int tile) const {
-    __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {
-      const int channel = thread_vectors.channel(i), left = channel < at.channels ? steps_left(t0) : -2 * kVector;
-      const auto write = [&](const SequenceView& view, Scalar* row, int array) {
-        if (view.data == nullptr) return;
-        thread_vectors.store_blocks_descending(shared.array(tile, array), i, shared.kept + array * kTileChannels + channel,
-                                               address(thread_vectors, i, view, row, t0), t0 == at.begin, left);
-      };
-      write(p.grad_u, rows.grad_u, Shared::kInput);
-      write(p.grad_delta, rows.grad_delta, Shared::kStep);
-      write(p.grad_z, rows.grad_z, Shared::kY);
-    }
-    __syncwarp();
   }
 
   // Adds the warps' sums of grad_D and grad_delta_bias and stores the block's partial sums.

@@ -30,8 +30,6 @@ struct BwdShared {
   Acc* arrays;         // (buffers, delta and input and dy)
   LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
   Acc* sums;           // (consumer warps, kSums)
-  // The first vectors of the rows of gradients of the tile stored last, by the arrays that hold a tile's: (3, channels).
-  Vector<Scalar, kVectorSize<Scalar>>* kept;
   int64_t bytes;
 
   SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
@@ -46,7 +44,6 @@ struct BwdShared {
     arrays = shared.allocate<Acc>(kBuffers * 3 * kArray);
     states = shared.allocate<LaneStates>(kGroups * kLaneChannels * TileConfig::kConsumers);
     sums = shared.allocate<Acc>(kConsumerWarps * kSums);
-    kept = shared.allocate<Vector<Scalar, kVectorSize<Scalar>>>(3 * kTileChannels);
     bytes = shared.bytes();
   }
   // The values of a tile, and the sums over states that overwrite them: y, and the sums `input` and `step` of GradientSums.

@@ -1,10 +1,9 @@
 // Selective scan, forward, on CUDA, sequential: the producer warps. sequential_fwd.cuh describes the whole kernel.
 //
 // Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead, rows of B and C more than one tile
-// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied, and stores aligned
-// blocks of the outputs, which end in its vector and begin in the one before. While the consumers scan tile t, producers
-// compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows of B and C, and
-// write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
+// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied. While the consumers scan
+// tile t, producers compute delta = softplus?(raw + bias) and the input of tile t + 1 in the accumulation type, widen its rows
+// of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
@@ -92,7 +91,6 @@ struct FwdProducer {
   __device__ __forceinline__ static int stage_of(int tile) {
     return tile % stages * Shared::kStage;
   }
-  __device__ __forceinline__ bool is_last(int tile) const { return int64_t(tile + 1) * TileConfig::kTileSteps >= at.end; }
   __device__ __forceinline__ int steps_from(int64_t t0) const { return at.steps_from(t0, TileConfig::kTileSteps); }
   // Copies of shifted rows read past a whole tile that is not the last.
   __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
@@ -215,12 +213,7 @@ struct FwdProducer {
         thread_vectors.narrow(sum, first, raw_out);
       }
       Scalar* const target = out + i * thread_vectors.stride(p.out);
-      if constexpr (std::is_same_v<P, Shifted>) {
-        const int channel = thread_vectors.channel(i), existing = channel < at.channels ? steps : -2 * kVector;
-        thread_vectors.store_blocks(raw_out, shared.kept + channel, target, tile == 0, is_last(tile), existing);
-      } else {
-        thread_vectors.store(raw_out, target, thread_vectors.left(i, at.channels, steps));
-      }
+      thread_vectors.store(raw_out, target, thread_vectors.left(i, at.channels, steps));
     }
   }
 

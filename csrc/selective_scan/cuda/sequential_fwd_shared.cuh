@@ -24,7 +24,6 @@ struct FwdShared {
   Position* position;
   FwdRows<Scalar>* rows;
   Acc *skip, *bias;
-  RawVector* kept;               // the last vectors of the rows of the outputs of the tile before
   RawVector *u, *delta_raw, *z;  // (stages, kStage)
   RawMatrix* raw_matrices;
   Acc* matrix_arrays;  // (buffers, B and C)
@@ -37,7 +36,6 @@ struct FwdShared {
     rows = shared.allocate<FwdRows<Scalar>>(1);
     skip = shared.allocate<Acc>(kTileChannels);
     bias = shared.allocate<Acc>(kTileChannels);
-    kept = shared.allocate<RawVector>(kTileChannels);
     u = shared.allocate<RawVector>(kStagesOfU * kStage);
     delta_raw = shared.allocate<RawVector>(kStages * kStage);
     raw_matrices = shared.allocate<RawMatrix>(Matrices<TileConfig>::kStage);

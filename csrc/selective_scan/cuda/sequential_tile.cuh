@@ -128,34 +128,6 @@ class LaneRows {
   int swizzle_[kLaneChannels];
 };
 
-// `first` or `second`, word by word: a choice of references would put both in local memory.
-template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> select_vector(bool is_first, const Vector<Scalar, size>& first,
-                                                              const Vector<Scalar, size>& second) {
-  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
-  uint32_t words[kWords], others[kWords];
-  memcpy(words, &first, sizeof(words));
-  memcpy(others, &second, sizeof(words));
-#pragma unroll
-  for (int k = 0; k < kWords; ++k) words[k] = is_first ? words[k] : others[k];
-  Vector<Scalar, size> vector;
-  memcpy(&vector, words, sizeof(words));
-  return vector;
-}
-
-// The vector of another lane of the warp, modulo its size.
-template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> vector_of_lane(const Vector<Scalar, size>& own, int lane) {
-  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
-  uint32_t words[kWords];
-  memcpy(words, &own, sizeof(words));
-#pragma unroll
-  for (int k = 0; k < kWords; ++k) words[k] = __shfl_sync(kAllLanes, words[k], lane);
-  Vector<Scalar, size> vector;
-  memcpy(&vector, words, sizeof(words));
-  return vector;
-}
-
 // Whether a consumer warp's values of a group of steps are finite. Called by the whole warp.
 template <typename TileConfig, bool permuted>
 __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const ConsumerLane<TileConfig, permuted>& lane, int t) {
@@ -226,10 +198,7 @@ struct ThreadVectors {
   // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none: others
   // are read as if they existed. vector_of() takes what it returns.
   template <int size>
-  using ShiftedLoad = std::conditional_t<size == kVector && !kAlongChannels && sizeof(Scalar) == 2,
-                                         cuda::ShiftedBlockLoad<Scalar>, cuda::ShiftedLoad<Scalar, size>>;
-  template <int size>
-  using Load = std::conditional_t<kIsShifted, ShiftedLoad<size>, Vector<Scalar, size>>;
+  using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
   template <int size>
   __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
     if constexpr (kIsShifted) {
@@ -259,69 +228,6 @@ struct ThreadVectors {
     } else {
       if (left > 0) vector.store_once(target);
     }
-  }
-  // Store the vectors of shifted rows of steps as the aligned blocks of memory that hold them: a lane joins its vector with the
-  // end of the one before or, where tiles descend, with the beginning of the one after. The row's vector of the tile stored
-  // last is in `kept`. (Stores of words would touch every row of the warp as often as a vector has words.) A row's first and
-  // last elements are stored singly. Called by the whole warp; `steps` of the row are left, or none if negative.
-  __device__ __forceinline__ void store_blocks(const Raw& vector, Raw* kept, Scalar* target, bool is_first_tile,
-                                               bool is_last_tile, int steps) const {
-    const auto [past, lane, is_first_lane, is_last_lane] = place_in_row(target);
-    Raw before = vector_of_lane(vector, lane - 1);
-    if (is_first_lane) before = *kept;
-    __syncwarp();
-    if (is_last_lane) *kept = vector;
-    const Raw block = select_vector(past == 0, vector, cuda::join_vectors(before, vector, (kVector - past) % kVector));
-    const int first = step(0) - past;  // of the block in the tile
-    if (first + kVector <= steps && (first >= 0 || !is_first_tile)) {
-      block.store_once(target - past);
-    } else {
-      cuda::store_range(target - past, block, is_first_tile ? -first : 0, steps - first);
-    }
-    // The last lane also stores the elements of the row's last vector that follow the last block.
-    if (is_last_tile && is_last_lane) cuda::store_range(target, vector, kVector - past, steps - step(0));
-  }
-  // The same of vector i, which put_raw() has put into a tile in shared memory.
-  __device__ __forceinline__ void store_blocks_descending(TileArray<TileConfig> tile, int i, Raw* kept, Scalar* target,
-                                                          bool is_first_tile, int steps) const {
-    const auto [past, lane, is_first_lane, is_last_lane] = place_in_row(target);
-    const Raw* const own = raw_of(tile, channel(i), step(i));
-    const Raw vector = *own, after = *(is_last_lane ? kept : raw_of(tile, channel(i), step(i) + kVector));
-    __syncwarp();
-    if (is_first_lane) *kept = vector;
-    const int begin = past == 0 ? 0 : kVector - past, first = step(i) + begin;  // of the block, in the vector and in the tile
-    const Raw block = cuda::join_vectors(vector, after, begin);
-    if (first + kVector <= steps) {
-      block.store_once(target + begin);
-    } else {
-      cuda::store_range(target + begin, block, 0, steps - first);
-    }
-    if (is_first_tile && is_first_lane) cuda::store_range(target, vector, 0, min(begin, steps));
-  }
-  // Puts `count` elements of vector i, from `first` on, into a tile whose values of the vector this thread has read up to
-  // there, as elements.
-  template <int count>
-  __device__ __forceinline__ void put_raw(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
-    Vector<Scalar, count> part;
-#pragma unroll
-    for (int j = 0; j < count; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
-    part.store(reinterpret_cast<Scalar*>(raw_of(tile, channel(i), step(i))) + first);
-  }
-  __device__ __forceinline__ static Raw* raw_of(TileArray<TileConfig> tile, int channel, int step) {
-    static_assert(kGroupSteps * sizeof(Acc) == kVectorBytes, "a vector takes the place of its first group of steps");
-    return reinterpret_cast<Raw*>(tile.at(channel, step));
-  }
-  struct PlaceInRow {
-    int past;  // elements between the vector's address and the last multiple of kVectorBytes
-    int lane;
-    bool is_first_lane, is_last_lane;
-  };
-  __device__ __forceinline__ PlaceInRow place_in_row(const Scalar* target) const {
-    static_assert(kIsShifted && !kAlongChannels && TileConfig::kTileSteps * sizeof(Scalar) % kVectorBytes == 0,
-                  "all tiles of a row have the same shift");
-    const int lane = thread % kWarpSize;
-    return {cuda::bytes_past_multiple<kVectorBytes>(target) / static_cast<int>(sizeof(Scalar)), lane, lane % kPerRow == 0,
-            lane % kPerRow == kPerRow - 1};
   }
   // The place of vector i in a raw tile in shared memory; of a shifted vector, the block that holds its first byte. A warp's
   // vectors along the steps, shifted or not, have the same part of the tile: a shifted tile may follow one that is not while
