@@ -23,7 +23,7 @@ struct FwdProducer {
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
   using ShiftedChannels = ThreadVectors<TileConfig, VectorAccess::kShiftedChannels>;
   using Descending = ThreadVectors<TileConfig, VectorAccess::kDescending>;
-  static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kPart, kCount = AlongSteps::kCount;
+  static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kVector, kCount = AlongSteps::kCount;
   static constexpr int kMatrixVectors = Matrices<TileConfig>::kCount;
 
   const SelectiveScanFwdParams& p;

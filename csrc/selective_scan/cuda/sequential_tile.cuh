@@ -242,19 +242,25 @@ struct ThreadVectors {
   // block. A row's elements from `steps` on, the steps that are left, become zeros.
   __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage, int channels,
                                              int steps) const {
-    // Most tiles have whole blocks, whose addresses are all that is to be computed.
-    const bool has_whole_blocks =
-        kIsShifted && !kAlongChannels && channels == kTileChannels && steps >= TileConfig::kTileSteps + kVector;
     const bool is_last_in_row = thread % kRowVectors == kRowVectors - 1;
+    if constexpr (kIsShifted && !kAlongChannels) {
+      // Most tiles have whole blocks, whose addresses are all that is to be computed.
+      if (channels == kTileChannels && steps >= TileConfig::kTileSteps + kVector) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const char* const source = reinterpret_cast<const char*>(first + i * stride(view));
+          const char* const block = source - cuda::bytes_past_multiple<kVectorBytes>(source);
+          cuda::cp_async<kVectorBytes>(stage + place(i), block);
+          if (is_last_in_row) cuda::cp_async<kVectorBytes>(stage + place(i) + 1, block + kVectorBytes);
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Scalar* const source = first + i * stride(view);
       Raw* const target = stage + place(i);
-      if (has_whole_blocks) {
-        const char* const block = reinterpret_cast<const char*>(source) - cuda::bytes_past_multiple<kVectorBytes>(source);
-        cuda::cp_async<kVectorBytes>(target, block);
-        if (is_last_in_row) cuda::cp_async<kVectorBytes>(target + 1, block + kVectorBytes);
-      } else if constexpr (kIsShifted) {
+      if constexpr (kIsShifted) {
         const int bytes = left(i, channels, steps) * static_cast<int>(sizeof(Scalar));
         cuda::cp_async_block<false>(target, source, bytes);
         if (is_last_in_row) cuda::cp_async_block<true>(target + 1, source, bytes);
@@ -280,22 +286,34 @@ struct ThreadVectors {
   // Moves `count` elements of vector i, from element `first` on, between registers and a tile in shared memory.
   template <int count>
   __device__ __forceinline__ void put(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
-    static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
     if constexpr (kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) *tile.at(channel(i) + first + j, step(i)) = values[j];
     } else {
-      store_array(tile.at(channel(i), step(i) + first), values);
+      constexpr int kTogether = count < kGroupSteps ? count : kGroupSteps;
+#pragma unroll
+      for (int j = 0; j < count; j += kTogether) {
+        Acc group[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) group[k] = values[j + k];
+        store_array(tile.at(channel(i), step(i) + first + j), group);
+      }
     }
   }
   template <int count>
   __device__ __forceinline__ void get(TileArray<TileConfig> tile, int i, int first, Acc (&values)[count]) const {
-    static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
     if constexpr (kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) values[j] = *tile.at(channel(i) + first + j, step(i));
     } else {
-      load_array(tile.at(channel(i), step(i) + first), values);
+      constexpr int kTogether = count < kGroupSteps ? count : kGroupSteps;
+#pragma unroll
+      for (int j = 0; j < count; j += kTogether) {
+        Acc group[kTogether];
+        load_array(tile.at(channel(i), step(i) + first + j), group);
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) values[j + k] = group[k];
+      }
     }
   }
   // The same elements of an array in shared memory that has one value per channel.
@@ -319,20 +337,20 @@ struct ThreadVectors {
 #pragma unroll
     for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
   }
-  // delta = softplus?(raw + bias) and u of kPart elements of vector i, from `first` on, which are element `first_raw` of what
+  // delta = softplus?(raw + bias) and u of `count` elements of vector i, from `first` on, which are element `first_raw` of what
   // is loaded.
-  template <typename Raw>
+  template <typename Raw, int count>
   __device__ __forceinline__ void get_steps(const Raw& raw_delta, const Raw& raw_u, int first_raw, const Acc* biases,
-                                            bool apply_softplus, int i, int first, Acc (&delta)[kPart], Acc (&u)[kPart]) const {
-    Acc bias[kPart];
+                                            bool apply_softplus, int i, int first, Acc (&delta)[count], Acc (&u)[count]) const {
+    Acc bias[count];
     get_channels(biases, i, first, bias);
     widen(raw_delta, first_raw, delta);
     widen(raw_u, first_raw, u);
 #pragma unroll
-    for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+    for (int j = 0; j < count; ++j) delta[j] += bias[j];
     if (apply_softplus) {
 #pragma unroll
-      for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+      for (int j = 0; j < count; ++j) delta[j] = softplus(delta[j]);
     }
   }
 };
