@@ -30,6 +30,9 @@ MAMBA2 = {
     "d_model": {"d_model": 5, "headdim": 2, "d_state": 3},
     "bias": {"d_model": 6, "headdim": 4, "bias": True, "rmsnorm": False},
     "mlp": {"d_model": 6, "headdim": 4, "d_ssm": 8},
+    "odd_heads": {"d_model": 7, "headdim": 7, "d_state": 8, "ngroups": 2, "bias": True},
+    "odd_heads_of_D": {"d_model": 14, "headdim": 7, "d_state": 3, "D_has_hdim": True, "norm_before_gate": True},
+    "odd_heads_without_norm": {"d_model": 14, "headdim": 14, "d_state": 5, "rmsnorm": False, "conv_bias": False},
 }
 CASES = [("Mamba", name) for name in MAMBA] + [("Mamba2", name) for name in MAMBA2]
 every_layer = pytest.mark.parametrize(("kind", "case"), CASES, ids=[f"{kind}-{case}" for kind, case in CASES])
@@ -90,7 +93,7 @@ def test_results_and_gradients(aligns, kind, case, recompute):
     "packed", [{"cu_seqlens": torch.tensor([0, 3, 3, 40])}, {"seq_idx": torch.arange(40)[None] // 7}], ids=["ends", "numbers"]
 )
 def test_packed_sequences(aligns, kind, packed):
-    layer = layer_of(kind, "d_model")
+    layer = layer_of(kind, "d_model" if kind == "Mamba" else "odd_heads")
     x = make_sequence(1, 40, layer.d_model)
     aligns(False)
     expected = results(layer, x, **packed)
@@ -98,10 +101,10 @@ def test_packed_sequences(aligns, kind, packed):
     assert_same(results(layer, x, **packed), expected)
 
 
-@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
-def test_states_of_a_cache(aligns, kind):
+@pytest.mark.parametrize(("kind", "case"), [("Mamba", "d_model"), ("Mamba2", "d_model"), ("Mamba2", "odd_heads")])
+def test_states_of_a_cache(aligns, kind, case):
     """A prompt, a second part that continues it, and a step."""
-    layer = layer_of(kind, "d_model")
+    layer = layer_of(kind, case)
     x = make_sequence(2, 20, layer.d_model)
     found = []
     for on in (False, True):
@@ -182,16 +185,24 @@ def test_gradcheck(aligns):
     x = make_sequence(2, 3, 5).requires_grad_()
     parameters = (linear.weight.detach().requires_grad_(), linear.bias.detach().requires_grad_())
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor, parts: int) -> Tensor:
-        return aligned._AlignedLinear.apply(x, weight, bias, parts, torch.float64, parts == 1)
+    def product_of(heads: aligned.Heads, columns: int) -> Any:
+        rows = aligned.aligned_size(columns, torch.float64)
+        options = (heads, rows, columns, torch.float64, heads.number == 1)
+        return lambda x, weight, bias: aligned._AlignedLinear.apply(x, weight, bias, *options)
 
     def copies(weight: Tensor, bias: Tensor) -> Any:
         return tuple(aligned.align_parameters((weight, bias), (aligned.Layout((16, 8), 2, 8), aligned.Layout((8,)))))
 
-    for parts in (1, 2, 3):
-        inputs = (x, *parameters, parts)
+    for sizes, columns in (((1, 6, 8), 6), ((2, 3, 8), 16), ((3, 2, 8), 24), ((2, 2, 8), 18)):
+        product, inputs = product_of(aligned.Heads(*sizes), columns), (x, *parameters)
         assert torch.autograd.gradcheck(product, inputs) and torch.autograd.gradgradcheck(product, inputs)
     assert torch.autograd.gradcheck(copies, parameters) and torch.autograd.gradgradcheck(copies, parameters)
+
+    def heads(weight: Tensor, bias: Tensor) -> Any:
+        layouts = aligned.Layout((12, 5), heads=aligned.Heads(2, 2, 5)), aligned.Layout((8,), heads=aligned.Heads(2, 3, 4))
+        return tuple(aligned.align_parameters((weight, bias), layouts))
+
+    assert torch.autograd.gradcheck(heads, parameters) and torch.autograd.gradgradcheck(heads, parameters)
 
 
 @pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])

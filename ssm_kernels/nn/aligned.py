@@ -22,7 +22,16 @@ from torch.autograd import forward_ad
 from .._arguments import is_autocast_enabled, is_traced
 from .common import is_plain_linear
 
-__all__ = ["Layout", "align_parameters", "aligned_linear", "aligned_size", "can_align", "dtype_to_align", "first_columns"]
+__all__ = [
+    "Heads",
+    "Layout",
+    "align_parameters",
+    "aligned_linear",
+    "aligned_size",
+    "can_align",
+    "dtype_to_align",
+    "first_columns",
+]
 
 _VECTOR_BYTES = 16
 # Tokens of a call below which the copies of the weights take as long as aligned products save.
@@ -69,12 +78,29 @@ def can_align(sequences: Tensor, *linears: nn.Module) -> bool:
     return is_cast or all(p.dtype == sequences.dtype for module in linears for p in module.parameters())
 
 
+class Heads(NamedTuple):
+    """A number of groups of ``size`` rows, which take ``aligned`` rows of a copy each. Other rows may follow them."""
+
+    number: int
+    size: int
+    aligned: int
+
+    @property
+    def own_rows(self) -> int:
+        return self.number * self.size
+
+    @property
+    def copied_rows(self) -> int:
+        return self.number * self.aligned
+
+
 class Layout(NamedTuple):
-    """The shape of a parameter's copy; its rows from ``split`` on begin at the row ``start``."""
+    """The shape of a parameter's copy; its rows from ``split`` on begin at the row ``start``, or its first rows are heads."""
 
     shape: tuple[int, ...]
     split: int = 0
     start: int = 0
+    heads: Heads | None = None
 
 
 def align_parameters(parameters: Sequence[Tensor | None], layouts: Sequence[Layout]) -> list[Tensor | None]:
@@ -92,8 +118,32 @@ def _parts(tensor: Tensor, shape: torch.Size, layout: Layout) -> list[Tensor]:
     """The views of a copy, or of its gradient, that have the rows of a parameter."""
     for axis in range(1, tensor.dim()):
         tensor = tensor.narrow(axis, 0, shape[axis])
+    if layout.heads is not None:
+        return _parts_of_heads(tensor, shape[0], layout.heads)
     rows = (layout.split, shape[0] - layout.split)
     return [tensor.narrow(0, first, count) for first, count in zip((0, layout.start), rows, strict=True) if count > 0]
+
+
+def _parts_of_heads(copy: Tensor, rows: int, heads: Heads) -> list[Tensor]:
+    """The heads' rows of a copy, (number, size, ...), and the others, of which there may be none."""
+    parts = [copy[: heads.copied_rows].view(heads.number, heads.aligned, *copy.shape[1:])[:, : heads.size]]
+    others = rows - heads.own_rows
+    return [*parts, copy.narrow(0, heads.copied_rows, others)] if others > 0 else parts
+
+
+def _split(parameter: Tensor, parts: list[Tensor], layout: Layout) -> list[Tensor]:
+    """The rows of a parameter with the shapes of ``parts``."""
+    if layout.heads is None:
+        return list(parameter.split([view.shape[0] for view in parts]))
+    heads = layout.heads
+    first = parameter[: heads.own_rows].view(heads.number, heads.size, *parameter.shape[1:])
+    return [first, parameter[heads.own_rows :]][: len(parts)]
+
+
+def _join(parts: list[Tensor], layout: Layout) -> Tensor:
+    if layout.heads is not None:
+        parts = [parts[0].reshape(layout.heads.own_rows, *parts[0].shape[2:]), *parts[1:]]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 class _AlignParameters(torch.autograd.Function):
@@ -113,7 +163,7 @@ class _AlignParameters(torch.autograd.Function):
                 shape = torch.Size(layouts[i].shape)
                 copies[i] = part[: shape.numel()].view(shape)
                 found = _parts(copies[i], parameters[i].shape, layouts[i])
-                split = parameters[i].split([view.shape[0] for view in found])
+                split = _split(parameters[i], found, layouts[i])
                 if all(tensor.is_contiguous() for tensor in (*found, *split)):
                     targets += found
                     sources += split
@@ -128,20 +178,28 @@ class _AlignParameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result: list[Tensor | None] = []
         for grad, shape, layout in zip(grads, ctx.shapes, ctx.layouts, strict=True):
-            parts = [] if grad is None else _parts(grad, shape, layout)
-            result.append(None if grad is None else parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
+            result.append(None if grad is None else _join(_parts(grad, shape, layout), layout))
         return (None, *result)
 
 
-def aligned_linear(x: Tensor, linear: nn.Linear, parts: int, dtype: torch.dtype, contiguous: bool = False) -> Tensor:
+def aligned_linear(
+    x: Tensor, linear: nn.Linear, dtype: torch.dtype, heads: Heads | None = None, contiguous: bool = False
+) -> Tensor:
     """``linear(x)`` with aligned rows.
 
-    With several parts, the outputs are this number of parts of equal size, and zeros follow each: the last axis is longer. A
-    result of one part has the shape of ``linear(x)``, and a stride between rows that is longer, unless it is to be contiguous.
+    With heads, zeros follow the outputs of each, and the last axis is longer. Else the result has the shape of ``linear(x)``.
+    In either case its stride between rows may be longer, unless it is to be contiguous.
     """
-    if all(size == aligned_size(size, dtype) for size in (linear.weight.shape[1], linear.weight.shape[0] // parts)):
+    outputs = linear.weight.shape[0]
+    if heads is None:
+        heads = Heads(1, outputs, aligned_size(outputs, dtype))
+        columns = outputs
+    else:
+        columns = heads.copied_rows + outputs - heads.own_rows
+    rows = aligned_size(max(columns, heads.copied_rows), dtype)
+    if linear.weight.shape == (rows, aligned_size(linear.weight.shape[1], dtype)):
         return F.linear(x, linear.weight, linear.bias)
-    result: Tensor = _AlignedLinear.apply(x, linear.weight, linear.bias, parts, dtype, contiguous)
+    result: Tensor = _AlignedLinear.apply(x, linear.weight, linear.bias, heads, rows, columns, dtype, contiguous)
     return result
 
 
@@ -150,52 +208,64 @@ class _AlignedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, dtype: torch.dtype, contiguous: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: Heads,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        contiguous: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parts, ctx.dtype, ctx.bias_dtype = parts, dtype, None if bias is None else bias.dtype
-        aligned_bias = None
-        if bias is not None:
-            of_part = bias.numel() // parts
-            aligned_bias = bias.new_zeros(parts, aligned_size(of_part, dtype), dtype=dtype)
-            aligned_bias[:, :of_part] = bias.view(parts, of_part)
-            aligned_bias = aligned_bias.flatten()
-        out = F.linear(_with_columns(x, dtype), _aligned_weight(weight, parts, dtype), aligned_bias)
-        if parts > 1:
+        ctx.heads, ctx.rows, ctx.dtype, ctx.bias_dtype = heads, rows, dtype, None if bias is None else bias.dtype
+        aligned_bias = None if bias is None else _aligned_weight(bias[:, None], heads, rows, 1, dtype).flatten()
+        inputs = aligned_size(weight.shape[1], dtype)
+        out = F.linear(_with_columns(x, dtype), _aligned_weight(weight, heads, rows, inputs, dtype), aligned_bias)
+        if columns == rows:
             return out
-        return _in_columns(out, weight.shape[0]) if contiguous else out[..., : weight.shape[0]]
+        return _in_columns(out, columns) if contiguous else out[..., :columns]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        (outputs, inputs), dtype, parts = weight.shape, ctx.dtype, ctx.parts
-        of_part = outputs // parts
-        rows = grad if parts > 1 else _whole_rows(grad, dtype)
+        inputs, dtype, heads = weight.shape[1], ctx.dtype, ctx.heads
+        rows = _whole_rows(grad, dtype)
         rows = rows.reshape(-1, rows.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            product = rows @ _aligned_weight(weight, parts, dtype)
+            product = rows @ _aligned_weight(weight, heads, ctx.rows, aligned_size(inputs, dtype), dtype)
             grad_x = _in_columns(product.reshape(*x.shape[:-1], -1), inputs).to(x.dtype)
         if ctx.needs_input_grad[1]:
             product = rows.t() @ _with_columns(x, dtype).flatten(0, -2)
-            grad_weight = (
-                product.reshape(parts, -1, product.shape[-1])[:, :of_part, :inputs].reshape(outputs, inputs).to(weight.dtype)
-            )
+            grad_weight = _own_rows(product[:, :inputs], heads, weight.shape[0], weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).reshape(parts, -1)[:, :of_part].reshape(outputs).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+            grad_bias = _own_rows(rows.sum(0)[:, None], heads, weight.shape[0], ctx.bias_dtype)[:, 0]
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _aligned_weight(weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
-    outputs, inputs = weight.shape[0] // parts, weight.shape[1]
-    shape = (parts, aligned_size(outputs, dtype), aligned_size(inputs, dtype))
-    if shape == (parts, outputs, inputs):
+def _aligned_weight(weight: Tensor, heads: Heads, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    if (rows, columns) == weight.shape:
         return weight.to(dtype)
-    if shape[:2] == (1, outputs):
-        return _in_columns(weight.to(dtype), shape[2])
-    aligned = weight.new_zeros(shape, dtype=dtype)
-    aligned[:, :outputs, :inputs] = weight.view(parts, outputs, inputs)
-    return aligned.flatten(0, 1)
+    if rows == weight.shape[0]:
+        return _in_columns(weight.to(dtype), columns)
+    own = weight.shape[0]
+    aligned = weight.new_zeros(rows, columns, dtype=dtype)
+    first, aligned_first = heads.own_rows, heads.copied_rows
+    of_heads = aligned[:aligned_first].view(heads.number, heads.aligned, columns)
+    of_heads[:, : heads.size, : weight.shape[1]] = weight[:first].view(heads.number, heads.size, -1)
+    if own > first:
+        aligned[aligned_first : aligned_first + own - first, : weight.shape[1]] = weight[first:]
+    return aligned
+
+
+def _own_rows(copy: Tensor, heads: Heads, rows: int, dtype: torch.dtype) -> Tensor:
+    """The rows of a parameter out of those of its copy."""
+    if rows == copy.shape[0] and copy.is_contiguous():
+        return copy.to(dtype)
+    parts = [part.to(dtype) for part in _parts_of_heads(copy, rows, heads)]
+    return _join(parts, Layout((), heads=heads))
 
 
 def _with_columns(x: Tensor, dtype: torch.dtype) -> Tensor:

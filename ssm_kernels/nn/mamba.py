@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..convolutions import causal_conv1d
-from .aligned import Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
+from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import (
     PLAIN_TENSORS,
@@ -295,7 +295,7 @@ class Mamba(SelectiveBase, PackedMixer):
         if (columns, channels) == (self.d_model, self.d_inner):
             xz = self.in_proj(hidden_states)
         else:
-            xz = aligned_linear(hidden_states, self.in_proj, 2, dtype)
+            xz = aligned_linear(hidden_states, self.in_proj, dtype, Heads(2, self.d_inner, channels))
         weight, bias = conv_parameters("Mamba", self.conv1d)
         projections = (self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias)
         parameters = align_parameters(
