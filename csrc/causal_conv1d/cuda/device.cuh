@@ -62,6 +62,23 @@ struct Taps {
     }
   }
 
+  // From shared memory, by lag and channel, the biases last.
+  template <int channels>
+  __device__ __forceinline__ Taps(const Acc (&values)[kMaxVectorWidth + 1][channels], int first) {
+    static_assert(distance > 1 || vector == 4, "one instruction loads neighboring channels");
+    const auto load = [&](const Acc* row, Acc(&channels_of_lane)[vector]) {
+      if constexpr (distance == 1) {
+        memcpy(channels_of_lane, __builtin_assume_aligned(row + first, vector * sizeof(Acc)), sizeof(channels_of_lane));
+      } else {
+#pragma unroll
+        for (int i = 0; i < vector; ++i) channels_of_lane[i] = row[first + i * distance];
+      }
+    };
+#pragma unroll
+    for (int lag = 0; lag < kMaxVectorWidth; ++lag) load(values[lag], weight[lag]);
+    load(values[kMaxVectorWidth], bias);
+  }
+
   // pre_t of channel i, with x_{t - lag} = x(lag): bias + sum_l weight[l] x(l), in the order of the lags.
   template <typename ValueAt>
   __device__ __forceinline__ Acc convolve(int width, int i, const ValueAt& x) const {

@@ -51,7 +51,7 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
   const int64_t most_channels_last_blocks =
-      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, kStepGroup * kWarps);
+      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, int64_t(kFewTileSteps) * kWarps);
   const bool is_channels_last = most_channels_last_blocks <= kMaxNarrow &&
                                 all([&](const SequenceView& view) { return are_narrow(view) && view.stride_channel == 1; });
   const bool is_channels_first = p.ids.data == nullptr &&
@@ -75,8 +75,15 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
 // Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
 constexpr int64_t kFewElements = 1024;
 
+// For measurements: 1 the loop over steps, 4 or 8 the steps of a tile, 9 one thread per element.
+int forced_forward() {
+  const char* const value = std::getenv("SSM_KERNELS_CONV_FORWARD");
+  return value == nullptr ? 0 : std::atoi(value);
+}
+
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
   const KernelSet set = choose_kernels(p, {p.x, p.out});
+  if (const int forced = forced_forward(); forced != 0) return forced == 9 ? KernelSet::kGeneral : set;
   const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
   const bool is_channels_last = set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted;
   const bool may_be_general = is_channels_last && debug_option(DebugOption::kCausalConv1dKernel) == 0;
@@ -129,6 +136,22 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   return tiling;
 }
 
+// Tiling of forward. The channels-last kernels of few steps take as many steps a warp as leave two blocks a multiprocessor.
+Tiling make_fwd_tiling(const ConvFwdParams& p, KernelSet set, int device) {
+  const bool is_channels_last = set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted;
+  const int forced = forced_forward();
+  if (!is_channels_last || !is_specialized(p) || forced == 1) {
+    return make_tiling(p, set, kFwdBlocks, /*has_whole_waves=*/false, device);
+  }
+  Tiling tiling;
+  tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
+  const int64_t least = 2 * int64_t(cuda::multiprocessor_count(device));
+  const bool has_few = p.batch * tiling.channel_blocks * ceil_div(p.seqlen, int64_t(kTileSteps) * kWarps) < least;
+  tiling.steps = forced == kFewTileSteps || (forced == 0 && has_few) ? kFewTileSteps : kTileSteps;
+  tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
+  return tiling;
+}
+
 struct Cuda {
   struct Guard {
     c10::cuda::CUDAGuard device;
@@ -140,7 +163,7 @@ struct Cuda {
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
     const KernelSet set = choose_fwd_kernels(params, x.get_device());
-    const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
+    const Tiling tiling = make_fwd_tiling(params, set, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(cuda::visit_scalar(params.kind,
                                       [&](auto scalar) { return launch_fwd<decltype(scalar)>(params, set, tiling, stream); }));

@@ -8,6 +8,7 @@
 #include "causal_conv1d/cuda/channels_first_shifted.cuh"
 #include "causal_conv1d/cuda/channels_last_bwd.cuh"
 #include "causal_conv1d/cuda/channels_last_fwd.cuh"
+#include "causal_conv1d/cuda/channels_last_tile_fwd.cuh"
 #include "causal_conv1d/cuda/general.cuh"
 #include "causal_conv1d/cuda/update.cuh"
 
@@ -29,7 +30,13 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
       const bool is_shifted = set == KernelSet::kChannelsLastShifted;
       auto* kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, false, true>
                                 : &conv_fwd_channels_last_kernel<Scalar, false, false>;
-      if (is_specialized(params)) {
+      if (is_specialized(params) && tiling.steps == kFewTileSteps) {
+        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kFewTileSteps, true>
+                            : &conv_fwd_channels_last_tile_kernel<Scalar, kFewTileSteps, false>;
+      } else if (is_specialized(params) && tiling.steps == kTileSteps) {
+        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kTileSteps, true>
+                            : &conv_fwd_channels_last_tile_kernel<Scalar, kTileSteps, false>;
+      } else if (is_specialized(params)) {
         kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, true, true>
                             : &conv_fwd_channels_last_kernel<Scalar, true, false>;
       }

@@ -30,6 +30,9 @@ constexpr int kLaneChannels = 4;
 // Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
+// Steps of a warp in forward of channels-last tensors (channels_last_tile_fwd.cuh): fewer where more warps fill the device.
+constexpr int kTileSteps = 8, kFewTileSteps = 4;
+
 enum class KernelSet { kChannelsLast, kChannelsLastShifted, kChannelsFirst, kChannelsFirstShifted, kGeneral };
 
 // Whether the specialized channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch
