@@ -45,7 +45,7 @@ ALLOWED_SPILLS = {
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,
-    re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, false>@"): 384,
+    re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, (false|true)>@"): 384,
     re.compile(r"norm::norm_rms_bwd_kernel<float, .*false>@(?!sm_90a)"): 8,
     re.compile(r"norm::norm_bwd_kernel<\w+, true, false>@(?!sm_90a)"): 8,
 }

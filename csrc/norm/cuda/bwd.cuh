@@ -10,7 +10,7 @@
 // two means take one sum over the team. The sums for grad_weight stay in registers and those for grad_bias in shared memory
 // until the last row; they then become a row of partial sums, which norm_sum_kernel adds in order.
 //
-// Without is_aligned, the warps copy rows as aligned pieces, and each lane moves its vectors within the stage before it reads
+// Without is_aligned, the teams copy rows as aligned pieces, and each lane moves its vectors within the stage before it reads
 // them (staged_rows.cuh); gradients pass through the places of inputs. If only one stage has room, it is filled and read in
 // turn. A group too long for a block's registers takes a cluster, or chunks that one block reads one after another; it then
 // adds each row to the partial sums in global memory.
@@ -45,7 +45,7 @@ class BwdInputs {
   static constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
   static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
 
-  __device__ __forceinline__ BwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* record)
+  __device__ __forceinline__ BwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* record, const TeamPlace&)
       : p_(p), plan_(plan), record_(record) {}
 
   // Starts the copies of a group into a stage; is_valid(i) says whether vector i exists.
@@ -120,63 +120,97 @@ class StagedBwdInputs {
   using Acc = AccumulateType<Scalar>;
   static constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
 
-  __device__ __forceinline__ StagedBwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* memory)
-      : p_(p),
-        plan_(plan),
-        run_(plan.teams.lanes),
-        tensors_{{memory, kVectors, false, run_},
-                 {memory, kVectors, is_add && p.x.is_accumulate, run_},
-                 {memory, kVectors, is_add && p.x.is_accumulate, run_}} {}
+  __device__ __forceinline__ StagedBwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* memory, const TeamPlace& team)
+      : p_(p), plan_(plan), team_(team), stages_(memory) {
+    select(0);
+  }
 
-  // The warp calls the functions together. left(i): how many columns the group has from vector i on, fewer than 1 without a
-  // group.
-  template <typename Left, typename OffsetOf>
-  __device__ __forceinline__ void copy(int stage, const Left& left, const OffsetOf& offset_of) const {
-    visit(stage, [&](const auto& tensor, const RowsView& view) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) tensor.copy(i, view.data, offset_of(view, i), left(i), run_);
-    });
+  // The block calls the functions together. `count`: columns of the chunk, offset_of(view): where it begins.
+  template <typename OffsetOf>
+  __device__ __forceinline__ void copy(int stage, int count, const OffsetOf& offset_of) const {
+    char* const images = stages_ + stage * plan_.stage_bytes;
+    const auto copy_one = [&](Input input) {
+      const RowsView& view = view_of<is_add>(p_, input);
+      if (view.data != nullptr) tensor(input, images).copy(view.data, offset_of(view), count, team_);
+    };
+    copy_one(kGradOut);
+    copy_one(kX);
+    copy_one(kThird);
+  }
+  // The other functions are about this stage.
+  __device__ __forceinline__ void select(int stage) { images_ = stages_ + stage * plan_.stage_bytes; }
+  // Moves the lanes' vectors to where read() finds them. What has been copied is visible to the team.
+  template <typename OffsetOf>
+  __device__ __forceinline__ void align(const OffsetOf& offset_of) const {
+    const auto past = [&](Input input) {
+      const RowsView& view = view_of<is_add>(p_, input);
+      const int bytes = static_cast<int>(offset_of(view)) * (input != kGradOut && is_wide() ? sizeof(Acc) : sizeof(Scalar));
+      return static_cast<int>(reinterpret_cast<uintptr_t>(view.data) + bytes) & (kVectorBytes - 1);
+    };
+    const bool has_third = view_of<is_add>(p_, kThird).data != nullptr;
+    const int past_grad_out = past(kGradOut), past_x = past(kX), past_third = has_third ? past(kThird) : 0;
+    bool moves = (past_grad_out | past_x | past_third) != 0;
+    if (team_.lanes < kWarpSize) moves = __any_sync(kAllLanes, moves);
+    if (!moves) return;
+    if constexpr (sizeof(Scalar) == 2) {
+      if (!is_wide()) {
+        typename Narrow::Values grad_out[kVectors], x[kVectors], third[kVectors];
+        Narrow::load(grad_out, place(kGradOut, images_), past_grad_out, team_);
+        Narrow::load(x, place(kX, images_), past_x, team_);
+        if (has_third) Narrow::load(third, place(kThird, images_), past_third, team_);
+        team_.sync();
+        Narrow::store_own(grad_out, place(kGradOut, images_), team_);
+        Narrow::store_own(x, place(kX, images_), team_);
+        if (has_third) Narrow::store_own(third, place(kThird, images_), team_);
+        return;
+      }
+    }
+    // fp32 vectors of several tensors at once would take too many registers.
+    const auto move = [&](auto image, Input input, int bytes) {
+      typename decltype(image)::Values values[kVectors];
+      image.load(values, place(input, images_), bytes, team_);
+      team_.sync();
+      image.store_own(values, place(input, images_), team_);
+    };
+    using Image = std::conditional_t<kMayBeWide, typename StagedTensor<Scalar>::Wide, Narrow>;
+    move(Narrow(), kGradOut, past_grad_out);
+    move(Image(), kX, past_x);
+    if (has_third) move(Image(), kThird, past_third);
   }
   template <typename OffsetOf>
-  __device__ __forceinline__ void align(int stage, const OffsetOf& offset_of) const {
-    __syncwarp();
-    visit(stage,
-          [&](const auto& tensor, const RowsView& view) { tensor.template align<kVectors>(view.data, offset_of(view, 0)); });
+  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int, int i, const OffsetOf&) const {
+    tensor(input, images_).own(i, values, team_);
   }
-  template <typename OffsetOf>
-  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf&) const {
-    in_stage(input, stage).own(i, values);
-  }
-  __device__ __forceinline__ void replace(Input input, int stage, int i, const Acc (&values)[kSize]) const {
-    in_stage(input, stage).replace(i, values);
+  __device__ __forceinline__ void replace(Input input, int i, const Acc (&values)[kSize]) const {
+    tensor(input, images_).replace(i, values, team_);
   }
   // Stores the first `count` columns of a gradient, which has the type of the input whose place it takes.
-  __device__ __forceinline__ void store(Input input, int stage, int i, const RowsView& view, int64_t offset, int count) const {
-    in_stage(input, stage).store(i, view.data, offset, count, run_);
+  __device__ __forceinline__ void store(Input input, const RowsView& view, int64_t offset, int count) const {
+    tensor(input, images_).store(view.data, offset, count, team_);
   }
   // Whether the second gradient has the type of x.
   __device__ __forceinline__ bool stages_second(const RowsView& view) const {
-    return std::is_same_v<Scalar, Acc> || view.is_accumulate == tensors_[kX].is_wide();
+    return std::is_same_v<Scalar, Acc> || view.is_accumulate == is_wide();
   }
 
  private:
-  __device__ __forceinline__ StagedTensor<Scalar> in_stage(Input input, int stage) const {
-    return tensors_[input].in_stage(stage * plan_.stage_bytes);
+  static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
+
+  using Narrow = typename StagedTensor<Scalar>::Narrow;
+
+  __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
+  __device__ __forceinline__ char* place(Input input, char* images) const {
+    if (input == kGradOut) return images + team_.index * plan_.narrow_image;
+    return images + (input == kX ? plan_.x_images : plan_.third_images) + team_.index * plan_.x_image;
   }
-  template <typename Function>
-  __device__ __forceinline__ void visit(int stage, const Function& function) const {
-#pragma unroll
-    for (int input = kGradOut; input <= kThird; ++input) {
-      const RowsView& view = view_of<is_add>(p_, static_cast<Input>(input));
-      if (view.data == nullptr) continue;
-      function(in_stage(static_cast<Input>(input), stage), view);
-    }
+  __device__ __forceinline__ StagedTensor<Scalar> tensor(Input input, char* images) const {
+    return StagedTensor<Scalar>(place(input, images), input != kGradOut && is_wide());
   }
 
   const NormBwdParams& p_;
   const BwdPlan& plan_;
-  Run run_;
-  StagedTensor<Scalar> tensors_[3];
+  TeamPlace team_;
+  char *stages_, *images_;  // the first stage, the selected one
 };
 
 // Adds the first `count` of a vector of terms to sums in global memory, which the first row initializes.
@@ -263,10 +297,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const int blocks = kMayCluster ? teams.cluster : 1, rank = kMayCluster ? blockIdx.x % blocks : 0;
   if (blocks > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
   TeamSum<Acc, 2> team_sum(shared_sums, teams.lanes);
-  char* const record = records + (kIsStaged ? threadIdx.x / kWarpSize * plan.warp_bytes : threadIdx.x * plan.record_bytes);
-  Inputs inputs(p, plan, record);
-
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
+  char* const record = records + (kIsStaged ? 0 : threadIdx.x * plan.record_bytes);
+  const TeamPlace team_place{teams.lanes, lane, team};
+  Inputs inputs(p, plan, record, team_place);
   const int row_team = team / plan.group_teams;
   const int block = blockIdx.x / blocks;
   const int row_block = block / plan.column_blocks, column_block = block - row_block * plan.column_blocks;
@@ -278,10 +312,16 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const int chunks = is_aligned ? 1 : teams.chunks, gradient_chunks = p.sums == nullptr ? chunks : 0;
   const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
 
+  const int first_column = group * group_size;
+  const bool has_vectors =
+      is_aligned || (is_vector_aligned<Scalar>(p.weight, first_column) && is_vector_aligned<Scalar>(p.bias, first_column));
+
   using Row = RowIndex<is_aligned>;
   const auto is_active = [&](Row row) { return has_group && row < static_cast<Row>(p.rows()); };
   const auto column = [&](int chunk, int i) { return (chunk * kVectors + i) * stride + lane * kSize; };
   const auto left = [&](int chunk, int i) { return group_size - column(chunk, i); };
+  const auto chunk_column = [&](int chunk) { return chunk * kVectors * stride; };
+  const auto chunk_columns = [&](int chunk) { return min(group_size - chunk_column(chunk), kVectors * stride); };
   const auto partial_offset = [&](int first_column) {
     return partial * p.columns() + group * static_cast<int>(p.group_size) + first_column;
   };
@@ -289,10 +329,11 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const auto copy = [&](Row row, int chunk, int stage) {
     if (is_active(row)) {
       const GroupIndex<Row> index(p, row, group);
-      const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); };
       if constexpr (kIsStaged) {
-        inputs.copy(stage, [&](int i) { return left(chunk, i); }, offset_of);
+        inputs.copy(stage, chunk_columns(chunk),
+                    [&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
       } else {
+        const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); };
         inputs.copy(stage, [&](int i) { return column(chunk, i) < group_size; }, offset_of);
       }
     }
@@ -300,9 +341,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   };
   // Staged rows: fills a single stage.
   const auto fill = [&](Row row, int chunk) {
-    __syncwarp();  // all lanes have read the stage
+    team_place.sync();  // all lanes have read the stage
     copy(row, chunk, 0);
     cuda::cp_async_wait<0>();
+    team_place.sync();
   };
   const int stages = is_aligned ? kBwdStages : plan.stages;
   if constexpr (is_aligned || kIsStaged) {
@@ -312,7 +354,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
 
   Acc sum_weight[kVectors][kSize] = {};
   SharedSums<Acc, kVectors, kSize, kIsStaged ? kWarpSize * kVectorBytes : kVectorBytes> sum_bias(
-      record + (kIsStaged ? plan.stages * plan.stage_bytes + threadIdx.x % kWarpSize * kVectorBytes
+      record + (kIsStaged ? plan.stages * plan.stage_bytes + threadIdx.x / kWarpSize * kWarpSize * plan.sum_bytes +
+                                threadIdx.x % kWarpSize * kVectorBytes
                           : kBwdStages * plan.stage_accesses * kVectorBytes));
   const bool sums_bias = is_single && p.partial_bias != nullptr;
   if (sums_bias) sum_bias.clear();
@@ -323,6 +366,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
 
   // The bounds are the same for the whole block, because every thread takes part in the sums.
   for (Row row = partial; row - partial < static_cast<Row>(p.rows()); row += plan.partials) {
+    if constexpr (kIsStaged) inputs.select(stage);
     const bool active = is_active(row);
     const GroupIndex<Row> index(p, row, group);
     const Acc rstd = next_rstd, mean = next_mean;
@@ -334,20 +378,20 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
       copy(row + (kBwdStages - 1) * plan.partials, 0, stage == 0 ? kBwdStages - 1 : stage - 1);
       cuda::cp_async_wait<kBwdStages - 1>();
     } else if (kIsStaged && stages > 1) {
-      __syncwarp();  // all lanes have read the stage of the previous row
-      copy(row + (stages - 1) * plan.partials, rank, stage == 0 ? stages - 1 : stage - 1);
       if (stages == kBwdStages) {
-        cuda::cp_async_wait<kBwdStages - 1>();
+        cuda::cp_async_wait<kBwdStages - 2>();
       } else {
-        cuda::cp_async_wait<1>();
+        cuda::cp_async_wait<0>();
       }
+      team_place.sync();  // the row is visible, and all lanes have read the stage of the previous one
+      copy(row + (stages - 1) * plan.partials, rank, stage == 0 ? stages - 1 : stage - 1);
     }
 
     Acc sums[2] = {0, 0};  // gy weight y and gy weight
     for (int chunk = rank; chunk < chunks; chunk += blocks) {
       if constexpr (kIsStaged) {
         if (stages == 1) fill(row, chunk);
-        inputs.align(stage, [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); });
+        inputs.align([&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
       }
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -374,7 +418,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
           }
         }
-        load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(chunk, i), left(chunk, i), 1, weight);
+        const bool is_whole = has_vectors && left(chunk, i) >= kSize;
+        load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(chunk, i), is_whole, left(chunk, i), 1,
+                                                weight);
         Acc y[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
@@ -401,7 +447,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     if (blocks == 1) team_sum(sums, is_aligned ? stage : buffer);
     if constexpr (kMayCluster) {
       if (blocks > 1) {
-        auto& shared = *reinterpret_cast<ClusterSum<2>::Shared*>(records + teams.lanes / kWarpSize * plan.warp_bytes);
+        auto& shared = *reinterpret_cast<ClusterSum<2>::Shared*>(records + plan.images_bytes());
         ClusterSum<2>::add(shared, sums, buffer, blocks, teams.lanes / kWarpSize);
       }
     }
@@ -414,14 +460,14 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
       if constexpr (kIsStaged) {
         if (!is_single) {
           fill(row, chunk);
-          inputs.align(stage, [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); });
+          inputs.align([&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
         }
       }
       // The gradients of vector i, from the thread or, staged, to the places of inputs.
       const auto store = [&](BwdInput input, const RowsView& view, int64_t offset, int i, const Acc(&grad)[kSize]) {
         if (view.data == nullptr) return;
         if constexpr (kIsStaged) {
-          if (input == kGradOut || inputs.stages_second(view)) return inputs.replace(input, stage, i, grad);
+          if (input == kGradOut || inputs.stages_second(view)) return inputs.replace(input, i, grad);
           store_shifted_values<Scalar>(view, offset, left(chunk, i), grad);
         } else {
           store_values<Scalar>(view, offset, grad);
@@ -432,11 +478,12 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         const int parameter_offset = index.first_column + column(chunk, i);
+        const bool is_whole = has_vectors && left(chunk, i) >= kSize;
         Acc x[kSize], g[kSize], weight[kSize];
         inputs.read(x, kX, stage, i, offset_of);
         inputs.read(g, kGradOut, stage, i, offset_of);
         if constexpr (is_add) {
-          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, left(chunk, i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
@@ -466,7 +513,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] = 0;
             }
           }
-          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, left(chunk, i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           // One copy per order of gate and norm: the orders share few values, and a joint copy would spill.
           const auto differentiate = [&](auto before) {
             constexpr bool kBefore = decltype(before)::value;
@@ -481,7 +528,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
             store(kGradOut, p.grad_x, offset_of(p.grad_x, i), i, grad_x);
             if (kBefore || p.grad_z.data == nullptr) return;
-            load_parameter_part<Scalar, is_aligned>(p.bias, parameter_offset, left(chunk, i), 0, weight);
+            load_parameter_part<Scalar, is_aligned>(p.bias, parameter_offset, is_whole, left(chunk, i), 0, weight);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) slope[j] *= x[j] + weight[j];
           };
@@ -494,17 +541,14 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         }
       }
       if constexpr (kIsStaged) {
-        __syncwarp();
+        team_place.sync();
         const RowsView& second = is_add ? p.grad_residual : p.grad_z;
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          if (!active) continue;
-          const int count = left(chunk, i);
-          const auto offset_of = [&](const RowsView& view) { return index.offset(view) + column(chunk, i); };
-          if (p.grad_x.data != nullptr) inputs.store(kGradOut, stage, i, p.grad_x, offset_of(p.grad_x), count);
-          if (second.data != nullptr && inputs.stages_second(second)) {
-            inputs.store(kX, stage, i, second, offset_of(second), count);
-          }
+        if (active) {
+          const auto store_all = [&](BwdInput input, const RowsView& view) {
+            inputs.store(input, view, index.offset(view) + chunk_column(chunk), chunk_columns(chunk));
+          };
+          if (p.grad_x.data != nullptr) store_all(kGradOut, p.grad_x);
+          if (second.data != nullptr && inputs.stages_second(second)) store_all(kX, second);
         }
       }
     }

@@ -160,9 +160,10 @@ __device__ __forceinline__ void load_parameter(const ParameterView& view, int64_
   for (int j = 0; j < size; ++j) values[j] = absent;
 }
 
-// Whether a parameter's values from a column on start at a multiple of 16 bytes.
+// Whether a parameter is absent, or its values from a column on start at a multiple of 16 bytes.
 template <typename Scalar>
 __device__ __forceinline__ bool is_vector_aligned(const ParameterView& view, int64_t offset) {
+  if (view.data == nullptr) return true;
   const auto element_bytes = static_cast<uintptr_t>(view.is_accumulate ? sizeof(AccumulateType<Scalar>) : sizeof(Scalar));
   return (reinterpret_cast<uintptr_t>(view.data) + static_cast<uintptr_t>(offset) * element_bytes) % kVectorBytes == 0;
 }
@@ -205,15 +206,15 @@ __device__ __forceinline__ void store_shifted_values(const RowsView& view, int64
   }
 }
 
-// The first `count` values of a parameter: all of them if is_aligned, because groups then are whole vectors.
+// The first `count` values of a parameter: all of them, from a multiple of 16 bytes on, if is_whole. With is_aligned, groups
+// are whole vectors.
 template <typename Scalar, bool is_aligned, int size>
-__device__ __forceinline__ void load_parameter_part(const ParameterView& view, int64_t offset, int count,
+__device__ __forceinline__ void load_parameter_part(const ParameterView& view, int64_t offset, bool is_whole, int count,
                                                     AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
-  if constexpr (is_aligned) {
-    load_parameter<Scalar>(view, offset, absent, values);
-  } else {
-    load_shifted_parameter<Scalar>(view, offset, count, absent, values);
+  if constexpr (!is_aligned) {
+    if (!is_whole) return load_shifted_parameter<Scalar>(view, offset, count, absent, values);
   }
+  load_parameter<Scalar>(view, offset, absent, values);
 }
 
 }  // namespace ssm_kernels::norm

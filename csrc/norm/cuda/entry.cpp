@@ -176,10 +176,9 @@ RmsPlan plan_rms_bwd(const NormBwdParams& p, bool is_aligned) {
   return plan;
 }
 
-// Bytes of shared memory that a warp's vectors of one tensor take in the kernels for any rows.
+// Bytes of shared memory that a block's images of one tensor take in the kernels for any rows.
 int tensor_bytes(const NormParams& p, const Teams& teams, bool is_accumulate) {
-  const int size = kVectorBytes / bytes_of(p, false);
-  return kThreadColumns / size * vector_bytes(size * bytes_of(p, is_accumulate), std::min(teams.lanes, kWarpSize));
+  return teams.count * image_bytes(teams.lanes, bytes_of(p, is_accumulate));
 }
 
 FwdPlan plan_fwd(const NormFwdParams& p) {
@@ -190,10 +189,10 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/0);
   plan.teams.is_aligned = narrow && aligned;
   if (!plan.teams.is_aligned && p.kind != ScalarKind::kDouble) {
-    plan.warp_bytes = tensor_bytes(p, plan.teams, false);
+    plan.shared_bytes = tensor_bytes(p, plan.teams, false);
     if (p.is_add || p.z.data != nullptr) {
       const bool is_wide = p.is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate);
-      plan.warp_bytes += tensor_bytes(p, plan.teams, is_wide);
+      plan.shared_bytes += tensor_bytes(p, plan.teams, is_wide);
     }
   }
   plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
@@ -204,12 +203,15 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
 constexpr int kBwdStaticBytes = 2048;
 
 // As many pipeline stages as leave `resident` blocks resident, or only one. Returns whether its shared memory is available.
-bool choose_stages(BwdPlan& plan, const NormBwdParams& p, int sum_bytes, int64_t resident) {
+bool choose_stages(BwdPlan& plan, const NormBwdParams& p, int64_t resident) {
   const int third = p.is_add ? p.grad_new_residual.data != nullptr : p.z.data != nullptr;
-  plan.stage_bytes = tensor_bytes(p, plan.teams, false) + (1 + third) * tensor_bytes(p, plan.teams, p.x.is_accumulate);
+  plan.narrow_image = image_bytes(plan.teams.lanes, bytes_of(p, false));
+  plan.x_image = image_bytes(plan.teams.lanes, bytes_of(p, p.x.is_accumulate));
+  plan.x_images = plan.teams.count * plan.narrow_image;
+  plan.third_images = plan.x_images + plan.teams.count * plan.x_image;
+  plan.stage_bytes = plan.third_images + third * plan.teams.count * plan.x_image;
   const int warps = plan.teams.threads() / kWarpSize, available = cuda::max_shared_bytes(p.device) - kBwdStaticBytes;
   for (plan.stages = plan.teams.chunks > plan.teams.cluster ? 1 : kBwdStages;; --plan.stages) {
-    plan.warp_bytes = plan.stages * plan.stage_bytes + sum_bytes * kWarpSize;
     const int bytes = plan.shared_bytes();
     if (plan.stages == 1) return bytes <= available;
     if (bytes > available) continue;
@@ -249,7 +251,8 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
     // Clusters have no aligned kernel whose blocks they equal in number.
     if (plan.teams.cluster > 1) resident = resident_blocks(p.device, warps, kBwdRegisters, /*shared_bytes=*/0);
     // With less shared memory than a block of kBwdMaxThreads needs, groups are cut into more chunks.
-    if (choose_stages(plan, p, sums * kVectorBytes, resident) || max_lanes <= 2 * kWarpSize) break;
+    plan.sum_bytes = sums * kVectorBytes;
+    if (choose_stages(plan, p, resident) || max_lanes <= 2 * kWarpSize) break;
   }
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;

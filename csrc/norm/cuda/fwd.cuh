@@ -16,22 +16,32 @@
 
 namespace ssm_kernels::norm {
 
-// A warp's memory for its rows of x, and of z or the residual. Outputs take the places of inputs: out that of x, and the new
-// residual that of the residual, with which it may differ in type.
-template <typename Scalar, int vectors, bool is_add>
+// The team's images of x, and of z or the residual. Outputs take the places of inputs: out that of x, and the new residual
+// that of the residual, with which it may differ in type.
+template <typename Scalar, bool is_add>
 struct FwdStage {
-  Run run;
+  TeamPlace team;
+  bool takes_turns;  // whether the images take several chunks or groups, one after another
   StagedTensor<Scalar> x, second, new_residual;
 
-  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory)
-      : run(plan.teams.lanes),
-        x(memory, vectors, false, run),
-        second(memory, 0, is_add && p.residual.is_accumulate, run),
-        new_residual(memory, 0, is_add && p.new_residual.is_accumulate, run) {}
+  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory, const TeamPlace& place)
+      : FwdStage(p, plan, memory, memory + plan.teams.count * image_bytes(place.lanes, sizeof(Scalar)), place,
+                 image_bytes(place.lanes, is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate)
+                                              ? sizeof(AccumulateType<Scalar>)
+                                              : sizeof(Scalar))) {}
+
+ private:
+  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory, char* after_x,
+                                      const TeamPlace& place, int second_bytes)
+      : team(place),
+        takes_turns(plan.teams.chunks > 1 || plan.blocks * plan.teams.count < plan.units),
+        x(memory + place.index * image_bytes(place.lanes, sizeof(Scalar)), false),
+        second(after_x + place.index * second_bytes, is_add && p.residual.is_accumulate),
+        new_residual(after_x + place.index * second_bytes, is_add && p.new_residual.is_accumulate) {}
 };
 
 struct NoStage {
-  __device__ __forceinline__ NoStage(const NormFwdParams&, const FwdPlan&, char*) {}
+  __device__ __forceinline__ NoStage(const NormFwdParams&, const FwdPlan&, char*, const TeamPlace&) {}
 };
 
 // A thread's part of a group: v in the accumulation type, and a gate that is applied after the norm.
@@ -94,44 +104,42 @@ struct GroupValues {
     }
   }
 
-  // The same through shared memory. The warp calls the function together, also for groups that it does not have.
-  template <typename Stage, typename Left, typename OffsetOf>
-  __device__ __forceinline__ void load_staged(const NormFwdParams& p, const Stage& stage, const Left& left,
-                                              const OffsetOf& offset_of, bool stores_residual, bool is_active) {
+  // The same through shared memory. The block calls the function together, also for groups that it does not have. `count`:
+  // columns of the chunk, offset_of(view): where it begins.
+  template <typename Stage, typename OffsetOf>
+  __device__ __forceinline__ void load_staged(const NormFwdParams& p, const Stage& stage, int count, const OffsetOf& offset_of,
+                                              bool stores_residual) {
     const RowsView& second = is_add ? p.residual : p.z;
-    __syncwarp();  // all lanes have read the last chunk
-#pragma unroll
-    for (int i = 0; i < vectors; ++i) {
-      stage.x.copy(i, p.x.data, offset_of(p.x, i), left(i), stage.run);
-      if (second.data != nullptr) stage.second.copy(i, second.data, offset_of(second, i), left(i), stage.run);
-    }
+    if (stage.takes_turns) stage.team.sync();  // all lanes have read the images
+    stage.x.copy(p.x.data, offset_of(p.x), count, stage.team);
+    if (second.data != nullptr) stage.second.copy(second.data, offset_of(second), count, stage.team);
     cuda::cp_async_wait();
-    __syncwarp();
+    stage.team.sync();
+    stage.x.load(p.x.data, offset_of(p.x), v, stage.team);
+    if constexpr (is_add) {
+      if (p.residual.data != nullptr) {
+        Acc residual[vectors][size];
+        stage.second.load(p.residual.data, offset_of(p.residual), residual, stage.team);
 #pragma unroll
-    for (int i = 0; i < vectors; ++i) {
-      stage.x.load(i, p.x.data, offset_of(p.x, i), v[i]);
-      if constexpr (is_add) {
-        if (p.residual.data != nullptr) {
-          Acc residual[size];
-          stage.second.load(i, p.residual.data, offset_of(p.residual, i), residual);
+        for (int i = 0; i < vectors; ++i) {
 #pragma unroll
-          for (int j = 0; j < size; ++j) v[i][j] += residual[j];
+          for (int j = 0; j < size; ++j) v[i][j] += residual[i][j];
         }
-        if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
-      } else {
-        if (p.z.data != nullptr) z[i] = stage.second.load_narrow(i, p.z.data, offset_of(p.z, i));
       }
+      if (!p.new_residual.is_accumulate) {
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) to_values(from_values<Scalar>(v[i]), v[i]);
+      }
+    } else {
+      if (p.z.data != nullptr) stage.second.load_narrow(p.z.data, offset_of(p.z), z, stage.team);
     }
-    __syncwarp();  // outputs may take the places of inputs
+    stage.team.sync();  // outputs may take the places of inputs
     if constexpr (is_add) {
       if (!stores_residual) return;
 #pragma unroll
-      for (int i = 0; i < vectors; ++i) stage.new_residual.replace(i, v[i]);
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < vectors; ++i) {
-        if (is_active) stage.new_residual.store(i, p.new_residual.data, offset_of(p.new_residual, i), left(i), stage.run);
-      }
+      for (int i = 0; i < vectors; ++i) stage.new_residual.replace(i, v[i], stage.team);
+      stage.team.sync();
+      stage.new_residual.store(p.new_residual.data, offset_of(p.new_residual), count, stage.team);
     } else {
       if (p.z.data != nullptr && !p.norm_before_gate) multiply_by_gate(p.activation);
     }
@@ -153,8 +161,14 @@ struct GroupValues {
 template <typename Scalar, bool is_add>
 constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
 
+// With at most 96 registers, about as many blocks of staged rows are resident as of aligned ones. A bound on the threads of a
+// block, of which none has that many, says so.
+template <bool is_aligned>
+constexpr int kFwdBoundThreads = is_aligned ? kFwdMaxThreads : 640;
+
 template <typename Scalar, bool is_aligned, bool is_add>
-__global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>))
+__global__ void __launch_bounds__(kFwdBoundThreads<is_aligned || kFwdMinBlocks<Scalar, is_add> == 2>,
+                                  (kFwdMinBlocks<Scalar, is_add>))
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
@@ -168,8 +182,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
 
-  using Stage = std::conditional_t<kIsStaged, FwdStage<Scalar, kVectors, is_add>, NoStage>;
-  const Stage stage(p, plan, fwd_shared + threadIdx.x / kWarpSize * plan.warp_bytes);
+  using Stage = std::conditional_t<kIsStaged, FwdStage<Scalar, is_add>, NoStage>;
+  const Stage stage(p, plan, fwd_shared, TeamPlace{teams.lanes, lane, team});
   int buffer = 0;
 
   // The bounds are the same for the whole block, because every thread takes part in the sums.
@@ -183,6 +197,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 
     GroupValues<Scalar, kVectors, kSize, is_add, is_aligned> group;
     Acc mean = 0, rstd = 0;
+    const bool has_vectors = is_aligned || (is_vector_aligned<Scalar>(p.weight, index.first_column) &&
+                                            is_vector_aligned<Scalar>(p.bias, index.first_column));
     const auto set_rstd = [&](Acc mean_square) {
       rstd = Acc(1) / Math<Acc>::sqrt(mean_square + static_cast<Acc>(p.eps));
       if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
@@ -199,9 +215,12 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
         const auto left = [&](int i) { return is_active ? group_size - column(i) : -kSize; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
+        const int chunk_column = chunk * kVectors * stride;
+        const int count = is_active ? min(group_size - chunk_column, kVectors * stride) : 0;
+        const auto chunk_offset = [&](const RowsView& view) { return index.offset(view) + chunk_column; };
         if (pass == first_pass || teams.chunks > 1) {
           if constexpr (kIsStaged) {
-            group.load_staged(p, stage, left, offset_of, pass == 0, is_active);
+            group.load_staged(p, stage, count, chunk_offset, pass == 0);
           } else {
             group.load(p, left, offset_of, pass == 0);
           }
@@ -210,10 +229,18 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
             if (!is_valid(i)) continue;
+            const auto add = [&](auto has_end) {
 #pragma unroll
-            for (int j = 0; j < kSize; ++j) {
-              const Acc v = is_aligned || j < left(i) ? group.v[i][j] - mean : Acc(0);
-              sum[0] = pass == 0 && p.subtract_mean ? sum[0] + v : Math<Acc>::fma(v, v, sum[0]);
+              for (int j = 0; j < kSize; ++j) {
+                const Acc v = !decltype(has_end)::value || j < left(i) ? group.v[i][j] - mean : Acc(0);
+                sum[0] = pass == 0 && p.subtract_mean ? sum[0] + v : Math<Acc>::fma(v, v, sum[0]);
+              }
+            };
+            // Beyond the group, v is 0, and v - mean is not.
+            if (is_aligned || pass == 0 || left(i) >= kSize) {
+              add(std::false_type());
+            } else {
+              add(std::true_type());
             }
           }
           continue;
@@ -222,8 +249,9 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
         for (int i = 0; i < kVectors; ++i) {
           if (!is_valid(i)) continue;
           Acc weight[kSize], bias[kSize];
-          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), left(i), 1, weight);
-          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), left(i), 0, bias);
+          const bool is_whole = has_vectors && left(i) >= kSize;
+          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), is_whole, left(i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), is_whole, left(i), 0, bias);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
         }
@@ -233,17 +261,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
           if constexpr (kIsStaged) {
-            stage.x.replace(i, group.v[i]);
+            stage.x.replace(i, group.v[i], stage.team);
           } else {
             if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
           }
         }
         if constexpr (kIsStaged) {
-          __syncwarp();
-#pragma unroll
-          for (int i = 0; i < kVectors; ++i) {
-            if (is_active) stage.x.store(i, p.out.data, offset_of(p.out, i), left(i), stage.run);
-          }
+          stage.team.sync();
+          stage.x.store(p.out.data, chunk_offset(p.out), count, stage.team);
         }
       }
       if (pass == 2) continue;
@@ -275,9 +300,8 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
     }
   }
   const int threads = plan.teams.threads();
-  const int shared_bytes = threads / kWarpSize * plan.warp_bytes;
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(plan.blocks), threads, shared_bytes, stream>>>(params, plan);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(plan.blocks), threads, plan.shared_bytes, stream>>>(params, plan);
   return cudaGetLastError();
 }
 

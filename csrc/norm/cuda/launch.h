@@ -49,7 +49,7 @@ struct Teams {
   int chunks = 1;           // per group
   int cluster = 1;          // blocks of a team, a chunk each
 
-  int threads() const { return lanes * count; }
+  SSM_HOST_DEVICE int threads() const { return lanes * count; }
 };
 
 // The cases that RMSNorm kernels exist for. kGateBefore and kGateAfter: a silu gate before or after the norm. kNoGateWide: no
@@ -69,7 +69,7 @@ struct RmsPlan {
 struct FwdPlan {
   Teams teams;
   int64_t units = 0, blocks = 0;
-  int warp_bytes = 0;  // of shared memory for the rows of a warp that start and end at any element
+  int shared_bytes = 0;  // images of rows that start and end at any element
   RmsPlan rms;
 };
 
@@ -85,13 +85,17 @@ struct BwdPlan {
   // A thread's shared memory: the 16-byte accesses of each stage, then those of its sums for grad_bias. Their number is odd, so
   // that the same access of neighboring threads falls into different banks.
   int stage_accesses = 0, record_bytes = 0;
-  // Rows that start and end at any element: pipeline stages, of which one alone is filled and read in turn, and shared memory
-  // of a warp in each stage and in all.
-  int stages = 0, stage_bytes = 0, warp_bytes = 0;
+  // Rows that start and end at any element: pipeline stages, of which one alone is filled and read in turn, shared memory of
+  // the images in a stage, and of a thread's sums for grad_bias.
+  int stages = 0, stage_bytes = 0, sum_bytes = 0;
+  // A team's image of grad_out and of x; where the blocks' images of x and of the third input begin.
+  int narrow_image = 0, x_image = 0, x_images = 0, third_images = 0;
 
+  // Where the sums of a cluster begin.
+  SSM_HOST_DEVICE int images_bytes() const { return stages * stage_bytes + teams.threads() * sum_bytes; }
   int shared_bytes() const {
-    if (warp_bytes == 0) return teams.threads() * record_bytes;
-    return teams.threads() / kWarpSize * warp_bytes + (teams.cluster > 1 ? kBwdClusterBytes : 0);
+    if (stage_bytes == 0) return teams.threads() * record_bytes;
+    return images_bytes() + (teams.cluster > 1 ? kBwdClusterBytes : 0);
   }
 };
 
@@ -103,10 +107,9 @@ inline int bwd_accesses(const NormBwdParams& p, int vectors) {
   return vectors * (1 + (1 + third) * (is_wide ? 2 : 1));
 }
 
-// Bytes of shared memory that vector i of a warp's lanes takes in one tensor whose rows start and end at any element. Each run
-// of lanes, a team's part of the warp, takes kVectorBytes more than its vectors.
-SSM_HOST_DEVICE constexpr int vector_bytes(int lane_bytes, int run_lanes) {
-  return kWarpSize * lane_bytes + kWarpSize / run_lanes * kVectorBytes;
+// Bytes of shared memory that a team's columns of one tensor take if rows start and end at any element.
+SSM_HOST_DEVICE constexpr int image_bytes(int lanes, int element_bytes) {
+  return lanes * kThreadColumns * element_bytes + kVectorBytes;
 }
 
 // 16-byte accesses to a vector of sums. In float64 a sum uses a part of one.
