@@ -4,13 +4,17 @@ A test that uses the ``kernel`` fixture runs once more on CUDA with the sequenti
 by themselves only calls of many channels.
 
 Functions and fixtures import helpers that need torch.compile: the process that starts the workers of pytest-xdist collects
-nothing, and the workers wait for it.
+nothing, and the workers wait for it. It does not import torch either, unless there are GPUs to count.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +23,29 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
-import torch
 from selection import select_tests
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+# Collection makes half a million objects that stay: to look for cycles among them would take each worker seconds.
+gc.disable()
+
+
+def _has_driver() -> bool:
+    """Whether there is a driver of NVIDIA's, or Windows's for its Linux. Without one, nothing needs to ask torch for GPUs."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+
 
 def _order_gpus() -> None:
     """Gives the workers of pytest-xdist different GPUs as their first; each still sees all."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker.startswith("gw") or not _has_driver():
+        return
+    import torch
+
     count = torch.cuda.device_count()
-    if not worker.startswith("gw") or count < 2:
+    if count < 2:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     first = int(worker.removeprefix("gw")) % count
@@ -47,6 +62,14 @@ def _limit_instruction_sets() -> None:
     sets[:] = [isa for isa in sets if not type(isa).__name__.startswith(("VecAMX", "VecAVX512"))]
 
 
+def _has_gpu() -> bool:
+    if not _has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -54,7 +77,9 @@ def _cores() -> int:
 @pytest.hookimpl(optionalhook=True)  # pytest also runs without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     workers = min(_cores(), 12)
-    if torch.cuda.is_available():  # a worker's CUDA context and tensors take up to 4 GiB
+    if _has_gpu():  # a worker's CUDA context and tensors take up to 4 GiB
+        import torch
+
         memory = sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
         workers = min(workers, memory // 2**32)
     return max(1, workers)
@@ -69,7 +94,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     config.option.numprocesses = "auto"
     # Workers that are done take over tests of others; on a GPU a group of tests keeps to one worker.
-    config.option.dist = "loadgroup" if torch.cuda.is_available() else "worksteal"
+    config.option.dist = "loadgroup" if _has_gpu() else "worksteal"
     os.environ.setdefault("OMP_NUM_THREADS", str(-(-_cores() // pytest_xdist_auto_num_workers())))
     # Tests with two threads in each worker have more threads than cores: a thread that waits must leave its core to others.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -95,7 +120,21 @@ SELECTIVE_SCAN_KERNELS = ("faster", "sequential")
 DEVICES_OF_MARKS = {"cuda": ("cuda",), "not cuda": ("cpu",)}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Without CUDA it leaves one case, which is skipped, of those that need CUDA: to make items of all would take seconds."""
+    _parametrize_devices(metafunc)
+    yield
+    calls = metafunc._calls  # pytest has no public name for them
+    if len(calls) < 2 or _why_no_cuda() is None:
+        return
+    all_need_cuda = metafunc.definition.get_closest_marker("cuda") is not None
+    need_cuda = [call for call in calls if all_need_cuda or any(mark.name == "cuda" for mark in call.marks)]
+    left_out = {id(call) for call in need_cuda[1:]}
+    calls[:] = [call for call in calls if id(call) not in left_out]
+
+
+def _parametrize_devices(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
         if "kernel" in metafunc.fixturenames:
             metafunc.parametrize("kernel", SELECTIVE_SCAN_KERNELS, indirect=True)
@@ -110,7 +149,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {"cuda": pytest.mark.cuda}
     # None on CUDA where there is no GPU, and only the devices that -m asks for: to collect twenty thousand items takes seconds.
     asked = DEVICES_OF_MARKS.get(metafunc.config.option.markexpr, ("cpu", "cuda"))
-    names = [device for device in DEVICES[operator] if device in asked and (device == "cpu" or torch.cuda.is_available())]
+    names = [device for device in DEVICES[operator] if device in asked and (device == "cpu" or _has_gpu())]
     devices = [pytest.param(device, marks=marks.get(device, ())) for device in names]
     if "kernel" not in metafunc.fixturenames:
         return metafunc.parametrize("device", devices)
@@ -141,6 +180,7 @@ def kernels_by_layout():
 @pytest.fixture(params=["wgmma", "mma"])
 def each_products(request):
     """Runs the test with either MMA preference of ssd_chunk_scan; float32 and float64 have one kind of products."""
+    import torch
     from ssd_helpers import preferred_products
 
     dtype = request.node.callspec.params.get("dtype")
@@ -150,8 +190,9 @@ def each_products(request):
         yield
 
 
+@functools.cache
 def _why_no_cuda() -> str | None:
-    if not torch.cuda.is_available():
+    if not _has_gpu():
         return "no CUDA GPU here"
     import ssm_kernels
 
@@ -204,6 +245,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.path.stem not in LONG, "processes" not in getattr(item, "fixturenames", ())))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    # Extension modules report what is left at the end as leaks. pytest collects garbage several times before.
+    atexit.register(gc.unfreeze)
+
+
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
     """Processes that run checks together, on gloo or NCCL: see ``process_pool.py``."""
@@ -217,6 +265,8 @@ def processes(tmp_path_factory):
 @pytest.fixture
 def two_threads():
     """Runs the test with two threads."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -234,6 +284,8 @@ def uninitialized_memory_is_nan():
 @pytest.fixture
 def no_vmap_fallback():
     """PyTorch's loop over samples is an error, not a warning that may come only once."""
+    import torch
+
     before = torch._C._functorch._is_vmap_fallback_enabled()
     torch._C._functorch._set_vmap_fallback_enabled(False)
     yield
@@ -243,6 +295,7 @@ def no_vmap_fallback():
 @pytest.fixture
 def needs_gpu_memory():
     """Skips the test on a CUDA device that has fewer GiB free; gives back what the test took."""
+    import torch
 
     def check(device: str, gibibytes: float) -> None:
         if device == "cpu":
@@ -260,6 +313,7 @@ def needs_gpu_memory():
 @pytest.fixture
 def fresh_dynamo():
     """Clears what torch.compile has compiled for other tests or other versions of the operators."""
+    import torch
     from torch._inductor.utils import fresh_inductor_cache
 
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -20,7 +21,8 @@ import torch
 import ssm_kernels
 
 for package in ("sklearn", "tqdm", "matplotlib"):
-    pytest.importorskip(package, reason=f"the examples need {package}, which is not installed")
+    if importlib.util.find_spec(package) is None:  # found, not imported: every worker collects this file, and one runs it
+        pytest.skip(f"the examples need {package}, which is not installed", allow_module_level=True)
 
 import matplotlib.style  # noqa: E402
 from forked_scripts import run_scripts  # noqa: E402
