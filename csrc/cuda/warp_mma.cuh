@@ -147,6 +147,23 @@ __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const uin
     mma<Scalar>(d[n + 1], a, b_fragment[2], b_fragment[3]);
   }
 }
+// Loads the fragments of D's blocks from `first` on, of the operand B, for the step-th eight terms of their sums.
+template <bool b_is_transposed, typename Fragment, int at_once, bool is_rounded>
+__device__ __forceinline__ void load_b(Fragment (&fragments)[at_once], const WarpOperand<4, is_rounded>& b, int first,
+                                       int step) {
+#pragma unroll
+  for (int i = 0; i < at_once; ++i) {
+    const int n = first + i;
+    float pair[2];
+    if constexpr (b_is_transposed) {
+      load_pair_of_rows(pair[0], pair[1], eight_rows(eight_columns(columns_of(b, n / 2), n % 2), step));
+    } else {
+      load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
+    }
+    fragments[i].prepare(pair);
+  }
+}
+
 // d += a b for `at_once` blocks, whose instructions do not depend on one another.
 template <bool b_is_transposed, int at_once>
 __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
@@ -156,17 +173,7 @@ __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     Tf32B b_fragment[at_once];
-#pragma unroll
-    for (int i = 0; i < at_once; ++i) {
-      const int n = first + i;
-      float pair[2];
-      if constexpr (b_is_transposed) {
-        load_pair_of_rows(pair[0], pair[1], eight_rows(eight_columns(columns_of(b, n / 2), n % 2), step));
-      } else {
-        load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
-      }
-      b_fragment[i].prepare(pair);
-    }
+    load_b<b_is_transposed>(b_fragment, b, first, step);
     mma_tf32x3(sums[step % kSums], a[step], b_fragment);
   }
 #pragma unroll
@@ -182,17 +189,7 @@ __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     Tf32Rounded<2> b_fragment[at_once];
-#pragma unroll
-    for (int i = 0; i < at_once; ++i) {
-      const int n = first + i;
-      float pair[2];
-      if constexpr (b_is_transposed) {
-        load_pair_of_rows(pair[0], pair[1], eight_rows(eight_columns(columns_of(b, n / 2), n % 2), step));
-      } else {
-        load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
-      }
-      b_fragment[i].prepare(pair);
-    }
+    load_b<b_is_transposed>(b_fragment, b, first, step);
 #pragma unroll
     for (int i = 0; i < at_once; ++i) mma_tf32(d[first + i], a[step].values, b_fragment[i].values);
   }
