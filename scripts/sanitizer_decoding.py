@@ -9,6 +9,7 @@ from functools import partial
 import conv_helpers
 import decoding_helpers
 import torch
+from guarded_memory import Layout, guard_all
 from helpers import METHODS, move, move_all
 from sanitizer_comparison import Check, Inputs, difference_between
 from selective_scan_helpers import STEP_DTYPES, make_step_inputs
@@ -52,10 +53,42 @@ def state_update_cases() -> Iterator[tuple[str, Inputs]]:
     yield "several rows per lane group", make_step_inputs(batch=66, heads=64, dim=64, dstate=128, dtype=torch.float32)
 
 
-def check_state_update(name: str, inputs: Inputs) -> str | None:
+SHIFTED = (Layout(1), Layout(5), Layout(0, odd=True))
+
+
+def shifted_state_update_cases() -> Iterator[tuple[str, Inputs, Layout]]:
+    """Rows of all tensors between multiples of 16 bytes, with NaN between them: the step kernel, tied, and the general one."""
+    for (dtype, state_dtype), layout in itertools.product(STEP_DTYPES, SHIFTED):
+        for sizes in ({"dim": 37, "dstate": 32}, {"dim": 37, "dstate": 13}, {"heads": 3, "dim": 5, "dstate": 130, "groups": 3}):
+            inputs = make_step_inputs(dtype=dtype, state_dtype=state_dtype, **sizes)
+            name = f"{layout} {dtype} {state_dtype} {sizes}"
+            yield name, inputs, layout
+            if "heads" not in sizes:
+                yield f"tied {name}", inputs | {"A": inputs["A"][:, :1].expand(37, sizes["dstate"])}, layout
+
+
+def shifted_conv_update_cases() -> Iterator[tuple[str, Inputs, Layout]]:
+    for (dtype, state_dtype), layout in itertools.product(STEP_DTYPES, SHIFTED):
+        for seqlen, width in itertools.product((None, 3), (3, 4)):
+            options = {"channels": 83, "seqlen": seqlen, "width": width, "length": width, "slots": None}
+            inputs = conv_helpers.make_step_inputs(**options, dtype=dtype, state_dtype=state_dtype)
+            yield f"step {layout} {dtype} {state_dtype} {options}", inputs, layout
+
+
+def move_rows(inputs: Inputs, device: str, layout: Layout | None) -> Inputs:
+    """Copies of the inputs; on CUDA those with a batch start their rows as the layout says."""
+    moved = move_all(inputs, device)
+    if layout is None or device == "cpu":
+        return moved
+    names = ("state", "conv_state", "x", "dt", "B", "C", "z")
+    axes = {name: tuple(range(1, moved[name].dim())) for name in names if moved.get(name) is not None}
+    return guard_all(moved, axes, layout, margin=0)
+
+
+def check_state_update(name: str, inputs: Inputs, layout: Layout | None = None) -> str | None:
     results = []
     for device in ("cpu", "cuda"):
-        moved = move_all(inputs, device)
+        moved = move_rows(inputs, device, layout)
         out = selective_state_update(**moved)
         results.append((out.cpu(), move(moved["state"], "cpu")))
     (out, state), (cuda_out, cuda_state) = results
@@ -122,10 +155,10 @@ def conv_update_cases() -> Iterator[tuple[str, Inputs]]:
     yield "step, padding", padded | {"state_batch_indices": torch.tensor([4, -1, 0, 2])}
 
 
-def check_conv_update(name: str, inputs: Inputs) -> str | None:
+def check_conv_update(name: str, inputs: Inputs, layout: Layout | None = None) -> str | None:
     results = []
     for device in ("cpu", "cuda"):
-        moved = move_all(inputs, device)
+        moved = move_rows(inputs, device, layout)
         results.append({"out": causal_conv1d_update(**moved), "state": moved["conv_state"]})
     return difference_between(name, results[1], results[0])
 
@@ -133,6 +166,10 @@ def check_conv_update(name: str, inputs: Inputs) -> str | None:
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
     "causal_conv1d_update": lambda: (partial(check_conv_update, *case) for case in conv_update_cases()),
+    "shifted_updates": lambda: itertools.chain(
+        (partial(check_state_update, *case) for case in shifted_state_update_cases()),
+        (partial(check_conv_update, *case) for case in shifted_conv_update_cases()),
+    ),
     "tokens": lambda: (partial(check_tokens, selective_state_update, *case) for case in token_cases()),
     "conv_tokens": lambda: (partial(check_tokens, causal_conv1d_update, *case) for case in conv_token_cases()),
 }
