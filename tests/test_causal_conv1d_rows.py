@@ -40,6 +40,15 @@ def test_bits_at_every_offset(length, dtype, axis):
 
 
 @every_dtype
+def test_rows_that_share_a_warp(dtype):
+    """Channels-first rows of few steps: 2 to 16 lanes a row, and more rows than fill the last warp."""
+    for length, channels in ((8, 37), (20, 37), (48, 21), (104, 5)):
+        inputs = make_inputs(channels=channels, seqlen=length, dtype=dtype, device="cuda")
+        assert_offsets_keep_bits(CONV, inputs, {"x": (STEPS,), "out": (STEPS,)}, layouts=LAYOUTS[1::3])
+        assert_matches_reference(inputs | {"x": inputs["x"].mT.contiguous().mT})
+
+
+@every_dtype
 @pytest.mark.parametrize("cut", [{"cu_seqlens": PACKED}, {"seq_idx": True}], ids=["packed", "seq_idx"])
 def test_bits_of_packed_rows(cut, dtype):
     for channels in (136, 21):

@@ -1,34 +1,44 @@
 // Forward and backward of the causal convolution for channels-first tensors, whose steps are contiguous. causal_conv1d.h and
 // channels_last_bwd.cuh have the formulas. Each batch row is one sequence.
 //
-// A warp takes a tile of time of one channel, and per iteration each lane takes a vector of 16 bytes of neighboring steps.
-// Forward advances in time, backward goes back. A lane gets the kHalo inputs before its vector from the lane below by shuffles,
-// and in backward the kHalo g after its vector from the lane above. The lanes at the warp's ends exchange theirs with the
-// previous or next iteration. Backward adds the lanes' sums for grad_weight and grad_bias by shuffles, in a fixed order, and
-// writes a row of partial sums per tile to the workspace.
+// A warp takes a tile of time of one channel, or several rows of few steps, each by as many lanes as have steps. Per iteration
+// each lane takes a vector of 16 bytes of neighboring steps. Forward advances in time, backward goes back. A lane gets the
+// kHalo inputs before its vector from the lane below by shuffles, and in backward the kHalo g after its vector from the lane
+// above. The lanes at the warp's ends exchange theirs with the previous or next iteration. Backward adds the lanes' sums for
+// grad_weight and grad_bias by shuffles, in a fixed order, and writes a row of partial sums per tile to the workspace.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
-#include "cuda/lane_sums.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
-// A warp's tile: steps [begin, end) of channel c of entry b.
+// A lane's tile: steps [begin, end) of channel c of entry b. The lanes that share it are neighbors.
 struct ChannelsFirstSegment {
   int64_t b, c, tile, begin, end;
+  int lanes, lane;  // that share the tile; the lane's place among them
+  int place;        // of the tile among those of the warp
+  bool exists;      // otherwise the lane repeats the last tile and stores nothing
 
-  // Returns false if the warp has none. choose_kernels limits the number of tiles to 32 bits.
+  // Returns false if no lane of the warp has a tile. choose_kernels limits the number of tiles to 32 bits.
   __device__ __forceinline__ bool find(const ConvParams& p, const Tiling& tiling) {
-    const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+    const int warp_lane = threadIdx.x % kWarpSize, log_tiles = kLogWarpSize - tiling.log_row_lanes;
+    lanes = 1 << tiling.log_row_lanes;
+    lane = warp_lane & (lanes - 1);
     const unsigned tiles = static_cast<unsigned>(tiling.tiles), channels = static_cast<unsigned>(p.channels);
-    const unsigned row = index / tiles, batch = row / channels;
+    const unsigned count = static_cast<unsigned>(p.batch) * channels * tiles;
+    const unsigned first = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) << log_tiles;
+    if (first >= count) return false;
+    place = warp_lane >> tiling.log_row_lanes;
+    const unsigned wanted = first + place;
+    exists = wanted < count;
+    const unsigned index = exists ? wanted : count - 1, row = index / tiles, batch = row / channels;
     tile = index - row * tiles;
     b = batch;
     c = row - batch * channels;
     begin = tile * tiling.steps;
     end = begin + tiling.steps < p.seqlen ? begin + tiling.steps : p.seqlen;
-    return b < p.batch;
+    return true;
   }
 };
 
@@ -61,14 +71,23 @@ struct VectorTail {
     memcpy(tail.words, elements, sizeof(tail.words));
     return tail;
   }
-  // Gives each lane the tail of the lane below, and lane 0 that of lane 31 in `earlier`, the vectors before the warp's.
-  __device__ __forceinline__ void to_lane_above(const VectorTail& earlier, AccumulateType<Scalar>* before) const {
-    const int lane = threadIdx.x % kWarpSize;
+  // As load(), by one access to the vector before an aligned tile. No conversion waits for it.
+  template <int size>
+  __device__ __forceinline__ static VectorTail load_vector(const ConvParams& p, const ChannelsFirstSegment& segment,
+                                                           const Scalar* x) {
+    if (segment.begin > 0) return of(cuda::Vector<Scalar, size>::load_once(x + segment.begin - size));
+    if (p.initial_state.data != nullptr) return load(p, segment, x);
+    return VectorTail{};
+  }
+  // Gives each lane the tail of the lane below, and the first lane that of the last in `earlier`, the vectors before those of
+  // all lanes.
+  __device__ __forceinline__ void to_lane_above(const ChannelsFirstSegment& segment, const VectorTail& earlier,
+                                                AccumulateType<Scalar>* before) const {
     VectorTail received;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t sent = lane == kWarpSize - 1 ? earlier.words[i] : words[i];
-      received.words[i] = __shfl_sync(cuda::kAllLanes, sent, (lane + kWarpSize - 1) % kWarpSize);
+      const uint32_t sent = segment.lane == segment.lanes - 1 ? earlier.words[i] : words[i];
+      received.words[i] = __shfl_sync(cuda::kAllLanes, sent, segment.lane - 1, segment.lanes);
     }
     Scalar elements[kElements];
     memcpy(elements, received.words, sizeof(elements));
@@ -108,15 +127,22 @@ template <typename Acc>
 __device__ __forceinline__ void store_tile_sums(const ConvBwdParams& p, const Tiling& tiling,
                                                 const ChannelsFirstSegment& segment, int width,
                                                 const Acc (&grad_weight)[kMaxVectorWidth], Acc grad_bias, Acc* sums) {
-  const int lane = threadIdx.x % kWarpSize;
+  const auto sum_over_tile = [&](Acc value) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+      if (distance < segment.lanes) value += __shfl_xor_sync(cuda::kAllLanes, value, distance);
+    }
+    return value;
+  };
+  const bool stores = segment.lane == 0 && segment.exists;
   Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
 #pragma unroll
   for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
-    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
-    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
+    const Acc sum = sum_over_tile(grad_weight[lag]);
+    if (stores && lag < width) target[lag * p.channels] = sum;
   }
-  const Acc sum = cuda::sum_over_warp(grad_bias);
-  if (lane == 0) target[p.width * p.channels] = sum;
+  const Acc sum = sum_over_tile(grad_bias);
+  if (stores) target[p.width * p.channels] = sum;
 }
 
 template <typename Scalar>
@@ -124,35 +150,37 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
-  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar), kAhead = 4;
   static_assert(kVector >= Tail::kElements, "the halo of a lane lies in one other lane");
   using Inputs = cuda::Vector<Scalar, kVector>;
-  const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
+  const int lane = segment.lane, warp_steps = kVector * segment.lanes;
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
-  Tail earlier = Tail::load(p, segment, x);
+  Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
 
-  for (int64_t begin = segment.begin; begin < segment.end; begin += kAhead * kWarpSteps) {
+  for (int64_t begin = segment.begin; begin < segment.end; begin += kAhead * warp_steps) {
     Inputs loaded[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int64_t t = begin + j * kWarpSteps + lane * kVector;
+      const int64_t t = begin + j * warp_steps + lane * kVector;
       loaded[j] = t < segment.end ? Inputs::load_once(x + t) : Inputs::zero();
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int64_t t = begin + j * kWarpSteps + lane * kVector;
+      // No lane has steps left.
+      if (j > 0 && begin + j * warp_steps >= segment.end) break;
+      const int64_t t = begin + j * warp_steps + lane * kVector;
       Acc inputs[kHalo + kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded[j].accumulate(i);
       const Tail tail = Tail::of(loaded[j]);
-      tail.to_lane_above(earlier, inputs);
+      tail.to_lane_above(segment, earlier, inputs);
       earlier = tail;
-      if (t >= segment.end) continue;
+      if (t >= segment.end || !segment.exists) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
@@ -163,7 +191,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       Inputs::round(outputs).store_once(out + t);
     }
   }
-  if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0) {
+  if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0 && segment.exists) {
     store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
   }
 }
@@ -173,14 +201,14 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_bwd_channels_first_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
-  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar);
   using Inputs = cuda::Vector<Scalar, kVector>;
   // Pipeline stages of a vector of x and of grad_out per lane: one in use, the others being copied.
   constexpr int kStages = 4;
   __shared__ Inputs stages[kStages][2][kWarpSize * kWarps];
-  const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
+  const int lane = segment.lane, warp_steps = kVector * segment.lanes;
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
@@ -189,13 +217,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 
   const Scalar* const grad_final = grad_final_state_of<Scalar>(p, segment);
 
-  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
-  Acc later[kHalo];
-  load_gradients_after(p, segment, taps, width, x, grad_out, later);
-
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
   const int64_t begin = segment.begin + lane * kVector;
-  int64_t t = begin + (segment.end - segment.begin - 1) / kWarpSteps * kWarpSteps;
+  int64_t t = begin + ((segment.end - segment.begin - 1) & -int64_t(warp_steps));
   const auto start_copies = [&](int64_t t, int stage) {
     if (begin <= t && t < segment.end) {
       cuda::cp_async<kVectorBytes>(&stages[stage][0][threadIdx.x], x + t);
@@ -204,11 +228,14 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     cuda::cp_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * kWarpSteps, i);
-  const Tail first = Tail::load(p, segment, x);
+  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * warp_steps, i);
+  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
+  Acc later[kHalo];
+  load_gradients_after(p, segment, taps, width, x, grad_out, later);
+  const Tail first = Tail::template load_vector<kVector>(p, segment, x);
 #pragma unroll 1
-  for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
-    start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
+  for (int stage = 0; t >= begin; t -= warp_steps, stage = (stage + 1) % kStages) {
+    start_copies(t - (kStages - 1) * warp_steps, (stage + kStages - 1) % kStages);
     // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
     cuda::cp_async_wait<kStages - 2>();
     const bool has_steps = t < segment.end;
@@ -221,7 +248,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       g[i] = grads.accumulate(i);
     }
     const Tail earlier = t > begin ? Tail::of(stages[(stage + 1) % kStages][0][threadIdx.x]) : first;
-    Tail::of(loaded).to_lane_above(earlier, inputs);
+    Tail::of(loaded).to_lane_above(segment, earlier, inputs);
     if (p.has_silu) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
@@ -234,7 +261,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 #pragma unroll
     for (int i = 0; i < kHalo; ++i) {
       const Acc sent = lane == 0 ? later[i] : g[i];
-      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, (lane + 1) % kWarpSize);
+      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, segment.lane + 1, segment.lanes);
       later[i] = g[i];
     }
     if (!has_steps) continue;
@@ -256,7 +283,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
         if (index >= 0) grad_inputs[i] += to_accumulate(grad_final[index * p.grad_final_state.stride_step]);
       }
     }
-    if (p.grad_x.data != nullptr) Inputs::round(grad_inputs).store_once(grad_x + t);
+    if (p.grad_x.data != nullptr && segment.exists) Inputs::round(grad_inputs).store_once(grad_x + t);
   }
 
   if (sums != nullptr) store_tile_sums(p, tiling, segment, width, grad_weight, grad_bias, sums);

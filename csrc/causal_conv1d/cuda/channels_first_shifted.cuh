@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     conv_fwd_channels_first_shifted_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
-  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar), kAhead = 4;
   using Inputs = cuda::Vector<Scalar, kVector>;
-  const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
+  const int lane = segment.lane, warp_steps = kVector * segment.lanes;
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
   const bool is_last = segment.end == p.seqlen;
   const int64_t first = segment.begin - past;
   // Steps are counted from `first` on, in 32 bits: the tile has `count`, the first `absent` of which precede the row.
-  const int count = static_cast<int>((is_last ? p.seqlen : segment.end - past) - first), absent = first < 0 ? past : 0;
-  const int left_after = static_cast<int>(p.seqlen - first - count < kVector ? p.seqlen - first - count : kVector);
+  const int last = static_cast<int>((is_last ? p.seqlen : segment.end - past) - first);
+  const int count = segment.exists ? last : 0, absent = first < 0 ? past : 0;
+  const int left_after = static_cast<int>(p.seqlen - first - last < kVector ? p.seqlen - first - last : kVector);
   const Scalar* const x_tile = x + first;
   Scalar* const out_tile = out + first;
 
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     Inputs blocks[kAhead][kBlocks];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int step = begin + j * kWarpSteps + lane * kVector, next = kBlocks == 1 ? step + kVector : step - x_past + kVector;
+      const int step = begin + j * warp_steps + lane * kVector, next = kBlocks == 1 ? step + kVector : step - x_past + kVector;
       const Scalar* const source = x_tile + next;
       blocks[j][0] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
       if constexpr (kBlocks == 2) {
@@ -82,9 +83,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int step = begin + j * kWarpSteps + lane * kVector;
+      const int step = begin + j * warp_steps + lane * kVector;
       // No lane has steps left.
-      if (j > 0 && begin + j * kWarpSteps >= count) break;
+      if (j > 0 && begin + j * warp_steps >= count) break;
       Inputs loaded = blocks[j][0];
       if constexpr (kBlocks == 2) loaded = cuda::join_vectors(blocks[j][0], blocks[j][1], x_past);
       if (j == 0 && step < absent) {
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded.accumulate(i);
       const Tail tail = Tail::of(loaded);
-      tail.to_lane_above(earlier, inputs);
+      tail.to_lane_above(segment, earlier, inputs);
       earlier = tail;
       if (step >= count) continue;
       Acc outputs[kVector];
@@ -115,44 +116,51 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
       }
     }
   };
-  if (x_past == 0) {
-    for (int begin = 0; begin < count; begin += kAhead * kWarpSteps) {
+  // Rows that share a warp may begin differently. They have one iteration, in which lanes without a row take part.
+  if (__all_sync(cuda::kAllLanes, x_past == 0)) {
+    int begin = 0;
+    do {
       convolve(begin, std::integral_constant<int, 1>(), std::integral_constant<int, kAhead>());
-    }
+      begin += kAhead * warp_steps;
+    } while (begin < count);
   } else {
-    for (int begin = 0; begin < count; begin += kAhead / 2 * kWarpSteps) {
+    int begin = 0;
+    do {
       convolve(begin, std::integral_constant<int, 2>(), std::integral_constant<int, kAhead / 2>());
-    }
+      begin += kAhead / 2 * warp_steps;
+    } while (begin < count);
   }
-  if (p.final_state.data != nullptr && is_last && lane == 0) {
+  if (p.final_state.data != nullptr && is_last && lane == 0 && count > 0) {
     store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
   }
 }
 
-// A warp's part of a row, kWarpSize vectors, as the aligned blocks in shared memory that hold it.
+// A warp's part of a row, kWarpSize vectors, or its rows, as the aligned blocks in shared memory that hold them: one more block
+// than vectors a row.
 template <typename Scalar>
 struct StagedVectors {
   static constexpr int kVector = kVectorBytes / sizeof(Scalar);
   using Inputs = cuda::Vector<Scalar, kVector>;
 
-  alignas(kVectorBytes) char blocks[kWarps][(kWarpSize + 1) * kVectorBytes];
+  static constexpr int kMostRows = kWarpSize >> kLeastLogShiftedLanes;
+
+  alignas(kVectorBytes) char blocks[kWarps][(kWarpSize + kMostRows) * kVectorBytes];
 
   // Starts the copy of the lane's vector at `source`, of which `left` elements exist, or more in the same row. `past` is the
   // address's distance from a multiple of 16, the same for the whole row.
-  __device__ __forceinline__ void start_copy(const Scalar* source, int past, int left) {
-    const int lane = threadIdx.x % kWarpSize;
-    char* const target = blocks[threadIdx.x / kWarpSize] + lane * kVectorBytes;
+  __device__ __forceinline__ void start_copy(const ChannelsFirstSegment& segment, const Scalar* source, int past, int left) {
+    char* const target = blocks[threadIdx.x / kWarpSize] + place(segment);
     const char* const first = reinterpret_cast<const char*>(source) - past;
     // Fewer than 32 bits, as only two blocks matter.
     const int left_bytes = (left < 2 * kVector ? left : 2 * kVector) * static_cast<int>(sizeof(Scalar)) + past;
     if (left_bytes > 0) cuda::cp_async<kVectorBytes>(target, first);
-    if (lane == kWarpSize - 1 && left_bytes > kVectorBytes) {
+    if (segment.lane == segment.lanes - 1 && left_bytes > kVectorBytes) {
       cuda::cp_async<kVectorBytes>(target + kVectorBytes, first + kVectorBytes);
     }
   }
   // The lane's vector; elements that do not exist are zeros.
-  __device__ __forceinline__ Inputs load(int past, int left) const {
-    const char* const source = blocks[threadIdx.x / kWarpSize] + threadIdx.x % kWarpSize * kVectorBytes;
+  __device__ __forceinline__ Inputs load(const ChannelsFirstSegment& segment, int past, int left) const {
+    const char* const source = blocks[threadIdx.x / kWarpSize] + place(segment);
     Inputs vector = cuda::load_pieces<Scalar>(source, past);
     if (left < kVector) {
 #pragma unroll
@@ -162,6 +170,11 @@ struct StagedVectors {
     }
     return vector;
   }
+
+ private:
+  __device__ __forceinline__ static int place(const ChannelsFirstSegment& segment) {
+    return (static_cast<int>(threadIdx.x) % kWarpSize + segment.place) * kVectorBytes;
+  }
 };
 
 template <typename Scalar>
@@ -169,22 +182,22 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
     conv_bwd_channels_first_shifted_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
-  constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
+  constexpr int kVector = kVectorBytes / sizeof(Scalar);
   using Inputs = cuda::Vector<Scalar, kVector>;
   // Pipeline stages of x and of grad_out: one in use, the others being copied.
   constexpr int kStages = 4;
   __shared__ StagedVectors<Scalar> stages[kStages][2];
-  const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
+  const int lane = segment.lane, warp_steps = kVector * segment.lanes;
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
   Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
   // Steps are counted from the tile's first one, in 32 bits. The row has row_end, or at least kVector more than the tile.
-  const int count = static_cast<int>(segment.end - segment.begin);
-  const int row_end = count + static_cast<int>(p.seqlen - segment.end < kVector ? p.seqlen - segment.end : kVector);
+  const int length = static_cast<int>(segment.end - segment.begin), count = segment.exists ? length : 0;
+  const int row_end = length + static_cast<int>(p.seqlen - segment.end < kVector ? p.seqlen - segment.end : kVector);
   const Scalar *const x_tile = x + segment.begin, *const grad_out_tile = grad_out + segment.begin;
   Scalar* const grad_x_tile = grad_x + segment.begin;
   // Tiles and vectors begin at multiples of 16 bytes from the row's first element.
@@ -194,40 +207,39 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
 
   const Scalar* const grad_final = grad_final_state_of<Scalar>(p, segment);
 
-  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
-  Acc later[kHalo];
-  load_gradients_after(p, segment, taps, width, x, grad_out, later);
-
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
   const int begin = lane * kVector;
-  int t = begin + (count - 1) / kWarpSteps * kWarpSteps;
+  int t = begin + ((length - 1) & -warp_steps);
   const auto start_copies = [&](int t, int stage) {
     if (begin <= t) {
-      stages[stage][0].start_copy(x_tile + t, x_past, count - t);
-      stages[stage][1].start_copy(grad_out_tile + t, grad_out_past, count - t);
+      stages[stage][0].start_copy(segment, x_tile + t, x_past, count - t);
+      stages[stage][1].start_copy(segment, grad_out_tile + t, grad_out_past, count - t);
     }
     cuda::cp_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * kWarpSteps, i);
+  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * warp_steps, i);
+  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
+  Acc later[kHalo];
+  load_gradients_after(p, segment, taps, width, x, grad_out, later);
   const Tail first = Tail::load(p, segment, x);
   cuda::cp_async_wait<kStages - 2>();
   __syncwarp();
-  Inputs next = stages[0][0].load(x_past, count - t);
+  Inputs next = stages[0][0].load(segment, x_past, count - t);
   Inputs above = Inputs::zero();  // lane 0: its vector of grad_x in the previous iteration
 #pragma unroll 1
-  for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
+  for (int stage = 0; t >= begin; t -= warp_steps, stage = (stage + 1) % kStages) {
     // The lanes have read what this copy overwrites.
     __syncwarp();
-    start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
+    start_copies(t - (kStages - 1) * warp_steps, (stage + kStages - 1) % kStages);
     // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
     cuda::cp_async_wait<kStages - 2>();
     __syncwarp();
     const int left = count - t;  // steps of the tile from t on; negative in lanes without steps
-    const Inputs loaded = next, grads = stages[stage][1].load(grad_out_past, left);
+    const Inputs loaded = next, grads = stages[stage][1].load(segment, grad_out_past, left);
     Tail earlier = first;
     if (t > begin) {
-      next = stages[(stage + 1) % kStages][0].load(x_past, kVector);
+      next = stages[(stage + 1) % kStages][0].load(segment, x_past, kVector);
       earlier = Tail::of(next);
     }
     Acc inputs[kHalo + kVector], g[kVector + kHalo];
@@ -236,7 +248,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
       inputs[kHalo + i] = loaded.accumulate(i);
       g[i] = grads.accumulate(i);
     }
-    Tail::of(loaded).to_lane_above(earlier, inputs);
+    Tail::of(loaded).to_lane_above(segment, earlier, inputs);
     if (p.has_silu) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
@@ -251,7 +263,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
 #pragma unroll
     for (int i = 0; i < kHalo; ++i) {
       const Acc sent = lane == 0 ? later[i] : g[i];
-      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, (lane + 1) % kWarpSize);
+      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, segment.lane + 1, segment.lanes);
       later[i] = g[i];
     }
 
@@ -284,6 +296,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
     }
     if (p.grad_x.data == nullptr) continue;
     const Inputs rounded = Inputs::round(grad_inputs);
+    // Rows that share a warp may begin differently, and each ends in this iteration.
+    if (segment.lanes < kWarpSize) {
+      cuda::store_range(grad_x_tile + t, rounded, 0, left);
+      continue;
+    }
     if (grad_x_past == 0) {
       if (left >= kVector) {
         rounded.store_once(grad_x_tile + t);

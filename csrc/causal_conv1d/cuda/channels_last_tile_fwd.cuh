@@ -69,10 +69,10 @@ __device__ __forceinline__ void set_channel(Row& row, int i, Scalar value) {
 }
 
 // Resident blocks per multiprocessor, which bound the registers.
-constexpr int tile_blocks(int bytes, bool is_shifted, int steps) { return is_shifted ? 5 : steps <= 4 ? 8 : bytes > 2 ? 6 : 7; }
+constexpr int tile_blocks(bool is_shifted, int steps) { return is_shifted ? 5 : steps > 4 ? 6 : 8; }
 
 template <typename Scalar, int kSteps, bool is_shifted>
-__global__ void __launch_bounds__(kWarpSize* kWarps, tile_blocks(sizeof(Scalar), is_shifted, kSteps))
+__global__ void __launch_bounds__(kWarpSize* kWarps, tile_blocks(is_shifted, kSteps))
     conv_fwd_channels_last_tile_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Inputs = ChannelsLastRows<const Scalar, is_shifted>;

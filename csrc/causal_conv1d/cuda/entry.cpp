@@ -128,6 +128,14 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
     const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = ceil_div(wanted_blocks * kWarps, rows);
     tiling.steps = std::max(warp_steps, ceil_div(ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
     tiling.tiles = ceil_div(p.seqlen, tiling.steps);
+    if (tiling.tiles == 1) {
+      const bool is_shifted = set == KernelSet::kChannelsFirstShifted;
+      const int64_t vector = kVectorBytes / cuda::element_bytes(p.kind);
+      // Vectors of a shifted row begin up to `vector` - 1 steps before it.
+      const int64_t vectors = ceil_div(p.seqlen + (is_shifted ? vector - 1 : 0), vector);
+      tiling.log_row_lanes = is_shifted ? kLeastLogShiftedLanes : 0;
+      while (vectors > int64_t(1) << tiling.log_row_lanes && tiling.log_row_lanes < kLogWarpSize) ++tiling.log_row_lanes;
+    }
   } else {
     constexpr int64_t kGeneralSteps = 64;
     tiling.steps = kGeneralSteps;

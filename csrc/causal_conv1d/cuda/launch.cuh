@@ -21,7 +21,7 @@ inline unsigned channels_last_blocks(const ConvParams& p, const Tiling& tiling) 
   return static_cast<unsigned>(p.batch * tiling.tiles * tiling.channel_blocks);
 }
 inline unsigned channels_first_blocks(const ConvParams& p, const Tiling& tiling) {
-  return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
+  return blocks_for(p.batch * p.channels * tiling.tiles, kWarps * (kWarpSize >> tiling.log_row_lanes));
 }
 template <typename Scalar>
 cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {

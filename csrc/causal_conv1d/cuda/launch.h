@@ -20,6 +20,8 @@
 namespace ssm_kernels::causal_conv1d {
 
 using cuda::kWarpSize;
+constexpr int kLogWarpSize = 5;
+static_assert(kWarpSize == 1 << kLogWarpSize);
 constexpr int64_t kVectorBytes = cuda::kVectorBytes;
 constexpr int kWarps = 4;  // per block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
@@ -33,6 +35,9 @@ constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 // Steps of a warp in forward of channels-last tensors (channels_last_tile_fwd.cuh): fewer where more warps fill the device.
 constexpr int kTileSteps = 8, kFewTileSteps = 4;
 
+// At least so many lanes of the shifted channels-first kernels share a row: each row takes one more block than lanes.
+constexpr int kLeastLogShiftedLanes = 2;
+
 enum class KernelSet { kChannelsLast, kChannelsLastShifted, kChannelsFirst, kChannelsFirstShifted, kGeneral };
 
 // Whether the specialized channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch
@@ -45,6 +50,8 @@ struct Tiling {
   int64_t steps = 0;
   int64_t tiles = 0;           // per batch row
   int64_t channel_blocks = 0;  // channels last: blocks that share a tile's steps
+  int log_row_lanes =
+      kLogWarpSize;  // channels first: 2^this lanes of a warp share a row; fewer than the warp only with one tile
 };
 
 struct BwdWorkspace {
