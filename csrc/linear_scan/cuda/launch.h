@@ -107,8 +107,7 @@ struct SequentialPartition {
   // Whether rows that are read, and rows that are stored, start and end at even elements of pairs. Vectors do.
   bool reads_pairs = true, stores_pairs = true;
   cuda::Divisor channel_blocks;  // chains of one batch row
-  // The segments of a chain, and the bytes of a stage. The launcher sets both.
-  int segments = 0, stage_bytes = 0;
+  int segments = 0;              // of a chain. The launcher sets it.
   int multiprocessors = 0;
   int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
   // Whether blocks with neighboring channels write parts of the same sectors of memory, and the device has clusters.

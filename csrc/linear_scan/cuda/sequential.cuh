@@ -20,6 +20,8 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"
@@ -32,9 +34,17 @@
 
 namespace ssm_kernels::linear_scan {
 
-template <typename Scalar_, int steps, int tensors>
+// Kernels of their own for rows that are not vectors, and for those that share sectors: short scans of other rows fetch fewer
+// instructions.
+enum class SequentialRows {
+  kVectors,
+  kShifted,  // rows start at any element, and the blocks of a cluster go through time in step
+};
+
+template <typename Scalar_, int steps, int tensors, SequentialRows segment_rows>
 struct Segment {
   using Scalar = Scalar_;
+  static constexpr bool kShifted = segment_rows == SequentialRows::kShifted;
   using Acc = cuda::AccumulateType<Scalar>;
   static constexpr int kSteps = steps;
   static constexpr int kTensors = tensors;  // that pass through shared memory
@@ -54,16 +64,12 @@ struct Segment {
     __align__(kVectorBytes) unsigned char rows[kTensors][kSteps][Shifted::kRowBytes];
   };
   static_assert(sizeof(Stage) % kVectorBytes == 0, "cp.async copies vectors to every stage");
-  static constexpr int stage_bytes(bool is_shifted) {
-    return static_cast<int>(is_shifted ? sizeof(ShiftedStage) : sizeof(Stage));
-  }
+  static constexpr int kStageBytes = static_cast<int>(kShifted ? sizeof(ShiftedStage) : sizeof(Stage));
   // About 12 KB of copies in flight for each of the 16 warps of a multiprocessor. At the rate of a copy a multiprocessor
   // needs 33 KB for each microsecond of latency.
   static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage));
   static constexpr int kStages = kWantedStages < 2 ? 2 : kWantedStages;
-  static constexpr int warp_bytes(bool is_shifted) {
-    return kStages * stage_bytes(is_shifted) + kTileChannels * static_cast<int>(sizeof(Acc));
-  }
+  static constexpr int kWarpBytes = kStages * kStageBytes + kTileChannels * static_cast<int>(sizeof(Acc));
 };
 
 // A stage in shared memory, of aligned or of shifted rows.
@@ -80,8 +86,9 @@ struct StageRows {
 };
 
 // Whether a block has no chain, because clusters have equally many blocks. It ends with its cluster.
+template <typename S>
 __device__ __forceinline__ bool is_padding(const SequentialPartition& partition) {
-  if (partition.cluster == 1 || blockIdx.x < partition.chains) return false;
+  if (!S::kShifted || partition.cluster == 1 || blockIdx.x < partition.chains) return false;
   cuda::cluster_barrier();
   cuda::cluster_barrier();
   return true;
@@ -111,12 +118,9 @@ class Chain {
     has_channels = channel < p.channels;
     ready_ = reinterpret_cast<cuda::Mbarrier*>(memory);
     states_ = reinterpret_cast<Acc*>(memory + kSequentialBarrierBytes) + lane * S::kLaneChannels;
-    stages_ =
-        memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc) + warp * S::kStages * partition.stage_bytes;
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < warps; ++i) ready_[i].init(1);
-    }
-    if (partition.cluster > 1) {
+    stages_ = memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc) + warp * S::kStages * S::kStageBytes;
+    if (static_cast<int>(threadIdx.x) < warps) ready_[threadIdx.x].init(1);
+    if (is_in_cluster()) {
       if (threadIdx.x < 2) set_neighbor(static_cast<int>(threadIdx.x));
       cuda::cluster_barrier();
     }
@@ -160,7 +164,7 @@ class Chain {
   // starts copies to a stage. work() calls carry(), and release() when no lane of the warp reads the stage any more.
   template <typename Copy, typename Work>
   __device__ __forceinline__ void for_each_segment(const Copy& copy, const Work& work) {
-#pragma unroll 1
+#pragma unroll(S::kShifted ? 1 : S::kStages)
     for (int i = 0; i < S::kStages; ++i) {
       if (warp + i * warps < segments) copy(warp + i * warps, stage(i));
       cuda::cp_async_commit();
@@ -183,7 +187,7 @@ class Chain {
   // The state before the warp's next segment.
   __device__ __forceinline__ void wait_for_state(int segment, Acc (&state)[S::kLaneChannels]) {
     ready_[warp].wait(turn_++);
-    if (partition_.cluster > 1) wait_for_neighbors(segment);
+    if (is_in_cluster()) wait_for_neighbors(segment);
     const Acc* const source = states_ + warp * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
@@ -191,13 +195,13 @@ class Chain {
   // Passes the state after a segment on. The next warp has read its last state: this one follows from it.
   __device__ __forceinline__ void pass_on(int segment, const Acc (&state)[S::kLaneChannels]) {
     if (!is_last(segment)) publish(warp + 1 == warps ? 0 : warp + 1, state);
-    if (partition_.cluster > 1 && lane < 2) {
+    if (is_in_cluster() && lane < 2) {
       if (const uint32_t passed = neighbors().passed_by_this[lane]; passed != kNoNeighbor) cuda::add_cluster(passed, 1);
     }
   }
   // Blocks of a cluster end together, because others write to their shared memory. Called by all threads.
   __device__ __forceinline__ void finish() const {
-    if (partition_.cluster > 1) cuda::cluster_barrier();
+    if (is_in_cluster()) cuda::cluster_barrier();
   }
 
   // Loads the lane's channels of a state; missing elements are zero.
@@ -248,7 +252,8 @@ class Chain {
     while (min(of.passed[0], of.passed[1]) + partition_.most_ahead <= static_cast<uint32_t>(segment)) continue;
 #endif
   }
-  __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * partition_.stage_bytes}; }
+  __device__ __forceinline__ bool is_in_cluster() const { return S::kShifted && partition_.cluster > 1; }
+  __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * S::kStageBytes}; }
   __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
     return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
   }
@@ -333,7 +338,7 @@ struct LaneRows {
   template <bool is_forward, typename Number, typename View>
   __device__ __forceinline__ void load(const SequentialPartition& partition, const Chain<S, is_forward>& chain, int segment,
                                        const StageRows<S>& stage, int begin, const Number& number, const View& view) {
-    if (partition.is_shifted) {
+    if constexpr (S::kShifted) {
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         const SequenceView of = view(number(i));
@@ -358,7 +363,7 @@ __device__ __forceinline__ void store_rows(const SequentialPartition& partition,
                                            const Chain<S, is_forward>& chain, int segment, int steps, const Values& values) {
   using Pair = cuda::Vector<Element, S::kLaneChannels>;
   const int64_t stride = Chain<S, is_forward>::row_stride(view);
-  if (partition.stores_pairs) {
+  if (!S::kShifted || partition.stores_pairs) {
     Element* target = chain.template element<Element>(view, segment, chain.channel);
     const int rows = chain.has_channels ? steps : 0;
 #pragma unroll
@@ -399,7 +404,7 @@ struct SegmentInputs {
                                            bool reads_pairs)
       : p(p),
         steps(steps),
-        channels(reads_pairs                          ? 0
+        channels(!S::kShifted || reads_pairs          ? 0
                  : chain.channel + 1 < chain.channels ? 2
                                                       : 1) {
 #pragma unroll
@@ -467,17 +472,28 @@ int blocks_in_step(Kernel kernel, int threads, int shared_bytes, int64_t chains)
   return best;
 }
 
+// Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant SequentialRows.
+template <typename Launch>
+cudaError_t launch_sequential_variant(const LinearScanParams& params, const SequentialPartition& partition,
+                                      const Launch& launch) {
+  cudaError_t error = cudaSuccess;
+  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+    error = partition.is_shifted || partition.keeps_step
+                ? launch(variant, std::integral_constant<SequentialRows, SequentialRows::kShifted>())
+                : launch(variant, std::integral_constant<SequentialRows, SequentialRows::kVectors>());
+  });
+  return error;
+}
+
 // Launches a block for each chain. The kernel's registers leave room for `most_warps` warps in a multiprocessor.
 template <typename S, typename Kernel, typename Params>
 cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, SequentialPartition partition,
                           cudaStream_t stream) {
   partition.segments = static_cast<int>((params.seqlen + S::kSteps - 1) / S::kSteps);
-  partition.stage_bytes = S::stage_bytes(partition.is_shifted);
-  const int warp_bytes = S::warp_bytes(partition.is_shifted);
-  const int warps = sequential_warps(partition, most_warps, warp_bytes), threads = warps * cuda::kWarpSize;
-  const int bytes = kSequentialBarrierBytes + warps * warp_bytes;
+  const int warps = sequential_warps(partition, most_warps, S::kWarpBytes), threads = warps * cuda::kWarpSize;
+  const int bytes = kSequentialBarrierBytes + warps * S::kWarpBytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  if (partition.keeps_step) partition.cluster = blocks_in_step(kernel, threads, bytes, partition.chains);
+  if (S::kShifted && partition.keeps_step) partition.cluster = blocks_in_step(kernel, threads, bytes, partition.chains);
   const int64_t blocks = round_up(partition.chains, partition.cluster);
   return cuda::launch_clusters(kernel, blocks, threads, bytes, partition.cluster, stream, params, partition);
 }

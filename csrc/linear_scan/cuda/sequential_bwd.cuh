@@ -20,18 +20,48 @@ namespace ssm_kernels::linear_scan {
 template <typename Scalar, typename Variant>
 constexpr int kBwdSteps = Variant::kNames.size() <= 3 ? 16 / static_cast<int>(sizeof(Scalar)) : 4;
 // A stage holds the inputs that backward reads, grad_h, and h one step earlier.
-template <typename Scalar, typename Variant>
-using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>, kStagedInputs<Variant, false> + 2>;
+template <typename Scalar, typename Variant, SequentialRows rows>
+using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>, kStagedInputs<Variant, false> + 2, rows>;
+
+// The rows of an input's gradient for one lane, stored one after another. Rows are vectors.
+template <typename S>
+struct StoredRows {
+  using Scalar = typename S::Scalar;
+  using Acc = typename S::Acc;
+
+  char* target;
+  int steps;  // that exist; none of a gradient that is not wanted
+  bool is_accumulate;
+
+  StoredRows() = default;
+  __device__ __forceinline__ StoredRows(const SequenceView& view, const Chain<S, false>& chain, int segment, int steps,
+                                        bool is_accumulate)
+      : target(is_accumulate ? reinterpret_cast<char*>(chain.template element<Acc>(view, segment, chain.channel))
+                             : reinterpret_cast<char*>(chain.template element<Scalar>(view, segment, chain.channel))),
+        steps(view.data == nullptr ? 0 : steps),
+        is_accumulate(is_accumulate) {}
+
+  __device__ __forceinline__ void store_next(const SequenceView& view, int s, const Acc (&values)[S::kLaneChannels]) {
+    if (s < steps) {
+      if (is_accumulate) {
+        cuda::Vector<Acc, S::kLaneChannels>::round(values).store_once(reinterpret_cast<Acc*>(target));
+      } else {
+        S::Row::round(values).store_once(reinterpret_cast<Scalar*>(target));
+      }
+    }
+    target += Chain<S, false>::row_stride(view) * static_cast<int64_t>(is_accumulate ? sizeof(Acc) : sizeof(Scalar));
+  }
+};
 
 // Warps of a multiprocessor: with gates of several values 128 registers a thread are too few.
 template <typename Variant>
 constexpr int kBwdWarps = Variant::kNames.size() <= 2 ? kSequentialMaxWarps : 12;
 
-template <typename Scalar, typename Variant>
+template <typename Scalar, typename Variant, SequentialRows segment_rows>
 __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     linear_scan_sequential_bwd_kernel(const __grid_constant__ LinearScanBwdParams p,
                                       const __grid_constant__ SequentialPartition partition) {
-  using S = BwdSegment<Scalar, Variant>;
+  using S = BwdSegment<Scalar, Variant, segment_rows>;
   using Acc = typename S::Acc;
   using Inputs = SegmentInputs<S, Variant, false>;
   using ChainOf = Chain<S, false>;
@@ -41,7 +71,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
-  if (is_padding(partition)) return;
+  if (is_padding<S>(partition)) return;
   ChainOf chain(p, partition, memory, p.grad_last_state);
 
   CopiedRows<S, false> rows[Inputs::kStaged];
@@ -52,7 +82,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   const auto copy = [&](int segment, const StageRows<S>& stage) {
     const int steps = chain.steps(segment);
     const int steps_with_before = chain.steps_until(p.seqlen - 1, segment);
-    if (partition.is_shifted) {
+    if constexpr (S::kShifted) {
       // An absent grad_h has no steps.
       return copy_shifted_rows(chain, segment, stage, view, [&](int i) {
         return i == kHBefore ? steps_with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : steps;
@@ -119,16 +149,24 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       chain.store_state(p.grad_initial_state, e);
     }
 
+    // Shifted rows are stored after the loop, because lanes exchange elements. Vectors are stored in it, between computations.
+    [[maybe_unused]] StoredRows<S> out[Inputs::kInputs];
+    if constexpr (!S::kShifted) {
+#pragma unroll
+      for (int i = 0; i < Inputs::kInputs; ++i) {
+        out[i] = StoredRows<S>(p.grad_inputs[i], chain, segment, steps, i >= Inputs::kNarrow && p.grad_inputs[i].is_accumulate);
+      }
+    }
     LaneRows<S, Inputs::kStaged + 1> with_h;
-    typename S::Row narrow[Inputs::kNarrow][S::kSteps];
-    Acc wide[Inputs::kWide > 0 ? Inputs::kWide : 1][S::kSteps][kChannels];
+    [[maybe_unused]] typename S::Row narrow[Inputs::kNarrow][S::kSteps];
+    [[maybe_unused]] Acc wide[Inputs::kWide > 0 ? Inputs::kWide : 1][S::kSteps][kChannels];
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
       if (s % with_h.kSteps == 0) {
         with_h.load(
             partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
       }
-      Acc x[kChannels][Inputs::kInputs], grads[Inputs::kNarrow][kChannels];
+      Acc x[kChannels][Inputs::kInputs], grads[Inputs::kInputs][kChannels];
       inputs_again.next(s, with_h, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
@@ -136,30 +174,41 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
         Acc grad[Inputs::kInputs];
         variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
 #pragma unroll
-        for (int i = 0; i < Inputs::kNarrow; ++i) grads[i][j] = grad[i];
-#pragma unroll
-        for (int i = 0; i < Inputs::kWide; ++i) wide[i][s][j] = grad[Inputs::kNarrow + i];
+        for (int i = 0; i < Inputs::kInputs; ++i) grads[i][j] = grad[i];
       }
+      if constexpr (S::kShifted) {
 #pragma unroll
-      for (int i = 0; i < Inputs::kNarrow; ++i) narrow[i][s] = S::Row::round(grads[i]);
+        for (int i = 0; i < Inputs::kNarrow; ++i) narrow[i][s] = S::Row::round(grads[i]);
+#pragma unroll
+        for (int i = 0; i < Inputs::kWide; ++i) {
+#pragma unroll
+          for (int j = 0; j < kChannels; ++j) wide[i][s][j] = grads[Inputs::kNarrow + i][j];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < Inputs::kInputs; ++i) out[i].store_next(p.grad_inputs[i], s, grads[i]);
+      }
     }
     release();
-    const int rows_of_segment = chain.steps(segment);
+    if constexpr (S::kShifted) {
+      const int rows_of_segment = chain.steps(segment);
 #pragma unroll
-    for (int i = 0; i < Inputs::kNarrow; ++i) {
-      if (p.grad_inputs[i].data == nullptr) continue;
-      store_rows<S, Scalar>(partition, p.grad_inputs[i], chain, segment, rows_of_segment, [&](int s) { return narrow[i][s]; });
-    }
+      for (int i = 0; i < Inputs::kNarrow; ++i) {
+        if (p.grad_inputs[i].data == nullptr) continue;
+        store_rows<S, Scalar>(partition, p.grad_inputs[i], chain, segment, rows_of_segment,
+                              [&](int s) { return narrow[i][s]; });
+      }
 #pragma unroll
-    for (int i = 0; i < Inputs::kWide; ++i) {
-      const SequenceView& wide_view = p.grad_inputs[Inputs::kNarrow + i];
-      if (wide_view.data == nullptr) continue;
-      if (wide_view.is_accumulate) {
-        store_rows<S, Acc>(partition, wide_view, chain, segment, rows_of_segment,
-                           [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
-      } else {
-        store_rows<S, Scalar>(partition, wide_view, chain, segment, rows_of_segment,
-                              [&](int s) { return S::Row::round(wide[i][s]); });
+      for (int i = 0; i < Inputs::kWide; ++i) {
+        const SequenceView& wide_view = p.grad_inputs[Inputs::kNarrow + i];
+        if (wide_view.data == nullptr) continue;
+        if (wide_view.is_accumulate) {
+          store_rows<S, Acc>(partition, wide_view, chain, segment, rows_of_segment,
+                             [&](int s) { return cuda::Vector<Acc, kChannels>::round(wide[i][s]); });
+        } else {
+          store_rows<S, Scalar>(partition, wide_view, chain, segment, rows_of_segment,
+                                [&](int s) { return S::Row::round(wide[i][s]); });
+        }
       }
     }
   });
@@ -169,13 +218,12 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+  return launch_sequential_variant(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
-    error = launch_chains<BwdSegment<Scalar, Variant>>(linear_scan_sequential_bwd_kernel<Scalar, Variant>, kBwdWarps<Variant>,
-                                                       params, partition, stream);
+    constexpr SequentialRows kRows = decltype(rows)::value;
+    return launch_chains<BwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_bwd_kernel<Scalar, Variant, kRows>,
+                                                             kBwdWarps<Variant>, params, partition, stream);
   });
-  return error;
 }
 
 }  // namespace ssm_kernels::linear_scan

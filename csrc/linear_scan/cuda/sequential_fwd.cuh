@@ -14,22 +14,22 @@ namespace ssm_kernels::linear_scan {
 // broadcast, which are loaded into registers.
 template <typename Variant>
 constexpr int kFwdRowBytes = Variant::kNames.size() > Variant::kFirstBroadcast ? 16 : 32;
-template <typename Scalar, typename Variant>
+template <typename Scalar, typename Variant, SequentialRows rows>
 using FwdSegment =
-    Segment<Scalar, kFwdRowBytes<Variant> / static_cast<int>(sizeof(Scalar)), static_cast<int>(Variant::kFirstBroadcast)>;
+    Segment<Scalar, kFwdRowBytes<Variant> / static_cast<int>(sizeof(Scalar)), static_cast<int>(Variant::kFirstBroadcast), rows>;
 
-template <typename Scalar, typename Variant>
+template <typename Scalar, typename Variant, SequentialRows segment_rows>
 __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     linear_scan_sequential_fwd_kernel(const __grid_constant__ LinearScanFwdParams p,
                                       const __grid_constant__ SequentialPartition partition) {
-  using S = FwdSegment<Scalar, Variant>;
+  using S = FwdSegment<Scalar, Variant, segment_rows>;
   using Acc = typename S::Acc;
   using Inputs = SegmentInputs<S, Variant, true>;
   using ChainOf = Chain<S, true>;
   constexpr int kChannels = S::kLaneChannels;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
-  if (is_padding(partition)) return;
+  if (is_padding<S>(partition)) return;
   ChainOf chain(p, partition, memory, p.initial_state);
 
   CopiedRows<S, true> rows[Inputs::kStaged];
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   const auto view = [&](int i) { return p.inputs[i]; };
   const auto copy = [&](int segment, const StageRows<S>& stage) {
     const int steps = chain.steps(segment);
-    if (partition.is_shifted) return copy_shifted_rows(chain, segment, stage, view, [&](int) { return steps; });
+    if constexpr (S::kShifted) return copy_shifted_rows(chain, segment, stage, view, [&](int) { return steps; });
     const int lane = cuda::opaque(chain.lane);  // few values of the copies stay in registers
 #pragma unroll
     for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, lane, steps, stage[i]);
@@ -75,11 +75,13 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     chain.pass_on(segment, state);
 
     store_rows<S, Scalar>(partition, p.h, chain, segment, chain.steps(segment), [&](int s) { return S::Row::round(h[s]); });
-    if (chain.is_last(segment)) {
+    if (chain.is_last(segment) && p.last_state.data != nullptr) {
 #pragma unroll
       for (int s = 0; s < S::kSteps; ++s) {
-        if (s + 1 == steps) chain.store_state(p.last_state, h[s]);
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) state[j] = s < steps ? h[s][j] : state[j];
       }
+      chain.store_state(p.last_state, state);
     }
   });
   chain.finish();
@@ -88,13 +90,12 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+  return launch_sequential_variant(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
-    error = launch_chains<FwdSegment<Scalar, Variant>>(linear_scan_sequential_fwd_kernel<Scalar, Variant>, kSequentialMaxWarps,
-                                                       params, partition, stream);
+    constexpr SequentialRows kRows = decltype(rows)::value;
+    return launch_chains<FwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_fwd_kernel<Scalar, Variant, kRows>,
+                                                             kSequentialMaxWarps, params, partition, stream);
   });
-  return error;
 }
 
 }  // namespace ssm_kernels::linear_scan
