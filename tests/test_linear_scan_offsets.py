@@ -33,8 +33,8 @@ both_kernels = pytest.mark.parametrize("choice", ["sequential", "tiles"])
 
 
 def assert_rows_keep_bits(variant: Variant, channels: int, layouts: tuple[Layout, ...], only: str = "", **sizes: Any) -> None:
-    """The first ``channels`` channels in every layout, or ``only`` one tensor, beside all channels in vector rows."""
-    inputs = make_inputs(variant, channels=-(-channels // 8) * 8, form="full", device="cuda", **sizes)
+    """The first ``channels`` channels in every layout, or ``only`` one tensor, beside all channels in rows of whole sectors."""
+    inputs = make_inputs(variant, channels=-(-channels // 16) * 16, form="full", device="cuda", **sizes)
     cotangents = make_cotangents(inputs)
     expected = {name: x[..., :channels] for name, x in evaluate(variant, inputs, cotangents).items()}
     assert not any(x.isnan().any() for x in expected.values())
@@ -91,6 +91,14 @@ def test_one_tensor_in_other_rows(dtype, choice):
         for variant in (MINGRU, MINLSTM):
             for name in (*variant.recurrence.inputs, "h0", "grad"):
                 assert_rows_keep_bits(variant, 72, (Layout(1), Layout(2, odd=True)), only=name, seqlen=70, dtype=dtype)
+
+
+@small_dtypes
+def test_blocks_in_step(dtype):
+    """Clusters of blocks that share sectors, the last one with blocks that have no channels; vectors that share sectors."""
+    with debug_option("linear_scan_kernel", "sequential"):
+        for variant, channels in ((MINGRU, 570), (LINEAR, 600)):
+            assert_rows_keep_bits(variant, channels, (Layout(0), Layout(3, odd=True)), seqlen=600, dtype=dtype)
 
 
 @small_dtypes
