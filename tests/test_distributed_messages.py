@@ -26,7 +26,7 @@ from ssm_kernels import nn as layers
 from ssm_kernels.distributed import ContextParallel, _messages, keep_exchanged_states, linear_scan, mingru_scan
 from ssm_kernels.distributed._messages import _Tag
 
-SECONDS = 5  # before a rank no longer waits for another
+SECONDS = 3  # before a rank no longer waits for another
 
 
 def group_of(mesh: Mesh, ranks: int) -> Mesh | None:
