@@ -51,7 +51,7 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
   const int64_t most_channels_last_blocks =
-      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, int64_t(kFewTileSteps) * kWarps);
+      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, int64_t(kFewRunSteps) * kWarps);
   const bool is_channels_last = most_channels_last_blocks <= kMaxNarrow &&
                                 all([&](const SequenceView& view) { return are_narrow(view) && view.stride_channel == 1; });
   const bool is_channels_first = p.ids.data == nullptr &&
@@ -154,8 +154,8 @@ Tiling make_fwd_tiling(const ConvFwdParams& p, KernelSet set, int device) {
   Tiling tiling;
   tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
   const int64_t least = 2 * int64_t(cuda::multiprocessor_count(device));
-  const bool has_few = p.batch * tiling.channel_blocks * ceil_div(p.seqlen, int64_t(kTileSteps) * kWarps) < least;
-  tiling.steps = forced == kFewTileSteps || (forced == 0 && has_few) ? kFewTileSteps : kTileSteps;
+  const bool has_few = p.batch * tiling.channel_blocks * ceil_div(p.seqlen, int64_t(kRunSteps) * kWarps) < least;
+  tiling.steps = forced == kFewRunSteps || (forced == 0 && has_few) ? kFewRunSteps : kRunSteps;
   tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   return tiling;
 }

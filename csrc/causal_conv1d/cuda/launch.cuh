@@ -30,12 +30,12 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
       const bool is_shifted = set == KernelSet::kChannelsLastShifted;
       auto* kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, false, true>
                                 : &conv_fwd_channels_last_kernel<Scalar, false, false>;
-      if (is_specialized(params) && tiling.steps == kFewTileSteps) {
-        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kFewTileSteps, true>
-                            : &conv_fwd_channels_last_tile_kernel<Scalar, kFewTileSteps, false>;
-      } else if (is_specialized(params) && tiling.steps == kTileSteps) {
-        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kTileSteps, true>
-                            : &conv_fwd_channels_last_tile_kernel<Scalar, kTileSteps, false>;
+      if (is_specialized(params) && tiling.steps == kFewRunSteps) {
+        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kFewRunSteps, true>
+                            : &conv_fwd_channels_last_tile_kernel<Scalar, kFewRunSteps, false>;
+      } else if (is_specialized(params) && tiling.steps == kRunSteps) {
+        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kRunSteps, true>
+                            : &conv_fwd_channels_last_tile_kernel<Scalar, kRunSteps, false>;
       } else if (is_specialized(params)) {
         kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, true, true>
                             : &conv_fwd_channels_last_kernel<Scalar, true, false>;

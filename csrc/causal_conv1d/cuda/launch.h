@@ -33,7 +33,7 @@ constexpr int kLaneChannels = 4;
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
 // Steps of a warp in forward of channels-last tensors (channels_last_tile_fwd.cuh): fewer where more warps fill the device.
-constexpr int kTileSteps = 8, kFewTileSteps = 4;
+constexpr int kRunSteps = 8, kFewRunSteps = 4;
 
 // At least so many lanes of the shifted channels-first kernels share a row: each row takes one more block than lanes.
 constexpr int kLeastLogShiftedLanes = 2;
