@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           }
         }
         const bool is_whole = has_vectors && left(chunk, i) >= kSize;
-        load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(chunk, i), is_whole, left(chunk, i), 1,
+        load_parameter_part<Scalar, is_aligned>(p, p.weight, index.first_column + column(chunk, i), is_whole, left(chunk, i), 1,
                                                 weight);
         Acc y[kSize];
 #pragma unroll
@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         inputs.read(x, kX, stage, i, offset_of);
         inputs.read(g, kGradOut, stage, i, offset_of);
         if constexpr (is_add) {
-          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p, p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
@@ -513,7 +513,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] = 0;
             }
           }
-          load_parameter_part<Scalar, is_aligned>(p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p, p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           // One copy per order of gate and norm: the orders share few values, and a joint copy would spill.
           const auto differentiate = [&](auto before) {
             constexpr bool kBefore = decltype(before)::value;
@@ -528,7 +528,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
             store(kGradOut, p.grad_x, offset_of(p.grad_x, i), i, grad_x);
             if (kBefore || p.grad_z.data == nullptr) return;
-            load_parameter_part<Scalar, is_aligned>(p.bias, parameter_offset, is_whole, left(chunk, i), 0, weight);
+            load_parameter_part<Scalar, is_aligned>(p, p.bias, parameter_offset, is_whole, left(chunk, i), 0, weight);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) slope[j] *= x[j] + weight[j];
           };

@@ -137,18 +137,22 @@ __device__ __forceinline__ void load_values(const void* data, bool is_accumulate
   }
 }
 
-// The first `count` values from any element on, zeros beyond them.
+// The first `count` values from any element on, zeros beyond them. `existing` values may be read.
 template <typename Scalar, int size>
 __device__ __forceinline__ void load_shifted_values(const void* data, bool is_accumulate, int64_t offset, int count,
-                                                    AccumulateType<Scalar> (&values)[size]) {
+                                                    int existing, AccumulateType<Scalar> (&values)[size]) {
   using Acc = AccumulateType<Scalar>;
   if constexpr (std::is_same_v<Scalar, double>) {
 #pragma unroll
     for (int j = 0; j < size; ++j) values[j] = j < count ? static_cast<const double*>(data)[offset + j] : 0.0;
   } else if (!std::is_same_v<Scalar, Acc> && is_accumulate) {
-    to_values(cuda::ShiftedLoad<Acc, size>(static_cast<const Acc*>(data) + offset, count).vector(), values);
+    to_values(cuda::ShiftedLoad<Acc, size>(static_cast<const Acc*>(data) + offset, existing).vector(), values);
   } else {
-    to_values(cuda::ShiftedLoad<Scalar, size>(static_cast<const Scalar*>(data) + offset, count).vector(), values);
+    to_values(cuda::ShiftedLoad<Scalar, size>(static_cast<const Scalar*>(data) + offset, existing).vector(), values);
+  }
+  if (count < size) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) values[j] = j < count ? values[j] : AccumulateType<Scalar>(0);
   }
 }
 
@@ -168,9 +172,10 @@ __device__ __forceinline__ bool is_vector_aligned(const ParameterView& view, int
   return (reinterpret_cast<uintptr_t>(view.data) + static_cast<uintptr_t>(offset) * element_bytes) % kVectorBytes == 0;
 }
 
-// The first `count` values of a parameter from any column on, 0 beyond them.
+// The first `count` values of a parameter from any column on, 0 beyond them. The parameter has `existing` values there: lanes
+// at the end of a group read those of the next group too, in the same accesses as other lanes, and drop them.
 template <typename Scalar, int size>
-__device__ __forceinline__ void load_shifted_parameter(const ParameterView& view, int64_t offset, int count,
+__device__ __forceinline__ void load_shifted_parameter(const ParameterView& view, int64_t offset, int count, int existing,
                                                        AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
   using Acc = AccumulateType<Scalar>;
   if (view.data == nullptr) {
@@ -179,7 +184,7 @@ __device__ __forceinline__ void load_shifted_parameter(const ParameterView& view
   } else if (count >= size && is_vector_aligned<Scalar>(view, offset)) {
     load_values<Scalar>(view.data, view.is_accumulate, offset, values);
   } else {
-    load_shifted_values<Scalar>(view.data, view.is_accumulate, offset, count, values);
+    load_shifted_values<Scalar>(view.data, view.is_accumulate, offset, count, existing, values);
   }
 }
 
@@ -206,13 +211,15 @@ __device__ __forceinline__ void store_shifted_values(const RowsView& view, int64
   }
 }
 
-// The first `count` values of a parameter: all of them, from a multiple of 16 bytes on, if is_whole. With is_aligned, groups
-// are whole vectors.
+// The first `count` values of a parameter of p.columns() values: all of them, from a multiple of 16 bytes on, if is_whole. With
+// is_aligned, groups are whole vectors.
 template <typename Scalar, bool is_aligned, int size>
-__device__ __forceinline__ void load_parameter_part(const ParameterView& view, int64_t offset, bool is_whole, int count,
-                                                    AccumulateType<Scalar> absent, AccumulateType<Scalar> (&values)[size]) {
+__device__ __forceinline__ void load_parameter_part(const NormParams& p, const ParameterView& view, int offset, bool is_whole,
+                                                    int count, AccumulateType<Scalar> absent,
+                                                    AccumulateType<Scalar> (&values)[size]) {
   if constexpr (!is_aligned) {
-    if (!is_whole) return load_shifted_parameter<Scalar>(view, offset, count, absent, values);
+    const int existing = static_cast<int>(p.columns()) - offset;
+    if (!is_whole) return load_shifted_parameter<Scalar>(view, offset, count, existing, absent, values);
   }
   load_parameter<Scalar>(view, offset, absent, values);
 }

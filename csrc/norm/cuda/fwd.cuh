@@ -161,14 +161,16 @@ struct GroupValues {
 template <typename Scalar, bool is_add>
 constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
 
-// With at most 96 registers, about as many blocks of staged rows are resident as of aligned ones. A bound on the threads of a
-// block, of which none has that many, says so.
-template <bool is_aligned>
-constexpr int kFwdBoundThreads = is_aligned ? kFwdMaxThreads : 640;
+// Threads of a block in the launch bounds, which limit the registers of a thread; no block has more than kFwdMaxThreads. In
+// aligned fp32 add_norm, with 72 registers, two blocks of the 416 threads that 12,296 columns take are resident. fp16 and bf16
+// would spill, and have two of 384 threads. As many blocks of staged rows are resident, or almost.
+template <typename Scalar, bool is_aligned, bool is_add>
+constexpr int kFwdBoundThreads = is_add                              ? (is_aligned && sizeof(Scalar) == 4 ? 896 : 768)
+                                 : is_aligned || sizeof(Scalar) == 2 ? kFwdMaxThreads
+                                                                     : 640;
 
 template <typename Scalar, bool is_aligned, bool is_add>
-__global__ void __launch_bounds__(kFwdBoundThreads<is_aligned || kFwdMinBlocks<Scalar, is_add> == 2>,
-                                  (kFwdMinBlocks<Scalar, is_add>))
+__global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>), (kFwdMinBlocks<Scalar, is_add>))
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
@@ -250,8 +252,8 @@ __global__ void __launch_bounds__(kFwdBoundThreads<is_aligned || kFwdMinBlocks<S
           if (!is_valid(i)) continue;
           Acc weight[kSize], bias[kSize];
           const bool is_whole = has_vectors && left(i) >= kSize;
-          load_parameter_part<Scalar, is_aligned>(p.weight, index.first_column + column(i), is_whole, left(i), 1, weight);
-          load_parameter_part<Scalar, is_aligned>(p.bias, index.first_column + column(i), is_whole, left(i), 0, bias);
+          load_parameter_part<Scalar, is_aligned>(p, p.weight, index.first_column + column(i), is_whole, left(i), 1, weight);
+          load_parameter_part<Scalar, is_aligned>(p, p.bias, index.first_column + column(i), is_whole, left(i), 0, bias);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
         }

@@ -159,8 +159,9 @@ __device__ __forceinline__ void load_weight(const RmsParams& p, const RmsPlace<i
   for (int i = 0; i < vectors; ++i) {
     const int column = place.first_column + i * kWarpSize * size;
     if constexpr (is_any) {
-      load_shifted_parameter<Scalar>(p.weight, place.group * p.group_size + place.block_column + column,
-                                     place.left(i * kWarpSize * size), 1, weight[i]);
+      const int left = place.left(i * kWarpSize * size);
+      load_shifted_parameter<Scalar>(p.weight, place.group * p.group_size + place.block_column + column, left, left, 1,
+                                     weight[i]);
     } else if (column < place.columns) {
       load_parameter<Scalar>(p.weight, place.group * p.group_size + column, 1, weight[i]);
     } else {

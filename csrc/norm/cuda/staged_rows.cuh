@@ -52,6 +52,14 @@ struct Image {
   // visible. `past` is the same for the team.
   static __device__ __forceinline__ void load(Values (&values)[vectors], const char* image, int past, const TeamPlace& team) {
     const char* const own = image + team.lane * kLaneBytes;
+    if (team.lanes < kWarpSize) {
+      // Teams of a warp differ in `past`.
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+        values[i] = cuda::load_shifted_shared<Element, size>(own + i * team.lanes * kLaneBytes, past);
+      }
+      return;
+    }
     const unsigned int selected = cuda::select_half_words(past);
     cuda::visit_index<kVectorBytes / 4>(past / 4, [&](auto skipped) {
 #pragma unroll
@@ -85,16 +93,25 @@ struct Image {
     const int bytes = count * kElementBytes, inner = bytes - skipped;
     char* const first = reinterpret_cast<char*>(target);
     const unsigned int selected = cuda::select_half_words(skipped);
-    cuda::visit_index<kVectorBytes / 4>(skipped / 4, [&](auto index) {
+    const auto store_pieces = [&](const auto& join) {
 #pragma unroll
       for (int k = 0; k < kLanePieces; ++k) {
         const int position = (team.lane + k * team.lanes) * kVectorBytes;
-        if (inner < position + kVectorBytes) continue;
-        const uint4* const piece = reinterpret_cast<const uint4*>(image + position);
-        *reinterpret_cast<uint4*>(first + skipped + position) =
-            cuda::join_pieces<Element, decltype(index)::value>(piece[0], piece[1], selected);
+        if (inner >= position + kVectorBytes) join(image + position, first + skipped + position);
       }
-    });
+    };
+    if (team.lanes < kWarpSize) {
+      store_pieces([&](const char* source, char* piece) {
+        cuda::load_shifted_shared<Element, kPieceElements>(source, skipped).store(reinterpret_cast<Element*>(piece));
+      });
+    } else {
+      cuda::visit_index<kVectorBytes / 4>(skipped / 4, [&](auto index) {
+        store_pieces([&](const char* source, char* piece) {
+          const uint4* const pieces = reinterpret_cast<const uint4*>(source);
+          *reinterpret_cast<uint4*>(piece) = cuda::join_pieces<Element, decltype(index)::value>(pieces[0], pieces[1], selected);
+        });
+      });
+    }
     const int last = inner < 0 ? bytes : bytes - inner % kVectorBytes;
     for (int i = team.lane; i < 2 * kPieceElements; i += team.lanes) {
       const bool is_first = i < kPieceElements;
