@@ -233,6 +233,15 @@ class OperatorSpec:
         """The yardstick of the low-precision rule: PyTorch in the operator's dtypes."""
         return self.evaluate(self.reference, inputs, cotangents)
 
+    def assert_same_as(self, function: Callable, inputs: Inputs, *, bits: bool = False) -> None:
+        """The results and all gradients are those of another function."""
+        cotangents = self.make_cotangents(inputs)
+        actual, expected = (self.evaluate(call, inputs, cotangents) for call in (self, function))
+        if bits:
+            assert_equal(actual, expected)
+        else:
+            self.assert_close(actual, expected)
+
     def rounding_floor(self, name: str, inputs: Inputs) -> float | None:
         """Replaces the low-precision rule's usual floor for this result; None keeps it."""
         return None

@@ -258,13 +258,17 @@ def test_no_norm_to_leave_out(device):
         ops._mamba2_mixer_fwd(*make_inputs(norm=False, device=device).values(), applies_norm=False)
 
 
-def test_vmap(device):
-    inputs = make_inputs(device=device)
-    samples = torch.stack([inputs["projected"], inputs["projected"].flip(1)])
-    rest = list(inputs.values())[1:]
-    mapped = torch.vmap(lambda projected: operator(projected, *rest)[0])(samples)
+def assert_vmap_is_a_loop(function: Any, inputs: dict[str, Any]) -> None:
+    """Over samples of the first argument."""
+    first, *rest = inputs.values()
+    samples = torch.stack([first, first.flip(1)])
+    mapped = torch.vmap(lambda sample: function(sample, *rest)[0])(samples)
     for sample, result in zip(samples, mapped, strict=True):
-        assert_close({"out": result}, {"out": operator(sample, *rest)[0]}, 1e-12)
+        assert_close({"out": result}, {"out": function(sample, *rest)[0]}, 1e-12)
+
+
+def test_vmap(device):
+    assert_vmap_is_a_loop(operator, make_inputs(device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

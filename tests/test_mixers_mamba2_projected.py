@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mixers_mamba2 import OPTIONS, RESULTS, TENSORS, assert_close, make_inputs, operator
+from test_mixers_mamba2 import OPTIONS, RESULTS, TENSORS, assert_close, assert_vmap_is_a_loop, make_inputs, operator
 from torch import Tensor
 
 from ssm_kernels._vmap import _mamba2_mixer_projected as composition
@@ -169,12 +169,7 @@ def test_gradcheck(device):
 
 
 def test_vmap(device):
-    inputs = make_projected_inputs(device=device)
-    samples = torch.stack([inputs["projected"], inputs["projected"].flip(1)])
-    rest = list(inputs.values())[1:]
-    mapped = torch.vmap(lambda sample: projected(sample, *rest)[0])(samples)
-    for sample, result in zip(samples, mapped, strict=True):
-        assert_close({"out": result}, {"out": projected(sample, *rest)[0]}, 1e-12)
+    assert_vmap_is_a_loop(projected, make_projected_inputs(device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
