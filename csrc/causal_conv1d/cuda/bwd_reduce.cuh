@@ -1,9 +1,10 @@
 // The gradients of weight and bias: adds their partial sums over tiles of time, (tiles, width + 1, channels), in the order of
-// the tiles.
+// the tiles. The kernel that writes the sums lets this one start early, so that its launch takes no time of its own.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
 #include "cuda/partial_sums.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -14,6 +15,7 @@ template <typename Scalar>
 __global__ void __launch_bounds__(TileSums::kThreads)
     conv_bwd_reduce_kernel(const ConvBwdParams p, const AccumulateType<Scalar>* sums, int64_t tiles) {
   using Acc = AccumulateType<Scalar>;
+  cuda::grid_dependency_sync();
   const auto store = [](void* target, int64_t offset, bool is_input_kind, Acc value) {
     if (is_input_kind) {
       static_cast<Scalar*>(target)[offset] = from_accumulate<Scalar>(value);

@@ -10,6 +10,7 @@
 
 #include "causal_conv1d/cuda/device.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -200,6 +201,7 @@ template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_bwd_channels_first_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
+  cuda::launch_dependents();
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar);
   using Inputs = cuda::Vector<Scalar, kVector>;

@@ -181,6 +181,7 @@ template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
     conv_bwd_channels_first_shifted_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
+  cuda::launch_dependents();
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar);
   using Inputs = cuda::Vector<Scalar, kVector>;

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "causal_conv1d/cuda/channels_last_fwd.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -29,6 +30,7 @@ template <typename Scalar, bool is_specialized, bool has_second, bool is_shifted
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_channels_last_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
+  cuda::launch_dependents();
   constexpr int kVector = kLaneChannels, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // per channel: grad_weight by lag, then grad_bias
   using Inputs = ChannelsLastRows<const Scalar, is_shifted>;
@@ -127,12 +129,14 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
       }
       return true;
     };
+    // The main loop takes zeros for inputs before a batch row of one sequence without an initial state.
+    const bool takes_zeros = is_specialized && kAhead >= kHalo && p.initial_state.data == nullptr;
     // Whether the main loop takes steps t - kAhead + 1 to t: inner steps of one sequence that began at least kHalo steps
     // earlier.
     const auto are_inner = [&](int t) {
       const int least = t - kAhead + 1;
-      return least >= segment.t && least >= kHalo && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
-             is_unbroken(least - kHalo + 1, t + 1);
+      return least >= segment.t && (least >= kHalo || takes_zeros) && to_last >= width - 1 &&
+             (t + 1 < seqlen || !has_grad_final) && is_unbroken(least - kHalo + 1, t + 1);
     };
 
     const auto is_padding = [&](int t) { return !is_specialized && p.is_padding(segment.b, t); };
@@ -176,9 +180,17 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks
         for (int lag = 1; lag < kHalo; ++lag) to_channels(x.load_once(t - lag), before[lag - 1]);
         int stage = 0;
         const auto start_copies = [&](int t) {
+          if (!takes_zeros || t >= kHalo + kAhead - 1) {
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) x.start_copy(t - kHalo - j, stages[stage][j][0]);
+          } else {
+#pragma unroll 1
+            for (int j = 0; j < kAhead; ++j) {
+              t >= kHalo + j ? x.start_copy(t - kHalo - j, stages[stage][j][0]) : x.stage_zero(stages[stage][j][0]);
+            }
+          }
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
-            x.start_copy(t - kHalo - j, stages[stage][j][0]);
             grad_out.start_copy(t - j, stages[stage][j][1]);
             if constexpr (has_second) grad_out_2.start_copy(t - j, stages[stage][j][2]);
           }

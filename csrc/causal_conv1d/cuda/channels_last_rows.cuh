@@ -118,6 +118,7 @@ class AlignedRows {
   __device__ __forceinline__ void start_copy(int t, Stage& target) const {
     cuda::cp_async<Row::kBytes>(&target.rows[threadIdx.x], at(t));
   }
+  __device__ __forceinline__ static void stage_zero(Stage& target) { target.rows[threadIdx.x] = Row::zero(); }
   __device__ __forceinline__ Row staged(int, const Stage& stage) const { return stage.rows[threadIdx.x]; }
   template <typename Acc>
   __device__ __forceinline__ void store(int t, const Acc (&values)[kLaneChannels]) const {
@@ -176,6 +177,12 @@ class ShiftedRows {
     const uint32_t piece = cuda::shared_address(target.bytes) + lane_.copied;
     if (past > lane_.least_past) cuda::cp_async<kPieceBytes>(piece, source);
     if (past > lane_.next_past) cuda::cp_async<kPieceBytes>(piece + kPieceBytes, source + kPieceBytes);
+  }
+  __device__ __forceinline__ void stage_zero(Stage& target) const {
+    using Piece = cuda::Vector<Element, kLaneChannels>;
+    char* const piece = target.bytes + lane_.copied;
+    *reinterpret_cast<Piece*>(piece) = Piece::zero();
+    if (threadIdx.x % kWarpSize == kWarpSize - 1) *reinterpret_cast<Piece*>(piece + kPieceBytes) = Piece::zero();
   }
   __device__ __forceinline__ Row staged(int t, const Stage& stage) const {
     const int past = (static_cast<int>(reinterpret_cast<uintptr_t>(base_)) + t * stride_) & (kPieceBytes - 1);

@@ -95,6 +95,8 @@ KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, 
 // Cost of a channels-last warp apart from its steps, in steps: weights, halo and partial sums.
 constexpr int64_t kStepsOverhead = 12;
 constexpr int64_t kMinSteps = 16, kMaxSteps = 256;
+// Latency decides backward of up to kFewSteps steps: its warps may have fewer.
+constexpr int64_t kFewSteps = 256, kLeastSteps = 4;
 constexpr int64_t kMaxWaves = 8;
 
 // Fewer tiles read less halo and write fewer partial sums; more tiles fill the last wave of blocks. Backward is bound by
@@ -105,11 +107,13 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
-    const int64_t most_tiles = ceil_div(p.seqlen, kMinSteps * kWarps);
-    tiling.steps = kStepGroup;
+    const bool has_few = has_whole_waves && p.seqlen <= kFewSteps;
+    const int64_t most_tiles = ceil_div(p.seqlen, (has_few ? kLeastSteps : kMinSteps) * kWarps);
+    const int64_t group = has_few ? kLeastSteps : kStepGroup;
+    tiling.steps = group;
     double least = 0;
     for (int64_t tiles = std::max<int64_t>(1, ceil_div(p.seqlen, kMaxSteps * kWarps)); tiles <= most_tiles; ++tiles) {
-      const int64_t steps = ceil_div(ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
+      const int64_t steps = ceil_div(ceil_div(p.seqlen, tiles * kWarps), group) * group;
       const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
       const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
       if (least == 0 || found < least) {
@@ -122,10 +126,12 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
     tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kChannelsFirst || set == KernelSet::kChannelsFirstShifted) {
     const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
-    // One tile per channel, or more if there are too few channels to fill the device.
-    constexpr int64_t kBlocksOfMultiprocessor = 16;
-    const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
-    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = ceil_div(wanted_blocks * kWarps, rows);
+    // One tile per channel, or more if there are too few channels to fill the device. Tiles of kLongSteps and more are so long
+    // that several waves of them end more evenly than one.
+    constexpr int64_t kWaveBlocks = 5, kMostBlocks = 16, kLongSteps = 2048;
+    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), of_blocks = multiprocessors * kWarps;
+    const int64_t wanted_tiles = std::max(ceil_div(kWaveBlocks * of_blocks, rows),
+                                          std::min(ceil_div(kMostBlocks * of_blocks, rows), ceil_div(p.seqlen, kLongSteps)));
     tiling.steps = std::max(warp_steps, ceil_div(ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
     tiling.tiles = ceil_div(p.seqlen, tiling.steps);
     if (tiling.tiles == 1) {

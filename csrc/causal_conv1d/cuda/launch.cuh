@@ -11,6 +11,7 @@
 #include "causal_conv1d/cuda/channels_last_tile_fwd.cuh"
 #include "causal_conv1d/cuda/general.cuh"
 #include "causal_conv1d/cuda/update.cuh"
+#include "cuda/launch.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -59,8 +60,10 @@ template <typename Scalar>
 cudaError_t launch_bwd_reduce(const ConvBwdParams& params, const void* sums, int64_t tiles, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
   const auto* const rows = static_cast<const AccumulateType<Scalar>*>(sums);
-  conv_bwd_reduce_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, rows, tiles);
-  return cudaGetLastError();
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const auto reduce = &conv_bwd_reduce_kernel<Scalar>;
+  return cuda::launch<ConvBwdParams, const AccumulateType<Scalar>*, int64_t>(reduce, blocks, TileSums::kThreads, 0, stream,
+                                                                             cuda::has_pdl(reduce), params, rows, tiles);
 }
 
 template <typename Scalar>
