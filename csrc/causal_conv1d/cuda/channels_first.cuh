@@ -147,7 +147,7 @@ __device__ __forceinline__ void store_tile_sums(const ConvBwdParams& p, const Ti
 }
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 10)
     conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -159,29 +159,34 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   const int lane = segment.lane, warp_steps = kVector * segment.lanes;
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
-  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
-  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
+  const Scalar* x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  Scalar* out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
   Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
 
-  for (int64_t begin = segment.begin; begin < segment.end; begin += kAhead * warp_steps) {
+  // Steps are counted from the tile's first one, in 32 bits. Lanes without a row take part in its only iteration.
+  const int count = segment.exists ? static_cast<int>(segment.end - segment.begin) : 0;
+  x += segment.begin;
+  out += segment.begin;
+  int begin = 0;
+  do {
     Inputs loaded[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int64_t t = begin + j * warp_steps + lane * kVector;
-      loaded[j] = t < segment.end ? Inputs::load_once(x + t) : Inputs::zero();
+      const int t = begin + j * warp_steps + lane * kVector;
+      loaded[j] = t < count ? Inputs::load_once(x + t) : Inputs::zero();
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       // No lane has steps left.
-      if (j > 0 && begin + j * warp_steps >= segment.end) break;
-      const int64_t t = begin + j * warp_steps + lane * kVector;
+      if (j > 0 && begin + j * warp_steps >= count) break;
+      const int t = begin + j * warp_steps + lane * kVector;
       Acc inputs[kHalo + kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded[j].accumulate(i);
       const Tail tail = Tail::of(loaded[j]);
       tail.to_lane_above(segment, earlier, inputs);
       earlier = tail;
-      if (t >= segment.end || !segment.exists) continue;
+      if (t >= count) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
@@ -191,8 +196,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       }
       Inputs::round(outputs).store_once(out + t);
     }
-  }
-  if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0 && segment.exists) {
+    begin += kAhead * warp_steps;
+  } while (begin < count);
+  if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0 && count > 0) {
     store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
   }
 }
