@@ -32,15 +32,15 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 gc.disable()
 
 
-def _has_driver() -> bool:
-    """Whether there is a driver of NVIDIA's, or Windows's for its Linux. Without one, nothing needs to ask torch for GPUs."""
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+def _may_have_gpu() -> bool:
+    """Whether to ask torch, which takes seconds to import: no, where there is no driver of NVIDIA's or Windows's for Linux."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg"))
 
 
 def _order_gpus() -> None:
     """Gives the workers of pytest-xdist different GPUs as their first; each still sees all."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if not worker.startswith("gw") or not _has_driver():
+    if not worker.startswith("gw"):
         return
     import torch
 
@@ -63,8 +63,6 @@ def _limit_instruction_sets() -> None:
 
 
 def _has_gpu() -> bool:
-    if not _has_driver():
-        return False
     import torch
 
     return torch.cuda.is_available()
@@ -77,7 +75,7 @@ def _cores() -> int:
 @pytest.hookimpl(optionalhook=True)  # pytest also runs without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     workers = min(_cores(), 12)
-    if _has_gpu():  # a worker's CUDA context and tensors take up to 4 GiB
+    if _may_have_gpu() and _has_gpu():  # a worker's CUDA context and tensors take up to 4 GiB
         import torch
 
         memory = sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
@@ -94,7 +92,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     config.option.numprocesses = "auto"
     # Workers that are done take over tests of others; on a GPU a group of tests keeps to one worker.
-    config.option.dist = "loadgroup" if _has_gpu() else "worksteal"
+    config.option.dist = "loadgroup" if _may_have_gpu() and _has_gpu() else "worksteal"
     os.environ.setdefault("OMP_NUM_THREADS", str(-(-_cores() // pytest_xdist_auto_num_workers())))
     # Tests with two threads in each worker have more threads than cores: a thread that waits must leave its core to others.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
