@@ -81,7 +81,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
   const FwdOutputs outputs = allocate_fwd(in);
-  PendingCopies copies(loads_tiles(in));
+  PendingCopies copies(tile_loads(in, TileLoads::kForward));
   const KernelInputs inputs(in, method, copies);
   run_forward(in, inputs, copies, outputs);
   return outputs;
@@ -92,7 +92,7 @@ StatesOutputs states_cuda(const StatesInputs& in) {
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/false)) return states_aten(in);
   const StatesOutputs outputs = allocate_states(in);
-  PendingCopies copies(loads_tiles(in));
+  PendingCopies copies(tile_loads(in, TileLoads::kForward));
   const KernelInputs inputs(in, method, copies);
   const ChunkStates chunk_states = allocate_chunk_states(in, inputs, outputs.states);
   run_forward(in, inputs, copies, outputs, chunk_states);

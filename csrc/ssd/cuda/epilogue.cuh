@@ -4,6 +4,7 @@
 
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/state.cuh"
+#include "ssd/cuda/tile_loads.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -27,9 +28,8 @@ class TmaEpilogue {
   // TMA does not write the part of the tile that is outside of the tensor.
   __device__ __forceinline__ void send(const SmemTile<kStateRows>& tile, int chunk) const {
     // Opaque: there are no registers to keep what follows from it.
-    const int head = cuda::opaque(state_tile_.head), of_class = head & ((1 << p_.out_log2_classes) - 1);
-    const int first = (p_.out_first + head * static_cast<int>(p_.out.stride_head)) & (kRowElements - 1);
-    cuda::tma_store_tile(p_.out_descriptors[of_class], first + state_tile_.first_row, head >> p_.out_log2_classes,
+    const HeadPlace at_head(p_.out_tiles, p_.out, cuda::opaque(state_tile_.head));
+    cuda::tma_store_tile(at_head.descriptor, at_head.first + state_tile_.first_row, at_head.entry,
                          static_cast<int>(at_.start) + chunk * kChunk, static_cast<int>(at_.batch), &tile,
                          state_tile_.is_there() && thread() == 0);
   }

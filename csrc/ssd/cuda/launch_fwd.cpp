@@ -80,13 +80,15 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptors of rows for TMA. Returns whether the sizes allow it.
-bool describe_tiles(const KernelInputs& inputs, const at::Tensor& gate, const at::Tensor& out, SsdFwdParams& params) {
-  const auto describe = [](const at::Tensor& tensor, bool are_summed, RowTiles& tiles) {
-    return !tensor.defined() || has_vectors(tensor) || describe_rows(tensor, are_summed, tiles);
+// Makes the descriptors of heads' rows for TMA. Returns whether the sizes allow it.
+bool describe_tiles(const KernelInputs& inputs, const at::Tensor& gate, const OptionalTensor& z, const at::Tensor& out,
+                    SsdFwdParams& params) {
+  const auto describe = [](const at::Tensor& rows, RowTiles& tiles) {
+    return describe_rows(rows, /*are_summed=*/false, tiles);
   };
-  return describe_out(out, params) && describe(inputs.x, false, params.x_tiles) && describe(gate, false, params.z_tiles) &&
-         describe(inputs.B, true, params.B_tiles) && describe(inputs.C, true, params.C_tiles);
+  if (!describe_heads(out, params.out_tiles)) return false;
+  if (inputs.loads_x() && !describe(inputs.x, params.x_tiles)) return false;
+  return !is_present(z) || !are_loaded_as_tiles(gate, *z) || describe(gate, params.z_tiles);
 }
 
 // Whether the short scan (short_scan_fwd.cuh) takes a call.
@@ -117,7 +119,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   make_schedule(inputs.x.options(), call);
   call.products = choose_products(out, inputs.is_reverse());
-  if (call.products == Products::kWgmma && !describe_tiles(inputs, call.gate, out, call.params)) {
+  if (call.products == Products::kWgmma && !describe_tiles(inputs, call.gate, z, out, call.params)) {
     TORCH_CHECK(!copies.loads_tiles(), "ssd_chunk_scan: failed to describe tensors for TMA");
     call.products = Products::kMma;
   }
@@ -143,15 +145,16 @@ bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
 }
 
-bool loads_tiles(const Inputs& in) {
+TileLoads tile_loads(const Inputs& in, TileLoads of_kernels) {
   // Tiles have zeros after the end of a row of the batch, but not after that of a packed sequence.
-  return debug_option(DebugOption::kSsdRows) != 0 && use_wgmma(in.x, in.reverse) && !is_present(in.cu_seqlens) &&
-         in.x.size(1) <= std::numeric_limits<int32_t>::max() - kChunk;
+  const bool can_load = debug_option(DebugOption::kSsdRows) != 0 && use_wgmma(in.x, in.reverse) && !is_present(in.cu_seqlens) &&
+                        in.x.size(1) <= std::numeric_limits<int32_t>::max() - kChunk;
+  return can_load ? of_kernels : TileLoads::kNone;
 }
 
 KernelResult out_as_rows(const at::Tensor& out, const PendingCopies& copies) {
-  SsdFwdParams described;
-  return result_as_rows(out, has_vectors(out) || (copies.loads_tiles() && describe_out(out, described)));
+  HeadTiles tiles;
+  return result_as_rows(out, has_vectors(out) || (copies.loads_tiles() && describe_heads(out, tiles)));
 }
 
 Products choose_products(const at::Tensor& x, bool reverse) {
@@ -184,7 +187,7 @@ std::string describe_kernel(const at::Tensor& x, Products products) {
 }
 
 std::string describe_forward(const Inputs& in, Discretization method) {
-  PendingCopies copies(loads_tiles(in));
+  PendingCopies copies(tile_loads(in, TileLoads::kForward));
   const KernelInputs inputs(in, method, copies);
   const at::Tensor out = empty_tensor_like(in.x);
   const ForwardCall call = prepare(inputs, copies, in.z, out_as_rows(out, copies).written, inputs.empty_states());

@@ -282,8 +282,21 @@ struct StatePassing {
     return p.x;
   }
 
+  __device__ __forceinline__ const RowTiles& group_tiles() const {
+    if constexpr (!kIsFwd) {
+      if (at.is_reverse) return p.C_tiles;
+    }
+    return p.B_tiles;
+  }
+  __device__ __forceinline__ bool loads_head_rows() const {
+    if constexpr (kIsFwd) {
+      return p.x_tiles.are_loaded;
+    } else {
+      return at.is_reverse ? p.grad_out_tiles.are_used : p.x_tiles.are_used;
+    }
+  }
   // Whether the tiles may be loaded by TMA.
-  static constexpr bool kLoadsTiles = kIsFwd && Mma::kIsAsync;
+  static constexpr bool kLoadsTiles = Mma::kIsAsync;
 
   // Run by the warps that copy.
   __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
@@ -311,9 +324,9 @@ struct StatePassing {
 #pragma unroll
       for (int block = 0; block < Layout::kColumnBlocks; ++block) {
         if constexpr (kLoadsTiles) {
-          if (p.B_tiles.are_loaded) {
-            load_tile<kCopyThreads, InOrder>(target.group_rows[block], p.B_tiles, at.group, block * Layout::kColumns, at, chunk,
-                                             shared.full[stage], thread);
+          if (group_tiles().are_loaded) {
+            load_tile<kCopyThreads, InOrder>(target.group_rows[block], group_tiles(), at.group, block * Layout::kColumns, at,
+                                             chunk, shared.full[stage], thread);
             continue;
           }
         }
@@ -322,10 +335,15 @@ struct StatePassing {
 #pragma unroll
       for (int block = 0; block < Layout::kRowBlocks; ++block) {
         if constexpr (kLoadsTiles) {
-          if (p.x_tiles.are_loaded) {
+          if (loads_head_rows()) {
             const StateTile tile(p, work, at, block);
-            load_tile<kCopyThreads, InOrder>(target.head_rows[block], p.x_tiles, tile.head, tile.first_row, at, chunk,
-                                             shared.full[stage], thread);
+            if constexpr (kIsFwd) {
+              load_tile<kCopyThreads, InOrder>(target.head_rows[block], p.x_tiles, tile.head, tile.first_row, at, chunk,
+                                               shared.full[stage], thread);
+            } else if (thread == 0) {
+              load_head_tile(target.head_rows[block], at.is_reverse ? p.grad_out_tiles : p.x_tiles, head_rows, tile.head,
+                             tile.first_row, at, chunk, shared.full[stage]);
+            }
             continue;
           }
         }

@@ -93,27 +93,25 @@ bool describe_rows(const at::Tensor& tensor, bool are_summed, RowTiles& tiles) {
   return tiles.are_loaded;
 }
 
-bool describe_out(const at::Tensor& out, SsdFwdParams& params) {
-  if (out.numel() == 0) return true;
-  if (out.element_size() != 2 || !has_contiguous_rows(out) || !has_steps_for_tma(out) || out.stride(2) >= kMostTmaElements)
-    return false;
-  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
-  const int64_t heads = out.size(2), stride_head = heads > 1 ? out.stride(2) : 0;
-  if (stride_head < 0) return false;
-  int classes = 1;
-  while (classes * stride_head % kRowElements != 0) {
-    classes *= 2;
-    ++params.out_log2_classes;
-  }
-  static_assert(kRowElements == SsdFwdParams::kOutClasses, "so many classes are enough for any distance of heads");
-  params.out_first = static_cast<int>(elements_past_vector(out, 0));
-  for (int64_t head = 0; head < std::min<int64_t>(classes, heads); ++head) {
-    const int64_t offset = head * stride_head, first = elements_past_vector(out, offset);
-    void* const data = static_cast<char*>(out.data_ptr()) + (offset - first) * out.element_size();
+bool describe_heads(const at::Tensor& tensor, HeadTiles& tiles) {
+  tiles.are_used = true;
+  if (tensor.numel() == 0) return true;
+  const int64_t heads = tensor.size(2), stride_head = heads > 1 ? tensor.stride(2) : 0;
+  if (tensor.element_size() != 2 || !has_contiguous_rows(tensor) || !has_steps_for_tma(tensor)) return false;
+  if (stride_head < 0 || stride_head >= kMostTmaElements) return false;
+  int64_t classes = 1;
+  for (; classes * stride_head % kRowElements != 0; classes *= 2) ++tiles.log2_classes;
+  static_assert(kRowElements == HeadTiles::kClasses, "so many classes are enough for any distance of heads");
+  tiles.first = static_cast<int>(elements_past_vector(tensor, 0));
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
+  for (int64_t head = 0; head < std::min(classes, heads); ++head) {
+    const int64_t offset = head * stride_head, first = elements_past_vector(tensor, offset);
+    void* const data =
+        static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + (offset - first) * tensor.element_size();
     const uint64_t sizes[] = {static_cast<uint64_t>(first) + size(3), static_cast<uint64_t>(ceil_div(heads - head, classes)),
                               size(1), size(0)};
-    if (cuda::make_tma_descriptor(params.out_descriptors[head], data, sizes,
-                                  {classes * stride_head, out.stride(1), out.stride(0)},
+    if (cuda::make_tma_descriptor(tiles.descriptors[head], data, sizes,
+                                  {classes * stride_head, tensor.stride(1), tensor.stride(0)},
                                   {kStateRows, 1, kChunk, 1}) != cudaSuccess) {
       return false;
     }
@@ -121,10 +119,21 @@ bool describe_out(const at::Tensor& out, SsdFwdParams& params) {
   return true;
 }
 
-at::Tensor PendingCopies::as_rows(const at::Tensor& tensor, bool are_summed) {
+bool are_loaded_as_tiles(const at::Tensor& rows, const at::Tensor& tensor) {
+  return rows.is_same(tensor) && !has_vectors(rows);
+}
+
+bool PendingCopies::can_load(const at::Tensor& tensor, Rows rows) const {
+  if (loads_ == TileLoads::kNone) return false;
+  RowTiles tiles;
+  HeadTiles by_head;
+  return describe_rows(tensor, rows == Rows::kOfGroups, tiles) &&
+         (loads_ == TileLoads::kForward || rows == Rows::kOfGroups || describe_heads(tensor, by_head));
+}
+
+at::Tensor PendingCopies::as_rows(const at::Tensor& tensor, Rows rows) {
   // Whole vectors are loaded: memory after a row is not part of it.
-  if (has_vectors(tensor)) return tensor;
-  if (RowTiles tiles; loads_tiles_ && describe_rows(tensor, are_summed, tiles)) return tensor;
+  if (has_vectors(tensor) || can_load(tensor, rows)) return tensor;
   const at::Tensor padded = empty_padded_like(tensor);
   add(tensor, padded);
   return padded.narrow(3, 0, tensor.size(3));
@@ -180,8 +189,8 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
     : x(copies.as_rows(in.x)),
-      B(copies.as_rows(in.B, /*are_summed=*/true)),
-      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C, /*are_summed=*/true)),
+      B(copies.as_rows(in.B, Rows::kOfGroups)),
+      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C, Rows::kOfGroups)),
       in_(in),
       method_(method),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
@@ -228,6 +237,8 @@ void KernelInputs::fill(SsdParams& params) const {
   if (cu_seqlens_.defined()) params.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
   if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
   params.states_stride_entry = states_stride_entry();
+  if (are_loaded_as_tiles(B, in_.B)) describe_rows(B, /*are_summed=*/true, params.B_tiles);
+  if (are_loaded_as_tiles(C, in_.C)) describe_rows(C, /*are_summed=*/true, params.C_tiles);
   if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>() + offset_of_first_states();
 }
 

@@ -1,15 +1,37 @@
 // Loads of tiles by TMA from rows that are no vectors of 16 bytes: they begin at any element, because TMA's coordinates do.
 // Only the distance of steps has to be a multiple of 16 bytes (tensors.h, describe_rows).
 //
-// The rows of all heads of a step are one row of the tensor that TMA reads. A tile of x, z or the gradient of y may therefore
-// have elements of the next head after its own. They only get into rows of states and of out that nobody stores. Tiles of B and
-// C, whose columns are summed, have zeros there: with several groups, only rows that fill their tiles are loaded.
+// In forward, the rows of all heads of a step are one row of the tensor that TMA reads. A tile of x or z may therefore have
+// elements of the next head after its own. They only get into rows of states and of out that nobody stores. Tiles of B and C,
+// whose columns are summed, have zeros there: with several groups, only rows that fill their tiles are loaded. Backward sums
+// over the elements of x and of the gradient of y, and loads them by head (HeadTiles).
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/chunk_cumsum.cuh"
 
 namespace ssm_kernels::ssd {
+
+// Where TMA finds the rows of a head.
+struct HeadPlace {
+  const cuda::TmaDescriptor& descriptor;
+  int first, entry;  // coordinates: the row's first element, and the head among those of its descriptor
+
+  __device__ __forceinline__ HeadPlace(const HeadTiles& tiles, const RowsView& view, int head)
+      : descriptor(tiles.descriptors[head & ((1 << tiles.log2_classes) - 1)]),
+        first((tiles.first + head * static_cast<int>(view.stride_head)) & (kRowElements - 1)),
+        entry(head >> tiles.log2_classes) {}
+};
+
+// Starts to load a chunk's rows of one head, from `row` on, to a tile. Called by one thread, which arrives at the barrier
+// later.
+__device__ __forceinline__ void load_head_tile(SmemTile<kStateRows>& tile, const HeadTiles& tiles, const RowsView& view,
+                                               int head, int row, const ChunkSpan& at, int chunk, Mbarrier& full) {
+  const HeadPlace at_head(tiles, view, head);
+  full.expect_tx(sizeof(tile));
+  cuda::tma_load_tile(&tile, at_head.descriptor, at_head.first + row, at_head.entry,
+                      static_cast<int>(at.start) + chunk * kChunk, static_cast<int>(at.batch), full);
+}
 
 constexpr int kLoadedSteps = cuda::kBlockSteps;  // of a load: steps that are neighbors in a tile of any order
 
