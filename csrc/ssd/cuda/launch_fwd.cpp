@@ -147,7 +147,7 @@ bool use_wgmma(const at::Tensor& x, bool reverse) {
 
 TileLoads tile_loads(const Inputs& in, TileLoads of_kernels) {
   // Tiles have zeros after the end of a row of the batch, but not after that of a packed sequence.
-  const bool can_load = debug_option(DebugOption::kSsdRows) != 0 && use_wgmma(in.x, in.reverse) && !is_present(in.cu_seqlens) &&
+  const bool can_load = debug_option(DebugOption::kSsdRows) == 0 && use_wgmma(in.x, in.reverse) && !is_present(in.cu_seqlens) &&
                         in.x.size(1) <= std::numeric_limits<int32_t>::max() - kChunk;
   return can_load ? of_kernels : TileLoads::kNone;
 }
