@@ -193,6 +193,28 @@ struct StagedInput {
   }
 };
 
+// Rounds a thread's values to elements of type Element and stores them in the current row of a stream. With is_any they pass
+// through the warp's place in shared memory, which begins at `segment` and whose input has been read.
+template <typename Staged, typename Element, int count, bool is_any, int vectors, int size>
+__device__ __forceinline__ void store_values(const RowCursor<count>& rows, int stream, const RmsPlace<is_any>& place,
+                                             const float (&values)[vectors][size], const bool (&is_valid)[vectors],
+                                             char* segment) {
+#pragma unroll
+  for (int i = 0; i < vectors; ++i) {
+    const auto rounded = Vector<Element, size>::round(values[i]);
+    if constexpr (is_any) {
+      Staged::replace(segment + place.lane * Staged::kLaneBytes, i, rounded);
+    } else {
+      if (is_valid[i]) rounded.store(rows.template at<Element>(stream, place) + i * kWarpSize * size);
+    }
+  }
+  if constexpr (is_any) {
+    __syncwarp();
+    Staged::Segment::store(rows.template segment<Element>(stream, place), segment + place.lane * kVectorBytes,
+                           place.left_of_warp() * static_cast<int>(sizeof(Element)), place.lane);
+  }
+}
+
 template <typename Params>
 int count_rms_clusters(void (*kernel)(Params), const RmsPlan& plan) {
   return cuda::resident_clusters(kernel, plan.warps * kWarpSize, plan.shared_bytes, plan.cluster);

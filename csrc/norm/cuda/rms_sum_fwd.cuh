@@ -46,11 +46,12 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   char* const x_segment = rms_shared + place.warp * (StagedX::kBytes + StagedResidual::kBytes);
   char *const x_vector = x_segment + place.lane * StagedX::kLaneBytes, *const x_piece = x_segment + place.lane * kVectorBytes,
               *const residual_piece = x_piece + StagedX::kBytes;
-  const int x_left = place.left_of_warp() * static_cast<int>(sizeof(Scalar)),
-            residual_left = place.left_of_warp() * static_cast<int>(sizeof(float));
   if constexpr (is_any) {
-    StagedX::Segment::copy(x_piece, reads.template segment<Scalar>(kX, place), x_left, place.lane);
-    StagedResidual::Segment::copy(residual_piece, reads.template segment<float>(kResidual, place), residual_left, place.lane);
+    const int left = place.left_of_warp();
+    StagedX::Segment::copy(x_piece, reads.template segment<Scalar>(kX, place), left * static_cast<int>(sizeof(Scalar)),
+                           place.lane);
+    StagedResidual::Segment::copy(residual_piece, reads.template segment<float>(kResidual, place),
+                                  left * static_cast<int>(sizeof(float)), place.lane);
     if (p.cluster > 1) cuda::cluster_barrier();  // the shared memory of all blocks can be written to from here on
     cuda::cp_async_wait();
     __syncwarp();
@@ -73,17 +74,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
       v[i][j] += residual[i][j];
       sum = Math<float>::fma(v[i][j], v[i][j], sum);
     }
-    if constexpr (is_any) {
-      StagedResidual::replace(residual_piece, i, Residual::round(v[i]));
-    } else {
-      if (is_valid[i]) Residual::round(v[i]).store(writes.template at<float>(kNewResidual, place) + i * kOffset);
-    }
   }
-  if constexpr (is_any) {
-    __syncwarp();
-    StagedResidual::Segment::store(writes.template segment<float>(kNewResidual, place), residual_piece, residual_left,
-                                   place.lane);
-  }
+  store_values<StagedResidual, float>(writes, kNewResidual, place, v, is_valid, x_segment + StagedX::kBytes);
   sum = sum_over_group(sum, p, place, sums, 0);
   const float rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
   if (threadIdx.x == 0 && (!is_any || cuda::cluster_rank() == 0)) p.rstd[place.first_row * p.groups + place.group] = rstd;
@@ -94,16 +86,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
   for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
-    if constexpr (is_any) {
-      StagedX::replace(x_vector, i, Input::round(v[i]));
-    } else {
-      if (is_valid[i]) Input::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
-    }
   }
-  if constexpr (is_any) {
-    __syncwarp();
-    StagedX::Segment::store(writes.template segment<Scalar>(kOut, place), x_piece, x_left, place.lane);
-  }
+  store_values<StagedX, Scalar>(writes, kOut, place, v, is_valid, x_segment);
 }
 
 template <typename Scalar>
