@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "small odd groups": ("layer_norm_gated", {"columns": 93, "group_size": 31}),
     "layer norm": ("layer_norm_gated", {"columns": 776, "norm_before_gate": True}),
     "layer norm, long": ("layer_norm_gated", {"columns": 12291}),
+    "layer norm, long, vectors": ("layer_norm_gated", {"columns": 12296}),
+    "layer norm, odd groups": ("layer_norm_gated", {"columns": 1539, "group_size": 513}),
     "add": ("add_rms_norm", {"bias": False, "columns": 776}),
     "add, long": ("add_rms_norm", {"bias": False, "columns": 12291}),
     "add, fp32 residual": ("add_rms_norm", {"bias": False, "columns": 776, "residual_dtype": torch.float32}),

@@ -286,7 +286,7 @@ template <typename Scalar, bool is_aligned, bool is_add>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
-  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kIsStaged;
+  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kHasVectorKernels<Scalar>;
   using Inputs = std::conditional_t<kIsStaged, StagedBwdInputs<Scalar, is_add>, BwdInputs<Scalar, is_aligned, is_add>>;
   constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
   static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "the number of a stage selects a buffer of the sums");
@@ -309,7 +309,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const bool has_group = group < p.groups, is_single = is_aligned || teams.chunks <= blocks;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
-  const int chunks = is_aligned ? 1 : teams.chunks, gradient_chunks = p.sums == nullptr ? chunks : 0;
+  // Aligned blocks have one chunk each.
+  const int chunks = is_aligned ? rank + 1 : teams.chunks, chunk_step = is_aligned ? 1 : blocks;
+  const int gradient_chunks = p.sums == nullptr ? chunks : 0;
   const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
 
   const int first_column = group * group_size;
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
 
     if constexpr (is_aligned) {
       // Refills the stage of the previous row, which only this thread reads.
-      copy(row + (kBwdStages - 1) * plan.partials, 0, stage == 0 ? kBwdStages - 1 : stage - 1);
+      copy(row + (kBwdStages - 1) * plan.partials, rank, stage == 0 ? kBwdStages - 1 : stage - 1);
       cuda::cp_async_wait<kBwdStages - 1>();
     } else if (kIsStaged && stages > 1) {
       if (stages == kBwdStages) {
@@ -388,7 +390,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     }
 
     Acc sums[2] = {0, 0};  // gy weight y and gy weight
-    for (int chunk = rank; chunk < chunks; chunk += blocks) {
+    for (int chunk = rank; chunk < chunks; chunk += chunk_step) {
       if constexpr (kIsStaged) {
         if (stages == 1) fill(row, chunk);
         inputs.align([&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
@@ -447,7 +449,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     if (blocks == 1) team_sum(sums, is_aligned ? stage : buffer);
     if constexpr (kMayCluster) {
       if (blocks > 1) {
-        auto& shared = *reinterpret_cast<ClusterSum<2>::Shared*>(records + plan.images_bytes());
+        auto& shared = *reinterpret_cast<ClusterSum<2>::Shared*>(records + plan.sums_offset());
         ClusterSum<2>::add(shared, sums, buffer, blocks, teams.lanes / kWarpSize);
       }
     }
@@ -456,7 +458,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     const Acc mean_gwy = p.group_mean != nullptr ? statistic(p.group_mean, row) : sums[0] / size;
     const Acc mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
 
-    for (int chunk = rank; chunk < gradient_chunks; chunk += blocks) {
+    for (int chunk = rank; chunk < gradient_chunks; chunk += chunk_step) {
       if constexpr (kIsStaged) {
         if (!is_single) {
           fill(row, chunk);
@@ -604,7 +606,10 @@ __global__ void __launch_bounds__(BlockSums::kThreads, sizeof(Acc) == 4 ? 3 : 1)
 
 template <typename Scalar>
 int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan) {
-  const auto kernel = params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
+  auto kernel = params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
+  if (plan.teams.is_aligned) {
+    kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
+  }
   return cuda::resident_clusters(kernel, plan.teams.threads(), plan.shared_bytes(), plan.teams.cluster);
 }
 

@@ -235,33 +235,52 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   const auto record_bytes = [&](int accesses) { return ((kBwdStages * accesses + sums) | 1) * kVectorBytes; };
   const int available = cuda::max_shared_bytes(p.device) - kBwdStaticBytes;
 
+  // The same plan for rows that start and end at any element. Returns whether its shared memory is available.
+  const auto make_staged = [&](BwdPlan& staged, int64_t resident) {
+    staged.teams.is_aligned = false;
+    staged.stage_accesses = 0;
+    staged.record_bytes = record_bytes(0);
+    staged.sum_bytes = sums * kVectorBytes;
+    return choose_stages(staged, p, resident);
+  };
+
   int64_t resident = 0;
   for (int max_lanes = kBwdMaxThreads;; max_lanes /= 2) {
     plan.teams = make_teams(p, max_lanes, /*preferred_lanes=*/kBwdMaxThreads / 2);
+    const bool is_cluster = plan.teams.cluster > 1;
     const int threads = plan.teams.threads(), warps = threads / kWarpSize;
     // Whether the stages of the aligned kernel fit. If so, the others have as many blocks: their sums over rows have the same
     // order.
-    const bool has_stages = narrow && plan.teams.chunks == 1 && threads * record_bytes(stage_accesses) <= available;
+    const int aligned_bytes = threads * record_bytes(stage_accesses) + (is_cluster ? kBwdClusterBytes : 0);
+    const bool has_stages = narrow && plan.teams.chunks <= plan.teams.cluster && aligned_bytes <= available;
     plan.teams.is_aligned = has_stages && aligned;
-    plan.stage_accesses = plan.teams.is_aligned ? stage_accesses : 0;
+    plan.stage_accesses = has_stages ? stage_accesses : 0;
     plan.record_bytes = record_bytes(plan.stage_accesses);
-    const int planned_bytes = record_bytes(has_stages ? stage_accesses : 0) * threads + kBwdStaticBytes;
+    const int planned_bytes = is_cluster ? 0 : plan.record_bytes * threads + kBwdStaticBytes;
     resident = resident_blocks(p.device, warps, kBwdRegisters, planned_bytes);
-    if (plan.teams.is_aligned || p.kind == ScalarKind::kDouble) break;
-    // Clusters have no aligned kernel whose blocks they equal in number.
-    if (plan.teams.cluster > 1) resident = resident_blocks(p.device, warps, kBwdRegisters, /*shared_bytes=*/0);
+    if (p.kind == ScalarKind::kDouble || (plan.teams.is_aligned && !is_cluster)) break;
+    BwdPlan staged = plan;
     // With less shared memory than a block of kBwdMaxThreads needs, groups are cut into more chunks.
-    plan.sum_bytes = sums * kVectorBytes;
-    if (choose_stages(plan, p, resident) || max_lanes <= 2 * kWarpSize) break;
+    if (!make_staged(staged, resident) && max_lanes > 2 * kWarpSize) continue;
+    if (is_cluster) {
+      const auto count = [&](const BwdPlan& launched) -> int64_t {
+        return visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_bwd_clusters<decltype(scalar)>(p, launched); });
+      };
+      BwdPlan vectors = plan;
+      vectors.teams.is_aligned = true;
+      const int64_t aligned_clusters = has_stages ? count(vectors) : 0;
+      resident = count(staged);
+      if (aligned_clusters > 0) resident = std::min(resident, aligned_clusters);
+      if (aligned_clusters == 0) plan.teams.is_aligned = false;
+    }
+    if (!plan.teams.is_aligned) plan = staged;
+    break;
   }
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
   plan.column_blocks = static_cast<int>(ceil_div(p.groups, plan.group_teams));
   // More blocks than are resident would write more partial sums.
-  if (plan.teams.cluster > 1) {
-    resident = visit_rms_scalar(p.kind, [&](auto scalar) { return count_norm_bwd_clusters<decltype(scalar)>(p, plan); });
-  }
   const int64_t most = ceil_div(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));
   plan.partials = plan.row_blocks * plan.row_teams;

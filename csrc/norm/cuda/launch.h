@@ -13,8 +13,8 @@
 //
 // Every kernel has a variant for aligned groups, whose vectors all start at multiples of 16 bytes, and one for groups that
 // start and end at any element. Columns belong to the same threads in both, and equally many blocks share the rows, so that
-// results have the same bits. The variants for any groups also take clusters and, one element at a time, float64. The RMSNorm
-// kernels (rms.h) are compiled for one case each, without options in their loops.
+// results have the same bits. The variants for any groups also take float64, one element at a time; those of the RMSNorm
+// kernels (rms.h) alone take clusters. The RMSNorm kernels are compiled for one case each, without options in their loops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -92,11 +92,10 @@ struct BwdPlan {
   int narrow_image = 0, x_image = 0, x_images = 0, third_images = 0;
 
   // Where the sums of a cluster begin.
-  SSM_HOST_DEVICE int images_bytes() const { return stages * stage_bytes + teams.threads() * sum_bytes; }
-  int shared_bytes() const {
-    if (stage_bytes == 0) return teams.threads() * record_bytes;
-    return images_bytes() + (teams.cluster > 1 ? kBwdClusterBytes : 0);
+  SSM_HOST_DEVICE int sums_offset() const {
+    return stage_bytes == 0 ? teams.threads() * record_bytes : stages * stage_bytes + teams.threads() * sum_bytes;
   }
+  int shared_bytes() const { return sums_offset() + (teams.cluster > 1 ? kBwdClusterBytes : 0); }
 };
 
 // 16-byte accesses that backward copies per thread and row. With a float32 residual, a vector of a float32 tensor takes twice
