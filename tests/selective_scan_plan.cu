@@ -1,6 +1,7 @@
 // Prints what the selective scan's plans take of a block's shared memory on a device that has argv[1] bytes: of each call a
-// line "<dtype> <direction> <dstate> <options>: <bytes> <steps of a span>". For tests/test_selective_scan_plan.py, without a
-// GPU.
+// line "<dtype> <direction> <dstate> <options>: <bytes> <steps of a span>". With more arguments, the sizes "<bytes of an
+// element> <0 or 1: channels are contiguous> <batch> <dim> <seqlen>" of calls with 16 states on 132 multiprocessors, prints
+// whether forward and backward of each are sequential. For tests/test_selective_scan_plan.py, without a GPU.
 #define SSM_KERNELS_WITH_CUDA
 #include <cstdio>
 #include <cstdlib>
@@ -74,10 +75,35 @@ void print(const char* dtype, const Options& o, const DeviceLimits& device) {
   if (!o.packed && !o.reverse) line("initial_gradient", plan_carry_pass<Scalar>(bwd, device), o.seqlen);
 }
 
+template <typename Scalar>
+void print_choice(bool along_channels, int64_t batch, int64_t dim, int64_t seqlen, const DeviceLimits& device) {
+  const auto set = [&](auto& p) {
+    set_inputs(p, {batch, dim, seqlen, 16, true, true, false, false, false, false}, sizeof(Scalar));
+    if (along_channels) p.u = p.delta = p.z = {present, dim * seqlen, 1, dim};
+  };
+  SelectiveScanFwdParams fwd;
+  set(fwd);
+  fwd.out = fwd.u;
+  SelectiveScanBwdParams bwd;
+  set(bwd);
+  bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.grad_z = bwd.u;
+  std::printf("%d %d\n", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster).is_sequential,
+              plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster).is_sequential);
+}
+
 }  // namespace
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
   const int64_t per_block = std::atoll(arguments[1]);
+  if (count > 2) {
+    const DeviceLimits device{132, per_block, per_block + 1024, 1024};
+    for (int i = 2; i + 4 < count; i += 5) {
+      const auto number = [&](int j) { return std::atoll(arguments[i + j]); };
+      const auto print = number(0) == 4 ? print_choice<float> : print_choice<__nv_bfloat16>;
+      print(number(1) != 0, number(2), number(3), number(4), device);
+    }
+    return 0;
+  }
   const DeviceLimits device{84, per_block, per_block + 1024, 1024};
   for (const int64_t batch : {1, 100}) {
     for (const int64_t dim : {1, 5, 64, 2048}) {

@@ -106,3 +106,33 @@ def test_few_blocks_take_one_span(program):
     spans = plans_and_spans(program, DEVICES["9.0"][0])
     few = [name for name in spans if " backward " in name and " B1 D2048 L4096 " in name and " constant" not in name]
     assert few and {spans[name][1] for name in few} == {4096}
+
+
+# Bytes of an element, whether channels are contiguous, batch, dim and seqlen; whether forward and backward are sequential.
+# The times of both scans at these sizes, or at sizes near them, are close on an H200.
+CHOICES = {
+    (2, 0, 8, 1024, 1376): (True, True),
+    (2, 0, 8, 1024, 1369): (True, True),
+    (2, 0, 8, 1024, 777): (True, False),
+    (2, 0, 8, 1032, 2048): (False, False),
+    (2, 0, 3, 1280, 2047): (False, True),
+    (4, 0, 8, 1024, 1376): (True, True),
+    (4, 0, 8, 1024, 1369): (False, False),
+    (4, 0, 8, 2048, 2047): (True, True),
+    (4, 0, 16, 768, 2047): (True, True),
+    (2, 1, 4, 1280, 1024): (True, True),
+    (2, 1, 4, 1282, 1024): (True, True),
+    (2, 1, 4, 1288, 1024): (False, True),
+    (2, 1, 4, 1280, 200): (False, False),
+    (4, 1, 4, 1280, 1024): (False, True),
+    (4, 1, 4, 1280, 200): (True, False),
+}
+
+
+def test_the_faster_scan_is_chosen(program):
+    """Odd lengths and odd numbers of channels have times of their own in the model."""
+    numbers = [str(number) for sizes in CHOICES for number in sizes]
+    arguments = [str(program), str(DEVICES["9.0"][0]), *numbers]
+    lines = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [tuple(value == "1" for value in line.split()) for line in lines]
+    assert dict(zip(CHOICES, found, strict=True)) == CHOICES

@@ -99,29 +99,3 @@ def test_few_steps_are_sequential(seqlen, is_sequential):
     names = {event.key for event in profile.key_averages()}
     assert any("short_scan_fwd_kernel" in name for name in names) == is_sequential, sorted(names)
     assert kernels_of(inputs)[0] == ("short_scan" if is_sequential else "warp_scan")
-
-
-# (options, kernels of forward and backward) where both scans' times are close, by the sweep of sizes on an H200.
-S, W = "sequential", "warp_scan"
-PICKS = [
-    ({"dim": 1024, "seqlen": 1376}, "bfloat16", (S, S)),
-    ({"dim": 1024, "seqlen": 1369}, "bfloat16", (S, S)),
-    ({"dim": 1024, "seqlen": 777}, "bfloat16", (S, W)),
-    ({"dim": 1024, "seqlen": 1376}, "float32", (S, S)),
-    ({"dim": 1024, "seqlen": 1369}, "float32", (W, W)),
-    ({"dim": 1032, "seqlen": 256}, "bfloat16", (W, W)),
-    ({"batch": 16, "dim": 768, "seqlen": 257}, "float32", (S, S)),
-    ({"batch": 4, "dim": 1280, "seqlen": 1024, "layout": "transposed"}, "bfloat16", (S, S)),
-    ({"batch": 4, "dim": 1282, "seqlen": 1024, "layout": "transposed"}, "bfloat16", (S, S)),
-    ({"batch": 4, "dim": 1280, "seqlen": 1024, "layout": "transposed"}, "float32", (W, S)),
-]
-
-
-@pytest.mark.parametrize(("sizes", "dtype", "kernels"), PICKS, ids=str)
-def test_the_faster_kernel_is_chosen(sizes, dtype, kernels):
-    """Odd lengths and odd numbers of channels have times of their own in the model."""
-    properties = torch.cuda.get_device_properties("cuda")
-    if properties.multi_processor_count != 132 or properties.shared_memory_per_multiprocessor < 227 * 1024:
-        pytest.skip("the choice depends on the number of multiprocessors")
-    inputs = make_inputs(**{"batch": 8, "dstate": 16, "device": "cuda"} | sizes, dtype=getattr(torch, dtype))
-    assert kernels_of(inputs) == kernels
