@@ -75,7 +75,7 @@ class Mamba(SelectiveBase, PackedMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (2 to 5 % more time in training)
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (about 3 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
