@@ -240,7 +240,6 @@ DEBUG_OPTION_VALUES = {
     "linear_scan_kernel": ("faster", "tiles", "sequential"),
     "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
-    "ssd_rows": ("tiles", "copies"),
 }
 
 

@@ -16,7 +16,6 @@ OPTIONS = {
     "selective_scan_kernel": (0, 0, 2),
     "selective_scan_shared_bytes": (LARGEST, 1, LARGEST),
     "ssd_mma": (0, 0, 1),
-    "ssd_rows": (1, 0, 1),
     "ssd_workspace_bytes": (2**30, 1, LARGEST),
     "ssd_shared_bytes": (LARGEST, 99 * 1024, LARGEST),
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from guarded_memory import LAYOUTS, Layout, assert_offsets_keep_bits, assert_same_bits
-from helpers import debug_option
 from ssd_helpers import SSD, evaluate, make_cotangents, make_inputs, preferred_products
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,8 +25,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "P64_N130": {"heads": 2, "groups": 1, "headdim": 64, "dstate": 130, "seqlen": 70},
     "P36_N256": {"heads": 2, "groups": 1, "headdim": 36, "dstate": 256, "seqlen": 66},
     "P7_N5": {"heads": 3, "groups": 1, "headdim": 7, "dstate": 5, "seqlen": 17},
-    # Steps that are multiples of 16 bytes apart, of heads that begin at every element.
-    "P65_N128": {"heads": 8, "groups": 1, "headdim": 65, "dstate": 128, "seqlen": 130},
 }
 every_size = pytest.mark.parametrize("size", SIZES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -54,14 +51,6 @@ def test_first_columns_of_other_kernels(size, dtype, options):
 def test_first_columns_by_mma():
     with preferred_products("mma"):
         assert_offsets_keep_bits(SSD, inputs_of("P64_N128", torch.bfloat16), ROWS, layouts=SOME_LAYOUTS[::3])
-
-
-@pytest.mark.parametrize("rows", ["tiles", "copies"])
-@pytest.mark.parametrize("size", ["P64_N128", "P100_N100", "P65_N128"])
-def test_first_columns_of_either_rows(size, rows):
-    """Rows that TMA cannot load are copied; here, all that are no vectors."""
-    with debug_option("ssd_rows", rows):
-        assert_offsets_keep_bits(SSD, inputs_of(size, torch.bfloat16), ROWS, layouts=SOME_LAYOUTS)
 
 
 def test_first_columns_of_segments_along_time():
@@ -113,18 +102,12 @@ def count_launches(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"dstate": 100}, {"headdim": 100}, {"headdim": 100, "dstate": 100}, {"headdim": 77}, {"headdim": 77, "heads": 8}],
-    ids=str,
+    "sizes", [{"dstate": 100}, {"headdim": 100}, {"headdim": 100, "dstate": 100}, {"headdim": 77}], ids=str
 )
 def test_one_launch_copies_all_inputs(sizes):
-    """One launch more, and another for an output without vectors and for gradients of an odd length.
-
-    If steps are multiples of 16 bytes apart, TMA takes x and the output, but not the gradient of x.
-    """
+    """One launch more, and another for an output without vectors and for gradients of an odd length."""
     options = {"heads": 4, "groups": 4, "headdim": 64, "dstate": 128, "seqlen": 130, "z": False, "initial_states": False}
 
-    @debug_option("ssd_rows", "tiles")
     def launches_of(sizes: dict[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
         inputs = make_inputs(**options | sizes, dtype=torch.bfloat16, device="cuda")
         with torch.no_grad():
@@ -134,9 +117,8 @@ def test_one_launch_copies_all_inputs(sizes):
         cotangent = torch.ones_like(out)
         return forward, count_launches(lambda: torch.autograd.grad(out, (x, B), cotangent, retain_graph=True))
 
-    aligned = launches_of({name: size if name == "heads" else -(-size // 16) * 16 for name, size in sizes.items()})
+    aligned = launches_of({name: -(-size // 16) * 16 for name, size in sizes.items()})
     assert [copies for _, copies in aligned] == [0, 0]
-    headdim, has_tiles = sizes.get("headdim", 64), sizes.get("heads", 4) * sizes.get("headdim", 64) % 8 == 0
-    before = "dstate" in sizes or not has_tiles
-    copies = (before + (headdim % 8 > 0 and not has_tiles), before + headdim % 2)
+    headdim = sizes.get("headdim", 64)
+    copies = (1 + (headdim % 8 > 0), 1 + headdim % 2)
     assert launches_of(sizes) == tuple((count + more, more) for (count, _), more in zip(aligned, copies, strict=True))

@@ -16,24 +16,6 @@ struct RowsView {
   int64_t stride_batch = 0, stride_step = 0, stride_head = 0;
 };
 
-// Rows as TMA loads them, where they are no vectors of 16 bytes: the rows of all heads of a step are one row of a tensor
-// (batch, seqlen, row), which begins `first` elements before that of head 0, at a multiple of 16 bytes.
-struct RowTiles {
-  cuda::TmaDescriptor descriptor = {};
-  bool are_loaded = false;
-  int first = 0, stride_head = 0;
-};
-
-// Rows as TMA stores them, or loads them without elements of the next head. Heads 2^log2_classes apart begin equally far from
-// multiples of 16 bytes, and have a descriptor in common, whose rows begin at such multiples. Head 0 begins `first` elements
-// after one.
-struct HeadTiles {
-  static constexpr int kClasses = 8;
-  cuda::TmaDescriptor descriptors[kClasses] = {};
-  bool are_used = false;
-  int log2_classes = 0, first = 0;
-};
-
 struct SsdParams {
   int64_t batch = 0;   // rows of the batch, or packed sequences
   int64_t seqlen = 0;  // of each row, or of all packed sequences together
@@ -53,7 +35,6 @@ struct SsdParams {
   const uint8_t* resets = nullptr;        // (batch, seqlen), or null: steps before which the state becomes zero
   const float* initial_states = nullptr;  // (batch, heads, headdim, state_columns), as all states, or null: zero
   int64_t states_stride_entry = 0;        // of all states; negative for packed sequences in reverse, which begin with the last
-  RowTiles B_tiles, C_tiles;
 };
 
 // Backward's workspace per chunk is indexed by a chunk number; first_chunk_index(sequence) is a sequence's first. Packed
@@ -71,16 +52,13 @@ struct SsdBwdParams : SsdParams {
   // Partial sums (num_chunks, heads), and (num_chunks, heads, padded headdim) or null, of tensors with parts_heads heads.
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr, *grad_D_parts = nullptr;
   int64_t parts_heads = 0;
-  HeadTiles x_tiles, grad_out_tiles;
 };
 
 struct SsdFwdParams : SsdParams {
-  RowTiles x_tiles, z_tiles;
-  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim; or rows of headdim elements of a tensor
-  // that TMA stores to (epilogue.cuh).
+  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim.
   RowsView out;
-  HeadTiles out_tiles;
-  float* final_states = nullptr;  // as initial_states
+  cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
+  float* final_states = nullptr;            // as initial_states
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of
   // them, each (heads, headdim, state_columns); those of the next row begin chunk_states_row states later. Null if none are
   // asked for, if sequences are packed, and for the short scan.

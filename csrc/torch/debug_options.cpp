@@ -31,7 +31,6 @@ std::array<Option, static_cast<size_t>(DebugOption::kCount)> options = {{
     {"selective_scan_kernel", 0, 2, "faster, sequential, warp_scan", {0}},
     {"selective_scan_shared_bytes", 1, kUnlimited, "", {kUnlimited}},
     {"ssd_mma", 0, 1, "wgmma, mma", {0}},
-    {"ssd_rows", 0, 1, "tiles, copies", {1}},
     {"ssd_workspace_bytes", 1, kUnlimited, "", {int64_t(1) << 30}},
     {"ssd_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
 }};

@@ -23,8 +23,6 @@ enum class DebugOption : int {
   kSelectiveScanSharedBytes,
   // The tensor-core instructions of ssd_chunk_scan: 0, wgmma where the device has it; 1, mma.sync.
   kSsdMma,
-  // Rows of ssd_chunk_scan that are no vectors of 16 bytes: 0, loaded and stored by TMA where that can be done; 1, copied.
-  kSsdRows,
   // Backward of ssd_chunk_scan splits a call whose states would take more; one head of one batch row is the least.
   kSsdWorkspaceBytes,
   // ssd_chunk_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.

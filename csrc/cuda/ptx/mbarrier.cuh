@@ -21,12 +21,6 @@ class Mbarrier {
                  : "memory");
 #endif
   }
-  // The current phase, in which the thread arrives later, also waits until TMA loads have written `bytes` bytes.
-  __device__ __forceinline__ void expect_tx(int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-#endif
-  }
   // Waits until phase `phase` has completed: the current one or the one before. From compute capability 9.0 on the thread
   // sleeps meanwhile, because polling takes issue slots from the other warps.
   __device__ __forceinline__ void wait(int phase) {

@@ -94,8 +94,6 @@ struct BwdChunks {
   // Whether TMA loads S and T, where the device has it. For fp16 and bf16 the mma.sync kernel takes the path of other devices,
   // which is tested this way.
   static constexpr bool kUsesTma = SSM_KERNELS_HAS_WGMMA && (Mma::kIsAsync || kIsFp32<Scalar>);
-  // Whether x, the gradient of y, B and C may be loaded by TMA.
-  static constexpr bool kLoadsTiles = Mma::kIsAsync;
   static constexpr int kConsumerThreads = kHalves * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   // Registers per thread.
@@ -408,18 +406,12 @@ struct BwdChunks {
     const int thread = lane.index;
     using HeadRows = RowCopier<Scalar, kStateRows, kWarpSize>;
     using GroupRows = RowCopier<Scalar, dstate, kWarpSize>;
-    const auto copy_group_rows = [&](const RowsView& view, const RowTiles& tiles, SwizzledState& tile) {
-      if constexpr (kLoadsTiles) {
-        if (tiles.are_loaded) {
-          load_tile<kWarpSize, InOrder>(tile, tiles, block.group, 0, block.at, 0, shared.full[0], thread);
-          return;
-        }
-      }
+    const auto copy_group_rows = [&](const RowsView& view, SwizzledState& tile) {
       GroupRows(block.at.template rows<Scalar>(view, block.group, 0), view.stride_step, p.dstate, thread)
           .copy(tile, block.steps, view.stride_step);
     };
-    copy_group_rows(p.B, p.B_tiles, shared.B);
-    copy_group_rows(p.C, p.C_tiles, shared.C);
+    copy_group_rows(p.B, shared.B);
+    copy_group_rows(p.C, shared.C);
     cuda::grid_dependency_sync();
     TileCursor cursor{block.first_head};
     const int64_t first_state = block.chunk_index * p.state_tiles + block.first_head * row_blocks();
@@ -430,15 +422,7 @@ struct BwdChunks {
         block.state_tiles, stages(), pipeline, shared.full, shared.empty, [&](int, int stage) {
           Stage& target = shared.stage(stage);
           const int first_row = cursor.row_block * kStateRows;
-          const auto copy_tile_rows = [&](const RowsView& view, const HeadTiles& tiles, HeadTile& tile) {
-            if constexpr (kLoadsTiles) {
-              if (tiles.are_used) {
-                if (thread == 0) {
-                  load_head_tile(tile, tiles, view, cursor.head, first_row, block.at, 0, shared.full[stage]);
-                }
-                return;
-              }
-            }
+          const auto copy_tile_rows = [&](const RowsView& view, HeadTile& tile) {
             const Scalar* const source = block.at.template rows<Scalar>(view, cursor.head, 0) + first_row;
             HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
           };
@@ -450,8 +434,8 @@ struct BwdChunks {
             cuda::tma_load(&target.T, T, sizeof(target.T), shared.full[stage]);
             cuda::tma_load(&target.S, S, sizeof(target.S), shared.full[stage]);
           }
-          copy_tile_rows(p.x, p.x_tiles, target.x);
-          copy_tile_rows(p.grad_out, p.grad_out_tiles, target.g);
+          copy_tile_rows(p.x, target.x);
+          copy_tile_rows(p.grad_out, target.g);
           ++S;
           ++T;
           cursor.advance(row_blocks());

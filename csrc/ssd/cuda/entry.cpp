@@ -27,7 +27,8 @@ namespace {
 
 void run_forward(const Inputs& in, const KernelInputs& inputs, PendingCopies& copies, const FwdOutputs& outputs,
                  const ChunkStates& chunk_states = {}) {
-  const KernelResult out = out_as_rows(outputs.out, copies), final_states = inputs.result_as_states(outputs.final_states);
+  const KernelResult out = result_as_rows(outputs.out, has_vectors(outputs.out)),
+                     final_states = inputs.result_as_states(outputs.final_states);
   launch_forward(inputs, copies, in.z, out.written, final_states.written, chunk_states);
   out.finish(copies);
   final_states.finish(copies);
@@ -81,7 +82,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
   const FwdOutputs outputs = allocate_fwd(in);
-  PendingCopies copies(tile_loads(in, TileLoads::kForward));
+  PendingCopies copies;
   const KernelInputs inputs(in, method, copies);
   run_forward(in, inputs, copies, outputs);
   return outputs;
@@ -92,7 +93,7 @@ StatesOutputs states_cuda(const StatesInputs& in) {
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/false)) return states_aten(in);
   const StatesOutputs outputs = allocate_states(in);
-  PendingCopies copies(tile_loads(in, TileLoads::kForward));
+  PendingCopies copies;
   const KernelInputs inputs(in, method, copies);
   const ChunkStates chunk_states = allocate_chunk_states(in, inputs, outputs.states);
   run_forward(in, inputs, copies, outputs, chunk_states);

@@ -4,7 +4,6 @@
 
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/state.cuh"
-#include "ssd/cuda/tile_loads.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -27,9 +26,7 @@ class TmaEpilogue {
 
   // TMA does not write the part of the tile that is outside of the tensor.
   __device__ __forceinline__ void send(const SmemTile<kStateRows>& tile, int chunk) const {
-    // Opaque: there are no registers to keep what follows from it.
-    const HeadPlace at_head(p_.out_tiles, p_.out, cuda::opaque(state_tile_.head));
-    cuda::tma_store_tile(at_head.descriptor, at_head.first + state_tile_.first_row, at_head.entry,
+    cuda::tma_store_tile(p_.out_descriptor, state_tile_.first_row, state_tile_.head,
                          static_cast<int>(at_.start) + chunk * kChunk, static_cast<int>(at_.batch), &tile,
                          state_tile_.is_there() && thread() == 0);
   }

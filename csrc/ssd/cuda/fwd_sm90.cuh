@@ -20,7 +20,6 @@
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
-#include "ssd/cuda/tile_loads.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
@@ -111,10 +110,6 @@ struct FwdSm90 {
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
     // Opaque: the compiler recomputes what follows from it for each segment.
     const int thread = cuda::opaque(static_cast<int>(threadIdx.x) - kConsumerThreads);
-    if (p.x_tiles.are_loaded || p.z_tiles.are_loaded || p.B_tiles.are_loaded || p.C_tiles.are_loaded) {
-      copy_or_load(at, pipeline, thread);
-      return;
-    }
     const auto group_copier = [&](const RowsView& view, int block, auto order) {
       const int first = block * Layout::kColumns;
       return RowCopier<Scalar, Layout::kColumns, kCopyThreads, decltype(order)>(
@@ -150,37 +145,6 @@ struct FwdSm90 {
                                                        copy_z[index].copy(*z_tile(stage_index, index), steps, p.z.stride_step);
                                                    }
                                                  });
-  }
-
-  // The same where TMA loads some of the rows. It keeps no addresses from chunk to chunk, for which there are no registers.
-  __device__ __forceinline__ void copy_or_load(const WorkSpan& at, PipelineState& pipeline, int thread) {
-    cuda::produce_copies<Shared::kMaxStages - 2>(
-        at.chunks, schedule.stages, pipeline, shared.full, shared.empty, [&](int chunk, int stage_index) {
-          const auto fetch = [&](auto& tile, const RowsView& view, const RowTiles& tiles, int head, int column, int elements,
-                                 auto order) {
-            if (tiles.are_loaded) {
-              load_tile<kCopyThreads, decltype(order)>(tile, tiles, head, column, at, chunk, shared.full[stage_index], thread);
-            } else {
-              constexpr int kColumns = std::decay_t<decltype(tile)>::kVectors * std::decay_t<decltype(tile)>::kVectorElements;
-              RowCopier<Scalar, kColumns, kCopyThreads, decltype(order)>(at.template rows<Scalar>(view, head, chunk) + column,
-                                                                         view.stride_step, elements, thread)
-                  .copy(tile, at.steps_of(chunk), view.stride_step);
-            }
-          };
-          Stage& target = stage(stage_index);
-#pragma unroll 1
-          for (int index = 0; index < Layout::kColumnBlocks; ++index) {
-            const int column = index * Layout::kColumns;
-            fetch(target.B[index], p.B, p.B_tiles, at.group, column, p.dstate - column, Order());
-            fetch(target.C[index], p.C, p.C_tiles, at.group, column, p.dstate - column, InOrder());
-          }
-#pragma unroll 1
-          for (int index = 0; index < Layout::kRowBlocks; ++index) {
-            const StateTile tile(p, schedule, at, index);
-            fetch(target.x[index], p.x, p.x_tiles, tile.head, tile.first_row, tile.rows, Order());
-            if (has_gate) fetch(*z_tile(stage_index, index), p.z, p.z_tiles, tile.head, tile.first_row, tile.rows, InOrder());
-          }
-        });
   }
 
   // Run by a consumer warpgroup.

@@ -13,10 +13,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
 // negative strides: a reverse scan takes mma.sync, in backward too.
 bool use_wgmma(const at::Tensor& x, bool reverse = false);
-// Whether the kernels of a direction load and store rows that are no vectors by TMA, where these can be described.
-TileLoads tile_loads(const Inputs& in, TileLoads of_kernels);
-// Memory for `out` that forward's kernel can write.
-KernelResult out_as_rows(const at::Tensor& out, const PendingCopies& copies);
 // The products of a call now: PyTorch's switch for fp32 matrix products on CUDA decides about TF32.
 Products choose_products(const at::Tensor& x, bool reverse);
 

@@ -189,12 +189,7 @@ class Backward {
   // first_chunk: of the range, in parts.
   Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Range& range,
            const ParameterParts& parts, int64_t first_chunk)
-      : bwd_(bwd),
-        grads_(grads),
-        range_(range),
-        copies_(tile_loads(bwd.in, TileLoads::kBackward)),
-        inputs_(bwd.in, method, copies_),
-        partition_(inputs_.partition()) {
+      : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method, copies_), partition_(inputs_.partition()) {
     inputs_.fill(params_);
     parts.fill(params_, first_chunk, range.head);
   }
@@ -204,9 +199,6 @@ class Backward {
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states, copies_) : at::Tensor();
     const at::Tensor grad_y = gate(bwd_, inputs_, copies_, grads_);
     params_.grad_out = const_rows_view(grad_y, inputs_.is_reverse());
-    if (inputs_.loads_x()) describe_heads(inputs_.x, params_.x_tiles);
-    if (is_present(bwd_.grad_out) && are_loaded_as_tiles(grad_y, *bwd_.grad_out))
-      describe_heads(grad_y, params_.grad_out_tiles);
     if (grad_final_states.defined()) {
       params_.grad_final_states = grad_final_states.const_data_ptr<float>() + inputs_.offset_of_first_states();
     }

@@ -80,15 +80,14 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptors of heads' rows for TMA. Returns whether the sizes allow it.
-bool describe_tiles(const KernelInputs& inputs, const at::Tensor& gate, const OptionalTensor& z, const at::Tensor& out,
-                    SsdFwdParams& params) {
-  const auto describe = [](const at::Tensor& rows, RowTiles& tiles) {
-    return describe_rows(rows, /*are_summed=*/false, tiles);
-  };
-  if (!describe_heads(out, params.out_tiles)) return false;
-  if (inputs.loads_x() && !describe(inputs.x, params.x_tiles)) return false;
-  return !is_present(z) || !are_loaded_as_tiles(gate, *z) || describe(gate, params.z_tiles);
+// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
+bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+  // TMA takes 32-bit coordinates, and a tile's first step is one.
+  if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (out.numel() == 0) return true;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
+  return cuda::make_tma_descriptor(params.out_descriptor, out.data_ptr(), {size(3), size(2), size(1), size(0)},
+                                   {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
 // Whether the short scan (short_scan_fwd.cuh) takes a call.
@@ -119,10 +118,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   make_schedule(inputs.x.options(), call);
   call.products = choose_products(out, inputs.is_reverse());
-  if (call.products == Products::kWgmma && !describe_tiles(inputs, call.gate, z, out, call.params)) {
-    TORCH_CHECK(!copies.loads_tiles(), "ssd_chunk_scan: failed to describe tensors for TMA");
-    call.products = Products::kMma;
-  }
+  if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) call.products = Products::kMma;
   return call;
 }
 
@@ -143,18 +139,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
 
 bool use_wgmma(const at::Tensor& x, bool reverse) {
   return !reverse && x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
-}
-
-TileLoads tile_loads(const Inputs& in, TileLoads of_kernels) {
-  // Tiles have zeros after the end of a row of the batch, but not after that of a packed sequence.
-  const bool can_load = debug_option(DebugOption::kSsdRows) == 0 && use_wgmma(in.x, in.reverse) && !is_present(in.cu_seqlens) &&
-                        in.x.size(1) <= std::numeric_limits<int32_t>::max() - kChunk;
-  return can_load ? of_kernels : TileLoads::kNone;
-}
-
-KernelResult out_as_rows(const at::Tensor& out, const PendingCopies& copies) {
-  HeadTiles tiles;
-  return result_as_rows(out, has_vectors(out) || (copies.loads_tiles() && describe_heads(out, tiles)));
 }
 
 Products choose_products(const at::Tensor& x, bool reverse) {
@@ -187,10 +171,10 @@ std::string describe_kernel(const at::Tensor& x, Products products) {
 }
 
 std::string describe_forward(const Inputs& in, Discretization method) {
-  PendingCopies copies(tile_loads(in, TileLoads::kForward));
+  PendingCopies copies;
   const KernelInputs inputs(in, method, copies);
   const at::Tensor out = empty_tensor_like(in.x);
-  const ForwardCall call = prepare(inputs, copies, in.z, out_as_rows(out, copies).written, inputs.empty_states());
+  const ForwardCall call = prepare(inputs, copies, in.z, result_as_rows(out, has_vectors(out)).written, inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.products), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

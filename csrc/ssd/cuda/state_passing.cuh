@@ -34,7 +34,6 @@
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
-#include "ssd/cuda/tile_loads.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
@@ -282,22 +281,6 @@ struct StatePassing {
     return p.x;
   }
 
-  __device__ __forceinline__ const RowTiles& group_tiles() const {
-    if constexpr (!kIsFwd) {
-      if (at.is_reverse) return p.C_tiles;
-    }
-    return p.B_tiles;
-  }
-  __device__ __forceinline__ bool loads_head_rows() const {
-    if constexpr (kIsFwd) {
-      return p.x_tiles.are_loaded;
-    } else {
-      return at.is_reverse ? p.grad_out_tiles.are_used : p.x_tiles.are_used;
-    }
-  }
-  // Whether the tiles may be loaded by TMA.
-  static constexpr bool kLoadsTiles = Mma::kIsAsync;
-
   // Run by the warps that copy.
   __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
     const RowsView &group_rows = group_view(), &head_rows = head_view();
@@ -319,34 +302,13 @@ struct StatePassing {
     constexpr int kPending = Shared::kMaxStages - 2;
     cuda::produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
-      const int chunk = at.chunk_at(position);
-      const Rows rows = rows_of_chunk(chunk);
+      const Rows rows = rows_of_chunk(at.chunk_at(position));
 #pragma unroll
       for (int block = 0; block < Layout::kColumnBlocks; ++block) {
-        if constexpr (kLoadsTiles) {
-          if (group_tiles().are_loaded) {
-            load_tile<kCopyThreads, InOrder>(target.group_rows[block], group_tiles(), at.group, block * Layout::kColumns, at,
-                                             chunk, shared.full[stage], thread);
-            continue;
-          }
-        }
         copy_group_rows[block].copy(target.group_rows[block], rows.end, group_rows.stride_step, at.is_reverse, rows.first);
       }
 #pragma unroll
       for (int block = 0; block < Layout::kRowBlocks; ++block) {
-        if constexpr (kLoadsTiles) {
-          if (loads_head_rows()) {
-            const StateTile tile(p, work, at, block);
-            if constexpr (kIsFwd) {
-              load_tile<kCopyThreads, InOrder>(target.head_rows[block], p.x_tiles, tile.head, tile.first_row, at, chunk,
-                                               shared.full[stage], thread);
-            } else if (thread == 0) {
-              load_head_tile(target.head_rows[block], at.is_reverse ? p.grad_out_tiles : p.x_tiles, head_rows, tile.head,
-                             tile.first_row, at, chunk, shared.full[stage]);
-            }
-            continue;
-          }
-        }
         copy_head_rows[block].copy(target.head_rows[block], rows.end, head_rows.stride_step, at.is_reverse, rows.first);
       }
     });

@@ -34,26 +34,6 @@ bool begin_at_multiples(const at::Tensor& tensor, int64_t elements) {
   return result;
 }
 
-// TMA takes 32-bit coordinates, and a tile's last elements are beyond the first ones of the last.
-constexpr int64_t kMostTmaElements = std::numeric_limits<int32_t>::max() - kMaxKernelDstate;
-
-// Whether TMA can describe fp16 or bf16 steps and rows of the batch.
-bool has_steps_for_tma(const at::Tensor& tensor) {
-  constexpr int64_t kMostStride = int64_t(1) << 39;  // elements
-  bool result = tensor.size(0) < kMostTmaElements && tensor.size(1) < kMostTmaElements;
-  for (int64_t axis = 0; axis < 2; ++axis) {
-    const int64_t stride = tensor.stride(axis);
-    result &= tensor.size(axis) == 1 || (stride > 0 && stride < kMostStride && stride % kRowElements == 0);
-  }
-  return result;
-}
-
-// How many elements of fp16 or bf16 after a multiple of 16 bytes an element is.
-int64_t elements_past_vector(const at::Tensor& tensor, int64_t offset) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) + offset * tensor.element_size();
-  return static_cast<int64_t>(address % kVectorBytes) / tensor.element_size();
-}
-
 RowsView view_of(const at::Tensor& tensor, void* data, bool reverse) {
   RowsView view{data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
   if (reverse && tensor.numel() > 0) {
@@ -72,68 +52,9 @@ bool has_vectors(const at::Tensor& tensor) {
 bool has_pairs(const at::Tensor& tensor) { return tensor.size(3) % 2 == 0 && begin_at_multiples(tensor, 2); }
 bool has_contiguous_rows(const at::Tensor& tensor) { return tensor.stride(3) == 1 || tensor.size(3) == 1; }
 
-bool describe_rows(const at::Tensor& tensor, bool are_summed, RowTiles& tiles) {
-  constexpr uint32_t kLoadedSteps = 8;  // tile_loads.cuh
-  if (tensor.element_size() != 2 || tensor.numel() == 0 || !has_contiguous_rows(tensor) || !has_steps_for_tma(tensor))
-    return false;
-  const int64_t rows = tensor.size(2), row = tensor.size(3), columns = tile_columns(row) * column_blocks(row);
-  if (are_summed && rows > 1 && row != columns) return false;
-  const int64_t stride_row = rows > 1 ? tensor.stride(2) : 0, first = elements_past_vector(tensor, 0),
-                elements = first + (rows - 1) * stride_row + row;
-  // A row of the described tensor has no elements of another step.
-  if (stride_row < 0 || elements >= kMostTmaElements || (tensor.size(1) > 1 && elements - first > tensor.stride(1)))
-    return false;
-  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
-  void* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) - first * tensor.element_size();
-  tiles.first = static_cast<int>(first);
-  tiles.stride_head = static_cast<int>(stride_row);
-  tiles.are_loaded =
-      cuda::make_tma_descriptor(tiles.descriptor, data, {static_cast<uint64_t>(elements), size(1), size(0), 1},
-                                {tensor.stride(1), tensor.stride(0), 0}, {kStateRows, kLoadedSteps, 1, 1}) == cudaSuccess;
-  return tiles.are_loaded;
-}
-
-bool describe_heads(const at::Tensor& tensor, HeadTiles& tiles) {
-  tiles.are_used = true;
-  if (tensor.numel() == 0) return true;
-  const int64_t heads = tensor.size(2), stride_head = heads > 1 ? tensor.stride(2) : 0;
-  if (tensor.element_size() != 2 || !has_contiguous_rows(tensor) || !has_steps_for_tma(tensor)) return false;
-  if (stride_head < 0 || stride_head >= kMostTmaElements) return false;
-  int64_t classes = 1;
-  for (; classes * stride_head % kRowElements != 0; classes *= 2) ++tiles.log2_classes;
-  static_assert(kRowElements == HeadTiles::kClasses, "so many classes are enough for any distance of heads");
-  tiles.first = static_cast<int>(elements_past_vector(tensor, 0));
-  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
-  for (int64_t head = 0; head < std::min(classes, heads); ++head) {
-    const int64_t offset = head * stride_head, first = elements_past_vector(tensor, offset);
-    void* const data =
-        static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + (offset - first) * tensor.element_size();
-    const uint64_t sizes[] = {static_cast<uint64_t>(first) + size(3), static_cast<uint64_t>(ceil_div(heads - head, classes)),
-                              size(1), size(0)};
-    if (cuda::make_tma_descriptor(tiles.descriptors[head], data, sizes,
-                                  {classes * stride_head, tensor.stride(1), tensor.stride(0)},
-                                  {kStateRows, 1, kChunk, 1}) != cudaSuccess) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool are_loaded_as_tiles(const at::Tensor& rows, const at::Tensor& tensor) {
-  return rows.is_same(tensor) && !has_vectors(rows);
-}
-
-bool PendingCopies::can_load(const at::Tensor& tensor, Rows rows) const {
-  if (loads_ == TileLoads::kNone) return false;
-  RowTiles tiles;
-  HeadTiles by_head;
-  return describe_rows(tensor, rows == Rows::kOfGroups, tiles) &&
-         (loads_ == TileLoads::kForward || rows == Rows::kOfGroups || describe_heads(tensor, by_head));
-}
-
-at::Tensor PendingCopies::as_rows(const at::Tensor& tensor, Rows rows) {
+at::Tensor PendingCopies::as_rows(const at::Tensor& tensor) {
   // Whole vectors are loaded: memory after a row is not part of it.
-  if (has_vectors(tensor) || can_load(tensor, rows)) return tensor;
+  if (has_vectors(tensor)) return tensor;
   const at::Tensor padded = empty_padded_like(tensor);
   add(tensor, padded);
   return padded.narrow(3, 0, tensor.size(3));
@@ -189,8 +110,8 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
     : x(copies.as_rows(in.x)),
-      B(copies.as_rows(in.B, Rows::kOfGroups)),
-      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C, Rows::kOfGroups)),
+      B(copies.as_rows(in.B)),
+      C(in.C.is_same(in.B) ? B : copies.as_rows(in.C)),
       in_(in),
       method_(method),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
@@ -237,8 +158,6 @@ void KernelInputs::fill(SsdParams& params) const {
   if (cu_seqlens_.defined()) params.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
   if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
   params.states_stride_entry = states_stride_entry();
-  if (are_loaded_as_tiles(B, in_.B)) describe_rows(B, /*are_summed=*/true, params.B_tiles);
-  if (are_loaded_as_tiles(C, in_.C)) describe_rows(C, /*are_summed=*/true, params.C_tiles);
   if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>() + offset_of_first_states();
 }
 

@@ -20,34 +20,19 @@ bool has_vectors(const at::Tensor& tensor);
 bool has_pairs(const at::Tensor& tensor);
 // Whether the last axis is contiguous, or has one element.
 bool has_contiguous_rows(const at::Tensor& tensor);
-// Describes fp16 or bf16 rows for TMA (tile_loads.cuh), and returns whether that can be done: steps are multiples of 16 bytes
-// apart. are_summed: with several heads or groups, their rows have to fill tiles.
-bool describe_rows(const at::Tensor& tensor, bool are_summed, RowTiles& tiles);
-// The same by head, for TMA loads and stores of a head's elements alone.
-bool describe_heads(const at::Tensor& tensor, HeadTiles& tiles);
-// The rows that kernels load by TMA, where these can be described: none, forward's or backward's.
-enum class TileLoads { kNone, kForward, kBackward };
-enum class Rows { kOfHeads, kOfGroups };
-// Whether `rows`, which PendingCopies::as_rows(tensor) returned, are no vectors, and are loaded as they are.
-bool are_loaded_as_tiles(const at::Tensor& rows, const at::Tensor& tensor);
 // Uninitialized, of the same shape and dtype but for the rows, which are padded to vectors.
 at::Tensor empty_padded_like(const at::Tensor& tensor);
 // Copies between the caller's tensors and the kernels', which one launch makes (cuda/row_copies.h).
 class PendingCopies {
  public:
-  explicit PendingCopies(TileLoads loads = TileLoads::kNone) : loads_(loads) {}
-  bool loads_tiles() const { return loads_ != TileLoads::kNone; }
   // A tensor whose rows are vectors, the last one filled up with zeros in memory: the tensor itself, or one that launch()
-  // fills. Or the tensor itself, if kernels load its rows as they are.
-  at::Tensor as_rows(const at::Tensor& tensor, Rows rows = Rows::kOfHeads);
+  // fills.
+  at::Tensor as_rows(const at::Tensor& tensor);
   // Copies rows, of which the target may have fewer elements, or more: these become zeros. The axes before them are alike.
   void add(const at::Tensor& source, const at::Tensor& target);
   void launch();
 
  private:
-  bool can_load(const at::Tensor& tensor, Rows rows) const;
-
-  TileLoads loads_;
   cuda::RowCopies copies_;
   std::vector<at::Tensor> kept_;  // what they read and write
 };
@@ -95,9 +80,6 @@ class KernelInputs {
   KernelResult result_as_states(const at::Tensor& target) const;
   // How many elements of such states come before those of the sequence, or row of the batch, that is scanned first.
   int64_t offset_of_first_states() const;
-
-  // Whether TMA loads x.
-  bool loads_x() const { return are_loaded_as_tiles(x, in_.x); }
 
   const at::Tensor x, B, C;
 
