@@ -42,7 +42,7 @@ OFFSET_CASES = {
 }
 OFFSET_CASES |= {
     f"{name}, {columns} columns": rows(
-        name, "x z residual out normed new_residual", -1, **{"rows": (7,), "columns": columns, **groups}
+        name, "x z residual out normed new_residual", -1, **{"rows": (8,), "columns": columns, **groups}
     )
     for name in ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
     for columns, groups in ((96, {}), (2561, {}), *([(150, {"group_size": 50})] if name.endswith("gated") else []))
