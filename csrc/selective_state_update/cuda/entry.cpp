@@ -205,7 +205,7 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   };
   int64_t tiles = set_rows(1);
   // One row a lane where all warps run at once (docs/tuning.md).
-  constexpr int64_t kFewWarps = 8;  // of a multiprocessor
+  constexpr int64_t kFewWarps = 16;  // of a multiprocessor
   if (!tiling.vectors || p.discretization != Discretization::kZoh || tiles > multiprocessors * kFewWarps) {
     tiles = set_rows(kRowsInFlight);
     // The rows of a lane share B and C.
