@@ -96,35 +96,6 @@ struct ShiftedLoad {
   __device__ __forceinline__ Vector<Scalar, size> vector() const { return shift_vector<Scalar, size>(pieces, past); }
 };
 
-// Loads a vector that starts at any element from global memory, as words: nothing before or after it is read.
-template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> load_shifted_words(const Scalar* source) {
-  static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "words hold one or two elements");
-  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
-  const bool is_odd = sizeof(Scalar) == 2 && bytes_past_multiple<4>(source) != 0;
-  const auto* const first = reinterpret_cast<const uint32_t*>(source + (is_odd ? 1 : 0));
-  uint32_t words[kWords];
-#pragma unroll
-  for (int k = 0; k < kWords - 1; ++k) words[k] = __ldca(first + k);
-  if constexpr (sizeof(Scalar) == 2) {
-    if (is_odd) {
-      const auto* const halves = reinterpret_cast<const unsigned short*>(source);
-      const uint32_t low = __ldca(halves), high = __ldca(halves + size - 1);
-      words[kWords - 1] = words[kWords - 2] >> 16 | high << 16;
-#pragma unroll
-      for (int k = kWords - 2; k > 0; --k) words[k] = __byte_perm(words[k - 1], words[k], 0x5432);
-      words[0] = low | words[0] << 16;
-    } else {
-      words[kWords - 1] = __ldca(first + kWords - 1);
-    }
-  } else {
-    words[kWords - 1] = __ldca(first + kWords - 1);
-  }
-  Vector<Scalar, size> vector;
-  memcpy(&vector, words, sizeof(vector));
-  return vector;
-}
-
 // Stores the first `count` elements of a vector in global memory, or all of them.
 template <typename Scalar, int size>
 __device__ __forceinline__ void store_shifted(Scalar* target, const Vector<Scalar, size>& vector, int count) {

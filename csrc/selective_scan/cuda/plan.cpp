@@ -265,7 +265,8 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
   }
   const auto access_of_matrix = [&](const MatrixView& view) {
     if (view.per_step && is_descending(view, p, bytes)) return VectorAccess::kDescending;
-    return access_of(view, p, bytes);
+    const VectorAccess access = access_of(view, p, bytes);
+    return access == VectorAccess::kShiftedChannels ? VectorAccess::kSingly : access;
   };
   plan.B = access_of_matrix(p.B);
   plan.C = access_of_matrix(p.C);

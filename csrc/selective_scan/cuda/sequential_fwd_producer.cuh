@@ -66,8 +66,7 @@ struct FwdProducer {
       matrix_stride[i] = TileConfig::kTileSteps * (vector.is_B ? p.B.stride_step : p.C.stride_step);
       matrix_place[i] = opaque(vector.place());
       matrix_target[i] = opaque(vector.target());
-      is_matrix_vector[i] =
-          p.dstate == kStates && vector.access != VectorAccess::kSingly && vector.access != VectorAccess::kShiftedChannels;
+      is_matrix_vector[i] = p.dstate == kStates && vector.access != VectorAccess::kSingly;
     }
   }
 
