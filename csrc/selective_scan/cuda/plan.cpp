@@ -337,10 +337,10 @@ int64_t rounded_steps(const SelectiveScanParams& p, int64_t tile_steps) {
 // docs/tuning.md has the measurements, benchmarks/bench_sizes.py repeats them.
 bool is_sequential_fwd_faster(const SelectiveScanParams& p, VectorAccess sequences, int64_t bytes, const DeviceLimits& device) {
   using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
-  constexpr ScanTimes kSequential = {{14, 0.1155, 0.632, 0.15}, {18, 0.133, 0.69, 0.15}};
+  constexpr ScanTimes kSequential = {{14, 0.1155, 0.632, 0.15}, {17, 0.131, 0.664, 0.15}};
   constexpr ScanTimes kAlongChannels = {{20, 0.1155, 0.567, 0.15}, {20, 0.1155, 0.7, 0}};
   constexpr ScanTimes kWarpScan = {{13, 0.0785, 0.7, 0}, {15, 0.1, 0.78, 0}};
-  constexpr ScanTimes kSequentialOfFloats = {{14, 0.134, 0.662, 0.2}, {20, 0.183, 0.77, 0.2}};
+  constexpr ScanTimes kSequentialOfFloats = {{14, 0.134, 0.662, 0.2}, {12, 0.175, 0.782, 0.2}};
   constexpr ScanTimes kAlongChannelsOfFloats = {{13, 0.134, 0.74, 0.2}, {16, 0.16, 0.8, 0}};
   // Aligned: a little less than measured. Of equals the warp scan loses less where rows start between vectors.
   constexpr ScanTimes kWarpScanOfFloats = {{12, 0.0885, 0.8, 0}, {16, 0.118, 0.8, 0}};
