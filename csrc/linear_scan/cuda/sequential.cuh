@@ -13,13 +13,14 @@
 // Blocks with neighboring channels share the sectors of memory (32 bytes) in which a row passes from one to the other. Each
 // writes a part of such a sector. If the L2 cache evicts it before it has the other part, it reads the sector from memory
 // first, and does so again for the other part. Where rows are not whole sectors, such blocks form clusters that go through time
-// in step: a block waits at step 3 while a neighbor is kMostAhead segments behind.
+// in step: a warp waits before step 3 while a neighbor is more than a round of the warps' turns behind.
 //
 // While one warp is at step 3 or 4 the others are at 2. Only steps 3 and 4 follow one another, some 160 clocks a segment. Steps
 // are computed one after another in the order of the scan, so results depend neither on the number of warps nor on the batch.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -186,8 +187,8 @@ class Chain {
 
   // The state before the warp's next segment.
   __device__ __forceinline__ void wait_for_state(int segment, Acc (&state)[S::kLaneChannels]) {
-    ready_[warp].wait(turn_++);
     if (is_in_cluster()) wait_for_neighbors(segment);
+    ready_[warp].wait(turn_++);
     const Acc* const source = states_ + warp * kTileChannels;
 #pragma unroll
     for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
@@ -249,7 +250,9 @@ class Chain {
   __device__ __forceinline__ void wait_for_neighbors(int segment) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const auto& of = neighbors();
-    while (min(of.passed[0], of.passed[1]) + partition_.most_ahead <= static_cast<uint32_t>(segment)) continue;
+    // Before the warp's turn, because the path from turn to turn limits the speed: the block may be a round of turns behind.
+    const uint32_t most_ahead = static_cast<uint32_t>(warps) + partition_.most_ahead;
+    while (min(of.passed[0], of.passed[1]) + most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
 #endif
   }
   __device__ __forceinline__ bool is_in_cluster() const { return S::kShifted && partition_.cluster > 1; }
@@ -465,6 +468,8 @@ int blocks_in_step(Kernel kernel, int threads, int shared_bytes, int64_t chains)
     const int64_t at_a_time = int64_t(cluster) * cuda::resident_clusters(kernel, threads, shared_bytes, cluster);
     if (at_a_time == 0) continue;
     const int64_t waves = ceil_div(round_up(chains, cluster), at_a_time);
+    if (const char* const only = std::getenv("SSM_RECUR_CLUSTER"); only != nullptr && std::atoi(only) == cluster)
+      return cluster;
     if (waves >= least_waves) continue;
     best = cluster;
     least_waves = waves;
