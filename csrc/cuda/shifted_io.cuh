@@ -2,8 +2,7 @@
 //
 // A shifted vector is loaded as the aligned pieces of memory that hold it, and a byte permutation moves its elements to the
 // front. It is stored as its aligned words, and in a row of 2-byte elements that starts inside a word also a first and a last
-// element. Where the vectors of a warp are neighbors, each lane can instead join its own with the next lane's to an aligned
-// one.
+// element.
 #pragma once
 
 #include "cuda/constants.h"
@@ -159,24 +158,6 @@ __device__ __forceinline__ Vector<Scalar, size> join_vectors(const Vector<Scalar
   }
   Vector<Scalar, size> vector;
   memcpy(&vector, words, kBytes);
-  return vector;
-}
-
-// The vector of the next lane. The last lane of the warp gets `above` of the first.
-template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> vector_of_lane_above(const Vector<Scalar, size>& own,
-                                                                     const Vector<Scalar, size>& above) {
-  constexpr int kWords = size * static_cast<int>(sizeof(Scalar)) / 4;
-  const int lane = threadIdx.x % kWarpSize;
-  uint32_t words[kWords], later[kWords];
-  memcpy(words, &own, sizeof(words));
-  memcpy(later, &above, sizeof(later));
-#pragma unroll
-  for (int k = 0; k < kWords; ++k) {
-    words[k] = __shfl_sync(kAllLanes, lane == 0 ? later[k] : words[k], (lane + 1) % kWarpSize);
-  }
-  Vector<Scalar, size> vector;
-  memcpy(&vector, words, sizeof(words));
   return vector;
 }
 
