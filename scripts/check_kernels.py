@@ -27,7 +27,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # two of their work tile. In fp32 operands are hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for
 # states spill addresses, once a segment. The norms of any rows keep the registers of the aligned kernels, so that as many
 # blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an
-# address. The convolution of any rows spills words of addresses, the warp scan's backward of methods with a gain a word or two
+# address or two. The convolution of any rows spills words of addresses, the warp scan's backward of methods with a gain a word or two
 # of a tile, the sequential scan's of highorder a word, the recurrences' forward of shifted tiles numbers of tiles and
 # addresses, each once a tile.
 ALLOWED_SPILLS = {
@@ -48,6 +48,7 @@ ALLOWED_SPILLS = {
     re.compile(r"norm::norm_(fwd|bwd)_kernel<\w+, false, (false|true)>@"): 384,
     re.compile(r"norm::norm_rms_bwd_kernel<float, .*false>@(?!sm_90a)"): 8,
     re.compile(r"norm::norm_bwd_kernel<\w+, true, false>@(?!sm_90a)"): 8,
+    re.compile(r"norm::norm_fwd_kernel<\w+, true, true>@(?!sm_90a)"): 32,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 
