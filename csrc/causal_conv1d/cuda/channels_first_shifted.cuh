@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
   // Steps are counted from `first` on, in 32 bits: the tile has `count`, the first `absent` of which precede the row.
   const int last = static_cast<int>((is_last ? p.seqlen : segment.end - past) - first);
   const int count = segment.exists ? last : 0, absent = first < 0 ? past : 0;
+  // The same in all lanes of a warp. Rows that share a warp have one more vector than lanes at most.
+  const int warp_count = segment.lanes < kWarpSize ? static_cast<int>(p.seqlen) + kVector - 1 : last;
   const int left_after = static_cast<int>(p.seqlen - first - last < kVector ? p.seqlen - first - last : kVector);
   const Scalar* const x_tile = x + first;
   Scalar* const out_tile = out + first;
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     for (int j = 0; j < kAhead; ++j) {
       const int step = begin + j * warp_steps + lane * kVector;
       // No lane has steps left.
-      if (j > 0 && begin + j * warp_steps >= count) break;
+      if (j > 0 && begin + j * warp_steps >= warp_count) break;
       Inputs loaded = blocks[j][0];
       if constexpr (kBlocks == 2) loaded = cuda::join_vectors(blocks[j][0], blocks[j][1], x_past);
       if (j == 0 && step < absent) {
@@ -116,19 +118,19 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
       }
     }
   };
-  // Rows that share a warp may begin differently. They have one iteration, in which lanes without a row take part.
+  // Rows that share a warp may begin differently.
   if (__all_sync(cuda::kAllLanes, x_past == 0)) {
     int begin = 0;
     do {
       convolve(begin, std::integral_constant<int, 1>(), std::integral_constant<int, kAhead>());
       begin += kAhead * warp_steps;
-    } while (begin < count);
+    } while (begin < warp_count);
   } else {
     int begin = 0;
     do {
       convolve(begin, std::integral_constant<int, 2>(), std::integral_constant<int, kAhead / 2>());
       begin += kAhead / 2 * warp_steps;
-    } while (begin < count);
+    } while (begin < warp_count);
   }
   if (p.final_state.data != nullptr && is_last && lane == 0 && count > 0) {
     store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);

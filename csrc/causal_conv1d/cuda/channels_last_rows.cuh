@@ -84,14 +84,6 @@ struct ChannelsLastSegment {
   }
 };
 
-template <typename Row, typename Scalar>
-__device__ __forceinline__ Row read_only(const Scalar* source) {
-  static_assert(Row::kAccesses == 1, "one instruction loads it");
-  Row row;
-  row.accesses[0] = __ldg(reinterpret_cast<const typename Row::Access*>(source));
-  return row;
-}
-
 // A lane's channels in aligned rows. The address of a row takes one 32-bit multiplication; choose_kernels excludes tensors
 // whose offsets need more.
 template <typename Scalar>
@@ -113,7 +105,12 @@ class AlignedRows {
   __device__ __forceinline__ Row load_once(int t) const { return Row::load_once(at(t)); }
   __device__ __forceinline__ Row load(int t) const { return Row::load(at(t)); }
   // As load(), where no other thread writes x: by an instruction for global memory, which the compiler does not know it is.
-  __device__ __forceinline__ Row load_read_only(int t) const { return read_only<Row>(at(t)); }
+  __device__ __forceinline__ Row load_read_only(int t) const {
+    static_assert(Row::kAccesses == 1, "one instruction loads it");
+    Row row;
+    row.accesses[0] = __ldg(reinterpret_cast<const typename Row::Access*>(at(t)));
+    return row;
+  }
   // Starts a copy into shared memory, and reads it after its end.
   __device__ __forceinline__ void start_copy(int t, Stage& target) const {
     cuda::cp_async<Row::kBytes>(&target.rows[threadIdx.x], at(t));
@@ -165,9 +162,6 @@ class ShiftedRows {
   }
   __device__ __forceinline__ Row load(int t) const {
     return load(t, [](const Element* source) { return cuda::Vector<Element, 1>::load(source); });
-  }
-  __device__ __forceinline__ Row load_read_only(int t) const {
-    return load(t, [](const Element* source) { return read_only<cuda::Vector<Element, 1>>(source); });
   }
   __device__ __forceinline__ void start_copy(int t, Stage& target) const {
     const auto address = reinterpret_cast<uintptr_t>(cuda::add_product(base_, t, stride_));

@@ -65,14 +65,9 @@ struct Taps {
   // From shared memory, by lag and channel, the biases last.
   template <int channels>
   __device__ __forceinline__ Taps(const Acc (&values)[kMaxVectorWidth + 1][channels], int first) {
-    static_assert(distance > 1 || vector == 4, "one instruction loads neighboring channels");
+    static_assert(distance == 1 && vector * sizeof(Acc) == cuda::kVectorBytes, "one instruction loads a lane's channels");
     const auto load = [&](const Acc* row, Acc(&channels_of_lane)[vector]) {
-      if constexpr (distance == 1) {
-        memcpy(channels_of_lane, __builtin_assume_aligned(row + first, vector * sizeof(Acc)), sizeof(channels_of_lane));
-      } else {
-#pragma unroll
-        for (int i = 0; i < vector; ++i) channels_of_lane[i] = row[first + i * distance];
-      }
+      memcpy(channels_of_lane, __builtin_assume_aligned(row + first, cuda::kVectorBytes), sizeof(channels_of_lane));
     };
 #pragma unroll
     for (int lag = 0; lag < kMaxVectorWidth; ++lag) load(values[lag], weight[lag]);

@@ -31,12 +31,14 @@ namespace {
 constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
 
 // Steps per warp of the channels-last kernels are a multiple of the steps of an iteration.
-constexpr int64_t kStepGroup = 8;
+constexpr int64_t kStepGroup = 8, kLeastSteps = 4;
 
-// Whether rows along the axis of `size` elements consist of aligned vectors of `vector` elements.
-bool has_aligned_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t size, int64_t row_stride) {
-  return size % vector == 0 && reinterpret_cast<int64_t>(view.data) % (vector * bytes) == 0 &&
-         view.stride_batch % vector == 0 && row_stride % vector == 0;
+// Whether `rows` rows of `size` elements in each batch entry consist of aligned vectors of `vector` elements. The stride of an
+// axis of one element does not matter.
+bool has_aligned_vectors(const ConvParams& p, const SequenceView& view, int64_t vector, int64_t size, int64_t rows,
+                         int64_t row_stride) {
+  return size % vector == 0 && reinterpret_cast<int64_t>(view.data) % (vector * cuda::element_bytes(p.kind)) == 0 &&
+         (p.batch == 1 || view.stride_batch % vector == 0) && (rows == 1 || row_stride % vector == 0);
 }
 
 KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views) {
@@ -51,19 +53,19 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
   const int64_t most_channels_last_blocks =
-      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, int64_t(kFewRunSteps) * kWarps);
+      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, kLeastSteps * kWarps);
   const bool is_channels_last = most_channels_last_blocks <= kMaxNarrow &&
                                 all([&](const SequenceView& view) { return are_narrow(view) && view.stride_channel == 1; });
   const bool is_channels_first = p.ids.data == nullptr &&
                                  p.batch * p.channels * ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
                                  all([&](const SequenceView& view) { return view.stride_step == 1; });
   if (is_channels_last && all([&](const SequenceView& view) {
-        return has_aligned_vectors(view, bytes, kLaneChannels, p.channels, view.stride_step);
+        return has_aligned_vectors(p, view, kLaneChannels, p.channels, p.seqlen, view.stride_step);
       })) {
     return KernelSet::kChannelsLast;
   }
   if (is_channels_first && all([&](const SequenceView& view) {
-        return has_aligned_vectors(view, bytes, kVectorBytes / bytes, p.seqlen, view.stride_channel);
+        return has_aligned_vectors(p, view, kVectorBytes / bytes, p.seqlen, p.channels, view.stride_channel);
       })) {
     return KernelSet::kChannelsFirst;
   }
@@ -75,19 +77,20 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
 // Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
 constexpr int64_t kFewElements = 1024;
 
-// For measurements: 1 the loop over steps, 4 or 8 the steps of a tile, 9 one thread per element.
-int forced_forward() {
-  const char* const value = std::getenv("SSM_KERNELS_CONV_FORWARD");
-  return value == nullptr ? 0 : std::atoi(value);
-}
-
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
   const KernelSet set = choose_kernels(p, {p.x, p.out});
-  if (const int forced = forced_forward(); forced != 0) return forced == 9 ? KernelSet::kGeneral : set;
-  const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
-  const bool is_channels_last = set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted;
-  const bool may_be_general = is_channels_last && debug_option(DebugOption::kCausalConv1dKernel) == 0;
-  return may_be_general && is_small ? KernelSet::kGeneral : set;
+  if (set != KernelSet::kChannelsLast && set != KernelSet::kChannelsLastShifted) return set;
+  const int64_t multiprocessors = cuda::multiprocessor_count(device), elements = p.batch * p.seqlen * p.channels;
+  if (debug_option(DebugOption::kCausalConv1dKernel) == 0 && elements <= kFewElements * multiprocessors) {
+    return KernelSet::kGeneral;
+  }
+  if (set == KernelSet::kChannelsLastShifted || !is_specialized(p)) return set;
+  // In float32 long warps are faster where runs of more elements than that fill one wave of blocks at most.
+  const int64_t bytes = cuda::element_bytes(p.kind);
+  const int64_t blocks =
+      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, run_steps(bytes) * kWarps);
+  const bool is_one_wave = blocks <= kRunBlocks<4> * multiprocessors;
+  return bytes > 2 && is_one_wave && elements > 4 * kFewElements * multiprocessors ? set : KernelSet::kChannelsLastRuns;
 }
 
 KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}); }
@@ -95,8 +98,8 @@ KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, 
 // Cost of a channels-last warp apart from its steps, in steps: weights, halo and partial sums.
 constexpr int64_t kStepsOverhead = 12;
 constexpr int64_t kMinSteps = 16, kMaxSteps = 256;
-// Latency decides backward of up to kFewSteps steps: its warps may have fewer.
-constexpr int64_t kFewSteps = 256, kLeastSteps = 4;
+// Latency decides backward of up to kFewSteps steps: its warps may have as few as kLeastSteps.
+constexpr int64_t kFewSteps = 256;
 constexpr int64_t kMaxWaves = 8;
 
 // Fewer tiles read less halo and write fewer partial sums; more tiles fill the last wave of blocks. Backward is bound by
@@ -104,7 +107,11 @@ constexpr int64_t kMaxWaves = 8;
 Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multiprocessor, bool has_whole_waves, int device) {
   const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
-  if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
+  if (set == KernelSet::kChannelsLastRuns) {
+    tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
+    tiling.steps = run_steps(cuda::element_bytes(p.kind));
+    tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
+  } else if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
     const bool has_few = has_whole_waves && p.seqlen <= kFewSteps;
@@ -137,8 +144,7 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
     if (tiling.tiles == 1) {
       const bool is_shifted = set == KernelSet::kChannelsFirstShifted;
       const int64_t vector = kVectorBytes / cuda::element_bytes(p.kind);
-      // Vectors of a shifted row begin up to `vector` - 1 steps before it.
-      const int64_t vectors = ceil_div(p.seqlen + (is_shifted ? vector - 1 : 0), vector);
+      const int64_t vectors = ceil_div(p.seqlen, vector);
       tiling.log_row_lanes = is_shifted ? kLeastLogShiftedLanes : 0;
       while (vectors > int64_t(1) << tiling.log_row_lanes && tiling.log_row_lanes < kLogWarpSize) ++tiling.log_row_lanes;
     }
@@ -147,22 +153,6 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
     tiling.steps = kGeneralSteps;
     tiling.tiles = ceil_div(p.seqlen, tiling.steps);
   }
-  return tiling;
-}
-
-// Tiling of forward. The channels-last kernels of few steps take as many steps a warp as leave two blocks a multiprocessor.
-Tiling make_fwd_tiling(const ConvFwdParams& p, KernelSet set, int device) {
-  const bool is_channels_last = set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted;
-  const int forced = forced_forward();
-  if (!is_channels_last || !is_specialized(p) || forced == 1) {
-    return make_tiling(p, set, kFwdBlocks, /*has_whole_waves=*/false, device);
-  }
-  Tiling tiling;
-  tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
-  const int64_t least = 2 * int64_t(cuda::multiprocessor_count(device));
-  const bool has_few = p.batch * tiling.channel_blocks * ceil_div(p.seqlen, int64_t(kRunSteps) * kWarps) < least;
-  tiling.steps = forced == kFewRunSteps || (forced == 0 && has_few) ? kFewRunSteps : kRunSteps;
-  tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   return tiling;
 }
 
@@ -177,7 +167,7 @@ struct Cuda {
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
     const KernelSet set = choose_fwd_kernels(params, x.get_device());
-    const Tiling tiling = make_fwd_tiling(params, set, x.get_device());
+    const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(cuda::visit_scalar(params.kind,
                                       [&](auto scalar) { return launch_fwd<decltype(scalar)>(params, set, tiling, stream); }));

@@ -8,7 +8,7 @@
 #include "causal_conv1d/cuda/channels_first_shifted.cuh"
 #include "causal_conv1d/cuda/channels_last_bwd.cuh"
 #include "causal_conv1d/cuda/channels_last_fwd.cuh"
-#include "causal_conv1d/cuda/channels_last_tile_fwd.cuh"
+#include "causal_conv1d/cuda/channels_last_run_fwd.cuh"
 #include "causal_conv1d/cuda/general.cuh"
 #include "causal_conv1d/cuda/update.cuh"
 #include "cuda/launch.cuh"
@@ -27,19 +27,20 @@ inline unsigned channels_first_blocks(const ConvParams& p, const Tiling& tiling)
 template <typename Scalar>
 cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
+    if (set == KernelSet::kChannelsLastRuns) {
+      conv_fwd_channels_last_run_kernel<Scalar><<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      return cudaGetLastError();
+    }
     if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
       const bool is_shifted = set == KernelSet::kChannelsLastShifted;
       auto* kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, false, true>
                                 : &conv_fwd_channels_last_kernel<Scalar, false, false>;
-      if (is_specialized(params) && tiling.steps == kFewRunSteps) {
-        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kFewRunSteps, true>
-                            : &conv_fwd_channels_last_tile_kernel<Scalar, kFewRunSteps, false>;
-      } else if (is_specialized(params) && tiling.steps == kRunSteps) {
-        kernel = is_shifted ? &conv_fwd_channels_last_tile_kernel<Scalar, kRunSteps, true>
-                            : &conv_fwd_channels_last_tile_kernel<Scalar, kRunSteps, false>;
-      } else if (is_specialized(params)) {
-        kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, true, true>
-                            : &conv_fwd_channels_last_kernel<Scalar, true, false>;
+      if (is_specialized(params)) {
+        if (is_shifted) {
+          kernel = &conv_fwd_channels_last_kernel<Scalar, true, true>;
+        } else if constexpr (sizeof(Scalar) > 2) {  // kChannelsLastRuns takes all of fp16 and bf16
+          kernel = &conv_fwd_channels_last_kernel<Scalar, true, false>;
+        }
       }
       kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
       return cudaGetLastError();

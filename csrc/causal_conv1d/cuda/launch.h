@@ -2,7 +2,9 @@
 //
 // Three sets of kernels implement the convolution. Forward adds the taps in the same order in all of them.
 //
-//   channels last   a lane owns a few channels and advances in time; sequences may be packed
+//   channels last   a lane owns a few channels and advances in time; sequences may be packed. Forward also has a kernel for
+//   runs
+//                   of few steps
 //   channels first  a lane owns neighboring steps of one channel, and a warp advances in time; no packed sequences
 //   general         any strides and widths, and float64: one thread per element
 //
@@ -32,13 +34,23 @@ constexpr int kLaneChannels = 4;
 // Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
-// Steps of a warp in forward of channels-last tensors (channels_last_tile_fwd.cuh): fewer where more warps fill the device.
-constexpr int kRunSteps = 8, kFewRunSteps = 4;
+// Forward of short runs (channels_last_run_fwd.cuh): steps of a warp, by the bytes of an element, and resident blocks per
+// multiprocessor. A warp has the same bytes of inputs in both.
+constexpr int64_t run_steps(int64_t bytes) { return bytes > 2 ? 4 : 8; }
+template <int bytes>
+constexpr int kRunBlocks = bytes > 2 ? 8 : 6;
 
 // At least so many lanes of the shifted channels-first kernels share a row: each row takes one more block than lanes.
 constexpr int kLeastLogShiftedLanes = 2;
 
-enum class KernelSet { kChannelsLast, kChannelsLastShifted, kChannelsFirst, kChannelsFirstShifted, kGeneral };
+enum class KernelSet {
+  kChannelsLast,
+  kChannelsLastRuns,
+  kChannelsLastShifted,
+  kChannelsFirst,
+  kChannelsFirstShifted,
+  kGeneral
+};
 
 // Whether the specialized channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch
 // entries of one sequence each.

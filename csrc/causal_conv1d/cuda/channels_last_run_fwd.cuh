@@ -1,6 +1,7 @@
-// Forward of the causal convolution for channels-last tensors, of batch rows of one sequence and a width of kMaxVectorWidth.
+// Forward of the causal convolution for channels-last tensors, of aligned rows, one sequence a batch row and a width of
+// kMaxVectorWidth.
 //
-// Blocks, warps and lanes have the segments and channels of channels_last_fwd.cuh, but a warp has only kSteps steps. A lane
+// Blocks, warps and lanes have the segments and channels of channels_last_fwd.cuh, but a warp has only few steps. A lane
 // loads all of its inputs, with the kHalo steps before its segment, before it computes the first output: many short warps keep
 // more loads in flight than few long ones that copy ahead, and no load waits for another. The steps before a segment are the
 // last ones of the warp below, mostly in the same block, whose L1 cache has them.
@@ -59,39 +60,25 @@ struct BlockTaps {
   }
 };
 
-template <typename Scalar, int vector>
-__device__ __forceinline__ void set_channel(cuda::Vector<Scalar, vector>& row, int i, Scalar value) {
-  row.set(i, value);
-}
-template <typename Scalar, typename Row>
-__device__ __forceinline__ void set_channel(Row& row, int i, Scalar value) {
-  row.values[i] = to_accumulate(value);
-}
-
-// Resident blocks per multiprocessor, which bound the registers.
-constexpr int tile_blocks(bool is_shifted, int steps) { return is_shifted ? 5 : steps > 4 ? 6 : 8; }
-
-template <typename Scalar, int kSteps, bool is_shifted>
-__global__ void __launch_bounds__(kWarpSize* kWarps, tile_blocks(is_shifted, kSteps))
-    conv_fwd_channels_last_tile_kernel(const ConvFwdParams p, const Tiling tiling) {
+template <typename Scalar>
+__global__ void __launch_bounds__(kWarpSize* kWarps, kRunBlocks<sizeof(Scalar)>)
+    conv_fwd_channels_last_run_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
-  using Inputs = ChannelsLastRows<const Scalar, is_shifted>;
+  using Inputs = AlignedRows<const Scalar>;
+  constexpr int kSteps = static_cast<int>(run_steps(sizeof(Scalar)));
   static_assert(BlockTaps::kChannels == kWarpSize * kWarps, "each thread loads the taps of one channel");
   __shared__ BlockTaps block_taps;
-  const ChannelsLastSegment<Scalar, is_shifted> segment(p, tiling);
+  const ChannelsLastSegment<Scalar, false> segment(p, tiling);
   const int lane = threadIdx.x % kWarpSize, count = segment.end - segment.t;
-  const int64_t first_channel = segment.c - (is_shifted ? lane : lane * kLaneChannels);
   const bool has_steps = segment.has_channels && count > 0;
   // First, as nothing is in registers yet.
   if (has_steps && p.final_state.data != nullptr && segment.end == p.seqlen) {
 #pragma unroll 1
     for (int i = 0; i < kLaneChannels; ++i) {
-      if (segment.has_channel(p, i)) {
-        store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.channel(i), /*is_padding=*/false);
-      }
+      store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.channel(i), /*is_padding=*/false);
     }
   }
-  const BlockTaps::Loaded<Scalar> loaded(p, first_channel + threadIdx.x);
+  const BlockTaps::Loaded<Scalar> loaded(p, segment.c - lane * kLaneChannels + threadIdx.x);
   const Inputs x(p.x, p, segment);
   typename Inputs::Row rows[kHalo + kSteps] = {};
   if (has_steps) {
@@ -103,9 +90,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, tile_blocks(is_shifted, kSt
       for (int j = 0; j < kHalo; ++j) {
 #pragma unroll
         for (int i = 0; i < kLaneChannels; ++i) {
-          if (segment.has_channel(p, i)) {
-            set_channel<Scalar>(rows[j], i, load_initial<Scalar>(p, segment.b, 0, segment.channel(i), kHalo - j));
-          }
+          rows[j].set(i, load_initial<Scalar>(p, segment.b, 0, segment.channel(i), kHalo - j));
         }
       }
     }
@@ -117,8 +102,8 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, tile_blocks(is_shifted, kSt
   block_taps.set<Scalar>(p, threadIdx.x, loaded);
   __syncthreads();
   if (!has_steps) return;
-  const Taps<Scalar, kLaneChannels, segment.kDistance> taps(block_taps.values, is_shifted ? lane : lane * kLaneChannels);
-  const ChannelsLastRows<Scalar, is_shifted> out(p.out, p, segment);
+  const Taps<Scalar, kLaneChannels> taps(block_taps.values, lane * kLaneChannels);
+  const AlignedRows<Scalar> out(p.out, p, segment);
   const auto run = [&](auto has_silu) {
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
