@@ -34,8 +34,10 @@ def test_bits_at_every_offset(length, dtype, axis):
     """136 and 520 elements are whole vectors, for which other kernels take aligned rows."""
     size = {"channels": length, "seqlen": 75} if axis == CHANNELS else {"channels": 3, "seqlen": length}
     layouts = LAYOUTS if length == 136 else LAYOUTS[1::3]
-    for width, activation in ((4, "silu"), (3, None)):
-        inputs = make_inputs(**size, width=width, activation=activation, dtype=dtype, device="cuda")
+    for width, activation, initial_state in ((4, "silu", True), (4, "silu", False), (3, None, True)):
+        inputs = make_inputs(
+            **size, width=width, activation=activation, initial_state=initial_state, dtype=dtype, device="cuda"
+        )
         assert_offsets_keep_bits(CONV, inputs, {"x": (axis,), "out": (axis,)}, layouts=layouts)
 
 
