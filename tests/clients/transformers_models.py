@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 VOCABULARY = 64
 PACKS_IN_MAMBA_LAYERS = "packed sequences without attention layers"
@@ -83,6 +85,9 @@ HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_gr
 SCAN, SSD = "_selective_scan_fwd", "_ssd_chunk_scan_fwd"
 MAMBA = {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}
 
+# Releases of transformers whose gated norm knows no groups take one mean over all of them, unlike mamba_ssm and this library.
+MAMBA2_GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
+
 MODELS = {
     model.name: model
     for model in (
@@ -108,7 +113,8 @@ MODELS = {
             "Mamba2",
             SSD,
             packs={},
-            options={"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+            options={"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16}
+            | {"n_groups": MAMBA2_GROUPS, "chunk_size": 16},
         ),
         Model("Bamba", SSD, packs={}, options=ATTENTION | HEADS | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
         Model(
