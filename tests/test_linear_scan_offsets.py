@@ -95,10 +95,15 @@ def test_one_tensor_in_other_rows(dtype, choice):
 
 @small_dtypes
 def test_blocks_in_step(dtype):
-    """Clusters of blocks that share sectors, the last one with blocks that have no channels; vectors that share sectors."""
+    """Clusters of blocks that share sectors, the last one with blocks that have no channels; vectors that share sectors.
+
+    There are clusters where there are more blocks than multiprocessors. A block has 64 channels.
+    """
+    batch = torch.cuda.get_device_properties("cuda").multi_processor_count // 9 + 1
     with debug_option("linear_scan_kernel", "sequential"):
         for variant, channels in ((MINGRU, 570), (LINEAR, 600)):
-            assert_rows_keep_bits(variant, channels, (Layout(0), Layout(3, odd=True)), seqlen=600, dtype=dtype)
+            layouts = (Layout(0), Layout(3, odd=True))
+            assert_rows_keep_bits(variant, channels, layouts, batch=batch, seqlen=200, dtype=dtype)
 
 
 @small_dtypes

@@ -14,7 +14,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
 
 #include "common/integers.h"
@@ -95,11 +94,8 @@ class Plan {
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
     partition.block_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
-    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1;
-    if (const char* ahead = std::getenv("SSM_RECUR_AHEAD"); ahead != nullptr) {
-      partition.keeps_step &= std::atoi(ahead) > 0;
-      partition.most_ahead = static_cast<uint32_t>(std::atoi(ahead));
-    }
+    // Where each block has a multiprocessor of its own they stay together without waiting for one another.
+    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1 && chains() > device.multiProcessorCount;
     return partition;
   }
 

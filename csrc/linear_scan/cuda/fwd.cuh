@@ -22,7 +22,7 @@ namespace ssm_kernels::linear_scan {
 // Whether a and b of plain tiles pass from reduce to apply: gates of three and four inputs are expensive, and their inputs that
 // broadcast would be loaded again. Others are computed again from the raw inputs, which take half the registers.
 template <typename Variant, bool is_plain>
-constexpr bool kPassesCoefficients = is_plain&& Variant::kNames.size() > 2;
+constexpr bool kPassesCoefficients = is_plain && Variant::kNames.size() > 2;
 // Rows that hold one row of a, or of b.
 template <typename Scalar>
 constexpr int kCoefficientRows = static_cast<int>(sizeof(cuda::AccumulateType<Scalar>) / sizeof(Scalar));

@@ -114,7 +114,6 @@ struct SequentialPartition {
   bool keeps_step = false;
   // Blocks of a cluster, which go through time in step. The launcher sets it.
   int cluster = 1;
-  uint32_t most_ahead = 2;
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor

@@ -20,7 +20,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -233,6 +232,8 @@ class Chain {
     uint32_t passed_by_this[2];  // the addresses of their `passed` for this block
   };
   static_assert(kNeighborsAt + sizeof(Neighbors) == kSequentialBarrierBytes, "neighbors come before the states");
+  // Segments beyond a round of turns. 1, 2, 4 and 16 took the same time.
+  static constexpr uint32_t kMostAhead = 2;
   static constexpr uint32_t kNeverBehind = 1u << 31, kNoNeighbor = 0xffffffff;
 
   __device__ __forceinline__ volatile Neighbors& neighbors() const {
@@ -251,7 +252,7 @@ class Chain {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const auto& of = neighbors();
     // Before the warp's turn, because the path from turn to turn limits the speed: the block may be a round of turns behind.
-    const uint32_t most_ahead = static_cast<uint32_t>(warps) + partition_.most_ahead;
+    const uint32_t most_ahead = static_cast<uint32_t>(warps) + kMostAhead;
     while (min(of.passed[0], of.passed[1]) + most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
 #endif
   }
@@ -468,8 +469,6 @@ int blocks_in_step(Kernel kernel, int threads, int shared_bytes, int64_t chains)
     const int64_t at_a_time = int64_t(cluster) * cuda::resident_clusters(kernel, threads, shared_bytes, cluster);
     if (at_a_time == 0) continue;
     const int64_t waves = ceil_div(round_up(chains, cluster), at_a_time);
-    if (const char* const only = std::getenv("SSM_RECUR_CLUSTER"); only != nullptr && std::atoi(only) == cluster)
-      return cluster;
     if (waves >= least_waves) continue;
     best = cluster;
     least_waves = waves;

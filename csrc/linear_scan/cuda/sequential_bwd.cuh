@@ -107,9 +107,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     Acc g[S::kSteps][kChannels];  // begins as grad_h
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
-      if (s % with_grad_h.kSteps == 0)
-        with_grad_h.load(
-            partition, chain, segment, stage, s, [](int i) { return i; }, view);
+      if (s % with_grad_h.kSteps == 0) with_grad_h.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
       inputs.next(s, with_grad_h, x);
 #pragma unroll
@@ -163,8 +161,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
       if (s % with_h.kSteps == 0) {
-        with_h.load(
-            partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
+        with_h.load(partition, chain, segment, stage, s, [](int i) { return i == kGradH ? kHBefore : i; }, view);
       }
       Acc x[kChannels][Inputs::kInputs], grads[Inputs::kInputs][kChannels];
       inputs_again.next(s, with_h, x);

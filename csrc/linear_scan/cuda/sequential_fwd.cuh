@@ -51,9 +51,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
-      if (s % narrow.kSteps == 0)
-        narrow.load(
-            partition, chain, segment, stage, s, [](int i) { return i; }, view);
+      if (s % narrow.kSteps == 0) narrow.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
       Acc x[kChannels][Inputs::kInputs];
       inputs.next(s, narrow, x);
 #pragma unroll
