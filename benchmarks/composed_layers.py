@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssm_kernels import nn, selective_scan, ssd_chunk_scan
 from ssm_kernels.nn.common import wide_dtype
-from ssm_kernels.nn.mamba2 import GatedRMSNorm
+from ssm_kernels.nn.gated_rms_norm import GatedRMSNorm
 
 
 def mamba(layer: nn.Mamba, hidden_states: Tensor) -> Tensor:

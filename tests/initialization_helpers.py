@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssm_kernels.models import MambaConfig, MambaLM, RecurrentMixer
 from ssm_kernels.nn import Block, GatedMLP, Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
-from ssm_kernels.nn.mamba2 import GatedRMSNorm
+from ssm_kernels.nn.gated_rms_norm import GatedRMSNorm
 
 D_MODEL = 128
 MODELS: dict[str, dict[str, Any]] = {

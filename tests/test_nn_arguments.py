@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ssm_kernels
 from ssm_kernels.nn import Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
-from ssm_kernels.nn.mamba2 import GatedRMSNorm
+from ssm_kernels.nn.gated_rms_norm import GatedRMSNorm
 
 OPERATOR = "linear_scan"
 

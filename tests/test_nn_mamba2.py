@@ -12,7 +12,7 @@ from plain_layers import gated_norm, parameters_of
 from test_nn_mixers import new_cache
 from torch import Tensor
 
-from ssm_kernels.nn.mamba2 import GatedRMSNorm
+from ssm_kernels.nn.gated_rms_norm import GatedRMSNorm
 
 OPERATOR = "ssd_chunk_scan"
 

@@ -40,8 +40,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ..models.mamba_lm import MambaLM
 from ..nn.block import GatedMLP
 from ..nn.checks import check_bools
+from ..nn.gated_rms_norm import GatedRMSNorm
 from ..nn.mamba import Mamba
-from ..nn.mamba2 import GatedRMSNorm, Mamba2
+from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
 from ._agreement import compare
 from ._collectives import Group, check_dimensions

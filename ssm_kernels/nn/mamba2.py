@@ -26,9 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import finite_dt_limit
-from .._torchscript import refuse_script
 from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeName
-from ..norms import rms_norm_gated
 from ..ops import selective_state_update
 from ..ssd import ssd_chunk_scan
 from .aligned import (
@@ -67,58 +65,14 @@ from .common import (
     wide_dtype,
 )
 from .discretized import DiscretizedModule
+from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
 from .naming import name_for_operator, names_layer
-from .weight_decay import NamesNoDecay
 
-__all__ = ["GatedRMSNorm", "Mamba2"]
+__all__ = ["Mamba2"]
 
 _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
 _mamba2_mixer_projected = torch.ops.ssm_kernels._mamba2_mixer_projected.default
-
-
-@refuse_script
-class GatedRMSNorm(NamesNoDecay, nn.Module):
-    """RMSNorm of each group of channels, with a gate.
-
-    ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; computed in float32 (float64
-    for float64 inputs).
-
-    Args:
-        channels: size of the last axis.
-        groups: how many groups the channels are divided into.
-        norm_before_gate: see above.
-        eps: added to the mean square.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        groups: int = 1,
-        norm_before_gate: bool = False,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_int("GatedRMSNorm", "channels", channels)
-        check_int("GatedRMSNorm", "groups", groups)
-        check_bools("GatedRMSNorm", norm_before_gate=norm_before_gate)
-        check_not_negative("GatedRMSNorm", "eps", eps)
-        check_dtype("GatedRMSNorm", dtype)
-        if channels % groups != 0:
-            raise ValueError(f"GatedRMSNorm: expected groups that divide channels = {channels}, got {groups}")
-        self.group_size, self.norm_before_gate, self.eps = channels // groups, norm_before_gate, eps
-        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        return rms_norm_gated(
-            x, self.weight, z, eps=self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
-        )
 
 
 @names_layer
@@ -165,7 +119,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
-        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (2 to 5 % more time in training)
+        recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (up to 3 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
     Raises:
