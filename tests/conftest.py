@@ -33,7 +33,7 @@ gc.disable()
 
 
 def _may_have_gpu() -> bool:
-    """Whether to ask torch, which takes seconds to import: no, where there is no driver of NVIDIA's or Windows's for Linux."""
+    """Whether a driver for NVIDIA GPUs is installed, on Linux or under Windows. Importing torch to ask it takes seconds."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg"))
 
 

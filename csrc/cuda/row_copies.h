@@ -40,7 +40,7 @@ struct RowCopies {
   int count = 0;
   int64_t tiles = 0;
 
-  // Returns false, and adds nothing, if there is no room. A copy of no elements takes no room.
+  // Adds a copy. Returns false, without adding it, if the array of entries is full. A copy of no elements takes no entry.
   bool add(const RowCopy& copy);
 };
 

@@ -117,7 +117,7 @@ struct SequentialPartition {
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor
-// Of shared memory: an mbarrier for each warp, and what blocks of a cluster tell one another.
+// A block's shared memory begins with an mbarrier for each warp and the counters of its neighbors' segments (Chain::Neighbors).
 constexpr int kNeighborsAt = kSequentialMaxWarps * 8, kSequentialBarrierBytes = kNeighborsAt + 16;
 
 // The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
