@@ -5,7 +5,8 @@
 // hold its bytes, and shifts them together; neighboring lanes share the second block in the L1 cache. Only a span's first and
 // last pieces may be stored by halves of words. Pieces of a tile are numbered along spans first. A block of threads takes one
 // tile after another, and each thread loads several pieces before it stores the first. An aligned block that holds a byte of a
-// row is loaded whole: it is mapped memory, and the bytes beside the row are dropped.
+// row is loaded whole, and the bytes beside the row are dropped. Nothing is read after the source's last byte: the tiles that
+// may hold it test the end of each block.
 #pragma once
 
 #include <algorithm>
@@ -33,19 +34,33 @@ __device__ __forceinline__ uint4 shift_blocks(const uint4& block, const uint4& n
           __byte_perm(by_one[2], by_one[3], selected), __byte_perm(by_one[3], by_one[4], selected)};
 }
 
+// An aligned block. With `has_end`, without what is after `end`.
+template <bool has_end>
+__device__ __forceinline__ uint4 load_block(const uint4* block, const char* end) {
+  const auto left = static_cast<int64_t>(reinterpret_cast<uintptr_t>(end) - reinterpret_cast<uintptr_t>(block));
+  if (!has_end || left >= kBlockBytes) return *block;
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < kBlockBytes / 2; ++i) {
+    if (2 * i < left) words[i / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(block)[i]) << (i % 2 * 16);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // A row's bytes [low, high) of a piece. The others become zeros.
 struct RowPart {
   int low = 0, high = 0, past = 0;
   uint4 block = {}, next = {};
 
   // `source` is where the row would have the piece's first byte.
-  __device__ __forceinline__ void load(const char* source, int first, int end) {
+  template <bool has_end>
+  __device__ __forceinline__ void load(const char* source, int first, int end, const char* source_end) {
     low = first;
     high = end;
     past = static_cast<int>(reinterpret_cast<uintptr_t>(source)) & (kBlockBytes - 1);
     const auto* const blocks = reinterpret_cast<const uint4*>(source - past);
-    if (low < high && low + past < kBlockBytes) block = blocks[0];
-    if (low < high && high + past > kBlockBytes) next = blocks[1];
+    if (low < high && low + past < kBlockBytes) block = load_block<has_end>(blocks, source_end);
+    if (low < high && high + past > kBlockBytes) next = load_block<has_end>(blocks + 1, source_end);
   }
 
   __device__ __forceinline__ uint4 value() const {
@@ -63,16 +78,17 @@ struct RowPart {
 };
 
 // A piece of a target whose rows are whole blocks.
+template <bool has_end>
 struct RowPiece {
-  static constexpr int kAtOnce = kRowPiecesAtOnce;
+  static constexpr int kAtOnce = has_end ? 1 : kRowPiecesAtOnce;  // few tiles have an end
   char* target = nullptr;
   RowPart part;
 
   // The piece at that number of a span.
-  __device__ __forceinline__ void load(const RowCopy& copy, const char* source_span, char* target_span, int number) {
+  __device__ __forceinline__ void load(const RowCopies::Entry& copy, const char* source_span, char* target_span, int number) {
     const int offset = number * kBlockBytes;
     target = target_span + offset;
-    part.load(source_span + offset, 0, min(kBlockBytes, copy.row_bytes - offset));
+    part.load<has_end>(source_span + offset, 0, min(kBlockBytes, copy.row_bytes - offset), copy.source_end);
   }
   __device__ __forceinline__ void store() const {
     if (target != nullptr) *reinterpret_cast<uint4*>(target) = part.value();
@@ -80,8 +96,9 @@ struct RowPiece {
 };
 
 // A piece of any target. Bytes [begin, end) of its block belong to the span.
+template <bool has_end>
 struct MixedPiece {
-  static constexpr int kAtOnce = kMixedPiecesAtOnce;
+  static constexpr int kAtOnce = has_end ? 1 : kMixedPiecesAtOnce;
   static constexpr int kParts = 2;  // loaded at once; rows of less than a block may need more
   const RowCopies::Entry* copy = nullptr;
   char* target = nullptr;
@@ -95,7 +112,8 @@ struct MixedPiece {
   }
   __device__ __forceinline__ void load_part(RowPart& part, int row) const {
     const int written = copy->written_bytes, first = first_of(row), past_row = left_of_row + (row - 1) * written;
-    part.load(source + row * (copy->source_strides[2] - written), first, min(end, past_row + copy->row_bytes));
+    part.load<has_end>(source + row * (copy->source_strides[2] - written), first, min(end, past_row + copy->row_bytes),
+                       copy->source_end);
   }
   __device__ __forceinline__ void load(const RowCopies::Entry& entry, const char* source_span, char* target_span, int number) {
     copy = &entry;
@@ -138,7 +156,7 @@ struct MixedPiece {
 };
 
 template <typename Piece>
-__device__ __forceinline__ void copy_tile(const RowCopies::Entry& copy, const char* source, char* target, uint32_t steps) {
+__device__ __forceinline__ void copy_pieces(const RowCopies::Entry& copy, const char* source, char* target, uint32_t steps) {
   const auto per_step = copy.pieces_per_step.value<uint32_t>(), per_span = copy.pieces_per_span.value<uint32_t>();
   const uint32_t pieces = steps * per_step;
 #pragma unroll 1
@@ -159,7 +177,17 @@ __device__ __forceinline__ void copy_tile(const RowCopies::Entry& copy, const ch
   }
 }
 
-__global__ void __launch_bounds__(kCopyThreads) row_copies_kernel(const __grid_constant__ RowCopies p) {
+template <bool has_end>
+__device__ __forceinline__ void copy_tile(const RowCopies::Entry& copy, const char* source, char* target, uint32_t steps) {
+  if (copy.has_blocks) {
+    copy_pieces<RowPiece<has_end>>(copy, source, target, steps);
+  } else {
+    copy_pieces<MixedPiece<has_end>>(copy, source, target, steps);
+  }
+}
+
+// Three blocks are resident.
+__global__ void __launch_bounds__(kCopyThreads, 3) row_copies_kernel(const __grid_constant__ RowCopies p) {
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     int number = 0;
     while (number + 1 < p.count && tile >= p.entries[number + 1].first_tile) ++number;
@@ -169,10 +197,10 @@ __global__ void __launch_bounds__(kCopyThreads) row_copies_kernel(const __grid_c
     const auto steps = static_cast<uint32_t>(min(int64_t(copy.steps_per_tile), copy.sizes[1] - first_step));
     const char* const source = copy.source + batch * copy.source_strides[0] + first_step * copy.source_strides[1];
     char* const target = copy.target + batch * copy.target_strides[0] + first_step * copy.target_strides[1];
-    if (copy.has_blocks) {
-      copy_tile<RowPiece>(copy, source, target, steps);
+    if (copy.end_of_rows(source, steps) + kBlockBytes > copy.source_end) {
+      copy_tile<true>(copy, source, target, steps);
     } else {
-      copy_tile<MixedPiece>(copy, source, target, steps);
+      copy_tile<false>(copy, source, target, steps);
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "common/integers.h"
+#include "common/macros.h"
 #include "cuda/divisor.h"
 
 namespace ssm_kernels::cuda {
@@ -34,7 +35,14 @@ struct RowCopies {
     Divisor pieces_per_span, pieces_per_step, row;
     int64_t first_tile = 0, tiles_per_batch = 0;
     int steps_per_tile = 0, rows_per_span = 1, span_bytes = 0;
-    bool has_blocks = false;  // whether target rows are whole blocks
+    bool has_blocks = false;           // whether target rows are whole blocks
+    const char* source_end = nullptr;  // after the last byte of the source
+
+    // After the last byte of some entries of the second axis, of which the first begins at `first`.
+    SSM_HOST_DEVICE const char* end_of_rows(const char* first, int64_t steps) const {
+      const int64_t to_step = (steps - 1) * source_strides[1], to_row = (sizes[2] - 1) * source_strides[2];
+      return first + (to_step > 0 ? to_step : 0) + (to_row > 0 ? to_row : 0) + row_bytes;
+    }
   };
   Entry entries[kMaxRowCopies];
   int count = 0;
@@ -49,6 +57,8 @@ inline bool RowCopies::add(const RowCopy& copy) {
   if (count == kMaxRowCopies) return false;
   Entry& entry = entries[count++];
   static_cast<RowCopy&>(entry) = copy;
+  entry.source_end =
+      entry.end_of_rows(entry.source + std::max<int64_t>(0, (entry.sizes[0] - 1) * entry.source_strides[0]), entry.sizes[1]);
   // Rows that follow one another in both tensors are one.
   const int64_t joined = entry.written_bytes * entry.sizes[2];
   const bool is_joined = entry.target_strides[2] == entry.written_bytes && joined < std::numeric_limits<int32_t>::max() / 2;
