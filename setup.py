@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +39,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES["AVX512"] = [*CPU_CAPABILITIES["AVX2"], "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
     # Here DEFAULT serves only processors without AVX2, from before 2013: -O2 compiles it in two thirds of the time.
     CPU_CAPABILITIES["DEFAULT"] = ["-O2"]
+
+# The starts of the names of objects that take longest, in this order (scripts/compile_report.py).
+SLOW_OBJECTS = ("cuda/selective_scan", "cuda/linear_scan", "host/host_1", "cuda/ssd", "cpu_", "host/")
 
 
 def stop_for_missing(requirement: str) -> NoReturn:
@@ -169,46 +172,59 @@ class BuildLibraries(BuildExtension):
         build_metadata.write_facts(facts.parent, build_facts())
 
     def build_extension(self, ext):
-        jobs = number_of_jobs()
         try:
-            host_files = [source for source in ext.sources if source.endswith(".cpp")]
             # Change a copy, so that source distributions list the sources and not the units.
             ext = copy.copy(ext)
-            ext.extra_objects = self.compile_units(ext, write_units(host_files, "host"), jobs)
-            ext.sources = [source for source in ext.sources if not source.endswith(".cpp")]
-            os.environ["MAX_JOBS"] = str(jobs)
-            if not ext.sources:
-                # ninja refuses an empty list.
-                self.compiler.compile = lambda *arguments, **keywords: []
+            ext.extra_objects = self.compile_sources(ext, number_of_jobs())
+            ext.sources = []
+            # ninja refuses an empty list.
+            self.compiler.compile = lambda *arguments, **keywords: []
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:
             stop(f"building {ext.name} failed ({error}); the compiler's messages are above.")
         check_library(Path(self.get_ext_fullpath(ext.name)), compiler.command)
 
-    def compile_units(self, ext, host_units: list[str], jobs: int) -> list[str]:
-        """Compiles the host's units and, for each capability, those of the CPU kernels, ``jobs`` of them at a time."""
+    def compile_sources(self, ext, jobs: int) -> list[str]:
+        """Compiles CUDA files, the host's units and, for each capability, those of the CPU kernels, ``jobs`` at a time."""
         compile_with_ninja = self.compiler.compile
         host_flags = ext.extra_compile_args["cxx"]
+        cuda_files = [source for source in ext.sources if source.endswith(".cu")]
+        host_units = write_units([source for source in ext.sources if source.endswith(".cpp")], "host")
         kernels = write_units(CPU_KERNELS, "kernels")
-        tasks = [
-            (f"cpu_{capability.lower()}/{Path(unit).stem}", unit, [*flags, *capability_macros(capability)])
+        tasks = [(f"cuda/{cuda_name(source)}", source, copy.deepcopy(ext.extra_compile_args)) for source in cuda_files]
+        tasks += [(f"host/{Path(unit).stem}", unit, host_flags) for unit in host_units]
+        tasks += [
+            (f"cpu_{capability.lower()}/{Path(unit).stem}", unit, [*host_flags, *flags, *capability_macros(capability)])
             for capability, flags in CPU_CAPABILITIES.items()
             for unit in kernels
         ]
 
-        def compile_unit(folder: str, unit: str, flags: list[str]) -> list[str]:
+        def compile_one(folder: str, source: str, flags: dict[str, list[str]] | list[str]) -> list[str]:
             # A folder of its own, because ninja's file is in it.
             output = os.path.join(self.build_temp, folder)
-            flags = [*host_flags, *flags]
-            return compile_with_ninja([unit], output_dir=output, include_dirs=ext.include_dirs, extra_postargs=flags)
+            return compile_with_ninja([source], output_dir=output, include_dirs=ext.include_dirs, extra_postargs=flags)
 
         os.environ["MAX_JOBS"] = "1"
         with ThreadPoolExecutor(jobs) as pool:
-            # Kernels begin, because they take longest.
-            kernel_objects = [pool.submit(compile_unit, *task) for task in tasks]
-            host_objects = [pool.submit(compile_unit, f"host/{Path(unit).stem}", unit, []) for unit in host_units]
+            # The slowest begin, so that none of them is left alone at the end.
+            started = {task[0]: pool.submit(compile_one, *task) for task in sorted(tasks, key=by_time)}
+            done, _ = wait(started.values(), return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for one in done:
+                one.result()
             # Host files and DEFAULT come first in the link: the linker keeps the first copy of an inline function.
-            return [obj for done in [*host_objects, *kernel_objects] for obj in done.result()]
+            return [obj for folder, _, _ in tasks for obj in started[folder].result()]
+
+
+def cuda_name(source: str) -> str:
+    """The name of a CUDA file's folder of objects: csrc/ssd/cuda/instantiations/bwd_f32.cu is ssd_bwd_f32."""
+    return f"{Path(source).parts[1]}_{Path(source).stem}"
+
+
+def by_time(task: tuple) -> int:
+    """Orders tasks by the compile time of their kind, the longest first."""
+    folder = task[0]
+    return next((place for place, start in enumerate(SLOW_OBJECTS) if folder.startswith(start)), len(SLOW_OBJECTS))
 
 
 def capability_macros(capability: str) -> list[str]:
