@@ -59,7 +59,7 @@ def test_report_of_seconds(tmp_path):
     (tmp_path / "cpu_avx2").mkdir()
     line = "{}\t{}\t0\t{}\thash\n"
     header = "# ninja log v7\n"
-    cuda = tmp_path / "csrc" / "ssd" / "instantiations" / "ssd_fwd_f32.o"
+    cuda = tmp_path / "cuda" / "ssd_fwd_f32" / "csrc" / "ssd" / "cuda" / "instantiations" / "fwd_f32.o"
     host = tmp_path / "build" / "units" / "host_1.o"
     other = tmp_path / "build" / "units" / "host_2.o"
     cpu = tmp_path / "cpu_avx2" / "build" / "units" / "kernels_1.o"
@@ -70,7 +70,7 @@ def test_report_of_seconds(tmp_path):
     tables = compile_report.seconds_tables(compile_report.read_objects(tmp_path), "2.11.0")
     assert "| ssd | 2 |  |  |" in tables and "| kernels_1 |  | 4 |  |" in tables
     assert "| host_1 |  |  | 2 |" in tables and "| host_2 |  |  | 3 |" in tables and "| all | 2 | 4 | 4 |" in tables
-    assert "| `build/units/host_1.o` | 1.5 |" in tables
+    assert "| `build/units/host_1.o` | 1.5 |" in tables and "| `csrc/ssd/cuda/instantiations/fwd_f32.o` | 2.0 |" in tables
 
 
 def test_script_runs():
