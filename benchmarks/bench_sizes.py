@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Result, Run, Turns, main, speedups
+from benchmarks import peers, triton_kernels
+from benchmarks.benchmark import PEER, Benchmark, Result, Run, Stopwatch, Turns, main, share_seconds, speedups
 from benchmarks.harness import Stages
-from benchmarks.size_cases import CHOICES, SizeCase, all_cases, stages_of
+from benchmarks.size_cases import CHOICES, SizeCase, all_cases, stages_of, triton_call
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, cell, median, text
 
 # The relative difference from the result of aligned copies beyond which a result is wrong.
@@ -36,10 +36,11 @@ FEW_COLUMNS, MANY_COLUMNS = 2560, 12288
 
 def measure(cases: Sequence[SizeCase], run: Run) -> list[dict[str, Any]]:
     """The rows of a neighbor and of the sizes that have it."""
-    turns = Turns(run)
+    turns, watch = Turns(run), Stopwatch()
     rows = [row_of(case, turns) for case in cases]
-    # The host enqueues two calls while the device writes.
-    turns.measure(warm_code=True, cache_writes=2 * run.cache_writes)
+    watch.lap("rows")
+    turns.measure(warm_code=True, cache_writes=None)
+    share_seconds(rows, watch.lap("measured"))
     neighbors = {row["name"]: row for row in rows}
     for row in rows:
         row["ratios"] = {name: rounded(value) for name, value in ratios(row, neighbors.get(row["neighbor"])).items()}
@@ -63,12 +64,14 @@ def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
 
     An exception becomes a figure of the contender that raised it. One of ours makes the row wrong.
     """
-    run, row = turns.run, {"name": case.name, **case.fields, "different_bits": {}, "wrong": []}
+    watch = Stopwatch()
+    run, row = turns.run, {"name": case.name, **case.fields, "different_bits": {}, "wrong": [], "seconds": watch.laps}
     try:
         makers, row["different_bits"] = stages_of(case, run.device)
     except Exception as error:
         return row | {"ours": unsupported(error), "wrong": [words_of(error)]}
     row["wrong"] = [name for name, error in row["different_bits"].items() if not error <= WRONG[row["dtype"]]]
+    watch.lap("tensors and bits")
     for who, make in makers.items():
         if who == PEER and getattr(run.options, "without_peers", False):
             continue
@@ -80,6 +83,7 @@ def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
         except Exception as error:
             row[who] = unsupported(error)
             row["wrong"] += [words_of(error)] if who == "ours" else []
+        watch.lap("mamba_ssm" if who == PEER else "first calls")
     return row
 
 
@@ -292,7 +296,7 @@ def cases(options: argparse.Namespace) -> list[SizeCase]:
 
 
 def context(run: Run) -> dict[str, Any]:
-    peers.tune_once()
+    triton_kernels.tune(once=True)
     found = peers.operator("selective_scan")
     return {"peer": peers.described(found, "causal-conv1d") if found else "not installed"}
 
@@ -303,7 +307,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    "sizes", cases, tables, figures, measure, trials=10, warmup=2, context=context, add_options=add_options, appends=True
+    "sizes",
+    cases,
+    tables,
+    figures,
+    measure,
+    trials=10,
+    warmup=2,
+    context=context,
+    add_options=add_options,
+    appends=True,
+    triton_call=triton_call,
+    tunes_once=True,
 )
 
 if __name__ == "__main__":

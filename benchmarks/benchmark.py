@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks import bars
+from benchmarks import bars, peers, triton_kernels
 from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes, sets_beyond_cache, time_graph
-from benchmarks.tables import DIRECTIONS, Row, Table, median, show
+from benchmarks.tables import DIRECTIONS, Column, Row, Table, median, show, text
 
 PEER = "mamba_ssm"
 RECORDED = Path(__file__).with_name("recorded.json")
-# Between two writes of the JSON file: a sweep has hundreds of groups of rows.
-SECONDS_BETWEEN_WRITES = 5
+# The JSON file is written after a group of rows, unless more than this share of the time went to writing it.
+SHARE_OF_WRITES = 0.05
+# The share of the device's memory from which on PyTorch gives back what it does not use. It takes as long as a row.
+SHARE_OF_MEMORY = 0.3
 Result = dict[str, Any]
 Function = Callable[..., Any]
 
@@ -139,6 +141,19 @@ class Copy(NamedTuple):
         return {what: copy(self.nbytes[what]) for what in whats}
 
 
+class Stopwatch:
+    """Where the time goes: seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def lap(self, name: str) -> float:
+        seconds, self._start = time.perf_counter() - self._start, time.perf_counter()
+        self.laps[name] = round(self.laps.get(name, 0.0) + seconds, 4)
+        return seconds
+
+
 class Turns:
     """Stages of the contenders of one or several rows, timed in turns."""
 
@@ -192,6 +207,7 @@ class Contest:
         """
         figures: dict[str, dict[str, Any]] = {}
         errors: dict[str, dict[str, float]] = {}
+        watch = Stopwatch()
         for who, contender in self.contenders.items():
             figures[who] = {"recorded": False, "unsupported": None}
             try:
@@ -204,6 +220,7 @@ class Contest:
                     raise
                 message = (str(error).strip().splitlines() or [""])[0]
                 figures[who] = {"recorded": False, "unsupported": f"{type(error).__name__}: {message}"}
+            watch.lap(who)
         wrong = [
             f"{who}: {name}"
             for who, of_one in errors.items()
@@ -211,7 +228,7 @@ class Contest:
             if not error <= self.allowed(name)  # NaN is wrong
             and (who == "ours" or (self.judges_others and not name.startswith("grad_")))
         ]
-        return {**figures, "errors": errors, "wrong": wrong, **self.amounts}
+        return {**figures, "errors": errors, "wrong": wrong, "seconds": watch.laps, **self.amounts}
 
 
 class Case:
@@ -232,6 +249,10 @@ class Case:
         """Options of :func:`harness.measure`."""
         return {}
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        """A function that makes mamba_ssm's call, and before that its tensors; None if no Triton kernel is part of it."""
+        return None
+
     @property
     def fields(self) -> dict[str, Any]:
         """The entries of the row that describe the case."""
@@ -240,12 +261,26 @@ class Case:
 
 def measure_cases(cases: Sequence[Any], run: Run) -> list[dict[str, Any]]:
     """The rows of cases that take turns."""
-    turns = Turns(run)
-    rows = [{"name": case.name, **case.fields, **case.contest(run).row(turns)} for case in cases]
+    turns, watch, rows = Turns(run), Stopwatch(), []
+    for case in cases:
+        contest = case.contest(run)
+        exact = {"exact": watch.lap("exact")}
+        row = {"name": case.name, **case.fields, **contest.row(turns)}
+        rows.append(row | {"seconds": exact | row["seconds"]})
+        watch.lap("rows")
     turns.measure(**cases[0].timing(run))
+    share_seconds(rows, watch.lap("measured"))
     for case, row in zip(cases, rows, strict=True):
         recorded_figures(run.recorded.get(case.name, {}), row, run.device)
     return rows
+
+
+def share_seconds(rows: Sequence[dict[str, Any]], measured: float) -> None:
+    """Adds to each row its share of the seconds in which all of them were measured."""
+    for row in rows:
+        row["seconds"] = {
+            name: round(value, 3) for name, value in (row["seconds"] | {"measured": measured / len(rows)}).items()
+        }
 
 
 def recorded_figures(recorded: Mapping[str, Mapping[str, float]], row: dict[str, Any], device: torch.device) -> None:
@@ -289,6 +324,8 @@ class Benchmark:
         required: the options, by name, that make a missed bar an error, each with the rows that it holds, a prefix.
         trials_option: the name of the option that sets ``trials``.
         appends: has the option ``--append``, with which a run adds its rows to those of an earlier one.
+        triton_call: as :meth:`Case.triton_call`, for cases with Triton kernels, which are compiled before anything is measured.
+        tunes_once: Triton's kernels keep the configuration of the first size.
     """
 
     name: str
@@ -306,6 +343,8 @@ class Benchmark:
     required: Mapping[str, str] = field(default_factory=dict)
     trials_option: str = "--trials"
     appends: bool = False
+    triton_call: Callable[[Any, torch.device], Callable[[], Any] | None] | None = None
+    tunes_once: bool = False
 
 
 def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str] | None) -> tuple[Run, list[Any]]:
@@ -330,6 +369,8 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     for option, rows in benchmark.required.items():
         words = f"fail if a bar of {rows.rstrip('/') or 'any row'} is missed; RATIO replaces that of bars.json"
         parser.add_argument(f"--{option}", type=float, nargs="?", const=0.0, metavar="RATIO", help=words)
+    if benchmark.triton_call is not None:
+        parser.add_argument(triton_kernels.OPTION, nargs=3, metavar=("INDEX", "COUNT", "FOLDER"), help=argparse.SUPPRESS)
     parser.set_defaults(device="cuda")
     benchmark.add_options(parser)
     options = parser.parse_args(arguments)
@@ -383,24 +424,70 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
         if run.options.json is not None:
             run.options.json.write_text(encoded(benchmark.layout(result)))
 
-    written = -math.inf
+    watch, written = Stopwatch(), 0.0
     groups: dict[Any, list[Any]] = {}
     for case in cases:
         groups.setdefault(id(case) if case.turns is None else case.turns, []).append(case)
-    order = [row["name"] for row in kept] + [case.name for case in cases]
+    names = dict.fromkeys([*(row["name"] for row in kept), *(case.name for case in cases)])
+    order = {name: index for index, name in enumerate(names)}
+    start = time.monotonic()
     for group in groups.values():
         rows = benchmark.measure(group, run)
-        result["rows"] = sorted([*result["rows"], *rows], key=lambda row: order.index(row["name"]))
-        if time.monotonic() - written > SECONDS_BETWEEN_WRITES:
+        result["rows"] = sorted([*result["rows"], *rows], key=lambda row: order[row["name"]])
+        if written <= SHARE_OF_WRITES * (time.monotonic() - start):
+            watch.lap("measured")
             write()
-            written = time.monotonic()
+            written += watch.lap("written")
         for row in rows:
             print(progress(row), flush=True)
-        if run.device.type == "cuda":
+        if run.device.type == "cuda" and torch.cuda.memory_reserved() > SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1]:
             torch.cuda.empty_cache()
     result |= benchmark.conclude(run)
     write()
     return result
+
+
+def compile_ahead(benchmark: Benchmark, run: Run, cases: Sequence[Any], arguments: Sequence[str] | None) -> None:
+    """Compiles the Triton kernels of the cases in several processes, of which this may be one."""
+    find, share = benchmark.triton_call, getattr(run.options, "compile_share", None)
+    if find is None or run.device.type != "cuda" or getattr(run.options, "without_peers", False):
+        return
+
+    def calls() -> Iterable[tuple[str, Callable[[], Any]]]:
+        for case in cases:
+            if (call := find(case, run.device)) is not None:
+                yield case.name, call
+
+    if share is not None:
+        triton_kernels.compile_share(int(share[0]), int(share[1]), Path(share[2]), benchmark.tunes_once, calls)
+    elif peers.layers() and next(iter(calls()), None) is not None:
+        program = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = triton_kernels.compile_ahead(program, Path(folder), benchmark.tunes_once, calls)
+        print("seconds before the first row: " + ", ".join(f"{step} {found}" for step, found in seconds.items()), flush=True)
+
+
+def seconds_table(rows: Sequence[Row]) -> Table:
+    """Where the time of a run went, by operator or kind of row."""
+    groups: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = " ".join(str(row[key]) for key in ("operator", "kind", "layer", "dtype") if row.get(key))
+        of_group = groups.setdefault(name, {"rows": 0, "seconds": {}})
+        of_group["rows"] += 1
+        for step, seconds in row.get("seconds", {}).items():
+            of_group["seconds"][step] = of_group["seconds"].get(step, 0.0) + seconds
+    steps = list(dict.fromkeys(step for of_group in groups.values() for step in of_group["seconds"]))
+
+    def column(step: str) -> Column:
+        return Column(step, lambda row: f"{row['seconds'].get(step, 0.0):.1f}")
+
+    total = {
+        "rows": len(rows),
+        "seconds": {step: sum(of["seconds"].get(step, 0.0) for of in groups.values()) for step in steps},
+    }
+    lines = [{"name": name, **of_group} for name, of_group in [*groups.items(), ("all", total)]]
+    every = Column("sum", lambda row: f"{sum(row['seconds'].values()):.1f}")
+    return Table("seconds", [text("rows of", "name"), text("rows"), *map(column, steps), every], lines if steps else [])
 
 
 def progress(row: Row) -> str:
@@ -430,11 +517,16 @@ def main(benchmark: Benchmark, description: str | None, arguments: Sequence[str]
     """Measures, prints tables and bars, and writes JSON; 1 if a result is wrong, or a bar is missed that an option requires."""
     run, cases = parse(benchmark, description, arguments)
     where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else machine()["cpu"]
-    print(f"ssm_kernels {ssm_kernels.__version__}, torch {torch.__version__}, {where}")
+    print(f"ssm_kernels {ssm_kernels.__version__}, torch {torch.__version__}, {where}", flush=True)
+    compile_ahead(benchmark, run, cases, arguments)
+    if getattr(run.options, "compile_share", None) is not None:
+        return 0
     result = measured(benchmark, run, cases)
     for table in benchmark.tables(benchmark.layout(result)):
         if table.rows:
             show(table)
+    if (spent := seconds_table(result["rows"])).rows:
+        show(spent)
     asked, required = held(benchmark, run.options)
     judged = bars.judge(((row["name"], benchmark.figures(row, result)) for row in result["rows"]), asked)
     if judged:

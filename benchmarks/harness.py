@@ -23,6 +23,8 @@ import torch
 Stages = Sequence[Callable[..., Any]]
 
 _CACHE_WRITES = 8
+# Where their number depends on the host's time.
+_FEWEST_WRITES, _MOST_WRITES, _HOST_MARGIN = 2, 32, 1.5
 
 UNRELIABLE_SPREAD = 0.2
 """The spread above which a timing says little: on a machine without other load it is a few hundredths."""
@@ -71,7 +73,7 @@ class Measurement:
 class _CpuClock:
     """Marks are readings of the monotonic clock."""
 
-    def prepare(self) -> None:
+    def prepare(self, writes: int | None = None) -> None:
         pass
 
     def mark(self) -> float:
@@ -92,9 +94,17 @@ class _CudaClock:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._evict, self._writes = torch.empty(2 * max(cache, 2**25), dtype=torch.int8, device=device), writes
 
-    def prepare(self) -> None:
-        for _ in range(self._writes):
+    def prepare(self, writes: int | None = None) -> None:
+        for _ in range(self._writes if writes is None else writes):
             self._evict.zero_()
+
+    def seconds_of_a_write(self) -> float:
+        marks = []
+        for _ in range(5):
+            self.prepare(1)
+            marks.append(self.mark())
+        torch.cuda.synchronize()
+        return marks[0].elapsed_time(marks[-1]) / 4e3
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -115,7 +125,7 @@ def measure(
     budget: float | None = None,
     least: int = 3,
     on_trial: Callable[[], None] | None = None,
-    cache_writes: int = _CACHE_WRITES,
+    cache_writes: int | None = _CACHE_WRITES,
     warm_code: bool = False,
 ) -> dict[str, Measurement]:
     """Times every benchmark, in turns.
@@ -128,7 +138,8 @@ def measure(
         budget: seconds after which no further round of trials starts, once there have been ``least``; None for no limit.
         on_trial: called after every trial, the warm-up's included.
         cache_writes: how often the cache is overwritten before a trial on CUDA. With one, as in triton.testing.do_bench, the
-            host's time to enqueue a trial counts wherever the device is faster.
+            host's time to enqueue a trial counts wherever the device is faster. With None, as often as keeps the device busy
+            for longer than the host takes to enqueue a trial, by a trial of the warm-up.
         warm_code: whether a call that is not timed comes before the cache is overwritten, so that the multiprocessors hold
             the kernels' instructions. Without it a kernel that also ran in the turn before takes 10 µs less than the others.
     """
@@ -142,8 +153,25 @@ def measure(
         return reading
 
     device = torch.device(device)
-    clock = _CudaClock(device, cache_writes) if device.type == "cuda" else _CpuClock()
+    clock = _CudaClock(device, _MOST_WRITES if cache_writes is None else cache_writes) if device.type == "cuda" else _CpuClock()
     marks: dict[str, list[list[Any]]] = {name: [] for name in benchmarks}
+    writes: dict[str, int] = {}
+    if cache_writes is None and isinstance(clock, _CudaClock):
+        for stages in benchmarks.values():
+            call(stages, lambda: None)
+        of_a_write = clock.seconds_of_a_write()
+        for name, stages in benchmarks.items():
+            clock.prepare()
+            begin = time.perf_counter()
+            if warm_code:
+                call(stages, lambda: None)
+            reading = call(stages, clock.mark)
+            host = time.perf_counter() - begin
+            (seconds,) = clock.differences([reading])
+            # The time of a launch that waits for the host counts as the device's here, never more than the host's.
+            idle = _HOST_MARGIN * host - sum(seconds) * (1 + warm_code)
+            writes[name] = min(_MOST_WRITES, max(_FEWEST_WRITES, math.ceil(idle / of_a_write)))
+        warmup = 0
     start = time.perf_counter()
     for trial in range(-warmup, trials):
         if device.type == "cuda" and budget is not None:
@@ -153,7 +181,7 @@ def measure(
         for name, stages in benchmarks.items():
             if warm_code:
                 call(stages, lambda: None)
-            clock.prepare()
+            clock.prepare(writes.get(name))
             reading = call(stages, clock.mark)
             if trial >= 0:
                 marks[name].append(reading)

@@ -8,8 +8,9 @@ logits with ours in float32, before anything is timed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,16 @@ def held_bytes(layer: nn.Module, x: Tensor) -> int | None:
     return torch.cuda.memory_allocated(x.device) - before - out.untyped_storage().nbytes()
 
 
+_EXACT: dict[Any, dict[str, Tensor]] = {}
+
+
+def exact_of(sizes: Any, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results in float64, which the cases of the same sizes share: their weights and inputs are the same."""
+    if sizes not in _EXACT:
+        _EXACT[sizes] = compute()
+    return _EXACT[sizes]
+
+
 @dataclass(frozen=True)
 class LayerCase(PairedCase):
     """Forward, forward and backward, and memory of a layer, projections included.
@@ -125,6 +136,17 @@ class LayerCase(PairedCase):
         x, grad_out = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
         return x.to(torch.bfloat16).requires_grad_(), grad_out.to(torch.bfloat16)
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        has_kernels = self.layer == "Mamba2" and self.recompute is None
+        return functools.partial(self.call_peer, device) if has_kernels else None
+
+    def call_peer(self, device: torch.device) -> None:
+        layer = make_layers(self.layer, self.d_model, device, torch.bfloat16)[PEER]
+        x, grad_out = self.tensors(device)
+        with torch.no_grad():
+            layer(x)
+        torch.autograd.grad(layer(x), [x, *layer.parameters()], grad_out)
+
     def contest(self, run: Run) -> Contest:
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
         if self.recompute is not None:
@@ -143,7 +165,10 @@ class LayerCase(PairedCase):
             return tensor[:1, :steps] if tensor.shape == x.shape else tensor
 
         doubles = (first(tensor).detach().cpu().double() for tensor in (x, grad_out))
-        exact = contender(copy.deepcopy(layers["ours"]).cpu().double(), *doubles).results()
+        exact = exact_of(
+            (self.layer, self.batch, self.d_model, self.seqlen),
+            lambda: contender(copy.deepcopy(layers["ours"]).cpu().double(), *doubles).results(),
+        )
 
         def results(layer: nn.Module) -> dict[str, Tensor]:
             return {name: first(found) for name, found in contender(layer, x, masked).results().items()}
@@ -198,6 +223,13 @@ class DecodeCase(PairedCase):
         hidden_states = filled(torch.empty(self.batch, 1, self.d_model, device=device, dtype=torch.bfloat16))
         return Step(layer, hidden_states, filled(conv_state), filled(ssm_state.to(self.state_dtype)))
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        return functools.partial(self.call_peer, device)
+
+    @torch.no_grad()
+    def call_peer(self, device: torch.device) -> None:
+        self.step_of(make_layers(self.layer, self.d_model, device, torch.bfloat16)[PEER], device)()
+
     @torch.no_grad()
     def contest(self, run: Run) -> Contest:
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
@@ -237,6 +269,14 @@ class LatencyCase(PairedCase):
 
     def allowed(self, result: str) -> float:
         return WRONG_FP32
+
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        return functools.partial(self.call_peer, device) if self.layer == "Mamba2" else None
+
+    @torch.no_grad()
+    def call_peer(self, device: torch.device) -> None:
+        layer = make_layers(self.layer, self.d_model, device, torch.float32)[PEER]
+        layer(torch.randn(1, self.seqlen, self.d_model, device=device))
 
     @torch.no_grad()
     def contest(self, run: Run) -> Contest:
@@ -285,6 +325,13 @@ class LanguageModelCase(PairedCase):
     def allowed(self, result: str) -> float:
         return WRONG_LOGITS
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        # Two layers and two sequences have the kernels of all: the first layer adds no residual.
+        return functools.partial(replace(self, n_layer=2, batch=min(self.batch, 2)).call_peer, device)
+
+    def call_peer(self, device: torch.device) -> None:
+        raise NotImplementedError
+
     @staticmethod
     @torch.no_grad()
     def exact_logits(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -303,6 +350,21 @@ class ModelCase(LanguageModelCase):
     def name(self) -> str:
         return f"{self.layer} B{self.batch} L{self.seqlen}, {self.n_layer} layers, d_model {self.d_model}"
 
+    @staticmethod
+    def step(model: nn.Module, tokens: Tensor) -> None:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            logits = model(tokens[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        del logits
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def call_peer(self, device: torch.device) -> None:
+        model, tokens = self.models(device, torch.float32)[PEER], self.tokens(self.seqlen + 1, device)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            model(tokens[:1, : min(512, self.seqlen)])
+        self.step(model, tokens)
+
     def contest(self, run: Run) -> Contest:
         models, tokens = self.models(run.device, torch.float32), self.tokens(self.seqlen + 1, run.device)
         first = tokens[:1, : min(512, self.seqlen)]
@@ -313,14 +375,7 @@ class ModelCase(LanguageModelCase):
                 return {"logits": model(first).logits}
 
         def prepare(who: str, model: nn.Module, figures: Figures) -> Mapping[str, Stages]:
-            def step() -> None:
-                with torch.autocast(run.device.type, torch.bfloat16):
-                    logits = model(tokens[:, :-1]).logits
-                    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                del logits
-                loss.backward()
-                model.zero_grad(set_to_none=True)
-
+            step = functools.partial(self.step, model, tokens)
             figures["peak"] = peak_bytes(step, run.device)
             return {"step": [step]}
 
@@ -342,7 +397,13 @@ class GenerationCase(LanguageModelCase):
 
     def timing(self, run: Run) -> dict[str, Any]:
         """Uses the host's clock, from an idle device until the device is idle again."""
-        return {"device": "cpu", "trials": min(run.trials, 5), "warmup": 1}
+        return {"device": "cpu", "trials": min(run.trials, 4), "warmup": 0}  # `prepare` has called it
+
+    @torch.no_grad()
+    def call_peer(self, device: torch.device) -> None:
+        model, prompt = self.models(device, torch.bfloat16)[PEER], self.tokens(self.prompt, device)
+        model(prompt)
+        model.generate(prompt, max_length=self.prompt + 2, top_k=1)
 
     def contest(self, run: Run) -> Contest:
         models, prompt = self.models(run.device, torch.bfloat16), self.tokens(self.prompt, run.device)

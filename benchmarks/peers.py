@@ -23,7 +23,7 @@ SOURCE_OF_SCANS = "mamba_ssm 2.3.2.post1, torch 2.11.0+cu130, Triton 3.6.0, on o
 GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
 
 
-def _imported(module: str, *names: str) -> list[Any] | None:
+def imported(module: str, *names: str) -> list[Any] | None:
     """The objects of these names in another library's module; None where it cannot be imported."""
     try:
         found = importlib.import_module(module)
@@ -41,7 +41,7 @@ def _version(package: str) -> str:
     """The package's name and version. Sources on the path are not an installed package, but may state a version."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f"{package} {importlib.metadata.version(package)}"
-    found = _imported(package.replace("-", "_"), "__version__")
+    found = imported(package.replace("-", "_"), "__version__")
     return f"{package} {found[0] if found else 'of unknown version'}"
 
 
@@ -51,33 +51,6 @@ def described(peer: Any, *packages: str, recorded: str = SOURCE) -> str:
         name, comma, rest = recorded.partition(",")
         return "recorded: " + " with ".join([name, *packages]) + comma + rest
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"
-
-
-def tune_once() -> None:
-    """From here on each of Triton's tuned kernels keeps, for a set of dtypes, the configuration of the first size it is called
-    with: a sweep has hundreds of sizes, and Triton would tune for most of them anew. Others are tuned if that one fails."""
-    found = _imported("triton.runtime.autotuner", "Autotuner")
-    if found is None or hasattr(found[0].run, "tunes_once"):
-        return
-    tuned, chosen = found[0].run, {}
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        key = (id(self), *(str(arg.dtype) for arg in args if isinstance(arg, Tensor)))
-        every = self.configs
-        if key in chosen:
-            try:
-                self.configs = [chosen[key]]
-                return tuned(self, *args, **kwargs)
-            except Exception:  # such as more shared memory than there is
-                del chosen[key]
-            finally:
-                self.configs = every
-        result = tuned(self, *args, **kwargs)
-        chosen.setdefault(key, self.best_config)
-        return result
-
-    run.tunes_once = True  # type: ignore[attr-defined]
-    found[0].run = run
 
 
 def _working_scan(scan: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
@@ -131,22 +104,22 @@ def operator(name: str) -> Callable[..., Any] | None:
     It takes the tensors of ours by name; that of the decoding step takes their dictionary.
     """
     module, function, adapt = _OPERATORS.get(name, ("", "", None))
-    found = _imported(module, function) if module else None
+    found = imported(module, function) if module else None
     return found and adapt(found[0])
 
 
 def layers() -> dict[str, Callable[..., nn.Module]]:
     """The mixers with causal-conv1d's kernels, by their names; none where one of the two packages cannot be imported."""
     # Without causal-conv1d the mixers can be imported, and run PyTorch's convolution.
-    needed = (_imported("causal_conv1d"), _imported("mamba_ssm.modules.mamba_simple", "Mamba"))
-    second = _imported("mamba_ssm.modules.mamba2", "Mamba2")
+    needed = (imported("causal_conv1d"), imported("mamba_ssm.modules.mamba_simple", "Mamba"))
+    second = imported("mamba_ssm.modules.mamba2", "Mamba2")
     return {} if None in (*needed, second) else {"Mamba": needed[1][0], "Mamba2": second[0]}
 
 
 def language_model() -> Callable[..., nn.Module] | None:
     """The language model, if installed with causal-conv1d; takes the layer's name, the configuration, device and dtype."""
-    configs = _imported("mamba_ssm.models.config_mamba", "MambaConfig")
-    models = _imported("mamba_ssm.models.mixer_seq_simple", "MambaLMHeadModel")
+    configs = imported("mamba_ssm.models.config_mamba", "MambaConfig")
+    models = imported("mamba_ssm.models.mixer_seq_simple", "MambaLMHeadModel")
     if not layers() or configs is None or models is None:
         return None
 
@@ -171,9 +144,9 @@ class GatedScan(NamedTuple):
 
 def gated_scans() -> dict[str, GatedScan]:
     """The installed scans, by the names in ``GATED_SCANS``."""
-    hgrn = _imported("fla.ops.hgrn", "chunk_hgrn")
+    hgrn = imported("fla.ops.hgrn", "chunk_hgrn")
     # The second module is the first one's name before version 0.3.
-    scalar = _imported("accelerated_scan.scalar", "scan") or _imported("accelerated_scan.triton", "scan")
+    scalar = imported("accelerated_scan.scalar", "scan") or imported("accelerated_scan.triton", "scan")
 
     def logarithms(a: Tensor, b: Tensor, grad: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         return {"x": b, "g": a.float().log().to(a.dtype)}, grad

@@ -230,6 +230,8 @@ MAKERS: dict[str, Make] = {
     "selective_state_update": selective_state_update,
 }
 LAYERS = ("Mamba", "Mamba2")
+# Those of which mamba_ssm's have Triton kernels.
+TRITON_OPERATORS = ("ssd_chunk_scan", "rms_norm_gated", "add_rms_norm", "selective_state_update", "Mamba2")
 # The operators whose kernels an option chooses, with its values by name; the calls take turns with the choice by default.
 CHOICES: dict[str, tuple[str, dict[str, int]]] = {
     "selective_scan": ("selective_scan_kernel", {"sequential": 1, "warp scan": 2}),
@@ -324,8 +326,8 @@ def different_bits(ours: Contender) -> dict[str, float]:
     return different
 
 
-def layer_stages(layer: nn.Module, case: SizeCase, device: torch.device) -> dict[str, Stages]:
-    """Captures forward, and forward with backward, in CUDA graphs, so that times leave out the host's."""
+def layer_calls(layer: nn.Module, case: SizeCase, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward with backward."""
     generator = torch.Generator(device).manual_seed(1)
     shape = tuple(case.size[letter] for letter in ("B", "L", "d_model"))
     x, grad = (torch.randn(shape, generator=generator, device=device, dtype=case.dtype) for _ in range(2))
@@ -339,6 +341,12 @@ def layer_stages(layer: nn.Module, case: SizeCase, device: torch.device) -> dict
     def both() -> Any:
         return torch.autograd.grad(layer(leaf), wanted, grad)
 
+    return forward, both
+
+
+def layer_stages(layer: nn.Module, case: SizeCase, device: torch.device) -> dict[str, Stages]:
+    """Captures forward, and forward with backward, in CUDA graphs, so that times leave out the host's."""
+    forward, both = layer_calls(layer, case, device)
     for call in (forward, both):
         if device.type == "cuda":
             stream = torch.cuda.Stream()
@@ -378,6 +386,28 @@ def stages_of(case: SizeCase, device: torch.device) -> tuple[dict[str, Callable[
     if peer is not None:
         makers[PEER] = lambda: peer.stages(*whats)
     return makers, different_bits(ours)
+
+
+def triton_call(case: SizeCase, device: torch.device) -> Callable[[], Any] | None:
+    """As ``Case.triton_call``."""
+    if not case.with_peer or case.operator not in TRITON_OPERATORS:
+        return None
+    if case.operator not in LAYERS and (peers.operator(case.operator) is None or (case.operator in NORMS and "G" in case.size)):
+        return None
+
+    def call_operator() -> None:
+        peer = peer_of(case, contender_of(case, device))
+        for stages in peer.stages(*(("forward", "backward") if peer.grads else ("forward",))).values() if peer else ():
+            for stage in stages:
+                stage()
+
+    def call_layer() -> None:
+        options = {"headdim": case.size["P"]} if "P" in case.size else {}
+        layer = make_layers(case.operator, case.size["d_model"], device, case.dtype, **options)[PEER]
+        forward, both = layer_calls(layer, case, device)
+        forward(), both()
+
+    return call_layer if case.operator in LAYERS else call_operator
 
 
 # ----- the grid

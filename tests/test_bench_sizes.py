@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import types
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
-from benchmarks import bench_sizes, peers
+from benchmarks import bench_sizes, triton_kernels
 from benchmarks.bench_sizes import BENCHMARK, cases, figures, part, ratios
 from benchmarks.benchmark import Run, measured
 from benchmarks.size_cases import BF16, FP32, SizeCase, aligned_copy, all_cases, is_aligned, sizes
@@ -132,6 +134,7 @@ def test_a_run_adds_its_rows_to_those_of_an_earlier_one(tmp_path):
 def test_kernels_of_triton_are_tuned_once(monkeypatch):
     class Autotuner:
         configs = ("small", "large", "huge")
+        base_fn = staticmethod(lambda x: x)
 
         def run(self, x: torch.Tensor) -> str:
             if self.configs == ["huge"] and x.numel() > 10:
@@ -142,9 +145,95 @@ def test_kernels_of_triton_are_tuned_once(monkeypatch):
 
     tunings: list[int] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", types.SimpleNamespace(Autotuner=Autotuner))
-    peers.tune_once()
-    peers.tune_once()
+    monkeypatch.setitem(sys.modules, "triton.testing", types.SimpleNamespace(do_bench=None))
+    names = triton_kernels.tune(once=True)
+    assert triton_kernels.tune(once=True) is names
     kernel = Autotuner()
     for size, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float16), (20, torch.float32)):
         assert kernel.run(torch.zeros(size, dtype=dtype)) == "huge"
     assert tunings == [3, 1, 3, 3] and kernel.configs == ("small", "large", "huge")
+
+
+class Kernel:
+    """Of Triton: a kernel that is compiled when it first runs."""
+
+    params = tuple(types.SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "size", "BLOCK"))
+    fn = staticmethod(lambda x, size, BLOCK: None)
+
+    def run(self, x: torch.Tensor, size: int, *, grid: object, warmup: bool, BLOCK: int) -> None:
+        assert warmup, "runs"
+        compiled.append((str(x.dtype), size, BLOCK))
+
+
+class Config(types.SimpleNamespace):
+    def all_kwargs(self) -> dict[str, int]:
+        return {"BLOCK": self.BLOCK}
+
+
+class Tuner:
+    base_fn, arg_names, keys = Kernel.fn, ("x", "size"), ("size",)
+
+    def __init__(self) -> None:
+        self.fn, self.configs = Kernel(), [Config(BLOCK=size) for size in (32, 64, 128)]
+
+    def prune_configs(self, kwargs: dict) -> list[Config]:
+        return self.configs[:2]
+
+    def run(self, *args: object, **kwargs: object) -> None: ...
+
+
+compiled: list[tuple[str, int, int]] = []
+
+
+def test_processes_share_the_compilation(monkeypatch):
+    """Of all configurations where a call tunes, then of the chosen one; each once, for numbers that Triton tells apart."""
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", types.SimpleNamespace(Autotuner=Tuner))
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(JITFunction=Kernel))
+    run_kernel, run_tuner = Kernel.run, Tuner.run
+    tuner = Tuner()
+
+    def calls() -> Iterator[tuple[str, Callable[[], None]]]:
+        def call(size: int) -> None:
+            tuner.run(torch.zeros(size), size, grid=None, warmup=False)
+            assert tuner.best_config in tuner.configs
+            raise RuntimeError("left to the benchmark")
+
+        for size in (16, 32, 7, 9, 1):
+            yield f"size {size}", functools.partial(call, size)
+
+    rounds: list[list[tuple[str, int, int]]] = [[], []]
+    for index in range(3):
+        monkeypatch.setattr(Kernel, "run", run_kernel)
+        monkeypatch.setattr(Tuner, "run", run_tuner)
+        share = triton_kernels._Share(index, 3, once=True)
+        for of_round in rounds:
+            compiled.clear()
+            share.make(calls)
+            of_round += compiled
+            share.chosen = {f"{__name__} {Kernel.fn.__qualname__} torch.float32": str(tuner.configs[1])}
+        assert share.tuning == ["size 16"]
+    assert sorted(rounds[0]) == [("torch.float32", 16, 32), ("torch.float32", 16, 64)]
+    assert sorted(rounds[1]) == [("torch.float32", 1, 64), ("torch.float32", 7, 64)]
+
+
+def test_compilation_goes_on_with_the_chosen_configurations(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """import json, pathlib, sys, time
+index, count, folder = sys.argv[-3:]
+if int(index) + 1 == int(count):
+    sys.exit("a process that fails")
+pathlib.Path(folder, f"tuning-{index}.json").write_text('["second"]')
+while not (chosen := pathlib.Path(folder, "chosen.json")).exists():
+    time.sleep(0.01)
+pathlib.Path(folder, f"compiled-{index}").write_text(chosen.read_text())
+"""
+    )
+    called: list[str] = []
+    monkeypatch.setattr(triton_kernels, "tune", lambda once: {"kernel": "configuration"})
+    monkeypatch.setattr(triton_kernels.os, "cpu_count", lambda: 5)
+    calls = [(name, functools.partial(called.append, name)) for name in ("first", "second")]
+    seconds = triton_kernels.compile_ahead([sys.executable, str(program)], tmp_path, True, lambda: calls)
+    assert called == ["second"] and list(seconds) == ["configurations", "tuning", "sizes"]
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("compiled-*")]
+    assert found == [{"kernel": "configuration"}] * 2
