@@ -149,7 +149,10 @@ class _Share:
         kernel.run, autotuner.run = run_kernel, run_tuned
 
     def make(self, calls: Calls) -> None:
+        parent = os.getppid()
         for self.case, call in calls():
+            if os.getppid() != parent:
+                sys.exit("the benchmark has ended")
             with contextlib.suppress(Exception):  # the benchmark will meet it
                 call()
 
@@ -159,9 +162,9 @@ def compile_share(index: int, count: int, folder: Path, once: bool, calls: Calls
     share = _Share(index, count, once)
     share.make(calls)
     _write(folder / f"tuning-{index}.json", share.tuning)
-    end = time.monotonic() + SECONDS
+    parent, end = os.getppid(), time.monotonic() + SECONDS
     while not (folder / CHOSEN).exists():
-        if time.monotonic() > end:
+        if time.monotonic() > end or os.getppid() != parent:
             return
         time.sleep(0.05)
     share.chosen = json.loads((folder / CHOSEN).read_text())

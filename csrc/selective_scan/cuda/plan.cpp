@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -165,12 +166,36 @@ void drop_shifted_vectors_that_do_not_fit(warp_scan::ScanPlan& plan, const Param
 
 constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
 
+// Plans small blocks where more than two of them, but no more than reside, fall to a multiprocessor: kFewChannels, whose blocks
+// have as many channels, then needs a second wave, and kManyChannels, whose blocks have four times as many, leaves
+// multiprocessors with half of their warps.
+template <typename Scalar>
+bool plan_small_blocks(warp_scan::ScanPlan& plan, const SelectiveScanFwdParams& p, const DeviceLimits& device) {
+  using Small = warp_scan::FwdSizes<warp_scan::FwdConfig::kSmallBlocks>;
+  if (p.discretization != Discretization::kZoh || std::getenv("SSM_KERNELS_NO_SMALL_BLOCKS") != nullptr) return false;
+  warp_scan::ScanPlan small = plan;
+  small.config = warp_scan::FwdConfig::kSmallBlocks;
+  for (small.slice = Small::kSlice; small.slice >= Small::kSlice / 2; small.slice /= 2) {
+    set_tiles_that_fit<Scalar>(small, p, Small::kTileChannels, device);
+    const int64_t bytes = warp_scan_shared_bytes<Scalar>(p, small) + device.reserved_shared_bytes_per_block;
+    const int64_t resident = std::min(device.shared_bytes / bytes, kWarpScanResidentWarps >> Small::kLog2Warps);
+    const int64_t blocks = p.rows * small.tiles;
+    if (small.block_channels == Small::kTileChannels && blocks > 2 * device.multiprocessors &&
+        blocks <= resident * device.multiprocessors) {
+      plan = small;
+      return true;
+    }
+  }
+  return false;
+}
+
 // carry_pass: a carry pass that no main pass follows.
 template <typename Scalar>
 warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const DeviceLimits& device, bool carry_pass = false) {
   using warp_scan::FwdConfig, warp_scan::FwdSizes;
   using Many = FwdSizes<FwdConfig::kManyChannels>;
   using Few = FwdSizes<FwdConfig::kFewChannels>;
+  using Small = FwdSizes<FwdConfig::kSmallBlocks>;
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
   const auto warps = [&](int log2_time_lanes) { return p.rows * ceil_div(p.dim << log2_time_lanes, kWarpSize); };
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
@@ -182,7 +207,12 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   const bool fills = many >= resident * 3 / 8 || steps_of_row(p) <= Many::tile_steps(kIsDouble);
   const bool has_constants = !p.B.per_step || !p.C.per_step;
   plan.config = FwdConfig::kFewChannels;
-  if (warp_scan::kHasCommonPasses<Scalar> && fills && !has_constants && !carry_pass) {
+  const bool is_long = steps_of_row(p) > Many::tile_steps(kIsDouble);
+  bool is_small = false;
+  if constexpr (warp_scan::kHasCommonPasses<Scalar>) {
+    is_small = is_long && !has_constants && !carry_pass && plan_small_blocks<Scalar>(plan, p, device);
+  }
+  if (warp_scan::kHasCommonPasses<Scalar> && !is_small && fills && !has_constants && !carry_pass) {
     plan.config = FwdConfig::kManyChannels;
     plan.slice = Many::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);
@@ -198,8 +228,10 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
       if (segments < 4 && !carry_pass) segments = 1;
     }
   }
-  set_segments(plan, p, segments,
-               plan.config == FwdConfig::kManyChannels ? Many::tile_steps(kIsDouble) : Few::tile_steps(kIsDouble));
+  const int64_t tile_steps = plan.config == FwdConfig::kManyChannels  ? Many::tile_steps(kIsDouble)
+                             : plan.config == FwdConfig::kFewChannels ? Few::tile_steps(kIsDouble)
+                                                                      : Small::tile_steps(kIsDouble);
+  set_segments(plan, p, segments, tile_steps);
   set_accesses(plan, p, sizeof(Scalar));
   plan.out = warp_scan_access_of(p.out, p, plan, sizeof(Scalar));
   plan.has_shifted_vectors = has_shifted_vectors(plan, p, {plan.out});

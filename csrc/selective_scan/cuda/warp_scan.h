@@ -9,24 +9,30 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/discretization.h"
 #include "cuda/divisor.h"
 #include "selective_scan/cuda/launch.h"
 
 namespace ssm_kernels::selective_scan::warp_scan {
 
-// Forward's two tile shapes; doubles have kFewChannels only. kFewChannels has more lanes per channel, so that few channels make
-// more warps. It costs a longer scan over the lanes, and each load of B and C serves fewer channels.
-enum class FwdConfig : int { kManyChannels, kFewChannels };
+// Forward's tile shapes; doubles have kFewChannels only. kFewChannels has more lanes per channel, so that few channels make
+// more warps. It costs a longer scan over the lanes, and each load of B and C serves fewer channels. kSmallBlocks has half as
+// many warps for as many channels: three or four of its blocks take turns on a multiprocessor, where the third of kFewChannels
+// would wait for the first two.
+enum class FwdConfig : int { kManyChannels, kFewChannels, kSmallBlocks };
 template <FwdConfig config>
 struct FwdSizes {
-  static constexpr int kLog2TimeLanes = config == FwdConfig::kManyChannels ? 3 : 5;
-  static constexpr int kLog2Warps = 3;
-  static constexpr int kSlice = config == FwdConfig::kManyChannels ? 16 : 8;
+  static constexpr int kLog2TimeLanes = config == FwdConfig::kManyChannels ? 3 : config == FwdConfig::kFewChannels ? 5 : 4;
+  static constexpr int kLog2Warps = config == FwdConfig::kSmallBlocks ? 2 : 3;
+  static constexpr int kSlice = config == FwdConfig::kFewChannels ? 8 : 16;
   static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
   // More steps per lane amortize the scan; fewer need fewer registers, and doubles need twice as many.
   static constexpr int log2_steps(bool is_double) { return is_double ? 3 : 4; }
   static constexpr int tile_steps(bool is_double) { return 1 << (kLog2TimeLanes + log2_steps(is_double)); }
 };
+// The methods for which kSmallBlocks is compiled.
+template <typename Method>
+constexpr bool kHasSmallBlocks = std::is_same_v<Method, Zoh>;
 
 // Backward's tile is one or two chunks and starts from a saved state.
 struct BwdSizes {

@@ -197,8 +197,17 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       if (has_shifted_vectors<Scalar>(plan)) {
         AnyTile::stage(arguments, first_state, t0);
       } else {
-        if (has_B_steps) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
-        if (has_C_steps && !carry_pass) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+        const bool has_states = pass == Pass::kPerStep && is_access(plan.B, VectorAccess::kAlongChannels) &&
+                                is_access(plan.C, VectorAccess::kAlongChannels);
+        if (has_states) {
+          if constexpr (pass == Pass::kPerStep) {
+            MatrixSlice<TileConfig, slice>::stage_states({B, C}, {&p.B, &p.C}, {rows.B, rows.C}, first_state, t0, slice_states,
+                                                         steps);
+          }
+        } else {
+          if (has_B_steps) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+          if (has_C_steps && !carry_pass) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+        }
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
@@ -346,25 +355,38 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, config>::kThreads,
 
 template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
-  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
-  return plan.config == kMany ? FwdShared<FwdTileConfig<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
-                              : FwdShared<FwdTileConfig<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
+  const auto of = [&](auto config) {
+    return FwdShared<FwdTileConfig<Scalar, config()>, FwdSizes<config()>::kSlice>(nullptr, params, plan).bytes;
+  };
+  switch (plan.config) {
+    case FwdConfig::kManyChannels:
+      return of(std::integral_constant<FwdConfig, FwdConfig::kManyChannels>());
+    case FwdConfig::kSmallBlocks:
+      return of(std::integral_constant<FwdConfig, FwdConfig::kSmallBlocks>());
+    default:
+      return of(std::integral_constant<FwdConfig, FwdConfig::kFewChannels>());
+  }
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
   // The plan has few channels for constant B or C, segments and doubles.
-  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
-  const bool many = plan.config == kMany;
+  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels, kSmall = FwdConfig::kSmallBlocks;
+  const bool many = plan.config == kMany, small = plan.config == kSmall;
   auto* kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
     if (params.B.per_step && params.C.per_step) {
       kernel = many ? warp_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
                     : warp_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+      if constexpr (kHasSmallBlocks<Method>) {
+        if (small) kernel = warp_scan_fwd_kernel<Scalar, Method, kSmall, Pass::kPerStep>;
+      }
     }
     if (plan.carry_pass) kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
   }
-  const int threads = many ? FwdTileConfig<Scalar, kMany>::kThreads : FwdTileConfig<Scalar, kFew>::kThreads;
+  const int threads = many    ? FwdTileConfig<Scalar, kMany>::kThreads
+                      : small ? FwdTileConfig<Scalar, kSmall>::kThreads
+                              : FwdTileConfig<Scalar, kFew>::kThreads;
   return launch_blocks(kernel, threads, shared_bytes<Scalar>(params, plan), stream, params, plan);
 }
 

@@ -82,6 +82,41 @@ struct MatrixSlice {
     }
   }
 
+  // The same for B and C at once, whose states are contiguous: each lane reads a row of its own, so that a thread's vectors of
+  // both should be in flight together.
+  __device__ __forceinline__ static void stage_states(const MatrixSlice (&slices)[2], const MatrixView* const (&views)[2],
+                                                      const Scalar* const (&rows)[2], int first_state, int64_t first_step,
+                                                      int states, int steps) {
+    constexpr int kRowVectors = slice_states / kVector, kVectors = TileConfig::kTileSteps * kRowVectors;
+    constexpr int kRounds = kVectors / TileConfig::kThreads, kAtOnce = kRounds < 2 ? kRounds : 2;
+    static_assert(kVectors % TileConfig::kThreads == 0 && kRounds % kAtOnce == 0, "threads have equally many vectors");
+    static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same states of several steps");
+    const int thread = opaque_thread(), state = thread % kRowVectors * kVector;
+    if (state >= states) return;
+#pragma unroll
+    for (int first = 0; first < kRounds; first += kAtOnce) {
+      Vector<Scalar, kVector> vectors[2][kAtOnce];
+      const auto for_each = [&](const auto& visit) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            visit(k, vectors[k][i], thread / kRowVectors + (first + i) * (TileConfig::kThreads / kRowVectors));
+          }
+        }
+      };
+      for_each([&](int k, auto& vector, int step) {
+        vector = Vector<Scalar, kVector>::zero();
+        const Scalar* const source = rows[k] + first_state + state;
+        if (step < steps) vector = Vector<Scalar, kVector>::load(source + (first_step + step) * views[k]->stride_step);
+      });
+      for_each([&](int k, const auto& vector, int step) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) *slices[k].at(state + j, step) = vector.accumulate(j);
+      });
+    }
+  }
+
   // The same of a matrix that may have shifted vectors, or be constant.
   __device__ __forceinline__ void stage_any(const SelectiveScanParams& p, const Position& position, VectorAccess access,
                                             const MatrixView& view, const Scalar* row, int first_state, int64_t first_step,
