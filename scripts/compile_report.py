@@ -30,7 +30,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 72,
     "cuda": 11,
-    "linear_scan": 483,
+    "linear_scan": 318,
     "mixers": 4,
     "norm": 70,
     "selective_scan": 164,

@@ -17,8 +17,8 @@
 //   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), with h the state before the step and g the gradient of
 //                        the state after it
 //
-// Options that change the formulas are a base class. Kernels for common cases know them at compile time (visit(options,
-// visitor) turns options into types); other kernels read RuntimeOptions.
+// Options that change the formulas are a base class. Kernels for calls without options know DefaultOptions at compile time;
+// other kernels read RuntimeOptions.
 //
 // To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference_recurrences.py, a row in the
 // tests' table and the documented function in ssm_kernels/recurrences.py. docs/recurrences.md has the formulas and their
@@ -48,12 +48,13 @@ enum class Activation : int { kNone, kG, kTanh };
 struct RecurrenceOptions {
   Activation candidate_activation = Activation::kNone;
   bool gate_is_logit = true;
+
+  bool are_default() const { return candidate_activation == Activation::kNone && gate_is_logit; }
 };
 
-template <Activation activation, bool is_logit = true>
-struct KnownOptions {
-  static SSM_HOST_DEVICE constexpr Activation candidate_activation() { return activation; }
-  static SSM_HOST_DEVICE constexpr bool gate_is_logit() { return is_logit; }
+struct DefaultOptions {
+  static SSM_HOST_DEVICE constexpr Activation candidate_activation() { return Activation::kNone; }
+  static SSM_HOST_DEVICE constexpr bool gate_is_logit() { return true; }
 };
 struct RuntimeOptions {
   RecurrenceOptions options;
@@ -108,15 +109,12 @@ SSM_HOST_DEVICE Activated<T> activate(Activation activation, T x) {
 // Base of members without options: the member is its only variant.
 template <typename Recurrence>
 struct SingleVariant {
+  using ByDefault = Recurrence;
   using AtRunTime = Recurrence;
   static constexpr int kAdded = kNoInput;
   static constexpr double kZeroCandidate = 0;
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
-  template <typename Visitor>
-  static void visit(const RecurrenceOptions&, Visitor&& visitor) {
-    visitor(Recurrence{});
-  }
 };
 
 // a is a function of the first input; the second input is b itself. Recurrence::through_gate(v, a) is v da / dx_0 for v = g h.
@@ -179,19 +177,6 @@ struct MinGruVariant : Options {
   }
 };
 
-// Calls visitor(Variant<activation>{}).
-template <template <Activation> typename Variant, typename Visitor>
-void visit_activation(Activation activation, Visitor&& visitor) {
-  switch (activation) {
-    case Activation::kNone:
-      return visitor(Variant<Activation::kNone>{});
-    case Activation::kG:
-      return visitor(Variant<Activation::kG>{});
-    case Activation::kTanh:
-      return visitor(Variant<Activation::kTanh>{});
-  }
-}
-
 struct MinGru {
   static constexpr auto kNames = MinGruVariant<RuntimeOptions>::kNames;
   static constexpr size_t kCandidate = 1;
@@ -199,19 +184,8 @@ struct MinGru {
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = true;
-  template <Activation activation>
-  using OfLogit = MinGruVariant<KnownOptions<activation, true>>;
-  template <Activation activation>
-  using OfGate = MinGruVariant<KnownOptions<activation, false>>;
+  using ByDefault = MinGruVariant<DefaultOptions>;
   using AtRunTime = MinGruVariant<RuntimeOptions>;
-  template <typename Visitor>
-  static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
-    if (options.gate_is_logit) {
-      visit_activation<OfLogit>(options.candidate_activation, visitor);
-    } else {
-      visit_activation<OfGate>(options.candidate_activation, visitor);
-    }
-  }
 };
 
 // The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input). With d_f = 1 + e^-forget and
@@ -266,13 +240,8 @@ struct MinLstm {
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = false;
-  template <Activation activation>
-  using Of = MinLstmVariant<KnownOptions<activation>>;
+  using ByDefault = MinLstmVariant<DefaultOptions>;
   using AtRunTime = MinLstmVariant<RuntimeOptions>;
-  template <typename Visitor>
-  static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
-    visit_activation<Of>(options.candidate_activation, visitor);
-  }
 };
 
 // The exact relaxation of tau dh/dt = f - h over a step dt: h = f + (h - f) e^(-dt/tau).
@@ -442,13 +411,13 @@ struct RecurrenceRow {
 inline constexpr RecurrenceRow kRecurrenceTable[] = {SSM_RECURRENCES(SSM_ROW)};
 #undef SSM_ROW
 
-// Calls visitor(Variant{}), a type of the recurrence and its options.
+// Calls visitor(Variant{}) for the recurrence with DefaultOptions.
 template <typename Visitor>
-void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, Visitor&& visitor) {
+void visit_default_recurrence(Recurrence recurrence, Visitor&& visitor) {
   switch (recurrence) {
 #define SSM_ROW(enumerator, name, type) \
   case Recurrence::enumerator:          \
-    return type::visit(options, visitor);
+    return visitor(type::ByDefault{});
     SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
   }
@@ -463,6 +432,16 @@ void visit_recurrence_at_run_time(Recurrence recurrence, Visitor&& visitor) {
     return visitor(type::AtRunTime{});
     SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
+  }
+}
+
+// Calls visitor(Variant{}) for the recurrence and the options of a call.
+template <typename Visitor>
+void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, Visitor&& visitor) {
+  if (options.are_default()) {
+    visit_default_recurrence(recurrence, visitor);
+  } else {
+    visit_recurrence_at_run_time(recurrence, visitor);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "linear_scan/cuda/any_recurrence.cuh"
 #include "linear_scan/cuda/carry.cuh"
 #include "linear_scan/cuda/shifted_rows.cuh"
 
@@ -318,10 +319,11 @@ struct ThreadInputs {
     for (int i = 0; i < Step::kStaged; ++i) result.staged[i] = rows(i, s);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
+      const bool exists = s < steps && (!kMayLackInputs<Variant> || wide[i].view->data != nullptr);
       if (wide[i].view->is_accumulate) {
-        result.wide[i] = wide[i].template load_next<typename T::Acc>(s < steps);
+        result.wide[i] = wide[i].template load_next<typename T::Acc>(exists);
       } else {
-        const auto values = wide[i].template load_next<typename T::Scalar>(s < steps);
+        const auto values = wide[i].template load_next<typename T::Scalar>(exists);
 #pragma unroll
         for (int j = 0; j < T::kVector; ++j) result.wide[i].set(j, values.accumulate(j));
       }
@@ -355,31 +357,16 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t seque
   }
 }
 
-// Calls body(s, keeps) for a thread's steps. In plain tiles the loop includes steps that do not exist, and `unrolled` steps at
-// a time are unrolled: their instructions overlap. In other tiles it has the first `count` steps. If keeps_gates and none is
-// missing, it is unrolled, and body may keep values of each step in registers for the next loop (keeps is true).
-template <typename T, bool keeps_gates, int unrolled = T::kThreadSteps, typename Body>
+// Calls body(s) for a thread's steps. In plain tiles the loop includes steps that do not exist, and `unrolled` steps at a time
+// are unrolled: their instructions overlap. In other tiles it has the first `count` steps.
+template <typename T, int unrolled = T::kThreadSteps, typename Body>
 __device__ __forceinline__ void for_each_step(int count, const Body& body) {
   if constexpr (T::kPlain) {
 #pragma unroll unrolled
-    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::false_type());
-  } else if (keeps_gates && count == T::kThreadSteps) {
-#pragma unroll
-    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::bool_constant<keeps_gates>());
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s);
   } else {
 #pragma unroll 1
-    for (int s = 0; s < count; ++s) body(s, std::false_type());
-  }
-}
-
-// A step's gates: kept from the first loop over the steps, or computed again.
-template <bool keeps, typename Gates, typename Variant, typename Acc>
-__device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Gates& kept, const Variant& variant,
-                                             const Acc* x) {
-  if constexpr (keeps) {
-    return kept;
-  } else {
-    return variant.gates(x);
+    for (int s = 0; s < count; ++s) body(s);
   }
 }
 
@@ -521,8 +508,8 @@ __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const P
   }
 }
 
-// Plain tiles, of vectors and shifted, have a kernel per recurrence and options. Other tiles, and doubles, have one per
-// recurrence that reads its options at run time, to keep the build short.
+// Plain tiles, of vectors and shifted, have a kernel per recurrence, for calls without options. Other tiles have one per
+// recurrence that reads its options at run time, and doubles have one kernel, to keep the build short.
 template <typename Scalar>
 constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
 
@@ -546,20 +533,21 @@ using ConstantRows = std::integral_constant<TileRows, rows>;
 // Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant TileRows.
 template <typename Scalar, typename Launch>
 cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
-  cudaError_t error = cudaSuccess;
-  if constexpr (kHasPlainKernels<Scalar>) {
-    if (partition.is_plain) {
-      // The same options at compile time for all rows: the compiler contracts other products where it does not know them.
-      visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+  if constexpr (!kHasPlainKernels<Scalar>) {
+    return launch(AnyRecurrence{}, ConstantRows<TileRows::kAny>());
+  } else {
+    cudaError_t error = cudaSuccess;
+    if (partition.is_plain && params.options.are_default()) {
+      visit_default_recurrence(params.recurrence, [&](auto variant) {
         error = partition.is_shifted ? launch(variant, ConstantRows<TileRows::kShifted>())
                                      : launch(variant, ConstantRows<TileRows::kVectors>());
       });
-      return error;
+    } else {
+      visit_recurrence_at_run_time(params.recurrence,
+                                   [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kAny>()); });
     }
+    return error;
   }
-  visit_recurrence_at_run_time(params.recurrence,
-                               [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kAny>()); });
-  return error;
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -214,7 +214,8 @@ FwdOutputs fwd_cuda(const Inputs& in) {
     return outputs;
   }
   at::Tensor words;
-  const Partition partition = plan.tiles(fwd_thread_steps(static_cast<int>(member.row->inputs)), words);
+  const int steps = fwd_thread_steps(static_cast<int>(member.row->inputs), static_cast<int>(first.element_size()));
+  const Partition partition = plan.tiles(steps, words);
   C10_CUDA_CHECK(cuda::visit_scalar(
       kind, [&](auto scalar) { return launch_linear_scan_fwd<decltype(scalar)>(params, partition, stream); }));
   return outputs;

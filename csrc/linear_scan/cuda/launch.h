@@ -35,7 +35,8 @@ constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
 constexpr int kThreads = 128;  // of a block; a multiprocessor holds two to four blocks
 // Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and in the registers of gates.
-constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
+// Doubles have one kernel for all recurrences.
+constexpr int fwd_thread_steps(int inputs, int scalar_bytes) { return inputs <= 2 && scalar_bytes < 8 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
 constexpr int kSummaryThreadSteps = 16;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {

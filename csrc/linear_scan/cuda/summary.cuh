@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kSummaryBlocks<Scalar>)
   constexpr int kAtOnce = kSummaryStepsAtOnce<is_plain>;
   __shared__ __align__(kVectorBytes) Acc decays[T::kSegments][kTileChannels], offsets[T::kSegments][kTileChannels];
   __shared__ bool resets[T::kSegments];
-  const Variant variant = make_variant<Variant>(p.options);
+  const Variant variant = variant_of<Variant>(p);
 
   const uint32_t tile = partition.channel_blocks.divide(blockIdx.x);
   const int64_t block_channel = int64_t(blockIdx.x - tile * partition.channel_blocks.value<uint32_t>()) * kTileChannels;
@@ -228,16 +228,22 @@ cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, co
   static_assert(SummaryTile<Scalar, false>::kSteps == tile_steps(sizeof(Scalar), kSummaryThreadSteps),
                 "the host allocates as many maps");
   cudaError_t error = cudaSuccess;
-  // Options are read at run time in plain tiles too: the kernels are bound by memory.
-  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
-    const auto launch = [&](auto kernel) {
-      error = cuda::launch(kernel, partition.tiles_in_all, kThreads, 0, stream, /*uses_pdl=*/false, params, partition);
-    };
-    if constexpr (kHasPlainKernels<Scalar>) {
-      if (partition.is_plain) return launch(linear_scan_summary_kernel<Scalar, decltype(variant), true>);
-    }
-    launch(linear_scan_summary_kernel<Scalar, decltype(variant), false>);
-  });
+  const auto launch = [&](auto kernel) {
+    error = cuda::launch(kernel, partition.tiles_in_all, kThreads, 0, stream, /*uses_pdl=*/false, params, partition);
+  };
+  if constexpr (!kHasPlainKernels<Scalar>) {
+    launch(linear_scan_summary_kernel<Scalar, AnyRecurrence, false>);
+  } else {
+    // Options are read at run time in plain tiles too: the kernels are bound by memory.
+    visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
+      using Variant = decltype(variant);
+      if (partition.is_plain) {
+        launch(linear_scan_summary_kernel<Scalar, Variant, true>);
+      } else {
+        launch(linear_scan_summary_kernel<Scalar, Variant, false>);
+      }
+    });
+  }
   if (error != cudaSuccess || partition.maps == nullptr) return error;
   const int64_t fold_blocks = partition.sequences * partition.channel_blocks.template value<int64_t>();
   return cuda::launch(summary_fold_kernel<Acc>, fold_blocks, kSummaryFoldThreads, 0, stream,

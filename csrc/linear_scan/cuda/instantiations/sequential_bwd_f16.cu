@@ -1,8 +1,0 @@
-#include "linear_scan/cuda/sequential_bwd.cuh"
-
-namespace ssm_kernels::linear_scan {
-
-template cudaError_t launch_linear_scan_sequential_bwd<__half>(const LinearScanBwdParams&, const SequentialPartition&,
-                                                               cudaStream_t);
-
-}  // namespace ssm_kernels::linear_scan

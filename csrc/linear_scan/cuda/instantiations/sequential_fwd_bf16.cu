@@ -1,8 +1,0 @@
-#include "linear_scan/cuda/sequential_fwd.cuh"
-
-namespace ssm_kernels::linear_scan {
-
-template cudaError_t launch_linear_scan_sequential_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const SequentialPartition&,
-                                                                      cudaStream_t);
-
-}  // namespace ssm_kernels::linear_scan
