@@ -397,14 +397,14 @@ __device__ __forceinline__ void for_each_plain_tile(const LinearScanParams& p, c
                                                     const Reduce& reduce, const Apply& apply) {
   using Acc = typename T::Acc;
   TileQueue<T> queue(partition, shared.carry);
-  uint32_t first[2];
-#pragma unroll
+  uint32_t current = partition.tiles_in_all, next = current, later = current;  // no tile is current yet
+#pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    first[i] = queue.take_now(i);
-    stage(ThreadTile<T>(p, partition, first[i]), i);
+    next = later;
+    later = queue.take_now(i);
+    stage(ThreadTile<T>(p, partition, later), i);
     cuda::cp_async_commit();
   }
-  uint32_t current = partition.tiles_in_all, next = first[0], later = first[1];  // no tile is current yet
   FoldedTile<T> folded;
   HeldRows<T> held;
   int buffer = 0;
