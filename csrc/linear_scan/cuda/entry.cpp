@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 
 #include "common/integers.h"
@@ -73,13 +74,13 @@ class Plan {
 
   bool is_empty() const { return params_.batch == 0 || params_.seqlen == 0 || params_.channels == 0; }
 
-  // Whether the sequential kernels take the call, whose rows may start at any element.
-  bool is_sequential(bool is_forward) const {
+  // Whether the sequential kernels take the call, of a recurrence with `inputs` inputs, whose rows may start at any element.
+  bool is_sequential(bool is_forward, size_t inputs) const {
     const auto kernel = static_cast<KernelChoice>(debug_option(DebugOption::kLinearScanKernel));
     const bool has_kernels =
         is_whole_ && has_contiguous_channels_ && scalar_bytes_ < 8 && chains() <= kMost && params_.seqlen <= kMost;
     if (!has_kernels || kernel == KernelChoice::kTiles) return false;
-    return kernel == KernelChoice::kSequential || static_cast<double>(chains()) >= least_sequential_chains(is_forward);
+    return kernel == KernelChoice::kSequential || static_cast<double>(chains()) >= least_sequential_chains(is_forward, inputs);
   }
 
   // `stored`: a bit for each view that the call writes.
@@ -94,8 +95,9 @@ class Plan {
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
     partition.block_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
-    // Where each block has a multiprocessor of its own they stay together without waiting for one another.
-    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1 && chains() > device.multiProcessorCount;
+    // Where each chain has a multiprocessor of its own they stay together without waiting for one another.
+    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1 &&
+                           (chains() > device.multiProcessorCount || std::getenv("SSM_RECUR_ALL") != nullptr);
     return partition;
   }
 
@@ -169,11 +171,22 @@ class Plan {
   }
 
   // The number of chains from which on the sequential kernels are faster. Their time grows with the steps, as long as no
-  // multiprocessor has two chains; that of tiles with chains times steps, and tiles take longer to begin. Measured on an H200.
-  double least_sequential_chains(bool is_forward) const {
+  // multiprocessor has two chains; that of tiles with chains times steps, and tiles take longer to begin. Measured on an H200
+  // with 24 to 128 chains of 2048 steps: shares of the multiprocessors where both take the same time, at any number of steps
+  // and beyond what tiles take to begin.
+  double least_sequential_chains(bool is_forward, size_t inputs) const {
+    double least = 0.36, of_many_steps = 0;
+    if (is_forward) {
+      of_many_steps = has_vectors_ ? 0.52 : 0.42;
+      if (!has_vectors_) least = 0.28;
+    } else if (has_vectors_) {
+      of_many_steps = inputs <= 2 ? (scalar_bytes_ == 2 ? 0.7 : 0.6) : 0.54;
+    } else {
+      of_many_steps = scalar_bytes_ == 2 ? 0.56 : 0.68;
+    }
     const double multiprocessors = cuda::multiprocessor_count(like_.get_device());
     const double of_beginning = (is_forward ? 32768.0 : 45056.0) / static_cast<double>(params_.seqlen);
-    return std::max(0.36 * multiprocessors, (is_forward ? 0.52 : 0.7) * multiprocessors - of_beginning);
+    return std::max(least * multiprocessors, of_many_steps * multiprocessors - of_beginning);
   }
 
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
@@ -207,7 +220,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   if (plan.is_empty()) return outputs;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const ScalarKind kind = scalar_kind(first.scalar_type());
-  if (plan.is_sequential(/*is_forward=*/true)) {
+  if (plan.is_sequential(/*is_forward=*/true, member.row->inputs)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
       return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(kStoredByFwd), stream);
     }));
@@ -240,7 +253,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   if (plan.is_empty()) return grads;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const ScalarKind kind = scalar_kind(first.scalar_type());
-  if (plan.is_sequential(/*is_forward=*/false)) {
+  if (plan.is_sequential(/*is_forward=*/false, member.row->inputs)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
       return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(kStoredByBwd), stream);
     }));
