@@ -93,17 +93,19 @@ def test_one_tensor_in_other_rows(dtype, choice):
                 assert_rows_keep_bits(variant, 72, (Layout(1), Layout(2, odd=True)), only=name, seqlen=70, dtype=dtype)
 
 
+@pytest.mark.parametrize("chains", [2, 5], ids=lambda chains: f"{chains}_of_a_multiprocessor")
 @small_dtypes
-def test_blocks_in_step(dtype):
-    """Clusters of blocks that share sectors, the last one with blocks that have no channels; vectors that share sectors.
+def test_chains_in_step(dtype, chains):
+    """Blocks of several chains that share sectors, and their clusters, the last one with chains that have no channels.
 
-    There are clusters where there are more blocks than multiprocessors. A block has 64 channels.
+    There are such blocks where there are more chains, of 64 channels, than multiprocessors. Rows of 600 channels are vectors
+    that share sectors.
     """
-    batch = torch.cuda.get_device_properties("cuda").multi_processor_count // 9 + 1
+    batch = (chains - 1) * torch.cuda.get_device_properties("cuda").multi_processor_count // 9 + 1
     with debug_option("linear_scan_kernel", "sequential"):
         for variant, channels in ((MINGRU, 570), (LINEAR, 600)):
             layouts = (Layout(0), Layout(3, odd=True))
-            assert_rows_keep_bits(variant, channels, layouts, batch=batch, seqlen=200, dtype=dtype)
+            assert_rows_keep_bits(variant, channels, layouts, batch=batch, seqlen=200 // chains, dtype=dtype)
 
 
 @small_dtypes

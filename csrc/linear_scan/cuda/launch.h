@@ -111,14 +111,16 @@ struct SequentialPartition {
   int segments = 0;              // of a chain. The launcher sets it.
   int multiprocessors = 0;
   int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
-  // Whether blocks with neighboring channels write parts of the same sectors of memory, and the device has clusters.
+  // Whether chains of neighboring channels write parts of the same sectors of memory, and the device has clusters.
   bool keeps_step = false;
-  // Blocks of a cluster, which go through time in step. The launcher sets it.
-  int cluster = 1;
+  // The launcher sets these: warps of a chain; where chains go through time in step, the chains of a block, the blocks of a
+  // cluster, and how many segments a chain may be ahead of its neighbors in the cluster.
+  int warps = 0, block_chains = 1, cluster = 1;
+  uint32_t most_ahead = 0;
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor
-// A block's shared memory begins with an mbarrier for each warp and the counters of its neighbors' segments (Chain::Neighbors).
+// A chain's shared memory begins with an mbarrier for each warp and the counters of its neighbors' segments (Chain::Neighbors).
 constexpr int kNeighborsAt = kSequentialMaxWarps * 8, kSequentialBarrierBytes = kNeighborsAt + 16;
 
 // The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A

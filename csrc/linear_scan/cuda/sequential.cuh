@@ -10,16 +10,18 @@
 // 3. waits for the state before the segment, from the same lane of the warp before, through shared memory and an mbarrier;
 // 4. takes the state through the steps, passes it to the next warp, and stores the results, a row of 32 lanes at a time.
 //
-// Blocks with neighboring channels share the sectors of memory (32 bytes) in which a row passes from one to the other. Each
+// Chains of neighboring channels share the sectors of memory (32 bytes) in which a row passes from one to the other. Each
 // writes a part of such a sector. If the L2 cache evicts it before it has the other part, it reads the sector from memory
-// first, and does so again for the other part. Where rows are not whole sectors, such blocks form clusters that go through time
-// in step: a warp waits before step 3 while a neighbor is more than a round of the warps' turns behind.
+// first, and does so again for the other part. Where rows are not whole sectors and a multiprocessor has several chains, these
+// are one block, of neighboring channels, and blocks form clusters. Their chains go through time in step: a warp waits before
+// step 3 while a neighbor is behind.
 //
 // While one warp is at step 3 or 4 the others are at 2. Only steps 3 and 4 follow one another, some 160 clocks a segment. Steps
 // are computed one after another in the order of the scan, so results depend neither on the number of warps nor on the batch.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -38,7 +40,7 @@ namespace ssm_kernels::linear_scan {
 // instructions.
 enum class SequentialRows {
   kVectors,
-  kShifted,  // rows start at any element, and the blocks of a cluster go through time in step
+  kShifted,  // rows start at any element, and the chains of a cluster go through time in step
 };
 
 template <typename Scalar_, int steps, int tensors, SequentialRows segment_rows>
@@ -85,16 +87,8 @@ struct StageRows {
   }
 };
 
-// Whether a block has no chain, because clusters have equally many blocks. It ends with its cluster.
-template <typename S>
-__device__ __forceinline__ bool is_padding(const SequentialPartition& partition) {
-  if (!S::kShifted || partition.cluster == 1 || blockIdx.x < partition.chains) return false;
-  cuda::cluster_barrier();
-  cuda::cluster_barrier();
-  return true;
-}
-
-// A lane's share of its block's chain. Shared memory: the mbarriers, the state before each warp's next segment, the stages.
+// A lane's share of its chain. Shared memory of a chain: the mbarriers, the state before each warp's next segment, the stages.
+// Of shifted rows a block may have several chains, and some without channels, because blocks have equally many.
 template <typename S, bool is_forward>
 class Chain {
  public:
@@ -104,25 +98,35 @@ class Chain {
   // Publishes the state before the first step to the first warp.
   __device__ __forceinline__ Chain(const LinearScanParams& p, const SequentialPartition& partition, unsigned char* memory,
                                    const StateView& initial)
-      : warp(static_cast<int>(threadIdx.x) / cuda::kWarpSize),
-        warps(static_cast<int>(blockDim.x) / cuda::kWarpSize),
+      : warps(S::kShifted ? partition.warps : static_cast<int>(blockDim.x) / cuda::kWarpSize),
         lane(static_cast<int>(threadIdx.x) % cuda::kWarpSize),
         segments(partition.segments),
         channels(p.channels),
         seqlen_(p.seqlen),
         partition_(partition) {
-    const uint32_t row = partition.channel_blocks.divide(blockIdx.x);
+    warp = static_cast<int>(threadIdx.x) / cuda::kWarpSize;
+    uint32_t chain = blockIdx.x;
+    if constexpr (S::kShifted) {
+      slot_ = warp / warps;
+      warp -= slot_ * warps;
+      chain = chain * partition.block_chains + slot_;
+      memory += slot_ * chain_bytes();
+      if (chain >= partition.chains) segments = 0, channels = 0;
+    }
+    const uint32_t row = partition.channel_blocks.divide(chain);
     batch = row;
-    block_channel = int64_t(blockIdx.x - row * partition.channel_blocks.value<uint32_t>()) * kTileChannels;
+    block_channel = int64_t(chain - row * partition.channel_blocks.value<uint32_t>()) * kTileChannels;
     channel = block_channel + lane * S::kLaneChannels;
-    has_channels = channel < p.channels;
+    has_channels = channel < channels;
     ready_ = reinterpret_cast<cuda::Mbarrier*>(memory);
     states_ = reinterpret_cast<Acc*>(memory + kSequentialBarrierBytes) + lane * S::kLaneChannels;
     stages_ = memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc) + warp * S::kStages * S::kStageBytes;
-    if (static_cast<int>(threadIdx.x) < warps) ready_[threadIdx.x].init(1);
-    if (is_in_cluster()) {
-      if (threadIdx.x < 2) set_neighbor(static_cast<int>(threadIdx.x));
-      cuda::cluster_barrier();
+    if constexpr (S::kShifted) {
+      if (warp == 0 && lane < warps) ready_[lane].init(1);
+      if (keeps_step() && warp == 0 && lane < 2) set_neighbor(lane);
+      if (partition.cluster > 1) cuda::cluster_barrier();
+    } else {
+      if (static_cast<int>(threadIdx.x) < warps) ready_[threadIdx.x].init(1);
     }
     __syncthreads();
     if (warp == 0) {
@@ -132,10 +136,10 @@ class Chain {
     }
   }
 
-  // How many of the block's channels exist.
-  __device__ __forceinline__ int block_channels() const {
+  // How many of the chain's channels exist, or, up to `most`, how many from its first one on.
+  __device__ __forceinline__ int block_channels(int most = kTileChannels) const {
     const int64_t left = channels - block_channel;
-    return left < kTileChannels ? static_cast<int>(left) : kTileChannels;
+    return left < most ? static_cast<int>(left) : most;
   }
   // How many of the segment's first steps exist before position `end`.
   __device__ __forceinline__ int steps_until(int64_t end, int segment) const {
@@ -186,7 +190,7 @@ class Chain {
 
   // The state before the warp's next segment.
   __device__ __forceinline__ void wait_for_state(int segment, Acc (&state)[S::kLaneChannels]) {
-    if (is_in_cluster()) wait_for_neighbors(segment);
+    if (keeps_step()) wait_for_neighbors(segment);
     ready_[warp].wait(turn_++);
     const Acc* const source = states_ + warp * kTileChannels;
 #pragma unroll
@@ -195,13 +199,13 @@ class Chain {
   // Passes the state after a segment on. The next warp has read its last state: this one follows from it.
   __device__ __forceinline__ void pass_on(int segment, const Acc (&state)[S::kLaneChannels]) {
     if (!is_last(segment)) publish(warp + 1 == warps ? 0 : warp + 1, state);
-    if (is_in_cluster() && lane < 2) {
+    if (keeps_step() && lane < 2) {
       if (const uint32_t passed = neighbors().passed_by_this[lane]; passed != kNoNeighbor) cuda::add_cluster(passed, 1);
     }
   }
   // Blocks of a cluster end together, because others write to their shared memory. Called by all threads.
   __device__ __forceinline__ void finish() const {
-    if (is_in_cluster()) cuda::cluster_barrier();
+    if (S::kShifted && partition_.cluster > 1) cuda::cluster_barrier();
   }
 
   // Loads the lane's channels of a state; missing elements are zero.
@@ -219,44 +223,49 @@ class Chain {
     }
   }
 
-  const int warp, warps, lane, segments;
-  const int64_t channels;
+  int warp;  // of the chain
+  const int warps, lane;
+  int segments;
+  int64_t channels;
   int64_t batch, block_channel;
   int64_t channel;    // the lane's first
   bool has_channels;  // any of the lane's; where rows are vectors, all of them or none
 
  private:
-  // The blocks of the cluster with the channels below (0) and above (1), in the same row of the batch.
+  // The chains of the cluster with the channels below (0) and above (1), in the same row of the batch.
   struct Neighbors {
     uint32_t passed[2];          // how many segments they have passed
-    uint32_t passed_by_this[2];  // the addresses of their `passed` for this block
+    uint32_t passed_by_this[2];  // the addresses of their `passed` for this chain
   };
   static_assert(kNeighborsAt + sizeof(Neighbors) == kSequentialBarrierBytes, "neighbors come before the states");
-  // Segments beyond a round of turns. 1, 2, 4 and 16 took the same time.
-  static constexpr uint32_t kMostAhead = 2;
   static constexpr uint32_t kNeverBehind = 1u << 31, kNoNeighbor = 0xffffffff;
 
+  __device__ __forceinline__ int chain_bytes() const { return kSequentialBarrierBytes + warps * S::kWarpBytes; }
+  __device__ __forceinline__ bool keeps_step() const { return S::kShifted && partition_.cluster * partition_.block_chains > 1; }
   __device__ __forceinline__ volatile Neighbors& neighbors() const {
     return *reinterpret_cast<volatile Neighbors*>(reinterpret_cast<unsigned char*>(ready_) + kNeighborsAt);
   }
   __device__ __forceinline__ void set_neighbor(int side) const {
-    const int rank = cuda::cluster_rank();
-    const bool exists =
-        side == 0 ? rank > 0 && block_channel > 0 : rank + 1 < partition_.cluster && block_channel + kTileChannels < channels;
+    const int rank = cuda::cluster_rank(), chains = partition_.block_chains, all = partition_.cluster * chains;
+    const int own = rank * chains + slot_, other = own + 2 * side - 1;  // numbers in the cluster
+    const bool exists = other >= 0 && other < all && (side == 0 ? block_channel > 0 : block_channel + kTileChannels < channels);
     auto& of = neighbors();
     of.passed[side] = exists ? 0 : kNeverBehind;
-    of.passed_by_this[side] =
-        exists ? cuda::cluster_address(const_cast<const uint32_t*>(&of.passed[1 - side]), rank + 2 * side - 1) : kNoNeighbor;
+    uint32_t address = kNoNeighbor;
+    if (exists) {
+      const int other_rank = other / chains, other_slot = other - other_rank * chains;
+      const auto* const passed = reinterpret_cast<const unsigned char*>(const_cast<const uint32_t*>(&of.passed[1 - side]));
+      address = cuda::cluster_address(passed + (other_slot - slot_) * chain_bytes(), other_rank);
+    }
+    of.passed_by_this[side] = address;
   }
   __device__ __forceinline__ void wait_for_neighbors(int segment) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const auto& of = neighbors();
-    // Before the warp's turn, because the path from turn to turn limits the speed: the block may be a round of turns behind.
-    const uint32_t most_ahead = static_cast<uint32_t>(warps) + kMostAhead;
-    while (min(of.passed[0], of.passed[1]) + most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
+    // Before the warp's turn, because the path from turn to turn limits the speed.
+    while (min(of.passed[0], of.passed[1]) + partition_.most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
 #endif
   }
-  __device__ __forceinline__ bool is_in_cluster() const { return S::kShifted && partition_.cluster > 1; }
   __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * S::kStageBytes}; }
   __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
     return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
@@ -271,6 +280,7 @@ class Chain {
 
   const int64_t seqlen_;
   const SequentialPartition& partition_;
+  int slot_ = 0;  // the chain's number in its block
   int turn_ = 0;
   cuda::Mbarrier* ready_;
   Acc* states_;
@@ -326,7 +336,8 @@ __device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& ch
   for (int i = 0; i < S::kTensors; ++i) {
     const SequenceView of = view(i);
     S::Shifted::copy(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
-                     Chain<S, is_forward>::row_stride(of), chain.block_channels(), steps(i), lane, stage.shifted(i));
+                     Chain<S, is_forward>::row_stride(of), chain.block_channels(S::Shifted::kMostChannels), steps(i), lane,
+                     stage.shifted(i));
   }
 }
 
@@ -460,15 +471,15 @@ struct SegmentInputs {
   }
 };
 
-// The blocks of a cluster that go through time in step: of those with the fewest waves the most. One if a query fails.
+// The blocks of a cluster: of those with the fewest waves the most. One if a query fails.
 template <typename Kernel>
-int blocks_in_step(Kernel kernel, int threads, int shared_bytes, int64_t chains) {
+int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks, int most) {
   int best = 1;
   int64_t least_waves = std::numeric_limits<int64_t>::max();
-  for (int cluster = 8; cluster > 1; cluster /= 2) {
+  for (int cluster = most; cluster > 1; cluster /= 2) {
     const int64_t at_a_time = int64_t(cluster) * cuda::resident_clusters(kernel, threads, shared_bytes, cluster);
     if (at_a_time == 0) continue;
-    const int64_t waves = ceil_div(round_up(chains, cluster), at_a_time);
+    const int64_t waves = ceil_div(round_up(blocks, cluster), at_a_time);
     if (waves >= least_waves) continue;
     best = cluster;
     least_waves = waves;
@@ -489,16 +500,34 @@ cudaError_t launch_sequential_variant(const LinearScanParams& params, const Sequ
   return error;
 }
 
-// Launches a block for each chain. The kernel's registers leave room for `most_warps` warps in a multiprocessor.
+// Launches a block for each chain, or, where chains keep step, for all chains of a multiprocessor. The kernel's registers leave
+// room for `most_warps` warps in a multiprocessor.
 template <typename S, typename Kernel, typename Params>
 cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, SequentialPartition partition,
                           cudaStream_t stream) {
   partition.segments = static_cast<int>((params.seqlen + S::kSteps - 1) / S::kSteps);
-  const int warps = sequential_warps(partition, most_warps, S::kWarpBytes), threads = warps * cuda::kWarpSize;
-  const int bytes = kSequentialBarrierBytes + warps * S::kWarpBytes;
+  partition.warps = sequential_warps(partition, most_warps, S::kWarpBytes);
+  const int chain_bytes = kSequentialBarrierBytes + partition.warps * S::kWarpBytes;
+  const bool keeps_step = S::kShifted && partition.keeps_step;
+  const auto setting = [](const char* name, int otherwise) {
+    const char* const value = std::getenv(name);
+    return value == nullptr ? otherwise : std::atoi(value);
+  };
+  if (keeps_step) {
+    const int64_t of_multiprocessor = ceil_div(int64_t(partition.chains), int64_t(partition.multiprocessors));
+    const int fit = std::min(most_warps / partition.warps, partition.block_bytes / chain_bytes);
+    partition.block_chains = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(of_multiprocessor, fit)));
+    partition.block_chains = std::min(partition.block_chains, setting("SSM_RECUR_CHAINS", 16));
+  }
+  const int threads = partition.block_chains * partition.warps * cuda::kWarpSize, bytes = partition.block_chains * chain_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  if (S::kShifted && partition.keeps_step) partition.cluster = blocks_in_step(kernel, threads, bytes, partition.chains);
-  const int64_t blocks = round_up(partition.chains, partition.cluster);
+  int64_t blocks = ceil_div(int64_t(partition.chains), int64_t(partition.block_chains));
+  if (keeps_step) {
+    partition.cluster = cluster_blocks(kernel, threads, bytes, blocks, setting("SSM_RECUR_CLUSTER", 8));
+    // Segments beyond a round of turns: a warp may wait for its turn longer than for its neighbors.
+    partition.most_ahead = static_cast<uint32_t>(setting("SSM_RECUR_AHEAD", partition.warps + 2));
+  }
+  blocks = round_up(blocks, partition.cluster);
   return cuda::launch_clusters(kernel, blocks, threads, bytes, partition.cluster, stream, params, partition);
 }
 

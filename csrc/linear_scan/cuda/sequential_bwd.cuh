@@ -71,7 +71,6 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
-  if (is_padding<S>(partition)) return;
   ChainOf chain(p, partition, memory, p.grad_last_state);
 
   CopiedRows<S, false> rows[Inputs::kStaged];

@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   constexpr int kChannels = S::kLaneChannels;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
-  if (is_padding<S>(partition)) return;
   ChainOf chain(p, partition, memory, p.initial_state);
 
   CopiedRows<S, true> rows[Inputs::kStaged];
