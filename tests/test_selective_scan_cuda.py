@@ -35,9 +35,11 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES = ("u", "delta", "z", "B", "C")
 
 # Few channels and many steps: time is cut into segments, each for blocks of its own. Channels enough to fill a GPU: time is not
-# cut, and a warp holds more channels and fewer steps.
+# cut, and a warp holds more channels and fewer steps. Channels for three blocks of 8 on each multiprocessor of an H100 or H200:
+# blocks have fewer warps.
 SEGMENTED = {"batch": 1, "dim": 5, "seqlen": 8300}
 MANY_CHANNELS = {"batch": 112, "dim": 72}
+SMALL_BLOCKS = {"batch": 38, "dim": 70}
 
 every_method = pytest.mark.parametrize("method", METHODS)
 both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -212,6 +214,14 @@ def test_agrees_with_the_cpu_on_many_channels(method, dtype):
 def test_tiles_of_many_channels(dtype, layout):
     for seqlen in (160, 257):
         inputs = make_inputs(**MANY_CHANNELS, seqlen=seqlen, dtype=dtype)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "channels_offset"])
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+def test_tiles_of_small_blocks(dtype, layout):
+    for sizes in (SMALL_BLOCKS | {"seqlen": 257, "dstate": 24}, {"batch": 43, "dim": 72, "seqlen": 512, "dstate": 16}):
+        inputs = make_inputs(**sizes, dtype=dtype)
         assert_agrees_with_cpu(arrange_sequences(inputs, layout))
 
 
@@ -489,7 +499,9 @@ def assert_nan_spreads_as_on_the_cpu(
 
 @both_layouts
 @pytest.mark.parametrize("name", [*SEQUENCES, "grad_out"])
-@pytest.mark.parametrize(("batch", "seqlen"), [(28, 600), (98, 300)], ids=["few_channels", "many_channels"])
+@pytest.mark.parametrize(
+    ("batch", "seqlen"), [(28, 600), (38, 300), (98, 300)], ids=["few_channels", "small_blocks", "many_channels"]
+)
 def test_nan_at_the_edges_of_lanes_and_tiles(batch, seqlen, name, layout):
     """One NaN in each batch row."""
     inputs = arrange_sequences(make_inputs(batch=batch, dim=70, seqlen=seqlen, dtype=torch.float32), layout)
