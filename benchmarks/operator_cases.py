@@ -7,7 +7,7 @@ because several benchmarks time them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -272,6 +272,10 @@ class Norm(ComposedOperatorCase):
         is_plain = self.group_size is None and not self.norm_before_gate and not self.bias
         computes_same = is_plain and (not self.is_add or self.residual_dtype == torch.float32)
         return super().peer if computes_same else None
+
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        peer = self.peer
+        return None if peer is None else lambda: self.contender(device)._replace(function=peer).results(self.results)
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         draw = functools.partial(normal, torch.Generator(device).manual_seed(seed))
