@@ -18,6 +18,7 @@
 // is close.
 #pragma once
 
+#include "cuda/ptx/pdl.cuh"
 #include "selective_scan/cuda/warp_scan_matrix.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
@@ -129,10 +130,6 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const Shared shared(memory, p, plan);
   const Position& at = *shared.position;
   const FwdRows<Scalar>& rows = *shared.rows;
-  if (threadIdx.x == 0) {
-    *shared.position = Position(p, plan, blockIdx.x);
-    *shared.rows = FwdRows<Scalar>(p, at);
-  }
   const int arguments = place_arguments<Scalar, TileConfig::kThreads>(shared.arguments, memory, p, plan);
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
@@ -141,6 +138,12 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 
   const int rows_of_states = state_rows<TileConfig>(plan);
   clear<TileConfig>(shared.pairs, 2 * rows_of_states * pitch);
+  // What precedes only writes shared memory.
+  cuda::grid_dependency_sync();
+  if (threadIdx.x == 0) {
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = FwdRows<Scalar>(p, at);
+  }
   __syncthreads();
   for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
@@ -387,7 +390,10 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
   const int threads = many    ? FwdTileConfig<Scalar, kMany>::kThreads
                       : small ? FwdTileConfig<Scalar, kSmall>::kThreads
                               : FwdTileConfig<Scalar, kFew>::kThreads;
-  return launch_blocks(kernel, threads, shared_bytes<Scalar>(params, plan), stream, params, plan);
+  const int64_t bytes = shared_bytes<Scalar>(params, plan);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, params.rows * plan.launched_segments * plan.tiles, threads, static_cast<int>(bytes), stream,
+                      /*uses_pdl=*/cuda::has_pdl(kernel), params, plan);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan
