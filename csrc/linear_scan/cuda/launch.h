@@ -117,6 +117,7 @@ struct SequentialPartition {
   // cluster, and how many segments a chain may be ahead of its neighbors in the cluster.
   int warps = 0, block_chains = 1, cluster = 1;
   uint32_t most_ahead = 0;
+  bool evicts_inputs_first = false;
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor

@@ -141,6 +141,7 @@ class Chain {
     const int64_t left = channels - block_channel;
     return left < most ? static_cast<int>(left) : most;
   }
+  __device__ __forceinline__ uint64_t input_policy() const { return cuda::l2_policy(partition_.evicts_inputs_first); }
   // How many of the segment's first steps exist before position `end`.
   __device__ __forceinline__ int steps_until(int64_t end, int segment) const {
     const int64_t left = end - int64_t(segment) * S::kSteps;
@@ -337,7 +338,7 @@ __device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& ch
     const SequenceView of = view(i);
     S::Shifted::copy(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
                      Chain<S, is_forward>::row_stride(of), chain.block_channels(S::Shifted::kMostChannels), steps(i), lane,
-                     stage.shifted(i));
+                     stage.shifted(i), chain.input_policy());
   }
 }
 
@@ -528,6 +529,7 @@ cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, S
     partition.most_ahead = static_cast<uint32_t>(setting("SSM_RECUR_AHEAD", partition.warps + 2));
   }
   blocks = round_up(blocks, partition.cluster);
+  partition.evicts_inputs_first = setting("SSM_RECUR_POLICY", 0) != 0;
   return cuda::launch_clusters(kernel, blocks, threads, bytes, partition.cluster, stream, params, partition);
 }
 

@@ -158,7 +158,7 @@ struct ShiftedBlocks {
   // Starts the copies of the first `count` rows; the others become zero. `first` is the first row's first element, of which
   // `channels` exist, up to kMostChannels.
   static __device__ __forceinline__ void copy(const Scalar* first, int64_t stride, int channels, int count, int lane,
-                                              unsigned char* rows) {
+                                              unsigned char* rows, uint64_t policy) {
     const int64_t row_stride = stride * static_cast<int64_t>(sizeof(Scalar));
     const char* const begin = reinterpret_cast<const char*>(first);
     // Calls copy_block(target, source, row, skipped, is_last) for each of the lane's blocks, which begin `skipped` bytes after
@@ -180,7 +180,7 @@ struct ShiftedBlocks {
       // Whole blocks, which take a third of the instructions: the row goes on where the last of them ends.
       for_each_block(lane, [&](unsigned char* target, const char* source, int row, int, auto is_last) {
         const bool exists = row < count && (!is_last || cuda::bytes_past_multiple<cuda::kCpAsyncBytes>(source) != 0);
-        cuda::cp_async(target, round_down<cuda::kCpAsyncBytes>(source), exists ? cuda::kCpAsyncBytes : 0);
+        cuda::cp_async(target, round_down<cuda::kCpAsyncBytes>(source), exists ? cuda::kCpAsyncBytes : 0, policy);
       });
     } else {
       const int row_bytes = min(channels, kTileChannels) * static_cast<int>(sizeof(Scalar));
