@@ -52,7 +52,7 @@ def test_rows_that_share_a_warp(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_elements_than_one_thread_each(dtype):
-    """Forward takes long warps in float32 and short runs in bfloat16, backward tiles of several warps."""
+    """Forward takes runs, shifted rows long warps, backward tiles of several warps."""
     inputs = make_inputs(channels=1536, seqlen=259, dtype=dtype, device="cuda")
     assert_offsets_keep_bits(CONV, inputs, {"x": (CHANNELS,), "out": (CHANNELS,)}, layouts=LAYOUTS[3:4])
     assert_matches_reference(inputs)

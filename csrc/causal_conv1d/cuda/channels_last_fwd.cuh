@@ -12,8 +12,7 @@
 //
 // The channels-last kernels are compiled twice for each kind of rows. The specialized one takes batch rows of one sequence and
 // a width of kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
-// channels_last_run_fwd.cuh has the forward of most calls that the specialized one could take with aligned rows: all in fp16
-// and bf16.
+// Forward has it for shifted rows only: channels_last_run_fwd.cuh takes aligned ones, unless the weights are not contiguous.
 #pragma once
 
 #include "causal_conv1d/cuda/channels_last_rows.cuh"

@@ -38,6 +38,7 @@ struct Taps {
   using Acc = AccumulateType<Scalar>;
   Acc weight[kMaxVectorWidth][vector], bias[vector];
 
+  Taps() = default;
   __device__ __forceinline__ Taps(const ConvParams& p, int width, int64_t c) {
     const auto load = [&](const auto* row) {
       row += c * p.weight.stride_channel + (width - 1) * p.weight.stride_tap;
@@ -60,18 +61,6 @@ struct Taps {
     for (int i = 0; i < vector; ++i) {
       bias[i] = distance == 1 || c + i * distance < p.channels ? load_bias<Scalar>(p, c + i * distance) : Acc(0);
     }
-  }
-
-  // From shared memory, by lag and channel, the biases last.
-  template <int channels>
-  __device__ __forceinline__ Taps(const Acc (&values)[kMaxVectorWidth + 1][channels], int first) {
-    static_assert(distance == 1 && vector * sizeof(Acc) == cuda::kVectorBytes, "one instruction loads a lane's channels");
-    const auto load = [&](const Acc* row, Acc(&channels_of_lane)[vector]) {
-      memcpy(channels_of_lane, __builtin_assume_aligned(row + first, cuda::kVectorBytes), sizeof(channels_of_lane));
-    };
-#pragma unroll
-    for (int lag = 0; lag < kMaxVectorWidth; ++lag) load(values[lag], weight[lag]);
-    load(values[kMaxVectorWidth], bias);
   }
 
   // pre_t of channel i, with x_{t - lag} = x(lag): bias + sum_l weight[l] x(l), in the order of the lags.
@@ -105,6 +94,13 @@ __device__ __forceinline__ Scalar load_initial(const ConvParams& p, int64_t b, i
   return static_cast<const Scalar*>(p.initial_state.data)[p.initial_state.offset(state, c, p.width - 1 - missing)];
 }
 
+// The same where batch rows are sequences.
+template <typename Scalar>
+__device__ __forceinline__ Scalar load_initial_of_row(const ConvParams& p, int64_t b, int64_t c, int64_t missing) {
+  if (p.initial_state.data == nullptr) return from_accumulate<Scalar>(0);
+  return static_cast<const Scalar*>(p.initial_state.data)[p.initial_state.offset(b, c, p.width - 1 - missing)];
+}
+
 // Steps from the first step of t's sequence to t, at most `most`.
 __device__ __forceinline__ int64_t steps_since_first(const ConvParams& p, int64_t b, int64_t t, int64_t most) {
   if (p.ids.data == nullptr) return t < most ? t : most;
@@ -132,6 +128,17 @@ __device__ __forceinline__ void store_final_state(const ConvFwdParams& p, int64_
     static_cast<Scalar*>(p.final_state.data)[p.final_state.offset(state, c, i)] =
         is_padding ? from_accumulate<Scalar>(AccumulateType<Scalar>(0))
                    : load_element<Scalar>(p, b, t, c, lag, steps_since_first(p, b, t, lag));
+  }
+}
+
+// The same for batch row b, which is one sequence.
+template <typename Scalar>
+__device__ __forceinline__ void store_final_state_of_row(const ConvFwdParams& p, int64_t b, int64_t c) {
+#pragma unroll 1
+  for (int64_t i = 0; i < p.width - 1; ++i) {
+    const int64_t t = p.seqlen - (p.width - 1) + i;
+    static_cast<Scalar*>(p.final_state.data)[p.final_state.offset(b, c, i)] =
+        t >= 0 ? static_cast<const Scalar*>(p.x.data)[p.x.offset(b, t, c)] : load_initial_of_row<Scalar>(p, b, c, -t);
   }
 }
 

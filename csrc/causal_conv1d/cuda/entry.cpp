@@ -77,20 +77,28 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
 // Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
 constexpr int64_t kFewElements = 1024;
 
+// Grids have at most so many blocks along their second and third axes.
+constexpr int64_t kMostGridBlocks = 65535;
+
+// Whether conv_fwd_channels_last_run_kernel takes a call of aligned channels-last rows.
+bool has_runs(const ConvFwdParams& p) {
+  const auto has_vectors = [&](const ParameterView& view, int64_t size) {
+    const int64_t bytes = view.is_input_kind ? cuda::element_bytes(p.kind) : sizeof(float);
+    return view.stride_channel == size &&
+           reinterpret_cast<int64_t>(view.data) % std::min(kVectorBytes, kLaneChannels * bytes) == 0;
+  };
+  return is_specialized(p) && p.channels <= kMaxNarrow && p.seqlen <= kMostGridBlocks * kWarps * kLongRun &&
+         p.weight.stride_tap == 1 && has_vectors(p.weight, kMaxVectorWidth) &&
+         (p.bias.data == nullptr || has_vectors(p.bias, 1));
+}
+
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
   const KernelSet set = choose_kernels(p, {p.x, p.out});
   if (set != KernelSet::kChannelsLast && set != KernelSet::kChannelsLastShifted) return set;
+  if (set == KernelSet::kChannelsLast && has_runs(p)) return KernelSet::kChannelsLastRuns;
   const int64_t multiprocessors = cuda::multiprocessor_count(device), elements = p.batch * p.seqlen * p.channels;
-  if (debug_option(DebugOption::kCausalConv1dKernel) == 0 && elements <= kFewElements * multiprocessors) {
-    return KernelSet::kGeneral;
-  }
-  if (set == KernelSet::kChannelsLastShifted || !is_specialized(p)) return set;
-  // In float32 long warps are faster where runs of more elements than that fill one wave of blocks at most.
-  const int64_t bytes = cuda::element_bytes(p.kind);
-  const int64_t blocks =
-      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, run_steps(bytes) * kWarps);
-  const bool is_one_wave = blocks <= kRunBlocks<4> * multiprocessors;
-  return bytes > 2 && is_one_wave && elements > 4 * kFewElements * multiprocessors ? set : KernelSet::kChannelsLastRuns;
+  const bool has_few = elements <= kFewElements * multiprocessors;
+  return debug_option(DebugOption::kCausalConv1dKernel) == 0 && has_few ? KernelSet::kGeneral : set;
 }
 
 KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}); }
@@ -109,7 +117,14 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   Tiling tiling;
   if (set == KernelSet::kChannelsLastRuns) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
-    tiling.steps = run_steps(cuda::element_bytes(p.kind));
+    const auto blocks_of = [&](int64_t steps) { return p.batch * tiling.channel_blocks * ceil_div(p.seqlen, steps * kWarps); };
+    // Long runs read the taps and the steps before a run less often; several waves of blocks end more evenly than one.
+    constexpr int64_t kRunWaves = 3;
+    const int64_t chunk = run_steps(cuda::element_bytes(p.kind));
+    tiling.steps = blocks_of(chunk) <= multiprocessors ? kLeastRun : chunk;
+    while (tiling.steps < kLongRun && blocks_of(2 * tiling.steps) >= kRunWaves * kRunBlocks * multiprocessors)
+      tiling.steps *= 2;
+    if (const char* steps = std::getenv("SSM_KERNELS_CONV_RUN")) tiling.steps = std::atoi(steps);
     tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
@@ -141,6 +156,8 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
                                           std::min(ceil_div(kMostBlocks * of_blocks, rows), ceil_div(p.seqlen, kLongSteps)));
     tiling.steps = std::max(warp_steps, ceil_div(ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
     tiling.tiles = ceil_div(p.seqlen, tiling.steps);
+    tiling.tiles_divisor = cuda::Divisor(tiling.tiles);
+    tiling.channels_divisor = cuda::Divisor(p.channels);
     if (tiling.tiles == 1) {
       const bool is_shifted = set == KernelSet::kChannelsFirstShifted;
       const int64_t vector = kVectorBytes / cuda::element_bytes(p.kind);

@@ -28,20 +28,21 @@ template <typename Scalar>
 cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (set == KernelSet::kChannelsLastRuns) {
-      conv_fwd_channels_last_run_kernel<Scalar><<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      // As many batch rows as a grid has blocks along its third axis.
+      constexpr int64_t kMostRows = 65535;
+      for (int64_t first = 0; first < params.batch; first += kMostRows) {
+        const int64_t rows = params.batch - first < kMostRows ? params.batch - first : kMostRows;
+        const dim3 blocks(static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(tiling.tiles),
+                          static_cast<unsigned>(rows));
+        const ConvRunParams run(params, tiling, sizeof(Scalar), first);
+        conv_fwd_channels_last_run_kernel<Scalar><<<blocks, kThreads, 0, stream>>>(run);
+      }
       return cudaGetLastError();
     }
     if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
-      const bool is_shifted = set == KernelSet::kChannelsLastShifted;
-      auto* kernel = is_shifted ? &conv_fwd_channels_last_kernel<Scalar, false, true>
-                                : &conv_fwd_channels_last_kernel<Scalar, false, false>;
-      if (is_specialized(params)) {
-        if (is_shifted) {
-          kernel = &conv_fwd_channels_last_kernel<Scalar, true, true>;
-        } else if constexpr (sizeof(Scalar) > 2) {  // kChannelsLastRuns takes all of fp16 and bf16
-          kernel = &conv_fwd_channels_last_kernel<Scalar, true, false>;
-        }
-      }
+      const auto kernel = set == KernelSet::kChannelsLast ? &conv_fwd_channels_last_kernel<Scalar, false, false>
+                          : is_specialized(params)        ? &conv_fwd_channels_last_kernel<Scalar, true, true>
+                                                          : &conv_fwd_channels_last_kernel<Scalar, false, true>;
       kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
       return cudaGetLastError();
     }

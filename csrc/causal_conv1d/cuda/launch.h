@@ -3,8 +3,7 @@
 // Three sets of kernels implement the convolution. Forward adds the taps in the same order in all of them.
 //
 //   channels last   a lane owns a few channels and advances in time; sequences may be packed. Forward also has a kernel for
-//   runs
-//                   of few steps
+//                   runs of few steps, without packed sequences
 //   channels first  a lane owns neighboring steps of one channel, and a warp advances in time; no packed sequences
 //   general         any strides and widths, and float64: one thread per element
 //
@@ -18,6 +17,7 @@
 
 #include "causal_conv1d/causal_conv1d.h"
 #include "cuda/constants.h"
+#include "cuda/divisor.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -34,11 +34,11 @@ constexpr int kLaneChannels = 4;
 // Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
-// Forward of short runs (channels_last_run_fwd.cuh): steps of a warp, by the bytes of an element, and resident blocks per
-// multiprocessor. A warp has the same bytes of inputs in both.
+// Forward by runs (channels_last_run_fwd.cuh): the steps that a warp loads at once, by the bytes of an element, so that both
+// have the same bytes; the fewest and the most steps of a run; resident blocks per multiprocessor.
 constexpr int64_t run_steps(int64_t bytes) { return bytes > 2 ? 4 : 8; }
-template <int bytes>
-constexpr int kRunBlocks = bytes > 2 ? 8 : 6;
+constexpr int64_t kLeastRun = 4, kLongRun = 32;
+constexpr int kRunBlocks = 5;
 
 // At least so many lanes of the shifted channels-first kernels share a row: each row takes one more block than lanes.
 constexpr int kLeastLogShiftedLanes = 2;
@@ -62,8 +62,10 @@ struct Tiling {
   int64_t steps = 0;
   int64_t tiles = 0;           // per batch row
   int64_t channel_blocks = 0;  // channels last: blocks that share a tile's steps
-  int log_row_lanes =
-      kLogWarpSize;  // channels first: 2^this lanes of a warp share a row; fewer than the warp only with one tile
+  // Channels first: tiles and channels, which 32 bits hold; 2^log_row_lanes lanes of a warp share a row, fewer than the warp
+  // only with one tile.
+  cuda::Divisor tiles_divisor, channels_divisor;
+  int log_row_lanes = kLogWarpSize;
 };
 
 struct BwdWorkspace {
