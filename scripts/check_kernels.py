@@ -27,7 +27,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # two of their work tile. In fp32 operands are hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for
 # states spill addresses, once a segment. The norms of any rows keep the registers of the aligned kernels, so that as many
 # blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an
-# address or two. The convolution of any rows, and its forward of short runs, spill words of addresses, the warp scan's
+# address or two. The convolution of any rows spills words of addresses, the warp scan's
 # backward of methods with a gain a word or two of a tile, the sequential scan's of highorder a word, the recurrences' forward
 # of shifted tiles numbers of tiles and addresses, each once a tile.
 ALLOWED_SPILLS = {
@@ -40,7 +40,7 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, ssd::\w+, .*>@sm_90a"): 8,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 80,
-    re.compile(r"causal_conv1d::conv_fwd_channels_(first_shifted|last_run)_kernel<\w+>@sm_90a"): 16,
+    re.compile(r"causal_conv1d::conv_fwd_channels_first_shifted_kernel<\w+>@sm_90a"): 16,
     re.compile(r"causal_conv1d::conv_fwd_channels_(first|first_shifted|last_run)_kernel<\w+>@(?!sm_90a)"): 80,
     re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<.*>@sm_90a"): 32,
     re.compile(r"selective_scan::sequential::sequential_bwd_kernel<\w+, TruncatedPhi1<2> ?>@sm_90a"): 16,

@@ -26,14 +26,15 @@ struct ChannelsFirstSegment {
     const int warp_lane = threadIdx.x % kWarpSize, log_tiles = kLogWarpSize - tiling.log_row_lanes;
     lanes = 1 << tiling.log_row_lanes;
     lane = warp_lane & (lanes - 1);
-    const unsigned tiles = static_cast<unsigned>(tiling.tiles), channels = static_cast<unsigned>(p.channels);
+    const unsigned tiles = tiling.tiles_divisor.value<unsigned>(), channels = tiling.channels_divisor.value<unsigned>();
     const unsigned count = static_cast<unsigned>(p.batch) * channels * tiles;
     const unsigned first = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) << log_tiles;
     if (first >= count) return false;
     place = warp_lane >> tiling.log_row_lanes;
     const unsigned wanted = first + place;
     exists = wanted < count;
-    const unsigned index = exists ? wanted : count - 1, row = index / tiles, batch = row / channels;
+    const unsigned index = exists ? wanted : count - 1;
+    const unsigned row = tiling.tiles_divisor.divide(index), batch = tiling.channels_divisor.divide(row);
     tile = index - row * tiles;
     b = batch;
     c = row - batch * channels;
@@ -65,7 +66,7 @@ struct VectorTail {
       elements[kElements - lag] = from_accumulate<Scalar>(AccumulateType<Scalar>(0));
       if (lag < p.width) {
         elements[kElements - lag] =
-            segment.begin > 0 ? x[segment.begin - lag] : load_initial<Scalar>(p, segment.b, 0, segment.c, lag);
+            segment.begin > 0 ? x[segment.begin - lag] : load_initial_of_row<Scalar>(p, segment.b, segment.c, lag);
       }
     }
     VectorTail tail;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void store_tile_sums(const ConvBwdParams& p, const Ti
 }
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps, 10)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 8)
     conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -157,36 +158,35 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 10)
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
   const int lane = segment.lane, warp_steps = kVector * segment.lanes;
-  const int width = static_cast<int>(p.width);
-  const Taps<Scalar, 1> taps(p, width, segment.c);
-  const Scalar* x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
-  Scalar* out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
-  Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
-
+  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   // Steps are counted from the tile's first one, in 32 bits. Lanes without a row take part in its only iteration.
   const int count = segment.exists ? static_cast<int>(segment.end - segment.begin) : 0;
-  x += segment.begin;
-  out += segment.begin;
+  const Scalar* const x_lane = x + segment.begin + lane * kVector;
+  const auto load = [&](int t) { return t + lane * kVector < count ? Inputs::load_once(x_lane + t) : Inputs::zero(); };
+  // The inputs come first: no load waits for another.
+  Inputs loaded[kAhead];
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) loaded[j] = load(j * warp_steps);
+  Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
+  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, segment.begin + lane * kVector, segment.c);
   int begin = 0;
+#pragma unroll 1
   do {
-    Inputs loaded[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int t = begin + j * warp_steps + lane * kVector;
-      loaded[j] = t < count ? Inputs::load_once(x + t) : Inputs::zero();
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+      const int t = begin + j * warp_steps;
       // No lane has steps left.
-      if (j > 0 && begin + j * warp_steps >= count) break;
-      const int t = begin + j * warp_steps + lane * kVector;
+      if (j > 0 && t >= count) break;
       Acc inputs[kHalo + kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded[j].accumulate(i);
       const Tail tail = Tail::of(loaded[j]);
+      loaded[j] = load(t + kAhead * warp_steps);
       tail.to_lane_above(segment, earlier, inputs);
       earlier = tail;
-      if (t >= count) continue;
+      if (t + lane * kVector >= count) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 10)
     begin += kAhead * warp_steps;
   } while (begin < count);
   if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0 && count > 0) {
-    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
+    store_final_state_of_row<Scalar>(p, segment.b, segment.c);
   }
 }
 

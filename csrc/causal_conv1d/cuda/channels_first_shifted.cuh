@@ -20,7 +20,7 @@
 namespace ssm_kernels::causal_conv1d {
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps, 9)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 8)
     conv_fwd_channels_first_shifted_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -29,8 +29,6 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
   const int lane = segment.lane, warp_steps = kVector * segment.lanes;
-  const int width = static_cast<int>(p.width);
-  const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
   // The tile's steps move back to where blocks of `out` begin. Blocks of x begin x_past elements before its vectors.
@@ -47,6 +45,27 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
   const Scalar* const x_tile = x + first;
   Scalar* const out_tile = out + first;
 
+  // The blocks of `ahead` vectors of x, each of one block or of two, from step `begin` on. The first ones are loaded before
+  // anything else: no load waits for another. Rows that share a warp may begin differently.
+  const bool is_aligned = __all_sync(cuda::kAllLanes, x_past == 0);
+  Inputs blocks[kAhead];
+  const auto load = [&](int begin, auto blocks_of_vector) {
+    constexpr int kBlocks = decltype(blocks_of_vector)::value;
+#pragma unroll
+    for (int j = 0; j < kAhead / kBlocks; ++j) {
+      const int step = begin + j * warp_steps + lane * kVector, next = kBlocks == 1 ? step + kVector : step - x_past + kVector;
+      const Scalar* const source = x_tile + next;
+      blocks[j * kBlocks] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
+      if constexpr (kBlocks == 2) {
+        blocks[j * kBlocks + 1] = step < count && next < count + left_after ? Inputs::load(source) : Inputs::zero();
+      }
+    }
+  };
+  using OneBlock = std::integral_constant<int, 1>;
+  using TwoBlocks = std::integral_constant<int, 2>;
+  is_aligned ? load(0, OneBlock()) : load(0, TwoBlocks());
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
   // The elements before the tile's first step, by lag; zero beyond the lags of the convolution.
   Scalar before[Tail::kElements];
   {
@@ -70,26 +89,15 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
     }
     memcpy(earlier.words, elements, sizeof(earlier.words));
   }
-  // Takes `ahead` vectors of x, each of one block or of two.
-  const auto convolve = [&](int begin, auto blocks_of_vector, auto ahead) {
-    constexpr int kBlocks = decltype(blocks_of_vector)::value, kAhead = decltype(ahead)::value;
-    Inputs blocks[kAhead][kBlocks];
+  const auto convolve = [&](int begin, auto blocks_of_vector) {
+    constexpr int kBlocks = decltype(blocks_of_vector)::value;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int step = begin + j * warp_steps + lane * kVector, next = kBlocks == 1 ? step + kVector : step - x_past + kVector;
-      const Scalar* const source = x_tile + next;
-      blocks[j][0] = step < count && next > absent ? Inputs::load(source - kVector) : Inputs::zero();
-      if constexpr (kBlocks == 2) {
-        blocks[j][1] = step < count && next < count + left_after ? Inputs::load(source) : Inputs::zero();
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+    for (int j = 0; j < kAhead / kBlocks; ++j) {
       const int step = begin + j * warp_steps + lane * kVector;
       // No lane has steps left.
       if (j > 0 && begin + j * warp_steps >= warp_count) break;
-      Inputs loaded = blocks[j][0];
-      if constexpr (kBlocks == 2) loaded = cuda::join_vectors(blocks[j][0], blocks[j][1], x_past);
+      Inputs loaded = blocks[j * kBlocks];
+      if constexpr (kBlocks == 2) loaded = cuda::join_vectors(loaded, blocks[j * kBlocks + 1], x_past);
       if (j == 0 && step < absent) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
@@ -118,22 +126,18 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 9)
       }
     }
   };
-  // Rows that share a warp may begin differently.
-  if (__all_sync(cuda::kAllLanes, x_past == 0)) {
+  const auto run = [&](auto blocks_of_vector) {
     int begin = 0;
-    do {
-      convolve(begin, std::integral_constant<int, 1>(), std::integral_constant<int, kAhead>());
-      begin += kAhead * warp_steps;
-    } while (begin < warp_count);
-  } else {
-    int begin = 0;
-    do {
-      convolve(begin, std::integral_constant<int, 2>(), std::integral_constant<int, kAhead / 2>());
-      begin += kAhead / 2 * warp_steps;
-    } while (begin < warp_count);
-  }
+    while (true) {
+      convolve(begin, blocks_of_vector);
+      begin += kAhead / decltype(blocks_of_vector)::value * warp_steps;
+      if (begin >= warp_count) break;
+      load(begin, blocks_of_vector);
+    }
+  };
+  is_aligned ? run(OneBlock()) : run(TwoBlocks());
   if (p.final_state.data != nullptr && is_last && lane == 0 && count > 0) {
-    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c, /*is_padding=*/false);
+    store_final_state_of_row<Scalar>(p, segment.b, segment.c);
   }
 }
 
