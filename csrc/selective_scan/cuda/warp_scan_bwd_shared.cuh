@@ -81,15 +81,18 @@ struct AnyBwdTile {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       const int64_t left = p.dim - at.first_channel;
+      for_each_input(p, plan, shared, rows, [&](const Sequence& tile, const SequenceView& view, const Scalar* row) {
+        tile.load_any(view, row, t0, at.channels, steps);
+      });
       const SequenceView u_view = plan.carry_pass ? SequenceView() : p.u;
       const Sequence delta{shared.delta, plan.delta}, grad_out{shared.grad_out, plan.grad_out}, z{shared.z, plan.z},
           u{shared.u, plan.u};
       typename Sequence::ChannelLoads of_delta, of_grad_out, of_z, of_u;
-      delta.load_any(p.delta, rows.delta, t0, at.channels, steps, left, of_delta);
-      grad_out.load_any(p.grad_out, rows.grad_out, t0, at.channels, steps, left, of_grad_out);
+      delta.load_channels_any(p.delta, rows.delta, t0, at.channels, steps, left, of_delta);
+      grad_out.load_channels_any(p.grad_out, rows.grad_out, t0, at.channels, steps, left, of_grad_out);
       if (sizeof(Scalar) == 4) delta.store_loads_any(p.delta, of_delta);  // registers for three tensors in flight
-      z.load_any(p.z, rows.z, t0, at.channels, steps, left, of_z);
-      u.load_any(u_view, rows.u, t0, at.channels, steps, left, of_u);
+      z.load_channels_any(p.z, rows.z, t0, at.channels, steps, left, of_z);
+      u.load_channels_any(u_view, rows.u, t0, at.channels, steps, left, of_u);
       if (sizeof(Scalar) < 4) delta.store_loads_any(p.delta, of_delta);
       grad_out.store_loads_any(p.grad_out, of_grad_out);
       z.store_loads_any(p.z, of_z);
@@ -98,29 +101,47 @@ struct AnyBwdTile {
   }
   __device__ __noinline__ static void finish_load(int arguments, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position&, const BwdRows<Scalar>& rows) {
-      Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
-      Sequence{shared.grad_out, plan.grad_out}.finish_load_any(p.grad_out, rows.grad_out, t0);
-      Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
-      if (!plan.carry_pass) Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
+      for_each_input(p, plan, shared, rows, [&](const Sequence& tile, const SequenceView& view, const Scalar* row) {
+        tile.finish_load_any(view, row, t0);
+      });
     });
   }
   __device__ __noinline__ static void stage(int arguments, int first_state, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       using Slice = MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>;
       const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
-      if (!plan.carry_pass) Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
-      Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
+      for_each_tensor(plan.carry_pass ? 1 : 2, [&](int i) {
+        const bool is_C = i == 0;
+        Slice{is_C ? shared.C : shared.B}.stage_any(p, at, is_C ? plan.C : plan.B, is_C ? p.C : p.B, is_C ? rows.C : rows.B,
+                                                    first_state, t0, states);
+      });
     });
   }
   __device__ __noinline__ static void store(int arguments, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const BwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-      Sequence{shared.u, plan.grad_u}.store_any(p.grad_u, rows.grad_u, t0, at.channels, steps);
-      Sequence{shared.delta, plan.grad_delta}.store_any(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
-      Sequence{shared.z, plan.grad_z}.store_any(p.grad_z, rows.grad_z, t0, at.channels, steps);
-      if (p.replaces_grad_out) {
-        Sequence{shared.grad_out, plan.grad_out}.store_any(p.grad_out, rows.grad_out, t0, at.channels, steps);
-      }
+      for_each_tensor(p.replaces_grad_out ? 4 : 3, [&](int i) {
+        Scalar* const data = i == 0 ? shared.u : i == 1 ? shared.delta : i == 2 ? shared.z : shared.grad_out;
+        const VectorAccess access = i == 0 ? plan.grad_u : i == 1 ? plan.grad_delta : i == 2 ? plan.grad_z : plan.grad_out;
+        const SequenceView& view = i == 0 ? p.grad_u : i == 1 ? p.grad_delta : i == 2 ? p.grad_z : p.grad_out;
+        Scalar* const row = i == 0 ? rows.grad_u : i == 1 ? rows.grad_delta : i == 2 ? rows.grad_z : rows.grad_out;
+        Sequence{data, access}.store_any(view, row, t0, at.channels, steps);
+      });
+    });
+  }
+
+ private:
+  // Calls visit(tile, view, row) for delta, grad_out, z and, but for a carry pass, u.
+  template <typename Visitor>
+  __device__ __forceinline__ static void for_each_input(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                                        const BwdShared<TileConfig>& shared, const BwdRows<Scalar>& rows,
+                                                        const Visitor& visit) {
+    for_each_tensor(plan.carry_pass ? 3 : 4, [&](int i) {
+      Scalar* const data = i == 0 ? shared.delta : i == 1 ? shared.grad_out : i == 2 ? shared.z : shared.u;
+      const VectorAccess access = i == 0 ? plan.delta : i == 1 ? plan.grad_out : i == 2 ? plan.z : plan.u;
+      const SequenceView& view = i == 0 ? p.delta : i == 1 ? p.grad_out : i == 2 ? p.z : p.u;
+      const Scalar* const row = i == 0 ? rows.delta : i == 1 ? rows.grad_out : i == 2 ? rows.z : rows.u;
+      visit(Sequence{data, access}, view, row);
     });
   }
 };

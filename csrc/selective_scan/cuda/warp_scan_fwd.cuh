@@ -82,15 +82,18 @@ struct AnyFwdTile {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       const int64_t left = p.dim - at.first_channel;
+      for_each_input(p, plan, shared, rows, [&](const Sequence& tile, const SequenceView& view, const Scalar* row) {
+        tile.load_any(view, row, t0, at.channels, steps);
+      });
       const SequenceView z_view = plan.carry_pass ? SequenceView() : p.z;
       const Sequence delta{shared.delta, plan.delta}, u{shared.u, plan.u}, z{shared.z, plan.z};
       constexpr bool kAllInFlight = sizeof(Scalar) < 4;  // registers allow it
       typename Sequence::ChannelLoads of_delta, of_u, of_z;
-      delta.load_any(p.delta, rows.delta, t0, at.channels, steps, left, of_delta);
+      delta.load_channels_any(p.delta, rows.delta, t0, at.channels, steps, left, of_delta);
       if (!kAllInFlight) delta.store_loads_any(p.delta, of_delta);
-      u.load_any(p.u, rows.u, t0, at.channels, steps, left, of_u);
+      u.load_channels_any(p.u, rows.u, t0, at.channels, steps, left, of_u);
       if (!kAllInFlight) u.store_loads_any(p.u, of_u);
-      z.load_any(z_view, rows.z, t0, at.channels, steps, left, of_z);
+      z.load_channels_any(z_view, rows.z, t0, at.channels, steps, left, of_z);
       if (kAllInFlight) delta.store_loads_any(p.delta, of_delta);
       if (kAllInFlight) u.store_loads_any(p.u, of_u);
       z.store_loads_any(z_view, of_z);
@@ -98,23 +101,38 @@ struct AnyFwdTile {
   }
   __device__ __noinline__ static void finish_load(int arguments, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position&, const FwdRows<Scalar>& rows) {
-      Sequence{shared.delta, plan.delta}.finish_load_any(p.delta, rows.delta, t0);
-      Sequence{shared.u, plan.u}.finish_load_any(p.u, rows.u, t0);
-      if (!plan.carry_pass) Sequence{shared.z, plan.z}.finish_load_any(p.z, rows.z, t0);
+      for_each_input(p, plan, shared, rows, [&](const Sequence& tile, const SequenceView& view, const Scalar* row) {
+        tile.finish_load_any(view, row, t0);
+      });
     });
   }
   __device__ __noinline__ static void stage(int arguments, int first_state, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       using Slice = MatrixSlice<TileConfig, slice>;
       const int states = min(plan.slice, static_cast<int>(p.dstate) - first_state);
-      Slice{shared.B}.stage_any(p, at, plan.B, p.B, rows.B, first_state, t0, states);
-      if (!plan.carry_pass) Slice{shared.C}.stage_any(p, at, plan.C, p.C, rows.C, first_state, t0, states);
+      for_each_tensor(plan.carry_pass ? 1 : 2, [&](int i) {
+        const bool is_B = i == 0;
+        Slice{is_B ? shared.B : shared.C}.stage_any(p, at, is_B ? plan.B : plan.C, is_B ? p.B : p.C, is_B ? rows.B : rows.C,
+                                                    first_state, t0, states);
+      });
     });
   }
   __device__ __noinline__ static void store(int arguments, int64_t t0) {
     visit(arguments, [&](const auto& p, const auto& plan, const auto& shared, const Position& at, const FwdRows<Scalar>& rows) {
       const int steps = at.steps_from(t0, TileConfig::kTileSteps);
       Sequence{shared.u, plan.out}.store_any(p.out, rows.out, t0, at.channels, steps);
+    });
+  }
+
+ private:
+  // Calls visit(tile, view, row) for delta, u and, but for a carry pass, z.
+  template <typename Shared, typename Visitor>
+  __device__ __forceinline__ static void for_each_input(const SelectiveScanFwdParams& p, const ScanPlan& plan,
+                                                        const Shared& shared, const FwdRows<Scalar>& rows,
+                                                        const Visitor& visit) {
+    for_each_tensor(plan.carry_pass ? 2 : 3, [&](int i) {
+      const Sequence tile{i == 0 ? shared.delta : i == 1 ? shared.u : shared.z, i == 0 ? plan.delta : i == 1 ? plan.u : plan.z};
+      visit(tile, i == 0 ? p.delta : i == 1 ? p.u : p.z, i == 0 ? rows.delta : i == 1 ? rows.u : rows.z);
     });
   }
 };

@@ -25,12 +25,14 @@ struct MatrixSlice {
     return data + state * kPitch + step + step / TileConfig::kSteps * kVectorSize<Acc>;
   }
 
-  // Called by the whole block, with the first row of its group.
+  // Called by the whole block, with the first row of its group. ascending: whether the access may be kAlongSteps or
+  // kAlongChannels.
+  template <bool ascending = true>
   __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque_thread();
-    if (is_access(access, VectorAccess::kAlongSteps)) {
+    if (ascending && is_access(access, VectorAccess::kAlongSteps)) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
       static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
@@ -60,7 +62,7 @@ struct MatrixSlice {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) at(state, step)[kVector - 1 - j] = vector.accumulate(j);
       }
-    } else if (access == VectorAccess::kAlongChannels) {
+    } else if (ascending && access == VectorAccess::kAlongChannels) {
       constexpr int kRowVectors = slice_states / kVector;
       static_assert(slice_states % kVector == 0, "a slice is whole vectors of states");
       for (int i = thread; i < TileConfig::kTileSteps * kRowVectors; i += TileConfig::kThreads) {
@@ -73,11 +75,18 @@ struct MatrixSlice {
       }
     } else {
       const bool steps_are_closer = are_steps_closer(view.stride_step, view.stride_state);
-      for (int i = thread; i < TileConfig::kTileSteps * slice_states; i += TileConfig::kThreads) {
+      const auto stage_element = [&](int i) {
         const int state = steps_are_closer ? i / TileConfig::kTileSteps : i % slice_states;
         const int step = steps_are_closer ? i % TileConfig::kTileSteps : i / slice_states;
-        if (state >= states) continue;
+        if (state >= states) return;
         *at(state, step) = step < steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
+      };
+      constexpr int kElements = TileConfig::kTileSteps * slice_states;
+      if constexpr (ascending) {
+        for (int i = thread; i < kElements; i += TileConfig::kThreads) stage_element(i);
+      } else {
+#pragma unroll 1
+        for (int i = thread; i < kElements; i += TileConfig::kThreads) stage_element(i);
       }
     }
   }
@@ -117,18 +126,20 @@ struct MatrixSlice {
     }
   }
 
-  // The same of a matrix that may have shifted vectors, or be constant.
+  // The same of a matrix that may have shifted vectors, or be constant. Aligned vectors move as shifted ones do.
   __device__ __forceinline__ void stage_any(const SelectiveScanParams& p, const Position& position, VectorAccess access,
                                             const MatrixView& view, const Scalar* row, int first_state, int64_t first_step,
                                             int states) const {
     if (!view.per_step) return;
     const int steps = position.steps_from(first_step, TileConfig::kTileSteps);
-    if (is_shifted(access)) {
+    if (access != VectorAccess::kSingly && access != VectorAccess::kDescending) {
       const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
-      stage_shifted(selective_scan::is_along_channels(access), view, source, states, steps,
-                    static_cast<int>(p.dstate) - first_state, position.steps_from(first_step, 2 * TileConfig::kTileSteps));
+      // Aligned rows of states are whole vectors, whose pieces end with them.
+      const int states_left = static_cast<int>(p.dstate) - first_state + (access == VectorAccess::kAlongChannels ? kVector : 0);
+      stage_shifted(selective_scan::is_along_channels(access), view, source, states, steps, states_left,
+                    position.steps_from(first_step, 2 * TileConfig::kTileSteps));
     } else {
-      stage(access, view, row, first_state, first_step, states, steps);
+      stage<false>(access, view, row, first_state, first_step, states, steps);
     }
   }
 

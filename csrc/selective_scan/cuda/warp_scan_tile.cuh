@@ -68,6 +68,14 @@ __device__ __forceinline__ int place_arguments(Arguments<Params>* target, const 
   return static_cast<int>(reinterpret_cast<const unsigned char*>(target) - memory);
 }
 
+// Calls visit(i) for i < count in a loop, so that the code of all tensors of a tile exists once: most of a kernel's time to
+// compile went into their copies.
+template <typename Visitor>
+__device__ __forceinline__ void for_each_tensor(int count, const Visitor& visit) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) visit(i);
+}
+
 // Sizes of a block and its tile at compile time.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
 struct TileConfig {
@@ -135,14 +143,15 @@ struct SequenceTile {
   }
 
   // Called by the whole block, with the row of its first channel. Copies may still be in flight when this returns.
+  template <bool along_steps = true>
   __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
                                        int steps) const {
     const auto copy = [&](Scalar* element, int64_t offset, int count) {
       cuda::cp_async(element, row + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
     };
-    for_each_vector(view, first_step, channels, steps, copy, copy, [&](Scalar* element, int64_t offset, bool exists) {
-      *element = exists ? row[offset] : from_accumulate<Scalar>(0);
-    });
+    for_each_vector<along_steps>(
+        view, first_step, channels, steps, copy, copy,
+        [&](Scalar* element, int64_t offset, bool exists) { *element = exists ? row[offset] : from_accumulate<Scalar>(0); });
   }
   // Puts loaded steps that descend in memory in order. Each thread reverses the vectors that it has copied; they have arrived,
   // and the block synchronizes next.
@@ -153,12 +162,13 @@ struct SequenceTile {
     }
   }
 
+  template <bool along_steps = true>
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
     const auto store_elements = [&](const Scalar* element, int64_t offset, int count) {
       for (int i = 0; i < count; ++i) row[offset + i] = element[i];
     };
-    for_each_vector(
+    for_each_vector<along_steps>(
         view, first_step, channels, steps,
         [&](const Scalar* element, int64_t offset, int count) {
           if (count == kVector) {
@@ -185,20 +195,31 @@ struct SequenceTile {
   };
 
   // The same of tensors of which some have shifted vectors; absent tensors are left out. Those along the channels are left in
-  // flight, so that a block waits once for all of its tensors: store_loads_any takes them. channels_left: to the tensor's end.
+  // flight, so that a block waits once for all of its tensors: load_channels_any and store_loads_any move them, load_any the
+  // others. Aligned rows along the steps move as shifted ones do. channels_left: to the tensor's end.
+  __device__ __forceinline__ bool has_shifted_channels(const SequenceView& view) const {
+    static_assert(sizeof(Scalar) > 4 || kHasChannelVectors, "shifted vectors along the channels are whole");
+    return view.data != nullptr && access == VectorAccess::kShiftedChannels;
+  }
+  __device__ __forceinline__ bool is_along_steps() const {
+    return access == VectorAccess::kShifted || access == VectorAccess::kAlongSteps;
+  }
   __device__ __forceinline__ void load_any(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
-                                           int steps, int64_t channels_left, ChannelLoads& in_flight) const {
-    if (view.data == nullptr) return;
-    if (!is_shifted(access)) {
-      load(view, row, first_step, channels, steps);
-    } else if (is_along_channels()) {
-      load_shifted_channels(view, row, first_step, channels, steps, channels_left, in_flight);
-    } else {
+                                           int steps) const {
+    if (view.data == nullptr || access == VectorAccess::kShiftedChannels) return;
+    if (is_along_steps()) {
       copy_shifted_rows(view, row, first_step, channels, steps);
+    } else {
+      load<false>(view, row, first_step, channels, steps);
     }
   }
+  __device__ __forceinline__ void load_channels_any(const SequenceView& view, const Scalar* row, int64_t first_step,
+                                                    int channels, int steps, int64_t channels_left,
+                                                    ChannelLoads& in_flight) const {
+    if (has_shifted_channels(view)) load_shifted_channels(view, row, first_step, channels, steps, channels_left, in_flight);
+  }
   __device__ __forceinline__ void store_loads_any(const SequenceView& view, const ChannelLoads& in_flight) const {
-    if (view.data != nullptr && is_shifted(access) && is_along_channels()) store_shifted_loads(in_flight);
+    if (has_shifted_channels(view)) store_shifted_loads(in_flight);
   }
   // Each warp moves the elements of its shifted rows to their places.
   __device__ __forceinline__ void finish_load_any(const SequenceView& view, const Scalar* row, int64_t first_step) const {
@@ -212,12 +233,12 @@ struct SequenceTile {
   __device__ __forceinline__ void store_any(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                             int steps) const {
     if (view.data == nullptr) return;
-    if (!is_shifted(access)) {
-      store(view, row, first_step, channels, steps);
-    } else if (is_along_channels()) {
+    if (is_along_steps()) {
+      store_shifted_rows(view, row, first_step, channels, steps);
+    } else if (access == VectorAccess::kShiftedChannels) {
       store_shifted_channels(view, row, first_step, channels, steps);
     } else {
-      store_shifted_rows(view, row, first_step, channels, steps);
+      store<false>(view, row, first_step, channels, steps);
     }
   }
 
@@ -347,13 +368,13 @@ struct SequenceTile {
 
   // Calls visit(element in the tile, offset in the tensor, count) for each vector, of which `count` elements exist; of steps
   // that descend in memory visit_descending; or visit_element(element in the tile, offset in the tensor, exists) for each
-  // element.
-  template <typename Visitor, typename DescendingVisitor, typename ElementVisitor>
+  // element. along_steps: whether the access may be kAlongSteps.
+  template <bool along_steps, typename Visitor, typename DescendingVisitor, typename ElementVisitor>
   __device__ __forceinline__ void for_each_vector(const SequenceView& view, int64_t first_step, int channels, int steps,
                                                   const Visitor& visit, const DescendingVisitor& visit_descending,
                                                   const ElementVisitor& visit_element) const {
     const auto count_of = [&](int channel, int step) { return channel < channels ? max(0, min(kVector, steps - step)) : 0; };
-    if (is_access(access, VectorAccess::kAlongSteps)) {
+    if (along_steps && is_access(access, VectorAccess::kAlongSteps)) {
       for_each_vector_along_steps<kChannels>([&](Scalar* element, int channel, int step) {
         visit(element, channel * view.stride_dim + first_step + step, count_of(channel, step));
       });
