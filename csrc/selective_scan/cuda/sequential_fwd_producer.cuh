@@ -228,23 +228,22 @@ struct FwdProducer {
   __device__ __forceinline__ void run() {
     const int tiles = static_cast<int>((at.end + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps);
     if (tiles == 0) return;
-    read(0);
-    read_matrices(0);
-    read(1);
-    put(0);
-    read_matrices(1);
-    sync_roles<TileConfig>();
-    // The consumers scan `tile` meanwhile. write() before read(): the stage of tile - 1 is reused for tile + 2.
-    for (int tile = 0; tile < tiles; ++tile) {
+    // The consumers scan `tile` meanwhile, from 0 on. write() before read(): the stage of tile - 1 is reused for tile + 2. One
+    // loop, so that each part is compiled once.
+#pragma unroll 1
+    for (int tile = -2;; ++tile) {
+      const bool is_end = tile == tiles;
+      if (is_end) {
+        cuda::cp_async_wait<0>();
+        __syncwarp();
+      }
       if (tile > 0) write(tile - 1);
+      if (is_end) break;
       read(tile + 2);
-      if (tile + 1 < tiles) put(tile + 1);
+      if (tile + 1 >= 0 && tile + 1 < tiles) put(tile + 1);
       read_matrices(tile + 2);
-      sync_roles<TileConfig>();
+      if (tile > -2) sync_roles<TileConfig>();
     }
-    cuda::cp_async_wait<0>();
-    __syncwarp();
-    write(tiles - 1);
   }
 };
 
