@@ -95,6 +95,31 @@ struct ShiftedLoad {
   __device__ __forceinline__ Vector<Scalar, size> vector() const { return shift_vector<Scalar, size>(pieces, past); }
 };
 
+// The same without branches, so that the loads of several vectors are in flight together. Elements that do not exist have any
+// value: a piece is read if it holds an element that exists, and may extend past the row's end, in the same kPieceBytes.
+template <typename Scalar, int size>
+struct ShiftedPieces {
+  static constexpr int kPieces = size * static_cast<int>(sizeof(Scalar)) / kPieceBytes + 1;
+
+  uint2 pieces[kPieces] = {};
+  int past = 0;
+
+  __device__ __forceinline__ ShiftedPieces() {}
+  __device__ __forceinline__ ShiftedPieces(const Scalar* source, int count) : past(bytes_past_multiple<kPieceBytes>(source)) {
+    const auto* const first = reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(source) - past);
+    const int end = past + min(count, size) * static_cast<int>(sizeof(Scalar));
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      if (count > 0 && k * kPieceBytes < end) pieces[k] = __ldca(first + k);
+    }
+  }
+  // A vector that is complete.
+  __device__ __forceinline__ explicit ShiftedPieces(const Vector<Scalar, size>& vector) {
+    memcpy(pieces, &vector, sizeof(vector));
+  }
+  __device__ __forceinline__ Vector<Scalar, size> vector() const { return shift_vector<Scalar, size>(pieces, past); }
+};
+
 // Stores the first `count` elements of a vector in global memory, or all of them.
 template <typename Scalar, int size>
 __device__ __forceinline__ void store_shifted(Scalar* target, const Vector<Scalar, size>& vector, int count) {

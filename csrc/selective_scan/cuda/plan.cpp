@@ -297,8 +297,7 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
   }
   const auto access_of_matrix = [&](const MatrixView& view) {
     if (view.per_step && is_descending(view, p, bytes)) return VectorAccess::kDescending;
-    const VectorAccess access = access_of(view, p, bytes);
-    return access == VectorAccess::kShiftedChannels ? VectorAccess::kSingly : access;
+    return access_of(view, p, bytes);
   };
   plan.B = access_of_matrix(p.B);
   plan.C = access_of_matrix(p.C);

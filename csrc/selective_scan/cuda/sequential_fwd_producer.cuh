@@ -131,12 +131,13 @@ struct FwdProducer {
 #pragma unroll
       for (int i = 0; i < kMatrixVectors; ++i) {
         const int past = cuda::bytes_past_multiple<kVectorBytes>(matrices[i]);
-        if (is_matrix_vector[i] && left >= TileConfig::kTileSteps + (past != 0 ? kVector : 0)) {
+        using ThreadVector = typename Matrices<TileConfig>::ThreadVector;
+        if (is_matrix_vector[i] && left >= TileConfig::kTileSteps) {
           const char* const block = reinterpret_cast<const char*>(matrices[i]) - past;
           auto* const target = shared.raw_matrices + matrix_place[i];
           cuda::cp_async<kVectorBytes>(target, block);
-          if (past != 0 && opaque_thread() % Matrices<TileConfig>::kPerRow == Matrices<TileConfig>::kPerRow - 1)
-            cuda::cp_async<kVectorBytes>(target + 1, block + kVectorBytes);
+          // The block after a row's last one holds `past` of its bytes.
+          if (past != 0 && ThreadVector(plan, i).is_last_in_row()) cuda::cp_async(target + 1, block + kVectorBytes, past);
         } else {
           Matrices<TileConfig>::copy_async(p, {plan, i}, matrices[i], left, shared.raw_matrices);
         }

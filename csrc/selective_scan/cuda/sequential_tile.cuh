@@ -243,15 +243,15 @@ struct ThreadVectors {
   __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage, int channels,
                                              int steps) const {
     const bool is_last_in_row = thread % kRowVectors == kRowVectors - 1;
-    if constexpr (kIsShifted && !kAlongChannels) {
-      // Most tiles have whole blocks, whose addresses are all that is to be computed.
-      if (channels == kTileChannels && steps >= TileConfig::kTileSteps + kVector) {
+    if constexpr (kIsShifted) {
+      // Most tiles have whole vectors. The block after a row's last one holds `past` of its bytes.
+      if (channels == kTileChannels && steps >= TileConfig::kTileSteps) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
           const char* const source = reinterpret_cast<const char*>(first + i * stride(view));
-          const char* const block = source - cuda::bytes_past_multiple<kVectorBytes>(source);
-          cuda::cp_async<kVectorBytes>(stage + place(i), block);
-          if (is_last_in_row) cuda::cp_async<kVectorBytes>(stage + place(i) + 1, block + kVectorBytes);
+          const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
+          cuda::cp_async<kVectorBytes>(stage + place(i), source - past);
+          if (is_last_in_row) cuda::cp_async(stage + place(i) + 1, source - past + kVectorBytes, past);
         }
         return;
       }
@@ -332,10 +332,10 @@ struct ThreadVectors {
 #pragma unroll
     for (int j = 0; j < count; ++j) values[j] = raw.accumulate(first + j);
   }
-  template <int count>
+  template <typename Raw, int count>
   __device__ __forceinline__ static void narrow(const Acc (&values)[count], int first, Raw& raw) {
-#pragma unroll
-    for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
+    const auto rounded = Vector<Scalar, count>::round(values);
+    memcpy(reinterpret_cast<char*>(raw.accesses) + first * sizeof(Scalar), &rounded, sizeof(rounded));
   }
   // delta = softplus?(raw + bias) and u of `count` elements of vector i, from `first` on, which are element `first_raw` of what
   // is loaded.
