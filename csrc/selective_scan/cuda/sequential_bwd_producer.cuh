@@ -41,30 +41,37 @@ struct BwdProducer {
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
     using M = Matrices<TileConfig>;
-    typename M::Raw raw_matrices[M::kCount];
+    using Load = std::conditional_t<is_shifted(access), typename M::Pieces, typename M::Raw>;
+    Load loads[M::kCount];
 #pragma unroll
     for (int i = 0; i < M::kCount; ++i) {
       const typename M::ThreadVector vector(plan, i);
-      const Scalar* const first = M::address(p, plan, rows.B, rows.C, i);
-      raw_matrices[i] = M::load(p, vector, first + t0 * (vector.is_B ? p.B : p.C).stride_step, steps_left(t0));
+      const Scalar* const first = M::address(p, plan, rows.B, rows.C, i) + t0 * (vector.is_B ? p.B : p.C).stride_step;
+      if constexpr (is_shifted(access)) {
+        loads[i] = M::load_pieces(p, vector, first, steps_left(t0));
+      } else {
+        loads[i] = M::load(p, vector, first, steps_left(t0));
+      }
     }
     put_vectors(Vectors{thread()}, t0, tile);
 #pragma unroll
     for (int i = 0; i < M::kCount; ++i) {
       const typename M::ThreadVector vector(plan, i);
-      M::put(shared.matrices(tile).B + vector.target(), vector.access, raw_matrices[i]);
+      Acc* const target = shared.matrices(tile).B + vector.target();
+      if constexpr (is_shifted(access)) {
+        M::put(target, vector.access, loads[i].vector());
+      } else {
+        M::put(target, vector.access, loads[i]);
+      }
     }
   }
 
-  // Steps from t0 to the end of the block's segment, which is the end of a partial tile. Shifted loads read past a whole tile
-  // that is not the segment's last.
-  __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
+  // Steps of the tile that starts at t0.
+  __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, TileConfig::kTileSteps); }
 
-  // The number of elements of a vector and after it in its row. Shifted loads along the channels read past a whole vector.
+  // The number of elements of a vector and after it in its row, in the tile.
   __device__ __forceinline__ int elements_left(Vectors thread_vectors, int i, int64_t t0) const {
-    const int left = thread_vectors.left(i, at.channels, steps_left(t0));
-    if (access != VectorAccess::kShiftedChannels || left < kVector) return left;
-    return static_cast<int>(min(p.dim - at.first_channel - thread_vectors.channel(i), int64_t(2 * kVector)));
+    return thread_vectors.left(i, at.channels, steps_left(t0));
   }
 
   // The address of vector i. Along ascending aligned rows, one that does not exist has the address of another, so that loads
@@ -87,8 +94,7 @@ struct BwdProducer {
 #pragma unroll(access == VectorAccess::kAlongSteps ? 2 : 1)
     for (int i = 0; i < kCount; ++i) {
       const int all_left = elements_left(thread_vectors, i, t0);
-      // Shifted vectors along the channels need more registers; they are loaded in parts.
-      constexpr int kLoaded = access == VectorAccess::kShiftedChannels ? kPart : kVector;
+      constexpr int kLoaded = kVector;
 #pragma unroll
       for (int loaded = 0; loaded < kVector; loaded += kLoaded) {
         using Loaded = Vector<Scalar, kLoaded>;
@@ -96,11 +102,16 @@ struct BwdProducer {
         const auto load = [&](const SequenceView& view, Scalar* row) {
           return Vectors::template load<kLoaded>(address(thread_vectors, i, view, row, t0) + loaded, left);
         };
+        // All loads are in flight before the first is waited for.
         const auto finish = [](const auto& load) { return Vectors::template vector_of<kLoaded>(load); };
-        const Loaded raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
+        const auto load_delta = load(p.delta, rows.delta), load_u = load(p.u, rows.u);
+        typename Vectors::template Load<kLoaded> load_grad_out, load_z;
+        if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
+        if (has_gate) load_z = load(p.z, rows.z);
+        const Loaded raw_delta = finish(load_delta), raw_u = finish(load_u);
         Loaded raw_grad_out, raw_z;
-        if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
-        if (has_gate) raw_z = finish(load(p.z, rows.z));
+        if (has_grad) raw_grad_out = finish(load_grad_out);
+        if (has_gate) raw_z = finish(load_z);
 #pragma unroll
         for (int part = 0; part < kLoaded; part += kPart) {
           const int first = loaded + part;

@@ -196,9 +196,9 @@ struct ThreadVectors {
     return kDescends ? kVector - size - first : first;
   }
   // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left, and descending ones none: others
-  // are read as if they existed. vector_of() takes what it returns.
+  // are read as if they existed. Elements that do not exist have any value. vector_of() takes what it returns.
   template <int size>
-  using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
+  using Load = std::conditional_t<kIsShifted, cuda::ShiftedPieces<Scalar, size>, Vector<Scalar, size>>;
   template <int size>
   __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
     if constexpr (kIsShifted) {
