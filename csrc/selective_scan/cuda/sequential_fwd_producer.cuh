@@ -23,7 +23,7 @@ struct FwdProducer {
   using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
   using ShiftedChannels = ThreadVectors<TileConfig, VectorAccess::kShiftedChannels>;
   using Descending = ThreadVectors<TileConfig, VectorAccess::kDescending>;
-  static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kVector, kCount = AlongSteps::kCount;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = AlongSteps::kCount;
   static constexpr int kMatrixVectors = Matrices<TileConfig>::kCount;
 
   const SelectiveScanFwdParams& p;
@@ -147,23 +147,32 @@ struct FwdProducer {
     cuda::cp_async_commit();
   }
 
+  // All vectors of a thread at once: producers have one warp a scheduler, which waits for each chain of instructions, and the
+  // branches over softplus and the gate would put one vector's chain after the other's.
   template <typename P>
   __device__ __forceinline__ void put_vectors(P thread_vectors, int tile) const {
     const TileArray<TileConfig> deltas = shared.delta(tile), inputs = shared.input(tile);
+    Acc delta[kCount][kVector], u[kCount][kVector];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const auto raw_delta =
           thread_vectors.get_raw(p.delta, this->delta, shared.delta_raw + stage_of<Shared::kStages>(tile), i);
       const auto raw_u = thread_vectors.get_raw(p.u, this->u, shared.u + stage_of<Shared::kStagesOfU>(tile), i);
+      thread_vectors.get_steps(raw_delta, raw_u, 0, shared.bias, false, i, 0, delta[i], u[i]);
+    }
+    if (p.delta_softplus) {
 #pragma unroll
-      for (int first = 0; first < kVector; first += kPart) {
-        Acc delta[kPart], u[kPart];
-        thread_vectors.get_steps(raw_delta, raw_u, first, shared.bias, p.delta_softplus, i, first, delta, u);
+      for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
-        thread_vectors.put(deltas, i, first, delta);
-        thread_vectors.put(inputs, i, first, u);
+        for (int j = 0; j < kVector; ++j) delta[i][j] = softplus(delta[i][j]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) u[i][j] = input_of<Step>(delta[i][j], u[i][j]);
+      thread_vectors.put(deltas, i, 0, delta[i]);
+      thread_vectors.put(inputs, i, 0, u[i]);
     }
   }
 
@@ -183,36 +192,38 @@ struct FwdProducer {
   template <typename P>
   __device__ __forceinline__ void write_vectors(P thread_vectors, int tile) const {
     const int steps = steps_from(int64_t(tile) * TileConfig::kTileSteps);
+    Acc sum[kCount][kVector];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const auto raw_u = thread_vectors.get_raw(p.u, this->u, shared.u + stage_of<Shared::kStagesOfU>(tile), i);
-      typename Shared::RawVector raw_z, raw_out;
-      if (p.z.data != nullptr) {
-        raw_z = thread_vectors.get_raw(p.z, this->z, shared.z + stage_of<Shared::kStages>(tile), i);
+      thread_vectors.get(shared.part(tile, 0), i, 0, sum[i]);
+#pragma unroll
+      for (int part = 1; part < kStateLanes; ++part) {
+        Acc other[kVector];
+        thread_vectors.get(shared.part(tile, part), i, 0, other);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) sum[i][j] += other[j];
       }
+      Acc skip[kVector], u[kVector];
+      thread_vectors.get_channels(shared.skip, i, 0, skip);
+      thread_vectors.widen(raw_u, 0, u);
 #pragma unroll
-      for (int first = 0; first < kVector; first += kPart) {
-        Acc sum[kPart], skip[kPart], u[kPart];
-        thread_vectors.get(shared.part(tile, 0), i, first, sum);
+      for (int j = 0; j < kVector; ++j) sum[i][j] = Math<Acc>::fma(skip[j], u[j], sum[i][j]);
+    }
+    if (p.z.data != nullptr) {
 #pragma unroll
-        for (int part = 1; part < kStateLanes; ++part) {
-          Acc other[kPart];
-          thread_vectors.get(shared.part(tile, part), i, first, other);
+      for (int i = 0; i < kCount; ++i) {
+        const auto raw_z = thread_vectors.get_raw(p.z, this->z, shared.z + stage_of<Shared::kStages>(tile), i);
+        Acc z[kVector];
+        thread_vectors.widen(raw_z, 0, z);
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) sum[j] += other[j];
-        }
-        thread_vectors.get_channels(shared.skip, i, first, skip);
-        thread_vectors.widen(raw_u, first, u);
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) sum[j] = Math<Acc>::fma(skip[j], u[j], sum[j]);
-        if (p.z.data != nullptr) {
-          Acc z[kPart];
-          thread_vectors.widen(raw_z, first, z);
-#pragma unroll
-          for (int j = 0; j < kPart; ++j) sum[j] *= silu(z[j]);
-        }
-        thread_vectors.narrow(sum, first, raw_out);
+        for (int j = 0; j < kVector; ++j) sum[i][j] *= silu(z[j]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      typename Shared::RawVector raw_out;
+      thread_vectors.narrow(sum[i], 0, raw_out);
       Scalar* const target = out + i * thread_vectors.stride(p.out);
       thread_vectors.store(raw_out, target, thread_vectors.left(i, at.channels, steps));
     }
