@@ -190,10 +190,10 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   const bool row_vectors = p.dstate % kStepVector == 0 && aligned(p.state.data, state_bytes, {0, step.state_channel}) &&
                            is_aligned(p.state.data, state_bytes, kStepVector, {p.state.stride_batch}) &&
                            aligned(p.A.data, p.A_is_input_kind ? input_bytes : int64_t(sizeof(float)), {0, step.A_channel});
-  tiling.vectors =
-      row_vectors && aligned(p.B.data, input_bytes, step.B_stride) && aligned(p.C.data, input_bytes, step.C_stride);
+  const bool group_vectors = aligned(p.B.data, input_bytes, step.B_stride) && aligned(p.C.data, input_bytes, step.C_stride);
   constexpr int64_t kMostAtOnce = kWarpSize * kStepVector;
-  if (tiling.vectors && p.dstate > kMostAtOnce) return std::nullopt;
+  if (row_vectors && group_vectors && p.dstate > kMostAtOnce) return std::nullopt;
+  tiling.vectors = row_vectors && p.dstate <= kMostAtOnce;
   while ((kStepVector << step.log2_lanes) < std::min(p.dstate, kMostAtOnce)) ++step.log2_lanes;
   int64_t groups_per_tile = 0;
   const auto set_rows = [&](int rows) {
@@ -206,7 +206,8 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   int64_t tiles = set_rows(1);
   // One row a lane where all warps run at once (docs/tuning.md).
   constexpr int64_t kFewWarps = 16;  // of a multiprocessor
-  if (!tiling.vectors || p.discretization != Discretization::kZoh || tiles > multiprocessors * kFewWarps) {
+  const bool takes_one_row = tiling.vectors && group_vectors && p.discretization == Discretization::kZoh;
+  if (!takes_one_row || tiles > multiprocessors * kFewWarps) {
     tiles = set_rows(kRowsInFlight);
     // The rows of a lane share B and C.
     if (p.groups > 1 && channels_per_group % (groups_per_tile * kRowsInFlight) != 0) return std::nullopt;
@@ -225,7 +226,7 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
   set(kBiasIsFloat, has_bias && !bias_is_input), set(kBiasIsInput, has_bias && bias_is_input);
   set(kSkipIsFloat, has_skip && !skip_is_input), set(kSkipIsInput, has_skip && skip_is_input);
   set(kHasGate, p.z.data != nullptr), set(kSoftplus, p.dt_softplus);
-  set(kRowVectors, row_vectors);
+  set(kRowVectors, row_vectors), set(kGroupElements, !group_vectors);
   set(kClamps, p.dt_min > -kInfinity || p.dt_max < kInfinity);
   step.batch = static_cast<uint32_t>(p.batch), step.channels = static_cast<uint32_t>(channels);
   step.dstate = static_cast<uint32_t>(p.dstate), step.slots = static_cast<uint32_t>(p.slots);

@@ -70,7 +70,8 @@ enum StepFlags : uint32_t {
   kHasGate = 512,
   kSoftplus = 1024,
   kClamps = 2048,
-  kRowVectors = 4096,  // rows of the state and A start at multiples of a vector, and dstate is one
+  kRowVectors = 4096,     // rows of the state and A start at multiples of a vector, and dstate is one
+  kGroupElements = 8192,  // rows of B or C do not
 };
 
 // Strides are in elements.
@@ -99,8 +100,8 @@ struct StepParams {
 };
 
 struct StepTiling {
-  int rows = 1;         // of a lane: 1, for zoh only, or kRowsInFlight
-  bool vectors = true;  // rows start at multiples of a vector
+  int rows = 1;         // of a lane: 1, for zoh and vectors of B and C only, or kRowsInFlight
+  bool vectors = true;  // rows of the state and A start at multiples of a vector, and dstate is one
   int warps_per_block = kMaxWarpsPerBlock;
   uint32_t tiles = 0;
 };

@@ -53,8 +53,42 @@ __device__ __forceinline__ const T* at(const void* data, uint32_t offset) {
 
 __device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// `vectors`: rows of the state, A, B and C start at multiples of a vector, and dstate is one. Otherwise elements of B and C,
-// and without kRowVectors of the state and A, are loaded and stored one at a time.
+// Four elements of 2 bytes, loaded as words: two where the first element is at a multiple of a word, else one between two
+// halves. combine() is the first to wait for them.
+struct GroupWords {
+  uint32_t first, second, last = 0;
+  bool is_odd;
+
+  __device__ __forceinline__ void load(const void* source, bool is_vector) {
+    static_assert(kStepVector == 4, "a vector of elements of 2 bytes has two words");
+    is_odd = reinterpret_cast<uintptr_t>(source) % sizeof(uint32_t) != 0;
+    const auto* const halves = static_cast<const unsigned short*>(source);
+    if (is_vector) {
+      const uint2 words = *static_cast<const uint2*>(source);
+      first = words.x;
+      second = words.y;
+    } else if (is_odd) {
+      first = halves[0];
+      second = *reinterpret_cast<const uint32_t*>(halves + 1);
+      last = halves[3];
+    } else {
+      first = *reinterpret_cast<const uint32_t*>(halves);
+      second = *reinterpret_cast<const uint32_t*>(halves + 2);
+    }
+  }
+  template <typename Inputs>
+  __device__ __forceinline__ Inputs combine() const {
+    const uint32_t words[2] = {__byte_perm(first, second, is_odd ? 0x5410 : 0x3210),
+                               __byte_perm(second, last, is_odd ? 0x5432 : 0x3210)};
+    Inputs result;
+    memcpy(&result, words, sizeof(result));
+    return result;
+  }
+};
+
+// `vectors`: rows of the state and A start at multiples of a vector, and dstate is one; those of B and C, too, unless there are
+// several rows and kGroupElements. Otherwise elements of B and C, and without kRowVectors of the state and A, are loaded and
+// stored one at a time.
 template <typename Input, typename State, typename Method, int rows, bool vectors>
 __device__ __forceinline__ void update_step(const StepParams& p) {
   using cuda::from_accumulate, cuda::to_accumulate;
@@ -127,8 +161,8 @@ __device__ __forceinline__ void update_step(const StepParams& p) {
       return reinterpret_cast<State*>(reinterpret_cast<char*>(first_state) +
                                       cuda::widening_multiply(row(r), p.state_row_bytes));
     };
-    const auto load_group = [&](const void* data, const StepParams::Strides& stride) {
-      return load(at<Input>(data, batch * stride.batch + group * stride.channel + n), vectors);
+    const auto of_group = [&](const void* data, const StepParams::Strides& stride) {
+      return at<Input>(data, batch * stride.batch + group * stride.channel + n);
     };
 
     // Loads only. Those of the state come first: they wait longest, and the barrier keeps the compiler from moving others
@@ -161,13 +195,33 @@ __device__ __forceinline__ void update_step(const StepParams& p) {
     }
     // The page of the output is looked up now, not when the result is there.
     prefetch(out);
-    const Inputs B = load_group(p.B, p.B_stride), C = load_group(p.C, p.C_stride);
     x_in = own(p.x, p.x_stride);
     if (has(kSkipIsFloat)) skip = *at<Acc>(p.D, channel * p.skip_channel);
     if (!is_float && has(kSkipIsInput)) skip_in = *at<Input>(p.D, channel * p.skip_channel);
     if (has(kHasGate)) z_in = own(p.z, p.z_stride);
+    Inputs B, C;
+    GroupWords B_words, C_words;
+    constexpr bool has_words = vectors && rows > 1 && !is_float;
+    const Input *const B_source = of_group(p.B, p.B_stride), *const C_source = of_group(p.C, p.C_stride);
+    if constexpr (has_words) {
+      // With one branch for both, 64 registers are too few.
+      B_words.load(B_source, !has(kGroupElements));
+      C_words.load(C_source, !has(kGroupElements));
+    } else {
+      const bool are_vectors = vectors && (rows == 1 || !has(kGroupElements));
+      const auto load_group = [&](const Input* source) {
+        return are_vectors ? Inputs::load(source)
+                           : load_elements<kStepVector>(vectors ? kStepVector : static_cast<int>(count), source, 1);
+      };
+      B = load_group(B_source);
+      C = load_group(C_source);
+    }
 
     dt_in = after_loads(dt_in), x_in = after_loads(x_in);
+    if constexpr (has_words) {
+      B = B_words.template combine<Inputs>();
+      C = C_words.template combine<Inputs>();
+    }
     if constexpr (!is_float) bias_in = after_loads(bias_in), skip_in = after_loads(skip_in);
     Acc delta = to_accumulate(dt_in);
     if (!is_float && has(kBiasIsInput)) bias = to_accumulate(bias_in);
