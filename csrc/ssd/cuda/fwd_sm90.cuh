@@ -17,6 +17,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
@@ -281,6 +282,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
+  cuda::grid_dependency_sync();
   take_range(schedule);
   __syncthreads();
   if (warpgroup >= kWarpgroups) {

@@ -178,9 +178,9 @@ bool keeps_heads(const Inputs& in, const at::Tensor& out) {
 
 void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
                     const at::Tensor& final_states, const ChunkStates& chunk_states) {
-  const ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
+  ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
   if (call.schedule.work_tiles == 0) return;
-  copies.launch();
+  call.schedule.follows_copies = copies.launch();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (call.is_short) {
     C10_CUDA_CHECK(launch_ssd_short_scan_fwd(call.params, stream));
