@@ -2,8 +2,9 @@
 // in reverse scans. See fwd.cuh for what is computed.
 //
 // A block has its two consumer warpgroups and no other warps. Warp w of a warpgroup computes rows 16 w to 16 w + 15 of M^T; the
-// warps exchange these rows through shared memory. Every warp copies its share of the chunks ahead. In turn, each computes its
-// warpgroup's tables of the next chunk (chunk_cumsum). out leaves through the tile of x.
+// warps exchange these rows through shared memory. Every warp copies its share of the chunks ahead. After every fourth chunk
+// each warp computes its warpgroup's tables of one of the next four (chunk_cumsum): the others would only wait for it. out
+// leaves through the tile of x.
 //
 // fp32 takes twice the memory. If M^T fits into the tile of C, it replaces C there after all warps have read C. out then leaves
 // through the tile of M^T, before the state is updated (chunk_state).
@@ -31,7 +32,7 @@ struct alignas(128) Sm80Shared {
   static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kWarpgroups * sizeof(PairTile);
   struct PerWarpgroup {
     std::conditional_t<kIsInPlaceOfC, Empty, PairTile> bmm;  // M^T
-    TablesOf<Scalar> tables[2];                              // of this chunk and of the next
+    TablesOf<Scalar> tables[kWarpgroupWarps];                // of four chunks, one by each warp
   };
   PerWarpgroup per_warpgroup[kWarpgroups];
   typename Layout::PartialOut partial_out;
@@ -129,13 +130,12 @@ struct FwdSm80 {
   __device__ __forceinline__ void scan_segment(TileState& state, const StoreChunkState& store_chunk_state) const {
     const HeadSteps head(p, state_tile.head);
     FetchedSteps<Scalar> fetched;
-    const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kWarpgroupWarps == thread_lane.warp; };
     const auto fetch = [&](int chunk) {
-      if (!is_mine(chunk)) return;
+      if (chunk >= at.chunks) return;
       fetched.fetch(p, at.rows<const Scalar>(p.dt, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
     };
     const auto chunk_cumsum = [&](int chunk) {
-      if (!is_mine(chunk)) return;
+      if (chunk >= at.chunks) return;
       ChunkCumsum<1, Scalar> made;
       made.make(p, head, &fetched);
       made.store(0, tables_of(index, chunk));
@@ -143,9 +143,8 @@ struct FwdSm80 {
 
     const int prefetched = schedule.stages - 1;
     for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
-    fetch(0);
-    fetch(1);  // by another warp
-    chunk_cumsum(0);
+    fetch(thread_lane.warp);
+    chunk_cumsum(thread_lane.warp);
 
     RegisterEpilogue<Scalar> out(p, at, state_tile, thread_lane);
     if constexpr (!kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(shared().per_warpgroup[index].bmm, thread_lane);
@@ -162,14 +161,20 @@ struct FwdSm80 {
       }
       __syncthreads();
       if (schedule.stages > 1) copy(chunk + prefetched);
-      fetch(chunk + 2);
+      // Of the next four chunks.
+      constexpr int kFetchedAhead = 2;
+      const int position = chunk % kWarpgroupWarps;
+      if (position == kWarpgroupWarps - kFetchedAhead) fetch(chunk + kFetchedAhead + thread_lane.warp);
       if constexpr (kIsFp32<Scalar>) {
         scan_chunk_tf32(chunk, state, out);
       } else {
         scan_chunk_half(chunk, state, out);
       }
       store_chunk_state(at.chunks - chunk - 1);
-      chunk_cumsum(chunk + 1);
+      if (position == kWarpgroupWarps - 1) {
+        sync_warpgroup(index);  // all warps have read the tables
+        chunk_cumsum(chunk + 1 + thread_lane.warp);
+      }
     }
     // The next segment's copies overwrite this one's shared memory.
     __syncthreads();
@@ -181,7 +186,7 @@ struct FwdSm80 {
     return *reinterpret_cast<Stage*>(memory + sizeof(Shared) + chunk % schedule.stages * Shared::stage_bytes(has_gate()));
   }
   __device__ __forceinline__ Tables& tables_of(int warpgroup, int chunk) const {
-    return shared().per_warpgroup[warpgroup].tables[chunk % 2];
+    return shared().per_warpgroup[warpgroup].tables[chunk % kWarpgroupWarps];
   }
   __device__ __forceinline__ bool has_gate() const { return p.z.data != nullptr; }
   __device__ __forceinline__ HeadTile* z_of(int chunk) const {

@@ -28,7 +28,7 @@ constexpr int kSm90SharedBytes = 227 * 1024;  // on compute capability 9.0
 // columns.
 constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
   if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kMinSharedBytes;
-  return (dstate > kStateColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
+  return (dstate > kStateColumns || (is_backward && dstate > 64) ? 190 : 142) * 1024;
 }
 
 // Columns of a state that backward takes at a time if a block can have that much shared memory.
