@@ -22,14 +22,14 @@ from typing import NamedTuple
 # A warning of spills repeats their sizes in a line that does not begin with the stack frame.
 MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
 REGISTERS = re.compile(r"Used (\d+) registers")
-# Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in
-# 168 registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some words
-# of their work tile and of the steps whose tables come next. In fp32 operands are hi/lo pairs, which leave fewer registers;
-# with TF32 the warps that copy for states spill addresses, once a segment. The norms of any rows keep the registers of the aligned kernels, so that as many
-# blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an
-# address or two. The convolution of any rows spills words of addresses, the warp scan's
-# backward of methods with a gain a word or two of a tile, the sequential scan's of highorder a word, the recurrences' forward
-# of shifted tiles numbers of tiles and addresses, each once a tile.
+# Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in 168
+# registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some words of
+# their work tile and of the steps whose tables come next. In fp32 operands are hi/lo pairs, which leave fewer registers; with
+# TF32 the warps that copy for states spill addresses, once a segment. The norms of any rows keep the registers of the aligned
+# kernels, so that as many blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of
+# aligned rows spill an address or two. The convolution of any rows spills words of addresses, the warp scan's backward of
+# methods with a gain a word or two of a tile, the sequential scan's of highorder a word, the recurrences' forward of shifted
+# tiles numbers of tiles and addresses, each once a tile.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_(bwd_chunks|state_passing)_kernel<\w+, 128, .*cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 700,
