@@ -17,6 +17,10 @@ namespace vec_math {
 template <typename Scalar>
 struct Common {
   using Vec = at::vec::Vectorized<Scalar>;
+  // e^-x and 1 + e^-x.
+  struct Exponential {
+    Vec value, plus_one;
+  };
   static inline __attribute__((always_inline)) Vec abs(const Vec& x) { return x.abs(); }
   static inline __attribute__((always_inline)) Vec negate(const Vec& x) { return x.neg(); }
   static inline Vec sqrt(const Vec& x) { return x.sqrt(); }
@@ -44,28 +48,27 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   // These functions replace Vectorized::exp, expm1 and tanh, which call another library, and exp_u20, which loses NaN.
   //
-  // e^(kSign x) = 2^n e^r with n = round(kSign x / ln 2), |r| <= ln(2) / 2, and e^r = 1 + r + r^2 p(r). p has degree 4 and was
-  // fitted to minimize the relative error of e^r (3e-9). The sign is part of the constants: r and p(r) are computed from
-  // s = kSign r, with odd coefficients multiplied by kSign.
+  // With f = kFactor, e^(f x) = 2^n e^(f s) for n = round(f x / ln 2), |f s| <= ln(2) / 2, and
+  // e^(f s) = 1 + f s + |f| s^2 p(s). p has degree 4 and for f = 1 was fitted to minimize the relative error of e^s (3e-9).
+  // Other factors are powers of two or their negatives and only scale the constants.
   struct Reduced {
     Vec s, p, scale;  // `scale` is 2^(n + kShift)
   };
-  template <int kSign, int kShift>
+  // f x must be between -88 and 89, where n fits the exponent field.
+  template <int kFactor, int kShift>
   static inline __attribute__((always_inline)) Reduced reduce(const Vec& x) {
-    // The clamps keep n inside the exponent field; both let NaN through.
-    constexpr float kMin = -87.3f, kLargest = 89.0f;
-    const Vec clamped =
-        at::vec::clamp_max(at::vec::clamp_min(x, Vec(kSign > 0 ? kMin : -kLargest)), Vec(kSign > 0 ? kLargest : -kMin));
+    constexpr float kInverse = 1.0f / kFactor, kMagnitude = kFactor < 0 ? -kFactor : kFactor;
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low mantissa bits; 127 is the exponent's bias.
     const Vec shift(12582912.0f + 127.0f + kShift);
-    const Vec shifted = at::vec::fmadd(clamped, Vec(kSign * 1.44269504f), shift);
+    const Vec shifted = at::vec::fmadd(x, Vec(kFactor * 1.44269504f), shift);
     const Vec n = shifted - shift;
-    Vec s = at::vec::fmadd(n, Vec(kSign * -0.693359375f), clamped);
-    s = at::vec::fmadd(n, Vec(kSign * 2.12194440e-4f), s);
-    Vec p = at::vec::fmadd(s, Vec(0.001381422160193324f), Vec(kSign * 0.00836889911442995f));
-    p = at::vec::fmadd(p, s, Vec(0.04166840761899948f));
-    p = at::vec::fmadd(p, s, Vec(kSign * 0.1666651964187622f));
-    p = at::vec::fmadd(p, s, Vec(0.4999999403953552f));
+    Vec s = at::vec::fmadd(n, Vec(kInverse * -0.693359375f), x);
+    s = at::vec::fmadd(n, Vec(kInverse * 2.12194440e-4f), s);
+    constexpr float k1 = kMagnitude * kFactor, k2 = k1 * kFactor, k3 = k2 * kFactor, k4 = k3 * kFactor;
+    Vec p = at::vec::fmadd(s, Vec(k4 * 0.001381422160193324f), Vec(k3 * 0.00836889911442995f));
+    p = at::vec::fmadd(p, s, Vec(k2 * 0.04166840761899948f));
+    p = at::vec::fmadd(p, s, Vec(k1 * 0.1666651964187622f));
+    p = at::vec::fmadd(p, s, Vec(kMagnitude * 0.4999999403953552f));
     // An exponent field of 0 gives zero, one of 255 gives inf.
 #if defined(CPU_CAPABILITY_AVX512)
     return {s, p, Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23)))};
@@ -73,40 +76,58 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     return {s, p, Vec(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)))};
 #endif
   }
+  // Lets NaN through.
+  static inline __attribute__((always_inline)) Vec bounded(const Vec& x, float least, float most) {
+    return at::vec::clamp_max(at::vec::clamp_min(x, Vec(least)), Vec(most));
+  }
   template <int kSign>
   static inline __attribute__((always_inline)) Vec exp_reduced(const Vec& s, const Vec& p) {
+    static_assert(kSign == 1 || kSign == -1);
     return at::vec::fmadd(at::vec::fmadd(p, s, Vec(kSign)), s, Vec(1.0f));
   }
 
   // Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. Scales by 2^(n-1), because 2^n is inf for n = 128.
   static inline __attribute__((always_inline)) Vec exp(const Vec& x) {
-    const Reduced reduced = reduce<1, -1>(x);
-    const Vec e_r = exp_reduced<1>(reduced.s, reduced.p);
-    return (e_r + e_r) * reduced.scale;
+    const Reduced reduced = reduce<1, -1>(bounded(x, -87.3f, 89.0f));
+    const Vec e_s = exp_reduced<1>(reduced.s, reduced.p);
+    return (e_s + e_s) * reduced.scale;
   }
 
   // Within 2 ulp; inf below -88.4, where its reciprocal is denormal, NaN for NaN.
   static inline __attribute__((always_inline)) Vec one_plus_exp_negative(const Vec& x) {
-    const Reduced reduced = reduce<-1, 0>(x);
+    const Reduced reduced = reduce<-1, 0>(bounded(x, -89.0f, 87.3f));
     return at::vec::fmadd(exp_reduced<-1>(reduced.s, reduced.p), reduced.scale, Vec(1.0f));
   }
 
-  // 2^n (e^r - 1) + 2^n - 1, within 2 ulp. It does not cancel: unless n is 0, the last two terms are as large as the result.
+  // Within 2 ulp; 0 and 1 from x = 87.7 on; those of `least` below it.
+  static inline __attribute__((always_inline)) Exponential exp_negative(const Vec& x, float least) {
+    const Reduced reduced = reduce<-1, 0>(bounded(x, least, 88.0f));
+    const Vec e_s = exp_reduced<-1>(reduced.s, reduced.p);
+    return {e_s * reduced.scale, at::vec::fmadd(e_s, reduced.scale, Vec(1.0f))};
+  }
+
+  // 2^n (e^s - 1) + 2^n - 1, within 2 ulp. It does not cancel: unless n is 0, the last two terms are as large as the result.
   static inline __attribute__((always_inline)) Vec expm1(const Vec& x) {
-    const Reduced reduced = reduce<1, -1>(x);
-    const Vec expm1_r = at::vec::fmadd(reduced.p * reduced.s, reduced.s, reduced.s);
-    const Vec half = at::vec::fmadd(expm1_r, reduced.scale, reduced.scale - Vec(0.5f));
+    const Reduced reduced = reduce<1, -1>(bounded(x, -87.3f, 89.0f));
+    const Vec expm1_s = at::vec::fmadd(reduced.p * reduced.s, reduced.s, reduced.s);
+    const Vec half = at::vec::fmadd(expm1_s, reduced.scale, reduced.scale - Vec(0.5f));
     return half + half;
   }
 
-  // e / (e + 2) with e = e^2x - 1, within 3 ulp; 1 from x = 10 on.
+  // e / (e + 1) with e = (e^2x - 1) / 2, within 3 ulp; 1 from x = 10 on.
   static inline __attribute__((always_inline)) Vec tanh(const Vec& x) {
-    const Vec e = expm1(at::vec::clamp_max(x + x, Vec(20.0f)));
-    return e / (e + Vec(2.0f));
+    const Reduced reduced = reduce<2, 0>(bounded(x, -10.0f, 10.0f));
+    const Vec e_s = at::vec::fmadd(reduced.p * reduced.s, reduced.s, reduced.s);  // (e^2s - 1) / 2
+    const Vec e = at::vec::fmadd(e_s, reduced.scale, at::vec::fmadd(reduced.scale, Vec(0.5f), Vec(-0.5f)));
+    return e / (e + Vec(1.0f));
   }
 #else
   static inline Vec exp(const Vec& x) { return x.exp(); }
   static inline Vec one_plus_exp_negative(const Vec& x) { return Vec(Scalar(1)) + exp(x.neg()); }
+  static inline Exponential exp_negative(const Vec& x, Scalar least) {
+    const Vec e = exp(at::vec::clamp_min(x, Vec(least)).neg());
+    return {e, Vec(Scalar(1)) + e};
+  }
   static inline Vec expm1(const Vec& x) { return x.expm1(); }
   static inline Vec tanh(const Vec& x) { return x.tanh(); }
 #endif
@@ -117,6 +138,10 @@ struct Math<at::vec::Vectorized<double>> : vec_math::Common<double> {
   using Scalar = double;
   static inline Vec exp(const Vec& x) { return x.exp(); }
   static inline Vec one_plus_exp_negative(const Vec& x) { return Vec(Scalar(1)) + exp(x.neg()); }
+  static inline Exponential exp_negative(const Vec& x, Scalar least) {
+    const Vec e = exp(at::vec::clamp_min(x, Vec(least)).neg());
+    return {e, Vec(Scalar(1)) + e};
+  }
   static inline Vec expm1(const Vec& x) { return x.expm1(); }
   static inline Vec tanh(const Vec& x) { return x.tanh(); }
 };

@@ -19,6 +19,7 @@
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
 #include "linear_scan/cpu/kernels.h"
+#include "linear_scan/cpu/vector_recurrences.h"
 
 namespace ssm_kernels::linear_scan {
 inline namespace CPU_CAPABILITY {
@@ -31,6 +32,9 @@ struct Rows {
   int64_t stride;
 
   Acc* operator[](int64_t step) const { return data + step * stride; }
+
+  // Fetches what a later iteration reads. Hardware prefetchers do not follow several rows at once.
+  void prefetch(int64_t step, int64_t lane) const { __builtin_prefetch((*this)[step] + lane); }
 };
 
 // The lanes, tiles and states of one task. Scans are compiled for the accumulation type; a tensor's own type is a branch per
@@ -52,6 +56,9 @@ struct TaskView {
   int64_t offset(const SequenceView& view, int64_t t) const {
     return batch * view.stride_batch + t * view.stride_step + first_channel * view.stride_channel;
   }
+
+  // The distance of prefetches: the bytes of the longest row, in steps.
+  int64_t steps_ahead() const { return std::min(kTileSteps, kMaxTaskChannels / lanes); }
 
   bool is_accumulate(const SequenceView& view) const {
     return view.is_accumulate || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble;
@@ -130,6 +137,48 @@ std::array<Acc*, count> allocate_tiles(Acc*& memory) {
   return tiles;
 }
 
+// What a variant's formulas read in a tile of steps: the inputs, the last one replaced by what the variant prepares from it.
+template <typename Acc, typename Variant>
+class Values {
+ public:
+  static constexpr size_t kInputs = Variant::kNames.size(), kPrepared = Variant::kPrepared;
+  static constexpr size_t kLoaded = kPrepared == 0 ? kInputs : kInputs - 1, kCount = kLoaded + kPrepared;
+  static_assert(kPrepared <= kMaxPrepared, "scratch memory has room for this many tiles");
+
+  explicit Values(Acc*& memory)
+      : input_tiles_(allocate_tiles<Acc, kInputs>(memory)), prepared_tiles_(allocate_tiles<Acc, kPrepared>(memory)) {}
+
+  void load(const TaskView<Acc>& view, const LinearScanParams& p, int64_t t, int64_t steps) {
+    for (size_t i = 0; i < kLoaded; ++i) rows_[i] = view.load(input_tiles_[i], p.inputs[i], t, steps);
+    if constexpr (kPrepared > 0) {
+      const bool is_constant = p.inputs[kLoaded].stride_step == 0;
+      if (is_constant && is_prepared_) return;
+      prepare(view.load(input_tiles_[kLoaded], p.inputs[kLoaded], t, steps), view.lanes, is_constant ? 1 : steps);
+      for (size_t i = 0; i < kPrepared; ++i) rows_[kLoaded + i] = {prepared_tiles_[i], is_constant ? 0 : kMaxTaskChannels};
+      is_prepared_ = true;
+    }
+  }
+
+  const Rows<Acc>& operator[](size_t i) const { return rows_[i]; }
+
+ private:
+  __attribute__((noinline)) void prepare(const Rows<Acc>& input, int64_t lanes, int64_t steps) {
+    using V = Vec<Acc>;
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int64_t lane = 0; lane < lanes; lane += V::size()) {
+        V prepared[kPrepared];
+        Variant::prepare(V::loadu(input[step] + lane), prepared);
+        for (size_t i = 0; i < kPrepared; ++i) prepared[i].store(prepared_tiles_[i] + step * kMaxTaskChannels + lane);
+      }
+    }
+  }
+
+  std::array<Acc*, kInputs> input_tiles_;
+  std::array<Acc*, kPrepared> prepared_tiles_;
+  Rows<Acc> rows_[kCount];
+  bool is_prepared_ = false;
+};
+
 template <typename Acc>
 void store_row(const Vec<Acc>& value, Acc* target, bool streams) {
   if (streams) {
@@ -142,29 +191,30 @@ void store_row(const Vec<Acc>& value, Acc* target, bool streams) {
 template <typename Acc, typename Variant>
 void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
-  constexpr size_t kInputs = Variant::kNames.size();
+  using Inputs = Values<Acc, Variant>;
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
+  Inputs inputs(memory);
   Acc* const h_tile = allocate_tiles<Acc, 1>(memory)[0];
   Acc* const state = memory;
   const bool streams = view.streams(p, p.h);
+  const int64_t ahead = view.steps_ahead();
 
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
-    Rows<Acc> inputs[kInputs];
-    for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+    inputs.load(view, p, t0, steps);
     const Rows<Acc> h = view.target(h_tile, p.h, t0);
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t t = t0 + step;
       if (p.begins(view.batch, t)) view.load_state(state, p.initial_state, p.sequence(view.batch, t));
-      const Acc* input_row[kInputs];
-      for (size_t i = 0; i < kInputs; ++i) input_row[i] = inputs[i][step];
+      const Acc* input_row[Inputs::kCount];
+      for (size_t i = 0; i < Inputs::kCount; ++i) input_row[i] = inputs[i][step];
       Acc* const h_row = h[step];
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
-        V x[kInputs];
-        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
+        V x[Inputs::kCount];
+        for (size_t i = 0; i < Inputs::kCount; ++i) x[i] = V::loadu(input_row[i] + lane);
+        for (size_t i = 0; i < Inputs::kLoaded; ++i) inputs[i].prefetch(step + ahead, lane);
         const Step<V> coefficients = variant.step(variant.gates(x), x);
         const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
         next.store(state + lane);
@@ -178,19 +228,17 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
 }
 
 // Takes `count` steps of the summary: the last state of a scan that begins with zero, and the product of all a.
-template <int count, typename Acc, typename Variant, size_t kInputs>
-void summarize(const Variant& variant, const Rows<Acc> (&inputs)[kInputs], int64_t step, int64_t lanes, Acc* state,
+template <int count, typename Acc, typename Variant>
+void summarize(const Variant& variant, const Values<Acc, Variant>& inputs, int64_t step, int64_t lanes, Acc* state,
                Acc* decay) {
   using V = Vec<Acc>;
+  using Inputs = Values<Acc, Variant>;
   for (int64_t lane = 0; lane < lanes; lane += V::size()) {
     V h = V::loadu(state + lane), product = V::loadu(decay + lane);
     for (int i = 0; i < count; ++i) {
-      V x[kInputs];
-      for (size_t k = 0; k < kInputs; ++k) {
-        x[k] = V::loadu(inputs[k][step + i] + lane);
-        // Hardware prefetchers do not follow several rows at once.
-        __builtin_prefetch(inputs[k][step + count + i] + lane);
-      }
+      V x[Inputs::kCount];
+      for (size_t k = 0; k < Inputs::kCount; ++k) x[k] = V::loadu(inputs[k][step + i] + lane);
+      for (size_t k = 0; k < Inputs::kLoaded; ++k) inputs[k].prefetch(step + count + i, lane);
       const Step<V> coefficients = variant.step(variant.gates(x), x);
       h = Math<V>::fma(coefficients.a, h, coefficients.b);
       product = coefficients.a * product;
@@ -205,12 +253,11 @@ void summarize(const Variant& variant, const Rows<Acc> (&inputs)[kInputs], int64
 // Forward without its output.
 template <typename Acc, typename Variant>
 void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  constexpr size_t kInputs = Variant::kNames.size();
   constexpr int kGroup = 4;  // steps between a load and a store of the two sums
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
+  Values<Acc, Variant> inputs(memory);
   Acc* const state = memory;
   Acc* const decay = memory + kMaxTaskChannels;
   bool has_reset = false;
@@ -227,8 +274,7 @@ void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tas
   begin();
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
-    Rows<Acc> inputs[kInputs];
-    for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+    inputs.load(view, p, t0, steps);
     for (int64_t step = 0; step < steps;) {
       if (p.begins(view.batch, t0 + step)) begin();
       has_reset = has_reset || p.is_reset(view.batch, t0 + step);
@@ -249,11 +295,13 @@ void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tas
 template <typename Acc, typename Variant>
 void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
-  constexpr size_t kInputs = Variant::kNames.size();
+  using Inputs = Values<Acc, Variant>;
+  constexpr size_t kInputs = Inputs::kInputs;
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory), grad_tiles = allocate_tiles<Acc, kInputs>(memory);
+  Inputs inputs(memory);
+  const auto grad_tiles = allocate_tiles<Acc, kInputs>(memory);
   const auto [h_tile, grad_h_tile] = allocate_tiles<Acc, 2>(memory);
   Acc* const e = memory;
   Acc* const initial = memory + kMaxTaskChannels;
@@ -261,14 +309,13 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   std::fill(grad_initial, grad_initial + kMaxTaskChannels, Acc(0));
   bool streams = true;
   for (size_t i = 0; i < kInputs; ++i) streams = streams && view.streams(p, p.grad_inputs[i]);
+  const int64_t ahead = view.steps_ahead();
 
   for (int64_t end = p.seqlen; end > 0;) {
     const int64_t t0 = (end - 1) / kTileSteps * kTileSteps, steps = end - t0;
-    Rows<Acc> inputs[kInputs], grads[kInputs];
-    for (size_t i = 0; i < kInputs; ++i) {
-      inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
-      grads[i] = view.target(grad_tiles[i], p.grad_inputs[i], t0);
-    }
+    inputs.load(view, p, t0, steps);
+    Rows<Acc> grads[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) grads[i] = view.target(grad_tiles[i], p.grad_inputs[i], t0);
     const Rows<Acc> grad_h = view.load(grad_h_tile, p.grad_h, t0, steps);
     const int64_t missing = t0 == 0 ? 1 : 0;  // there is no state before the first step
     const Rows<Acc> h = view.load(h_tile, p.h, t0 - 1 + missing, steps - missing);
@@ -279,17 +326,20 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
         view.load_state(e, p.ends(t) ? p.grad_last_state : StateView(), p.sequence(view.batch, t));
       }
       if (begins) view.load_state(initial, p.initial_state, p.sequence(view.batch, t));
-      const Acc* input_row[kInputs];
+      const Acc* input_row[Inputs::kCount];
       Acc* grad_row[kInputs];
-      for (size_t i = 0; i < kInputs; ++i) {
-        input_row[i] = inputs[i][step];
-        grad_row[i] = grads[i][step];
-      }
+      for (size_t i = 0; i < Inputs::kCount; ++i) input_row[i] = inputs[i][step];
+      for (size_t i = 0; i < kInputs; ++i) grad_row[i] = grads[i][step];
       const Acc* const grad_h_row = grad_h[step];
       const Acc* const before = begins ? initial : h[step - missing];
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
-        V x[kInputs], grad[kInputs];
-        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
+        V x[Inputs::kCount], grad[kInputs];
+        for (size_t i = 0; i < Inputs::kCount; ++i) x[i] = V::loadu(input_row[i] + lane);
+        for (size_t i = 0; i < Inputs::kLoaded; ++i) {
+          if (static_cast<int>(i) != Variant::kAdded) inputs[i].prefetch(step - ahead, lane);
+        }
+        grad_h.prefetch(step - ahead, lane);
+        h.prefetch(step - missing - ahead, lane);
         const V g = V::loadu(grad_h_row + lane) + V::loadu(e + lane);
         const auto gates = variant.gates(x);
         variant.gradients(gates, x, V::loadu(before + lane), g, grad);
@@ -312,8 +362,9 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
 template <typename Visitor>
 void visit_call(const LinearScanParams& p, ScalarKind kind, const Visitor& visit) {
   visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
-    if (kind == ScalarKind::kDouble) return visit(double(), variant);
-    visit(float(), variant);
+    const OnVectors<decltype(variant)> on_vectors{};
+    if (kind == ScalarKind::kDouble) return visit(double(), on_vectors);
+    visit(float(), on_vectors);
   });
 }
 

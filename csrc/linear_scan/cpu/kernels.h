@@ -24,8 +24,10 @@ struct Tasks {
   }
 };
 
-// Backward has the most tiles: the inputs and their gradients, h and grad_h; and three rows of states.
-constexpr int64_t kScratchRows = (2 * kMaxRecurrenceInputs + 2) * kTileSteps + 3;
+// Backward has the most tiles: the inputs, what is prepared from them, and their gradients, h and grad_h; and three rows of
+// states.
+constexpr size_t kMaxPrepared = 2;
+constexpr int64_t kScratchRows = (2 * kMaxRecurrenceInputs + kMaxPrepared + 2) * kTileSteps + 3;
 constexpr int64_t kScratchBytes = kScratchRows * kMaxTaskChannels * static_cast<int64_t>(sizeof(double));
 
 // The kernels of one instruction set. `scratch` is kScratchBytes of 64-byte aligned memory of the calling thread's own.
