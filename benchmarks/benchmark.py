@@ -370,7 +370,7 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
         words = f"fail if a bar of {rows.rstrip('/') or 'any row'} is missed; RATIO replaces that of bars.json"
         parser.add_argument(f"--{option}", type=float, nargs="?", const=0.0, metavar="RATIO", help=words)
     if benchmark.triton_call is not None:
-        parser.add_argument(triton_kernels.OPTION, nargs=3, metavar=("INDEX", "COUNT", "FOLDER"), help=argparse.SUPPRESS)
+        parser.add_argument(triton_kernels.OPTION, nargs=2, metavar=("INDEX", "FOLDER"), help=argparse.SUPPRESS)
     parser.set_defaults(device="cuda")
     benchmark.add_options(parser)
     options = parser.parse_args(arguments)
@@ -459,12 +459,12 @@ def compile_ahead(benchmark: Benchmark, run: Run, cases: Sequence[Any], argument
                 yield case.name, call
 
     if share is not None:
-        triton_kernels.compile_share(int(share[0]), int(share[1]), Path(share[2]), benchmark.tunes_once, calls)
+        triton_kernels.compile_share(int(share[0]), Path(share[1]), benchmark.tunes_once, calls)
     elif peers.layers() and next(iter(calls()), None) is not None:
         program = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
         with tempfile.TemporaryDirectory() as folder:
             seconds = triton_kernels.compile_ahead(program, Path(folder), benchmark.tunes_once, calls)
-        print("seconds before the first row: " + ", ".join(f"{step} {found}" for step, found in seconds.items()), flush=True)
+        print("before the first row, seconds: " + ", ".join(f"{step} {found}" for step, found in seconds.items()), flush=True)
 
 
 def seconds_table(rows: Sequence[Row]) -> Table:

@@ -3,7 +3,8 @@
 Triton compiles a kernel when it is first called: for the tensors' dtypes, for which of its sizes and strides are 1 or multiples
 of 16, and to tune it, for each of its configurations. An SSD layer with its gradients has 140 of these; each takes about a
 second. One process after another compilation would need longer than all measurements. So :func:`compile_ahead` starts
-processes that make the same calls as the benchmark, where no kernel runs. Each compiles its share into Triton's cache on disk.
+processes that make the same calls as the benchmark, where no kernel runs. Each compiles what no other has begun with, into
+Triton's cache on disk. What is not done in time is compiled by the benchmark itself.
 
 The configuration of a tuned kernel is known only after this process has timed all of them. So there are two rounds: of all
 configurations at the calls that tune, and, after the tuning, of the chosen ones at all calls.
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from benchmarks.peers import imported
 Calls = Callable[[], Iterable[tuple[str, Callable[[], Any]]]]
 # Milliseconds for which a configuration is warmed up and timed. Triton takes 25 and 100.
 TUNING = {"warmup": 5, "rep": 25}
-PROCESSES, SECONDS = 16, 90.0
+PROCESSES = 24
+# In all, and for the configurations.
+SECONDS, SECONDS_OF_CONFIGURATIONS = 60.0, 40.0
 CHOSEN, OPTION = "chosen.json", "--compile_share"
 
 
@@ -104,14 +107,14 @@ def _specialization(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class _Share:
-    """Makes Triton's kernels compile, not run: in each of ``count`` processes those whose turn it is.
+    """Makes Triton's kernels compile, not run: those that ``claim`` allows, which returns True to one process alone.
 
     Attributes:
         tuning: the cases whose calls tune a kernel.
         chosen: the configurations of tuned kernels, once they are known.
     """
 
-    def __init__(self, index: int, count: int, once: bool) -> None:
+    def __init__(self, claim: Callable[[str], bool], once: bool) -> None:
         self.tuning: list[str] = []
         self.chosen: Mapping[str, str] | None = None
         self.case = ""
@@ -128,7 +131,7 @@ class _Share:
             if specialization in seen:
                 return
             seen.add(specialization)
-            if zlib.crc32(specialization.encode()) % count == index:
+            if claim(specialization):
                 with contextlib.suppress(Exception):  # the benchmark will meet it
                     compiled(self, *args, grid=grid, warmup=True, **kwargs)
 
@@ -157,9 +160,17 @@ class _Share:
                 call()
 
 
-def compile_share(index: int, count: int, folder: Path, once: bool, calls: Calls) -> None:
+def compile_share(index: int, folder: Path, once: bool, calls: Calls) -> None:
     """What each process of :func:`compile_ahead` does."""
-    share = _Share(index, count, once)
+
+    def claim(specialization: str) -> bool:
+        try:
+            (folder / f"{hashlib.sha256(specialization.encode()).hexdigest()}.claim").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    share = _Share(claim, once)
     share.make(calls)
     _write(folder / f"tuning-{index}.json", share.tuning)
     parent, end = os.getppid(), time.monotonic() + SECONDS
@@ -184,12 +195,13 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
     """Compiles and tunes the Triton kernels that ``calls`` call; returns the seconds of each step.
 
     Args:
-        program: the command that calls :func:`compile_share` with what follows ``OPTION``: index, count and folder.
+        program: the command that calls :func:`compile_share` with what follows ``OPTION``: index and folder.
         folder: an empty folder.
         once: as :func:`tune` takes it.
         calls: those of all cases.
     """
-    seconds, start = {}, time.monotonic()
+    seconds: dict[str, float] = {}
+    start = time.monotonic()
     end = start + SECONDS
 
     def lap(step: str) -> None:
@@ -201,12 +213,13 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
     for index in range(count):
-        command = [*program, OPTION, str(index), str(count), str(folder)]
+        command = [*program, OPTION, str(index), str(folder)]
         with (folder / f"{index}.log").open("w") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
     try:
         tunings = [folder / f"tuning-{index}.json" for index in range(count)]
-        while time.monotonic() < end and not all(
+        first_end = start + SECONDS_OF_CONFIGURATIONS
+        while time.monotonic() < first_end and not all(
             path.exists() or process.poll() is not None for path, process in zip(tunings, processes, strict=True)
         ):
             time.sleep(0.05)
@@ -226,6 +239,8 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
         lap("sizes")
+        seconds["kernels"] = len(list(folder.glob("*.claim")))
+        seconds["processes that did not end"] = sum(process.poll() is None for process in processes)
     finally:
         for process in processes:
             if process.poll() is None:

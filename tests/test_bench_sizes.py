@@ -202,10 +202,17 @@ def test_processes_share_the_compilation(monkeypatch):
             yield f"size {size}", functools.partial(call, size)
 
     rounds: list[list[tuple[str, int, int]]] = [[], []]
-    for index in range(3):
+    claimed: set[str] = set()
+
+    def claim(specialization: str) -> bool:
+        is_new = specialization not in claimed
+        claimed.add(specialization)
+        return is_new
+
+    for _ in range(3):
         monkeypatch.setattr(Kernel, "run", run_kernel)
         monkeypatch.setattr(Tuner, "run", run_tuner)
-        share = triton_kernels._Share(index, 3, once=True)
+        share = triton_kernels._Share(claim, once=True)
         for of_round in rounds:
             compiled.clear()
             share.make(calls)
@@ -220,8 +227,8 @@ def test_compilation_goes_on_with_the_chosen_configurations(monkeypatch, tmp_pat
     program = tmp_path / "program.py"
     program.write_text(
         """import json, pathlib, sys, time
-index, count, folder = sys.argv[-3:]
-if int(index) + 1 == int(count):
+index, folder = sys.argv[-2:]
+if int(index) == 2:
     sys.exit("a process that fails")
 pathlib.Path(folder, f"tuning-{index}.json").write_text('["second"]')
 while not (chosen := pathlib.Path(folder, "chosen.json")).exists():
@@ -234,6 +241,6 @@ pathlib.Path(folder, f"compiled-{index}").write_text(chosen.read_text())
     monkeypatch.setattr(triton_kernels.os, "cpu_count", lambda: 5)
     calls = [(name, functools.partial(called.append, name)) for name in ("first", "second")]
     seconds = triton_kernels.compile_ahead([sys.executable, str(program)], tmp_path, True, lambda: calls)
-    assert called == ["second"] and list(seconds) == ["configurations", "tuning", "sizes"]
+    assert called == ["second"] and list(seconds)[:3] == ["configurations", "tuning", "sizes"]
     found = [json.loads(path.read_text()) for path in tmp_path.glob("compiled-*")]
     assert found == [{"kernel": "configuration"}] * 2
