@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -172,7 +171,7 @@ constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited b
 template <typename Scalar>
 bool plan_small_blocks(warp_scan::ScanPlan& plan, const SelectiveScanFwdParams& p, const DeviceLimits& device) {
   using Small = warp_scan::FwdSizes<warp_scan::FwdConfig::kSmallBlocks>;
-  if (p.discretization != Discretization::kZoh || std::getenv("SSM_KERNELS_NO_SMALL_BLOCKS") != nullptr) return false;
+  if (p.discretization != Discretization::kZoh) return false;
   warp_scan::ScanPlan small = plan;
   small.config = warp_scan::FwdConfig::kSmallBlocks;
   for (small.slice = Small::kSlice; small.slice >= Small::kSlice / 2; small.slice /= 2) {
