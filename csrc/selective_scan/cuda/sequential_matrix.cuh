@@ -126,19 +126,24 @@ struct Matrices {
     const int past = cuda::bytes_past_multiple<kVectorBytes>(source);
     return cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(staged), past);
   }
+  // Whether a vector is loaded in pieces. They leave any value in elements that do not exist: in steps, which no one reads, but
+  // not in states, which consumers add up.
+  __device__ __forceinline__ static bool has_pieces(const ThreadVector& vector, int left) {
+    return vector.access == VectorAccess::kShifted || (vector.access == VectorAccess::kShiftedChannels && left >= kVector);
+  }
   // The loads of a shifted vector are still in flight when this returns, those of others need not be complete.
   using Pieces = cuda::ShiftedPieces<Scalar, kVector>;
   __device__ __forceinline__ static Pieces load_pieces(const SelectiveScanParams& p, const ThreadVector& vector,
                                                        const Scalar* source, int steps) {
     const int left = Matrices::left(p, vector, steps);
-    if (is_shifted(vector.access)) return Pieces(source, left);
+    if (has_pieces(vector, left)) return Pieces(source, left);
     return Pieces(
         load_vector<Scalar, kVector>(source, stride(p, vector), vector.access != VectorAccess::kSingly, min(left, kVector)));
   }
   __device__ __forceinline__ static Raw load(const SelectiveScanParams& p, const ThreadVector& vector, const Scalar* source,
                                              int steps) {
     const int left = Matrices::left(p, vector, steps);
-    if (is_shifted(vector.access)) return Pieces(source, left).vector();
+    if (has_pieces(vector, left)) return Pieces(source, left).vector();
     return load_vector<Scalar, kVector>(source, stride(p, vector), vector.access != VectorAccess::kSingly, min(left, kVector));
   }
 
