@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     // The first step has no h before it.
     const int steps_with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
     Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
-    for_each_step<T, T::kThreadSteps / 2>(at.steps, [&](int s) {
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
 #pragma unroll
       for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
       if (p.grad_h.data == nullptr) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   const auto reduce = [&](const ThreadTile<T>& at, const SharedRows<T>& rows, Map<Acc>(&own)[T::kVector]) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     bool is_reset = false;
-    for_each_step<T, T::kThreadSteps / 2>(at.steps, [&](int s) {
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.is_cut(at.batch, t)) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&e)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     ThreadGradients<T, Variant> out(p, partition, at);
-    for_each_step<T>(at.steps, [&](int s) {
+    for_each_step<T, false>(at.steps, [&](int s, auto) {
       const int64_t t = at.step(s);
       const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(at.batch, t);
       if constexpr (!T::kPlain) {

@@ -357,16 +357,31 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t seque
   }
 }
 
-// Calls body(s) for a thread's steps. In plain tiles the loop includes steps that do not exist, and `unrolled` steps at a time
-// are unrolled: their instructions overlap. In other tiles it has the first `count` steps.
-template <typename T, int unrolled = T::kThreadSteps, typename Body>
+// Calls body(s, keeps) for a thread's steps. In plain tiles the loop includes steps that do not exist, and `unrolled` steps at
+// a time are unrolled: their instructions overlap. In other tiles it has the first `count` steps. If keeps_gates and none is
+// missing, it is unrolled, and body may keep values of each step in registers for the next loop (keeps is true).
+template <typename T, bool keeps_gates, int unrolled = T::kThreadSteps, typename Body>
 __device__ __forceinline__ void for_each_step(int count, const Body& body) {
   if constexpr (T::kPlain) {
 #pragma unroll unrolled
-    for (int s = 0; s < T::kThreadSteps; ++s) body(s);
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::false_type());
+  } else if (keeps_gates && count == T::kThreadSteps) {
+#pragma unroll
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::bool_constant<keeps_gates>());
   } else {
 #pragma unroll 1
-    for (int s = 0; s < count; ++s) body(s);
+    for (int s = 0; s < count; ++s) body(s, std::false_type());
+  }
+}
+
+// A step's gates: kept from the first loop over the steps, or computed again.
+template <bool keeps, typename Gates, typename Variant, typename Acc>
+__device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Gates& kept, const Variant& variant,
+                                             const Acc* x) {
+  if constexpr (keeps) {
+    return kept;
+  } else {
+    return variant.gates(x);
   }
 }
 

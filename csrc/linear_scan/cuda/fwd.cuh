@@ -13,22 +13,28 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "linear_scan/cuda/device.cuh"
 
 namespace ssm_kernels::linear_scan {
 
+// Whether a kernel of any rows keeps gates in registers from reduce to apply: those of three inputs that do not broadcast.
+// Gates of inputs that broadcast take too many registers.
+template <typename Variant, bool is_plain>
+constexpr bool kKeepsGatesOf = !is_plain && Variant::kNames.size() == 3 && Variant::kFirstBroadcast == 3;
 // Whether a and b pass from reduce to apply: gates of three and four inputs are expensive, and their inputs that broadcast
 // would be loaded again. Others are computed again from the raw inputs, which take half the registers.
-template <typename Variant>
-constexpr bool kPassesCoefficients = Variant::kNames.size() > 2;
+template <typename Variant, bool is_plain>
+constexpr bool kPassesCoefficients = Variant::kNames.size() > 2 && !kKeepsGatesOf<Variant, is_plain>;
 // Rows that hold one row of a, or of b.
 template <typename Scalar>
 constexpr int kCoefficientRows = static_cast<int>(sizeof(cuda::AccumulateType<Scalar>) / sizeof(Scalar));
 
 template <typename Scalar, typename Variant, TileRows tile_rows>
 using FwdTile = Tile<Scalar, fwd_thread_steps(static_cast<int>(Variant::kNames.size()), sizeof(Scalar)),
-                     std::max(kStagedInputs<Variant, true>, kPassesCoefficients<Variant> ? 2 * kCoefficientRows<Scalar> : 0),
+                     std::max(kStagedInputs<Variant, true>,
+                              kPassesCoefficients<Variant, tile_rows != TileRows::kAny> ? 2 * kCoefficientRows<Scalar> : 0),
                      tile_rows, true>;
 constexpr int kFwdBlocks = 3;
 
@@ -39,11 +45,13 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
   using Row = typename Shared<T>::Row;
-  constexpr bool kPasses = kPassesCoefficients<Variant>;
+  using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
+  constexpr bool kPasses = kPassesCoefficients<Variant, T::kPlain>, kKeepsGates = kKeepsGatesOf<Variant, T::kPlain>;
   constexpr int kCoefficients = kCoefficientRows<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = variant_of<Variant>(p);
+  [[maybe_unused]] Gates gates[kKeepsGates ? T::kThreadSteps : 1][T::kVector];
 
   const auto view = [&](int i) { return p.inputs[i]; };
   const ShiftedTile<T, Inputs::kStaged, decltype(view)> shifted{shared, p, view};
@@ -53,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     Rows<T> rows[Inputs::kStaged];
 #pragma unroll
     for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
-    for_each_step<T, T::kThreadSteps / 2>(at.steps, [&](int s) {
+    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
 #pragma unroll
       for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
     });
@@ -62,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   const auto reduce = [&](const ThreadTile<T>& at, const SharedRows<T>& rows, Map<Acc>(&own)[T::kVector]) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     bool is_reset = false;
-    for_each_step<T, T::kThreadSteps / 2>(at.steps, [&](int s) {
+    for_each_step<T, kKeepsGates, T::kThreadSteps / 2>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.begins(at.batch, t)) {
@@ -79,8 +87,10 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
         step_inputs.get(j, x);
-        const Step<Acc> step = variant.step(variant.gates(x), x);
+        const Gates made = variant.gates(x);
+        const Step<Acc> step = variant.step(made, x);
         own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
+        if constexpr (decltype(keeps)::value) gates[s][j] = made;
         if constexpr (kPasses) {
           coefficients[0].set(j, step.a);
           coefficients[1].set(j, step.b);
@@ -100,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   const auto apply_steps = [&](const ThreadTile<T>& at, const auto& rows, Acc(&h)[T::kVector], const auto& finish) {
     ThreadInputs<T, Variant> inputs(p, partition, at);
     Rows<T> out(p.h, partition, Partition::kH, at);
-    for_each_step<T>(at.steps, [&](int s) {
+    for_each_step<T, kKeepsGates>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
         if (p.begins(at.batch, t)) load_state<T>(p.initial_state, p.sequence(at.batch, t), at, h);
@@ -124,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         for (int j = 0; j < T::kVector; ++j) {
           Acc x[Inputs::kInputs];
           step_inputs.get(j, x);
-          steps[j] = variant.step(variant.gates(x), x);
+          steps[j] = variant.step(gates_again(keeps, gates[decltype(keeps)::value ? s : 0][j], variant, x), x);
         }
       }
 #pragma unroll
