@@ -14,21 +14,6 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
 }
 
-// The policy of the L2 cache for lines that it shall evict before others, or like others.
-__device__ __forceinline__ uint64_t l2_policy(bool evicts_first) {
-  uint64_t first, normal;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return evicts_first ? first : normal;
-}
-// The same with a policy for the lines that are read.
-__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes, uint64_t policy) {
-  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(global), "r"(valid_bytes),
-               "l"(policy)
-               : "memory");
-}
-
 // Starts a copy of 4 or 8 bytes through the L1 cache, or of 16 bytes that bypasses it. Addresses are multiples of `bytes`.
 template <int bytes>
 __device__ __forceinline__ void cp_async(uint32_t target, const void* global) {

@@ -14,7 +14,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
 
 #include "common/integers.h"
@@ -84,7 +83,7 @@ class Plan {
   }
 
   // `stored`: a bit for each view that the call writes.
-  SequentialPartition sequential(uint32_t stored) const {
+  SequentialPartition sequential(bool is_forward, uint32_t stored) const {
     const cudaDeviceProp& device = cuda::device_properties(like_.get_device());
     SequentialPartition partition;
     partition.chains = static_cast<uint32_t>(chains());
@@ -95,9 +94,9 @@ class Plan {
     partition.multiprocessors = device.multiProcessorCount;
     partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
     partition.block_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
-    // Where each chain has a multiprocessor of its own they stay together without waiting for one another.
-    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1 &&
-                           (chains() > device.multiProcessorCount || std::getenv("SSM_RECUR_ALL") != nullptr);
+    // Chains that have a multiprocessor each stay together in forward without waiting for one another.
+    const bool drift = !is_forward || chains() > device.multiProcessorCount;
+    partition.keeps_step = !has_sectors_ && device.major >= 9 && channel_blocks() > 1 && drift;
     return partition;
   }
 
@@ -171,22 +170,26 @@ class Plan {
   }
 
   // The number of chains from which on the sequential kernels are faster. Their time grows with the steps, as long as no
-  // multiprocessor has two chains; that of tiles with chains times steps, and tiles take longer to begin. Measured on an H200
-  // with 24 to 128 chains of 2048 steps: shares of the multiprocessors where both take the same time, at any number of steps
-  // and beyond what tiles take to begin.
+  // multiprocessor has two chains; that of tiles with chains times steps, and tiles take longer to begin. So it is a share of
+  // the multiprocessors for many steps, less for few, but not below another share. Measured on an H200 with 24 to 128 chains of
+  // 512, 2048 and 8192 steps.
   double least_sequential_chains(bool is_forward, size_t inputs) const {
-    double least = 0.36, of_many_steps = 0;
-    if (is_forward) {
-      of_many_steps = has_vectors_ ? 0.52 : 0.42;
-      if (!has_vectors_) least = 0.28;
-    } else if (has_vectors_) {
-      of_many_steps = inputs <= 2 ? (scalar_bytes_ == 2 ? 0.7 : 0.6) : 0.54;
-    } else {
-      of_many_steps = scalar_bytes_ == 2 ? 0.56 : 0.68;
-    }
+    struct Shares {
+      double of_many_steps, least, steps_to_begin;
+    };
+    const bool is_short = scalar_bytes_ == 2, is_pair = inputs <= 2;
+    const Shares forward =
+        has_vectors_ ? Shares{is_pair ? 0.52 : 0.46, 0.36, 32768} : Shares{is_short ? 0.42 : 0.45, 0.28, 32768};
+    const Shares backward_of_vectors = !is_pair   ? Shares{0.41, 0.27, 16384}
+                                       : is_short ? Shares{0.57, 0.36, 11600}
+                                                  : Shares{0.43, 0.36, 4096};
+    const Shares backward = has_vectors_ ? backward_of_vectors
+                            : is_short   ? Shares{0.49, 0.27, 16384}
+                                         : Shares{0.56, 0.36, 11600};
+    const Shares& shares = is_forward ? forward : backward;
     const double multiprocessors = cuda::multiprocessor_count(like_.get_device());
-    const double of_beginning = (is_forward ? 32768.0 : 45056.0) / static_cast<double>(params_.seqlen);
-    return std::max(least * multiprocessors, of_many_steps * multiprocessors - of_beginning);
+    const double to_begin = shares.steps_to_begin / static_cast<double>(params_.seqlen);
+    return std::max(shares.least * multiprocessors, shares.of_many_steps * multiprocessors - to_begin);
   }
 
   int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
@@ -222,7 +225,8 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   const ScalarKind kind = scalar_kind(first.scalar_type());
   if (plan.is_sequential(/*is_forward=*/true, member.row->inputs)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
-      return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(kStoredByFwd), stream);
+      return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(/*is_forward=*/true, kStoredByFwd),
+                                                                 stream);
     }));
     return outputs;
   }
@@ -255,7 +259,8 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const ScalarKind kind = scalar_kind(first.scalar_type());
   if (plan.is_sequential(/*is_forward=*/false, member.row->inputs)) {
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
-      return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(kStoredByBwd), stream);
+      return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(/*is_forward=*/false, kStoredByBwd),
+                                                                 stream);
     }));
     return grads;
   }

@@ -113,11 +113,9 @@ struct SequentialPartition {
   int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
   // Whether chains of neighboring channels write parts of the same sectors of memory, and the device has clusters.
   bool keeps_step = false;
-  // The launcher sets these: warps of a chain; where chains go through time in step, the chains of a block, the blocks of a
-  // cluster, and how many segments a chain may be ahead of its neighbors in the cluster.
+  // The launcher sets these: warps of a chain, and, where chains go through time in step, the chains of a block and the blocks
+  // of a cluster.
   int warps = 0, block_chains = 1, cluster = 1;
-  uint32_t most_ahead = 0;
-  bool evicts_inputs_first = false;
 };
 
 constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor

@@ -21,7 +21,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -136,12 +135,11 @@ class Chain {
     }
   }
 
-  // How many of the chain's channels exist, or, up to `most`, how many from its first one on.
-  __device__ __forceinline__ int block_channels(int most = kTileChannels) const {
+  // How many of the chain's channels exist.
+  __device__ __forceinline__ int block_channels() const {
     const int64_t left = channels - block_channel;
-    return left < most ? static_cast<int>(left) : most;
+    return left < kTileChannels ? static_cast<int>(left) : kTileChannels;
   }
-  __device__ __forceinline__ uint64_t input_policy() const { return cuda::l2_policy(partition_.evicts_inputs_first); }
   // How many of the segment's first steps exist before position `end`.
   __device__ __forceinline__ int steps_until(int64_t end, int segment) const {
     const int64_t left = end - int64_t(segment) * S::kSteps;
@@ -239,6 +237,8 @@ class Chain {
     uint32_t passed_by_this[2];  // the addresses of their `passed` for this chain
   };
   static_assert(kNeighborsAt + sizeof(Neighbors) == kSequentialBarrierBytes, "neighbors come before the states");
+  // Segments that a chain may be ahead of its neighbors. A round of turns more was 3 to 6 % slower.
+  static constexpr uint32_t kMostAhead = 2;
   static constexpr uint32_t kNeverBehind = 1u << 31, kNoNeighbor = 0xffffffff;
 
   __device__ __forceinline__ int chain_bytes() const { return kSequentialBarrierBytes + warps * S::kWarpBytes; }
@@ -264,7 +264,7 @@ class Chain {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const auto& of = neighbors();
     // Before the warp's turn, because the path from turn to turn limits the speed.
-    while (min(of.passed[0], of.passed[1]) + partition_.most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
+    while (min(of.passed[0], of.passed[1]) + kMostAhead <= static_cast<uint32_t>(segment)) __nanosleep(100);
 #endif
   }
   __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * S::kStageBytes}; }
@@ -337,8 +337,7 @@ __device__ __forceinline__ void copy_shifted_rows(const Chain<S, is_forward>& ch
   for (int i = 0; i < S::kTensors; ++i) {
     const SequenceView of = view(i);
     S::Shifted::copy(chain.template element<typename S::Scalar>(of, segment, chain.block_channel),
-                     Chain<S, is_forward>::row_stride(of), chain.block_channels(S::Shifted::kMostChannels), steps(i), lane,
-                     stage.shifted(i), chain.input_policy());
+                     Chain<S, is_forward>::row_stride(of), chain.block_channels(), steps(i), lane, stage.shifted(i));
   }
 }
 
@@ -474,10 +473,10 @@ struct SegmentInputs {
 
 // The blocks of a cluster: of those with the fewest waves the most. One if a query fails.
 template <typename Kernel>
-int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks, int most) {
+int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks) {
   int best = 1;
   int64_t least_waves = std::numeric_limits<int64_t>::max();
-  for (int cluster = most; cluster > 1; cluster /= 2) {
+  for (int cluster = 8; cluster > 1; cluster /= 2) {
     const int64_t at_a_time = int64_t(cluster) * cuda::resident_clusters(kernel, threads, shared_bytes, cluster);
     if (at_a_time == 0) continue;
     const int64_t waves = ceil_div(round_up(blocks, cluster), at_a_time);
@@ -510,26 +509,16 @@ cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, S
   partition.warps = sequential_warps(partition, most_warps, S::kWarpBytes);
   const int chain_bytes = kSequentialBarrierBytes + partition.warps * S::kWarpBytes;
   const bool keeps_step = S::kShifted && partition.keeps_step;
-  const auto setting = [](const char* name, int otherwise) {
-    const char* const value = std::getenv(name);
-    return value == nullptr ? otherwise : std::atoi(value);
-  };
   if (keeps_step) {
     const int64_t of_multiprocessor = ceil_div(int64_t(partition.chains), int64_t(partition.multiprocessors));
     const int fit = std::min(most_warps / partition.warps, partition.block_bytes / chain_bytes);
     partition.block_chains = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(of_multiprocessor, fit)));
-    partition.block_chains = std::min(partition.block_chains, setting("SSM_RECUR_CHAINS", 16));
   }
   const int threads = partition.block_chains * partition.warps * cuda::kWarpSize, bytes = partition.block_chains * chain_bytes;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   int64_t blocks = ceil_div(int64_t(partition.chains), int64_t(partition.block_chains));
-  if (keeps_step) {
-    partition.cluster = cluster_blocks(kernel, threads, bytes, blocks, setting("SSM_RECUR_CLUSTER", 8));
-    // Segments beyond a round of turns: a warp may wait for its turn longer than for its neighbors.
-    partition.most_ahead = static_cast<uint32_t>(setting("SSM_RECUR_AHEAD", partition.warps + 2));
-  }
+  if (keeps_step) partition.cluster = cluster_blocks(kernel, threads, bytes, blocks);
   blocks = round_up(blocks, partition.cluster);
-  partition.evicts_inputs_first = setting("SSM_RECUR_POLICY", 0) != 0;
   return cuda::launch_clusters(kernel, blocks, threads, bytes, partition.cluster, stream, params, partition);
 }
 

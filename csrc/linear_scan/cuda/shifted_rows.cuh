@@ -150,43 +150,28 @@ struct ShiftedBlocks {
   static constexpr int kBytes = kTileChannels * static_cast<int>(sizeof(Scalar));
   static constexpr int kRowBytes = kBytes + cuda::kCpAsyncBytes;  // in shared memory
   static constexpr int kLanesOfRow = kBytes / cuda::kCpAsyncBytes, kRowsAtOnce = cuda::kWarpSize / kLanesOfRow;
-  static constexpr int kMostChannels = kTileChannels + cuda::kCpAsyncBytes / static_cast<int>(sizeof(Scalar));
   static_assert(sizeof(Scalar) == 2 || sizeof(Scalar) == 4, "a word holds one or two elements");
   static_assert(kRowsAtOnce >= 1 && steps % kRowsAtOnce == 0, "a warp copies whole groups of rows");
   static_assert(steps <= cuda::kWarpSize, "a lane copies the last block of a row");
 
   // Starts the copies of the first `count` rows; the others become zero. `first` is the first row's first element, of which
-  // `channels` exist, up to kMostChannels.
+  // `channels` exist, up to kTileChannels.
   static __device__ __forceinline__ void copy(const Scalar* first, int64_t stride, int channels, int count, int lane,
-                                              unsigned char* rows, uint64_t policy) {
+                                              unsigned char* rows) {
+    const int row = lane / kLanesOfRow, skipped = lane % kLanesOfRow * cuda::kCpAsyncBytes;
+    const int row_bytes = channels * static_cast<int>(sizeof(Scalar));
     const int64_t row_stride = stride * static_cast<int64_t>(sizeof(Scalar));
+    const auto of_row = [&](int s, int bytes) { return s < count ? row_bytes - bytes : -cuda::kCpAsyncBytes; };
     const char* const begin = reinterpret_cast<const char*>(first);
-    // Calls copy_block(target, source, row, skipped, is_last) for each of the lane's blocks, which begin `skipped` bytes after
-    // the row. The last block of an aligned row has none of its bytes.
-    const auto for_each_block = [&](int lane, const auto& copy_block) {
-      const int row = lane / kLanesOfRow, skipped = lane % kLanesOfRow * cuda::kCpAsyncBytes;
-      const char* from = begin + row * row_stride + skipped;
-      unsigned char* const to = rows + row * kRowBytes + skipped;
+    const char* from = begin + row * row_stride + skipped;
+    unsigned char* const to = rows + row * kRowBytes + skipped;
 #pragma unroll
-      for (int s = 0; s < steps; s += kRowsAtOnce) {
-        copy_block(to + s * kRowBytes, from, s + row, skipped, std::false_type());
-        from += kRowsAtOnce * row_stride;
-      }
-      if (lane < steps) {
-        copy_block(rows + lane * kRowBytes + kBytes, begin + lane * row_stride + kBytes, lane, kBytes, std::true_type());
-      }
-    };
-    if (channels == kMostChannels) {
-      // Whole blocks, which take a third of the instructions: the row goes on where the last of them ends.
-      for_each_block(lane, [&](unsigned char* target, const char* source, int row, int, auto is_last) {
-        const bool exists = row < count && (!is_last || cuda::bytes_past_multiple<cuda::kCpAsyncBytes>(source) != 0);
-        cuda::cp_async(target, round_down<cuda::kCpAsyncBytes>(source), exists ? cuda::kCpAsyncBytes : 0, policy);
-      });
-    } else {
-      const int row_bytes = min(channels, kTileChannels) * static_cast<int>(sizeof(Scalar));
-      for_each_block(cuda::opaque(lane), [&](unsigned char* target, const char* source, int row, int skipped, auto) {
-        cuda::cp_async_block<false>(target, source, row < count ? row_bytes - skipped : -cuda::kCpAsyncBytes);
-      });
+    for (int s = 0; s < steps; s += kRowsAtOnce) {
+      cuda::cp_async_block<false>(to + s * kRowBytes, from, of_row(s + row, skipped));
+      from += kRowsAtOnce * row_stride;
+    }
+    if (lane < steps) {
+      cuda::cp_async_block<false>(rows + lane * kRowBytes + kBytes, begin + lane * row_stride + kBytes, of_row(lane, kBytes));
     }
   }
 
