@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   using Acc = AccumulateType<Scalar>;
   constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>, kMayCluster = kHasVectorKernels<Scalar>;
   using Inputs = std::conditional_t<kIsStaged, StagedBwdInputs<Scalar, is_add>, BwdInputs<Scalar, is_aligned, is_add>>;
-  using Staged = std::conditional_t<kIsStaged, Scalar, float>;
   constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
   static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "the number of a stage selects a buffer of the sums");
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
@@ -115,12 +114,12 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
   char* const record = records + (kIsStaged ? 0 : threadIdx.x * plan.record_bytes);
   const TeamPlace team_place{teams.lanes, lane, team};
+  Inputs inputs(p, plan, record, team_place);
   const int row_team = team / plan.group_teams;
   const int block = blockIdx.x / blocks;
   const int row_block = block / plan.column_blocks, column_block = block - row_block * plan.column_blocks;
   const int group = column_block * plan.group_teams + (team - row_team * plan.group_teams);
   const int partial = row_block * plan.row_teams + row_team;
-  Inputs inputs(p, plan, record, team_place, group);
   const bool has_group = group < p.groups, is_single = is_aligned || teams.chunks <= blocks;
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
@@ -130,8 +129,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
 
   const int first_column = group * group_size;
-  const bool has_vectors = is_aligned || (is_vector_aligned<Scalar>(p.bias, first_column) &&
-                                          (kIsStaged || is_vector_aligned<Scalar>(p.weight, first_column)));
+  const bool has_vectors =
+      is_aligned || (is_vector_aligned<Scalar>(p.weight, first_column) && is_vector_aligned<Scalar>(p.bias, first_column));
 
   using Row = RowIndex<is_aligned>;
   const auto is_active = [&](Row row) { return has_group && row < static_cast<Row>(p.rows()); };
@@ -143,18 +142,16 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     return partial * p.columns() + group * static_cast<int>(p.group_size) + first_column;
   };
 
-  // Staged rows: the team's columns.
-  const auto place_of = [&](Row row, int chunk) {
-    return typename StagedBwdInputs<Staged, is_add>::Place{row, GroupIndex<int64_t>(p, row, group), chunk_column(chunk),
-                                                           is_active(row) ? chunk_columns(chunk) : 0};
-  };
   const auto copy = [&](Row row, int chunk, int stage) {
-    if constexpr (kIsStaged) {
-      inputs.copy(stage, place_of(row, chunk));
-    } else if (is_active(row)) {
+    if (is_active(row)) {
       const GroupIndex<Row> index(p, row, group);
-      const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); };
-      inputs.copy(stage, [&](int i) { return column(chunk, i) < group_size; }, offset_of);
+      if constexpr (kIsStaged) {
+        inputs.copy(stage, chunk_columns(chunk),
+                    [&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
+      } else {
+        const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(chunk, i); };
+        inputs.copy(stage, [&](int i) { return column(chunk, i) < group_size; }, offset_of);
+      }
     }
     cuda::cp_async_commit();
   };
@@ -164,23 +161,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     copy(row, chunk, 0);
     cuda::cp_async_wait<0>();
     team_place.sync();
-  };
-  // Staged rows: the weights of the thread's columns, in its shared memory.
-  const StagedParameters<Staged, kVectorsOfThread<Staged>, kVectorSize<Staged>> weights(
-      p, ParameterView(), records + plan.stages * plan.stage_bytes + teams.threads() * plan.sum_bytes);
-  const auto fill_weights = [&](int chunk) {
-    if constexpr (kIsStaged) {
-      if (has_group) weights.fill(0, group * group_size, group_size, [&](int i) { return column(chunk, i); });
-    }
-  };
-  const auto load_weight = [&](const GroupIndex<Row>& index, int chunk, int i, Acc(&values)[kSize]) {
-    if constexpr (kIsStaged) {
-      weights.load_weight(0, i, values);
-    } else {
-      const bool is_whole = has_vectors && left(chunk, i) >= kSize;
-      load_parameter_part<Scalar, is_aligned>(p, p.weight, index.first_column + column(chunk, i), is_whole, left(chunk, i), 1,
-                                              values);
-    }
   };
   const int stages = is_aligned ? kBwdStages : plan.stages;
   if constexpr (is_aligned || kIsStaged) {
@@ -227,8 +207,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     for (int chunk = rank; chunk < chunks; chunk += chunk_step) {
       if constexpr (kIsStaged) {
         if (stages == 1) fill(row, chunk);
-        inputs.align(place_of(row, chunk));
-        if (!is_single || row == partial) fill_weights(chunk);
+        inputs.align([&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
       }
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -255,7 +234,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
           }
         }
-        load_weight(index, chunk, i, weight);
+        const bool is_whole = has_vectors && left(chunk, i) >= kSize;
+        load_parameter_part<Scalar, is_aligned>(p, p.weight, index.first_column + column(chunk, i), is_whole, left(chunk, i), 1,
+                                                weight);
         Acc y[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
@@ -295,8 +276,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
       if constexpr (kIsStaged) {
         if (!is_single) {
           fill(row, chunk);
-          inputs.align(place_of(row, chunk));
-          fill_weights(chunk);
+          inputs.align([&](const RowsView& view) { return index.offset(view) + chunk_column(chunk); });
         }
       }
       // The gradients of vector i, from the thread or, staged, to the places of inputs.
@@ -313,11 +293,13 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
+        const int parameter_offset = index.first_column + column(chunk, i);
+        const bool is_whole = has_vectors && left(chunk, i) >= kSize;
         Acc x[kSize], g[kSize], weight[kSize];
         inputs.read(x, kX, stage, i, offset_of);
         inputs.read(g, kGradOut, stage, i, offset_of);
         if constexpr (is_add) {
-          load_weight(index, chunk, i, weight);
+          load_parameter_part<Scalar, is_aligned>(p, p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
@@ -347,7 +329,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               slope[j] = 0;
             }
           }
-          load_weight(index, chunk, i, weight);
+          load_parameter_part<Scalar, is_aligned>(p, p.weight, parameter_offset, is_whole, left(chunk, i), 1, weight);
           // One copy per order of gate and norm: the orders share few values, and a joint copy would spill.
           const auto differentiate = [&](auto before) {
             constexpr bool kBefore = decltype(before)::value;
@@ -362,9 +344,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
             store(kGradOut, p.grad_x, offset_of(p.grad_x, i), i, grad_x);
             if (kBefore || p.grad_z.data == nullptr) return;
-            const bool is_whole = has_vectors && left(chunk, i) >= kSize;
-            load_parameter_part<Scalar, is_aligned>(p, p.bias, index.first_column + column(chunk, i), is_whole, left(chunk, i),
-                                                    0, weight);
+            load_parameter_part<Scalar, is_aligned>(p, p.bias, parameter_offset, is_whole, left(chunk, i), 0, weight);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) slope[j] *= x[j] + weight[j];
           };
@@ -377,9 +357,15 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         }
       }
       if constexpr (kIsStaged) {
-        RowsView second = is_add ? p.grad_residual : p.grad_z;
-        if (!inputs.stages_second(second)) second.data = nullptr;
-        inputs.store(p.grad_x, second, place_of(row, chunk));
+        team_place.sync();
+        const RowsView& second = is_add ? p.grad_residual : p.grad_z;
+        if (active) {
+          const auto store_all = [&](BwdInput input, const RowsView& view) {
+            inputs.store(input, view, index.offset(view) + chunk_column(chunk), chunk_columns(chunk));
+          };
+          if (p.grad_x.data != nullptr) store_all(kGradOut, p.grad_x);
+          if (second.data != nullptr && inputs.stages_second(second)) store_all(kX, second);
+        }
       }
     }
     if (is_aligned || kIsStaged) stage = stage == stages - 1 ? 0 : stage + 1;

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
-#include <numeric>
 
 #include "common/integers.h"
 #include "cuda/device.h"
@@ -182,82 +181,21 @@ int tensor_bytes(const NormParams& p, const Teams& teams, bool is_accumulate) {
   return teams.count * image_bytes(teams.lanes, bytes_of(p, is_accumulate));
 }
 
-// Whether all groups of all rows follow each other in memory.
-bool is_flat(const NormParams& p, const RowsView& view) {
-  return (p.inner == 1 || view.stride_inner == p.columns()) && (p.outer == 1 || view.stride_outer == p.inner * p.columns());
-}
-
-// Blocks for forward through shared memory, and its images, if they hold `image_chunks` of a group in each of `stages` stages.
-// Returns whether a block's shared memory suffices.
-bool plan_staged_fwd(FwdPlan& plan, const NormFwdParams& p, int stages, int image_chunks) {
-  // TeamSum's sums, in static shared memory.
-  constexpr int kStaticBytes = 1024;
-  constexpr int kMaxImageLanes = 1 << 14;  // far more than fit
-  const Teams& teams = plan.teams;
-  if (int64_t(image_chunks) * teams.lanes > kMaxImageLanes) return false;
-  StagedFwd staged;
-  staged.stages = stages;
-  staged.image_chunks = image_chunks;
-  const auto pitch_of = [&](const RowsView& view) {
-    return image_chunks * teams.lanes * kThreadColumns * bytes_of(p, view.is_accumulate) + 2 * kVectorBytes;
-  };
-  staged.narrow_pitch = pitch_of(p.out);
-  staged.second_pitch = p.is_add ? pitch_of(p.residual) : p.z.data != nullptr ? pitch_of(p.z) : 0;
-  staged.new_residual_pitch = pitch_of(p.new_residual);
-  staged.second_images = staged.new_residual_images = teams.count * staged.narrow_pitch;
-  staged.stage_bytes = staged.second_images + teams.count * staged.second_pitch;
-  // The new residual takes the place of the residual, unless they differ in type.
-  if (p.is_add && staged.new_residual_pitch != staged.second_pitch) {
-    staged.new_residual_images = staged.stage_bytes;
-    staged.stage_bytes += teams.count * staged.new_residual_pitch;
-  }
-  const int parameters = (p.weight.data != nullptr) + (p.bias.data != nullptr);
-  const int64_t shared_bytes = int64_t(stages) * staged.stage_bytes + int64_t(image_chunks) * teams.threads() * parameters *
-                                                                          kThreadColumns * static_cast<int>(sizeof(float));
-  if (shared_bytes + kStaticBytes > cuda::max_shared_bytes(p.device)) return false;
-  plan.shared_bytes = static_cast<int>(shared_bytes);
-
-  const int64_t resident =
-      resident_blocks(p.device, teams.threads() / kWarpSize, kStagedFwdRegisters, plan.shared_bytes + kStaticBytes);
-  plan.blocks = std::min(plan.blocks, resident);
-  // A block keeps its columns if it steps by whole rows.
-  const int64_t whole_rows = p.groups / std::gcd(p.groups, int64_t(teams.count));
-  if (plan.blocks * teams.count < plan.units) {
-    if (plan.blocks >= whole_rows) plan.blocks -= plan.blocks % whole_rows;
-    staged.keeps_columns = plan.blocks % whole_rows == 0;
-    staged.row_step = plan.blocks * teams.count / p.groups;
-  }
-  // Lanes write a group's last vector beyond its end, which the first vector of the next group must follow.
-  if (p.group_size * bytes_of(p, false) > kVectorBytes) {
-    staged.is_flat[StagedFwd::kX] = is_flat(p, p.x);
-    staged.is_flat[StagedFwd::kSecond] = is_flat(p, p.is_add ? p.residual : p.z);
-    staged.is_flat[StagedFwd::kOut] = is_flat(p, p.out);
-    staged.is_flat[StagedFwd::kNewResidual] = is_flat(p, p.new_residual);
-  }
-  plan.staged = staged;
-  return true;
-}
-
 FwdPlan plan_fwd(const NormFwdParams& p) {
   FwdPlan plan;
   plan.units = p.rows() * p.groups;
   const bool narrow = is_narrow(p), aligned = is_aligned(p, {p.x, p.z, p.residual, p.out, p.new_residual});
   if (narrow) plan.rms = plan_rms_fwd(p, aligned);
   plan.teams = make_teams(p, kFwdMaxThreads, /*preferred_lanes=*/0);
-  plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
-  if (p.kind == ScalarKind::kDouble || plan.rms.rms_case != RmsCase::kNone) return plan;
   plan.teams.is_aligned = narrow && aligned;
-  // The aligned kernel reads a group of several chunks once a pass from memory.
-  if (plan.teams.is_aligned && plan.teams.chunks == 1) return plan;
-  for (const int stages : {2, 1}) {
-    if (plan_staged_fwd(plan, p, stages, plan.teams.chunks)) return plan;
+  if (!plan.teams.is_aligned && p.kind != ScalarKind::kDouble) {
+    plan.shared_bytes = tensor_bytes(p, plan.teams, false);
+    if (p.is_add || p.z.data != nullptr) {
+      const bool is_wide = p.is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate);
+      plan.shared_bytes += tensor_bytes(p, plan.teams, is_wide);
+    }
   }
-  // With less shared memory than that of compute capability 8.0, blocks may have room for half of their columns only.
-  for (int max_lanes = kFwdMaxThreads;
-       !plan.teams.is_aligned && !plan_staged_fwd(plan, p, /*stages=*/1, /*image_chunks=*/1) && max_lanes > kWarpSize;) {
-    max_lanes /= 2;
-    plan.teams = make_teams(p, max_lanes, /*preferred_lanes=*/0);
-  }
+  plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
   return plan;
 }
 
@@ -303,13 +241,6 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
     staged.stage_accesses = 0;
     staged.record_bytes = record_bytes(0);
     staged.sum_bytes = sums * kVectorBytes;
-    staged.weight_bytes = p.weight.data == nullptr ? 0 : kThreadColumns * static_cast<int>(sizeof(float));
-    // Lanes write a group's last vector beyond its end, which the first vector of the next group must follow.
-    if (p.group_size > vector_size) {
-      const RowsView* const views[] = {&p.grad_out, &p.x, p.is_add ? &p.grad_new_residual : &p.z, &p.grad_x,
-                                       p.is_add ? &p.grad_residual : &p.grad_z};
-      for (int i = 0; i < BwdPlan::kTensors; ++i) staged.is_flat[i] = is_flat(p, *views[i]);
-    }
     return choose_stages(staged, p, resident);
   };
 
@@ -346,12 +277,7 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
     break;
   }
 
-  while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) {
-    plan.group_teams *= 2;
-    ++plan.group_teams_log2;
-  }
-  plan.warp_teams = std::max(kWarpSize / plan.teams.lanes, 1);
-  plan.warp_rows = std::max(plan.warp_teams / plan.group_teams, 1);
+  while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
   plan.column_blocks = static_cast<int>(ceil_div(p.groups, plan.group_teams));
   // More blocks than are resident would write more partial sums.

@@ -3,9 +3,8 @@
 //
 // A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then
 // (v - mean)^2) and writes the output from the registers. All loads of a group come before their first use, so that a whole
-// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. A group too long for a block's registers is
-// cut into chunks, which each pass reads again. Without is_aligned the kernel takes float64, one element at a time; rows of
-// other types that start and end at any element, and chunks that fit into shared memory, take the kernel of staged_fwd.cuh.
+// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group. Without is_aligned, rows pass through
+// shared memory (staged_rows.cuh). A group too long for a block's registers is cut into chunks, which each pass reads again.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +12,37 @@
 #include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_fwd.cuh"
 #include "norm/cuda/rms_sum_fwd.cuh"
-#include "norm/cuda/staged_fwd.cuh"
+#include "norm/cuda/staged_rows.cuh"
 
 namespace ssm_kernels::norm {
+
+// The team's images of x, and of z or the residual. Outputs take the places of inputs: out that of x, and the new residual
+// that of the residual, with which it may differ in type.
+template <typename Scalar, bool is_add>
+struct FwdStage {
+  TeamPlace team;
+  bool takes_turns;  // whether the images take several chunks or groups, one after another
+  StagedTensor<Scalar> x, second, new_residual;
+
+  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory, const TeamPlace& place)
+      : FwdStage(p, plan, memory, memory + plan.teams.count * image_bytes(place.lanes, sizeof(Scalar)), place,
+                 image_bytes(place.lanes, is_add && (p.residual.is_accumulate || p.new_residual.is_accumulate)
+                                              ? sizeof(AccumulateType<Scalar>)
+                                              : sizeof(Scalar))) {}
+
+ private:
+  __device__ __forceinline__ FwdStage(const NormFwdParams& p, const FwdPlan& plan, char* memory, char* after_x,
+                                      const TeamPlace& place, int second_bytes)
+      : team(place),
+        takes_turns(plan.teams.chunks > 1 || plan.blocks * plan.teams.count < plan.units),
+        x(memory + place.index * image_bytes(place.lanes, sizeof(Scalar)), false),
+        second(after_x + place.index * second_bytes, is_add && p.residual.is_accumulate),
+        new_residual(after_x + place.index * second_bytes, is_add && p.new_residual.is_accumulate) {}
+};
+
+struct NoStage {
+  __device__ __forceinline__ NoStage(const NormFwdParams&, const FwdPlan&, char*, const TeamPlace&) {}
+};
 
 // A thread's part of a group: v in the accumulation type, and a gate that is applied after the norm.
 template <typename Scalar, int vectors, int size, bool is_add, bool is_aligned>
@@ -77,6 +104,47 @@ struct GroupValues {
     }
   }
 
+  // The same through shared memory. The block calls the function together, also for groups that it does not have. `count`:
+  // columns of the chunk, offset_of(view): where it begins.
+  template <typename Stage, typename OffsetOf>
+  __device__ __forceinline__ void load_staged(const NormFwdParams& p, const Stage& stage, int count, const OffsetOf& offset_of,
+                                              bool stores_residual) {
+    const RowsView& second = is_add ? p.residual : p.z;
+    if (stage.takes_turns) stage.team.sync();  // all lanes have read the images
+    stage.x.copy(p.x.data, offset_of(p.x), count, stage.team);
+    if (second.data != nullptr) stage.second.copy(second.data, offset_of(second), count, stage.team);
+    cuda::cp_async_wait();
+    stage.team.sync();
+    stage.x.load(p.x.data, offset_of(p.x), v, stage.team);
+    if constexpr (is_add) {
+      if (p.residual.data != nullptr) {
+        Acc residual[vectors][size];
+        stage.second.load(p.residual.data, offset_of(p.residual), residual, stage.team);
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+          for (int j = 0; j < size; ++j) v[i][j] += residual[i][j];
+        }
+      }
+      if (!p.new_residual.is_accumulate) {
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) to_values(from_values<Scalar>(v[i]), v[i]);
+      }
+    } else {
+      if (p.z.data != nullptr) stage.second.load_narrow(p.z.data, offset_of(p.z), z, stage.team);
+    }
+    stage.team.sync();  // outputs may take the places of inputs
+    if constexpr (is_add) {
+      if (!stores_residual) return;
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) stage.new_residual.replace(i, v[i], stage.team);
+      stage.team.sync();
+      stage.new_residual.store(p.new_residual.data, offset_of(p.new_residual), count, stage.team);
+    } else {
+      if (p.z.data != nullptr && !p.norm_before_gate) multiply_by_gate(p.activation);
+    }
+  }
+
   __device__ __forceinline__ void multiply_by_gate(GateActivation activation) {
     visit_activation(activation, [&](auto gate) {
 #pragma unroll
@@ -95,7 +163,7 @@ constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
 
 // Threads of a block in the launch bounds, which limit the registers of a thread; no block has more than kFwdMaxThreads. In
 // aligned fp32 add_norm, with 72 registers, two blocks of the 416 threads that 12,296 columns take are resident. fp16 and bf16
-// would spill, and have two of 384 threads.
+// would spill, and have two of 384 threads. As many blocks of staged rows are resident, or almost.
 template <typename Scalar, bool is_aligned, bool is_add>
 constexpr int kFwdBoundThreads = is_add                              ? (is_aligned && sizeof(Scalar) == 4 ? 896 : 768)
                                  : is_aligned || sizeof(Scalar) == 2 ? kFwdMaxThreads
@@ -106,6 +174,8 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
     norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>, kVectors = kVectorsOfThread<Scalar>;
+  constexpr bool kIsStaged = !is_aligned && kHasVectorKernels<Scalar>;
+  extern __shared__ __align__(kVectorBytes) char fwd_shared[];
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   __shared__ typename TeamSum<Acc, 1>::Shared shared;
   const Teams& teams = plan.teams;
@@ -114,7 +184,10 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
   const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
   const Acc size = static_cast<Acc>(p.group_size);
 
+  using Stage = std::conditional_t<kIsStaged, FwdStage<Scalar, is_add>, NoStage>;
+  const Stage stage(p, plan, fwd_shared, TeamPlace{teams.lanes, lane, team});
   int buffer = 0;
+
   // The bounds are the same for the whole block, because every thread takes part in the sums.
   using Row = RowIndex<is_aligned>;
   for (Row first = static_cast<Row>(blockIdx.x) * teams.count; first < static_cast<Row>(plan.units);
@@ -144,7 +217,16 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
         const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
         const auto left = [&](int i) { return is_active ? group_size - column(i) : -kSize; };
         const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
-        if (pass == first_pass || teams.chunks > 1) group.load(p, left, offset_of, pass == 0);
+        const int chunk_column = chunk * kVectors * stride;
+        const int count = is_active ? min(group_size - chunk_column, kVectors * stride) : 0;
+        const auto chunk_offset = [&](const RowsView& view) { return index.offset(view) + chunk_column; };
+        if (pass == first_pass || teams.chunks > 1) {
+          if constexpr (kIsStaged) {
+            group.load_staged(p, stage, count, chunk_offset, pass == 0);
+          } else {
+            group.load(p, left, offset_of, pass == 0);
+          }
+        }
         if (pass < 2) {
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
@@ -180,7 +262,15 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
         }
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
+          if constexpr (kIsStaged) {
+            stage.x.replace(i, group.v[i], stage.team);
+          } else {
+            if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
+          }
+        }
+        if constexpr (kIsStaged) {
+          stage.team.sync();
+          stage.x.store(p.out.data, chunk_offset(p.out), count, stage.team);
         }
       }
       if (pass == 2) continue;
@@ -202,14 +292,13 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
 
 template <typename Scalar>
 cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream) {
-  constexpr bool kIsAligned = kHasVectorKernels<Scalar>;
   void (*kernel)(NormFwdParams, FwdPlan) =
-      params.is_add ? norm_fwd_kernel<Scalar, kIsAligned, true> : norm_fwd_kernel<Scalar, kIsAligned, false>;
+      params.is_add ? norm_fwd_kernel<Scalar, false, true> : norm_fwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {
     if (plan.rms.rms_case == RmsCase::kNoGateWide) return launch_norm_rms_sum_fwd<Scalar>(params, plan.rms, stream);
     if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_fwd<Scalar>(params, plan.rms, stream);
-    if (plan.staged.stages > 0) {
-      kernel = params.is_add ? norm_staged_fwd_kernel<Scalar, true> : norm_staged_fwd_kernel<Scalar, false>;
+    if (plan.teams.is_aligned) {
+      kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
     }
   }
   const int threads = plan.teams.threads();

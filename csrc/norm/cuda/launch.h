@@ -12,10 +12,9 @@
 // sums, which a second kernel adds in order.
 //
 // Every kernel has a variant for aligned groups, whose vectors all start at multiples of 16 bytes, and one for groups that
-// start and end at any element (forward: staged_fwd.cuh). Columns belong to the same threads in both, and equally many blocks
-// share the rows, so that results have the same bits. The variants for any groups also take float64, one element at a time;
-// those of the RMSNorm kernels (rms.h) alone take clusters. The RMSNorm kernels are compiled for one case each, without options
-// in their loops.
+// start and end at any element. Columns belong to the same threads in both, and equally many blocks share the rows, so that
+// results have the same bits. The variants for any groups also take float64, one element at a time; those of the RMSNorm
+// kernels (rms.h) alone take clusters. The RMSNorm kernels are compiled for one case each, without options in their loops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,8 +34,6 @@ constexpr int kThreadColumns = 16;
 // Backward: 640 threads with 96 registers each, for groups of up to 10240 columns. Forward: two blocks of 512 threads with 64
 // registers each, for up to 8192 columns. Longer groups take clusters or chunks.
 constexpr int kFwdMaxThreads = 512, kBwdMaxThreads = 640, kFwdRegisters = 64, kBwdRegisters = 96;
-// Forward through shared memory, which leaves fewer blocks resident: threads that share the registers of a multiprocessor.
-constexpr int kStagedFwdRegisters = 80, kStagedFwdBoundThreads = 768;
 // Limit of the groups of all rows in a call of the aligned and the RMSNorm kernels, which count rows, with those they prefetch,
 // in 32 bits.
 constexpr int64_t kMaxNarrowRows = int64_t(1) << 30;
@@ -69,25 +66,10 @@ struct RmsPlan {
   int row_blocks = 1;
 };
 
-// Forward through shared memory (staged_fwd.cuh). Images are of a team's group of one tensor, narrow if elements have the
-// kernel's type.
-struct StagedFwd {
-  enum Tensor { kX, kSecond, kOut, kNewResidual, kTensors };  // the second input: z or the residual
-
-  int stages = 0;               // 0 selects the aligned kernel; with one, copies do not run ahead
-  int image_chunks = 1;         // of a group in an image: all of them, or one
-  bool keeps_columns = true;    // whether all groups of a team have the same columns
-  int64_t row_step = 0;         // then between these groups' rows
-  bool is_flat[kTensors] = {};  // whether all groups of all rows follow each other in memory
-  int narrow_pitch = 0, second_pitch = 0, new_residual_pitch = 0;  // bytes from a team's image to the next one's
-  int second_images = 0, new_residual_images = 0, stage_bytes = 0;
-};
-
 struct FwdPlan {
   Teams teams;
   int64_t units = 0, blocks = 0;
-  int shared_bytes = 0;
-  StagedFwd staged;
+  int shared_bytes = 0;  // images of rows that start and end at any element
   RmsPlan rms;
 };
 
@@ -97,8 +79,6 @@ constexpr int kBwdClusterBytes = 2 * 2 * cuda::kMaxClusterBlocks * 32 * static_c
 struct BwdPlan {
   Teams teams;
   int group_teams = 1, row_teams = 1;
-  int group_teams_log2 = 0;
-  int warp_teams = 1, warp_rows = 1;  // teams of a warp, if they have less than one, and rows that these take
   int column_blocks = 1, row_blocks = 1;
   int partials = 1;  // row_blocks * row_teams
   RmsPlan rms;
@@ -106,18 +86,14 @@ struct BwdPlan {
   // that the same access of neighboring threads falls into different banks.
   int stage_accesses = 0, record_bytes = 0;
   // Rows that start and end at any element: pipeline stages, of which one alone is filled and read in turn, shared memory of
-  // the images in a stage, and of a thread's sums for grad_bias, which its weights follow.
-  int stages = 0, stage_bytes = 0, sum_bytes = 0, weight_bytes = 0;
+  // the images in a stage, and of a thread's sums for grad_bias.
+  int stages = 0, stage_bytes = 0, sum_bytes = 0;
   // A team's image of grad_out and of x; where the blocks' images of x and of the third input begin.
   int narrow_image = 0, x_image = 0, x_images = 0, third_images = 0;
-  // Whether all groups of all rows follow each other in memory: grad_out, x, the third input, the gradients.
-  enum Tensor { kGradX = 3, kSecondGrad, kTensors };
-  bool is_flat[kTensors] = {};
 
   // Where the sums of a cluster begin.
   SSM_HOST_DEVICE int sums_offset() const {
-    return stage_bytes == 0 ? teams.threads() * record_bytes
-                            : stages * stage_bytes + teams.threads() * (sum_bytes + weight_bytes);
+    return stage_bytes == 0 ? teams.threads() * record_bytes : stages * stage_bytes + teams.threads() * sum_bytes;
   }
   int shared_bytes() const { return sums_offset() + (teams.cluster > 1 ? kBwdClusterBytes : 0); }
 };

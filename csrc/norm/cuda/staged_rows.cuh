@@ -1,5 +1,4 @@
-// Rows that start and end at any element, in shared memory of the general backward, for teams of whole warps. spans.cuh has
-// those of smaller teams and of forward.
+// Rows that start and end at any element, in shared memory of the general kernels.
 //
 // A team has an image of its group, or of a chunk of it, for each tensor: the columns in order, and kVectorBytes more. It
 // copies the columns by cp.async as the aligned pieces of memory that hold them, and each lane reads its vectors from where
@@ -53,6 +52,14 @@ struct Image {
   // visible. `past` is the same for the team.
   static __device__ __forceinline__ void load(Values (&values)[vectors], const char* image, int past, const TeamPlace& team) {
     const char* const own = image + team.lane * kLaneBytes;
+    if (team.lanes < kWarpSize) {
+      // Teams of a warp differ in `past`.
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+        values[i] = cuda::load_shifted_shared<Element, size>(own + i * team.lanes * kLaneBytes, past);
+      }
+      return;
+    }
     const unsigned int selected = cuda::select_half_words(past);
     cuda::visit_index<kVectorBytes / 4>(past / 4, [&](auto skipped) {
 #pragma unroll
@@ -86,16 +93,25 @@ struct Image {
     const int bytes = count * kElementBytes, inner = bytes - skipped;
     char* const first = reinterpret_cast<char*>(target);
     const unsigned int selected = cuda::select_half_words(skipped);
-    cuda::visit_index<kVectorBytes / 4>(skipped / 4, [&](auto index) {
+    const auto store_pieces = [&](const auto& join) {
 #pragma unroll
       for (int k = 0; k < kLanePieces; ++k) {
         const int position = (team.lane + k * team.lanes) * kVectorBytes;
-        if (inner < position + kVectorBytes) continue;
-        const uint4* const pieces = reinterpret_cast<const uint4*>(image + position);
-        *reinterpret_cast<uint4*>(first + skipped + position) =
-            cuda::join_pieces<Element, decltype(index)::value>(pieces[0], pieces[1], selected);
+        if (inner >= position + kVectorBytes) join(image + position, first + skipped + position);
       }
-    });
+    };
+    if (team.lanes < kWarpSize) {
+      store_pieces([&](const char* source, char* piece) {
+        cuda::load_shifted_shared<Element, kPieceElements>(source, skipped).store(reinterpret_cast<Element*>(piece));
+      });
+    } else {
+      cuda::visit_index<kVectorBytes / 4>(skipped / 4, [&](auto index) {
+        store_pieces([&](const char* source, char* piece) {
+          const uint4* const pieces = reinterpret_cast<const uint4*>(source);
+          *reinterpret_cast<uint4*>(piece) = cuda::join_pieces<Element, decltype(index)::value>(pieces[0], pieces[1], selected);
+        });
+      });
+    }
     const int last = inner < 0 ? bytes : bytes - inner % kVectorBytes;
     for (int i = team.lane; i < 2 * kPieceElements; i += team.lanes) {
       const bool is_first = i < kPieceElements;
@@ -121,6 +137,19 @@ class StagedTensor {
   __device__ __forceinline__ void copy(const void* data, int64_t offset, int count, const TeamPlace& team) const {
     visit([&](auto image, auto* element) { image.copy(image_, static_cast<decltype(element)>(data) + offset, count, team); });
   }
+  __device__ __forceinline__ void load(const void* data, int64_t offset, Acc (&values)[kVectors][kSize],
+                                       const TeamPlace& team) const {
+    visit([&](auto image, auto* element) {
+      typename decltype(image)::Values loaded[kVectors];
+      image.load(loaded, image_, past(static_cast<decltype(element)>(data) + offset), team);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) to_values(loaded[i], values[i]);
+    });
+  }
+  __device__ __forceinline__ void load_narrow(const void* data, int64_t offset, Vector<Scalar, kSize> (&values)[kVectors],
+                                              const TeamPlace& team) const {
+    Narrow::load(values, image_, past(static_cast<const Scalar*>(data) + offset), team);
+  }
   __device__ __forceinline__ void own(int i, Acc (&values)[kSize], const TeamPlace& team) const {
     visit([&](auto image, auto* element) {
       to_values(Vector<std::decay_t<decltype(*element)>, kSize>::load(image.own(image_, i, team)), values);
@@ -138,6 +167,7 @@ class StagedTensor {
   }
 
  private:
+  static __device__ __forceinline__ int past(const void* source) { return cuda::bytes_past_multiple<kVectorBytes>(source); }
   template <typename Function>
   __device__ __forceinline__ void visit(const Function& function) const {
     if constexpr (!std::is_same_v<Scalar, Acc>) {
