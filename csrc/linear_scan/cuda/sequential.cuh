@@ -237,7 +237,8 @@ class Chain {
     uint32_t passed_by_this[2];  // the addresses of their `passed` for this chain
   };
   static_assert(kNeighborsAt + sizeof(Neighbors) == kSequentialBarrierBytes, "neighbors come before the states");
-  // Segments that a chain may be ahead of its neighbors. A round of turns more was 3 to 6 % slower.
+  // Segments that a chain may be ahead of its neighbors. A round of turns more was 3 to 6 % slower where a multiprocessor has
+  // several chains. One chain alone gets it, because the path from turn to turn limits its speed.
   static constexpr uint32_t kMostAhead = 2;
   static constexpr uint32_t kNeverBehind = 1u << 31, kNoNeighbor = 0xffffffff;
 
@@ -263,8 +264,8 @@ class Chain {
   __device__ __forceinline__ void wait_for_neighbors(int segment) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const auto& of = neighbors();
-    // Before the warp's turn, because the path from turn to turn limits the speed.
-    while (min(of.passed[0], of.passed[1]) + kMostAhead <= static_cast<uint32_t>(segment)) __nanosleep(100);
+    const uint32_t most_ahead = kMostAhead + (partition_.block_chains > 1 ? 0 : static_cast<uint32_t>(warps));
+    while (min(of.passed[0], of.passed[1]) + most_ahead <= static_cast<uint32_t>(segment)) __nanosleep(100);
 #endif
   }
   __device__ __forceinline__ StageRows<S> stage(int i) const { return {stages_ + i * S::kStageBytes}; }
