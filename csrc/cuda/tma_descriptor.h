@@ -47,9 +47,8 @@ inline cudaError_t make_tma_descriptor(TmaDescriptor& map, void* data, const uin
   constexpr cuuint32_t kElementStrides[4] = {1, 1, 1, 1};
   cuuint64_t byte_strides[3];
   for (int i = 0; i < 3; ++i) {
-    // The stride of a dimension of size 1 is never used and may be invalid: replace it by the contiguous one, which has to be a
-    // multiple of 16 bytes.
-    const uint64_t contiguous = i == 0 ? (sizes[0] * kElementBytes + 15) / 16 * 16 : byte_strides[i - 1] * sizes[i];
+    // The stride of a dimension of size 1 is never used and may be invalid: replace it by the contiguous one.
+    const uint64_t contiguous = i == 0 ? sizes[0] * kElementBytes : byte_strides[i - 1] * sizes[i];
     byte_strides[i] = sizes[i + 1] == 1 ? contiguous : static_cast<uint64_t>(strides[i]) * kElementBytes;
   }
   const cuuint64_t all_sizes[4] = {sizes[0], sizes[1], sizes[2], sizes[3]};

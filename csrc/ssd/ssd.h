@@ -21,9 +21,6 @@ struct SsdParams {
   int64_t seqlen = 0;  // of each row, or of all packed sequences together
   int64_t heads = 0, groups = 0;
   int headdim = 0, dstate = 0;
-  // Where heads of x, z and out begin between vectors of 16 bytes (StateTile): by how many elements each is further after one
-  // than the head before, modulo a vector. Heads of the same number have the same place in x, z and out.
-  int head_shift = 0;
   int state_columns = 0;  // of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4
   Discretization discretization = Discretization::kZoh;  // one whose transition is e^zeta
   bool dt_softplus = false;
@@ -58,14 +55,10 @@ struct SsdBwdParams : SsdParams {
 };
 
 struct SsdFwdParams : SsdParams {
-  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim, unless there is a head_shift.
+  // Its rows are vectors of 16 bytes, possibly with some elements more than headdim.
   RowsView out;
-  // Of out, for TMA stores (epilogue.cuh): descriptor i has every 2^log2_descriptors-th head from head i on, without the
-  // elements before its first vector.
-  static constexpr int kMaxDescriptors = 8;
-  cuda::TmaDescriptor out_descriptors[kMaxDescriptors] = {};
-  int log2_descriptors = 0;
-  float* final_states = nullptr;  // as initial_states
+  cuda::TmaDescriptor out_descriptor = {};  // of out, for TMA stores: epilogue.cuh
+  float* final_states = nullptr;            // as initial_states
   // The states after chunk_states_every chunks of a row of the batch, after twice as many, and so on: chunk_states_count of
   // them, each (heads, headdim, state_columns); those of the next row begin chunk_states_row states later. Null if none are
   // asked for, if sequences are packed, and for the short scan.

@@ -316,9 +316,7 @@ struct WorkSpan : ChunkSpan {
         first_tile(work_tile % partition.work_tiles_per_group * kWarpgroups) {}
 };
 
-// One of a block's two state tiles: up to kStateRows rows and kStateColumns columns of one head's state. Where a head begins
-// between vectors of x, its tiles begin at the vector with its first element: first_row is negative, and the rows before row 0
-// belong to the head before. No row of a product depends on other rows, so these hold anything and are not stored.
+// One of a block's two state tiles: up to kStateRows rows and kStateColumns columns of one head's state.
 struct StateTile {
   int head;
   int first_row, first_column;  // of the head's state
@@ -329,13 +327,10 @@ struct StateTile {
     const int state_tile = (at.first_tile + index) / partition.column_blocks;
     first_column = (at.first_tile + index) % partition.column_blocks * kStateColumns;
     head = at.group * partition.heads_per_group + (is_there ? state_tile / partition.row_blocks : 0);
-    const int shift = head * p.head_shift & (kRowElements - 1);
-    first_row = is_there ? state_tile % partition.row_blocks * kStateRows - shift : 0;
+    first_row = is_there ? state_tile % partition.row_blocks * kStateRows : 0;
     rows = is_there ? p.headdim - first_row : 0;
   }
   __device__ __forceinline__ bool is_there() const { return rows > 0; }
-  // Whether a row of the tile is the head's.
-  __device__ __forceinline__ bool has_row(int row) const { return row < rows && first_row + row >= 0; }
 };
 
 // cuda::produce_tables for the chunks chunk_at(position) of one head; tables_at(stage) are the tables of its warpgroup.

@@ -27,7 +27,7 @@ namespace {
 
 void run_forward(const Inputs& in, const KernelInputs& inputs, PendingCopies& copies, const FwdOutputs& outputs,
                  const ChunkStates& chunk_states = {}) {
-  const KernelResult out = result_as_rows(outputs.out, inputs.keeps_heads() || has_vectors(outputs.out)),
+  const KernelResult out = result_as_rows(outputs.out, has_vectors(outputs.out)),
                      final_states = inputs.result_as_states(outputs.final_states);
   launch_forward(inputs, copies, in.z, out.written, final_states.written, chunk_states);
   out.finish(copies);
@@ -83,7 +83,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   }
   const FwdOutputs outputs = allocate_fwd(in);
   PendingCopies copies;
-  const KernelInputs inputs(in, method, copies, keeps_heads(in, outputs.out));
+  const KernelInputs inputs(in, method, copies);
   run_forward(in, inputs, copies, outputs);
   return outputs;
 }
@@ -94,7 +94,7 @@ StatesOutputs states_cuda(const StatesInputs& in) {
   if (!have_kernels_for(in, /*is_backward=*/false)) return states_aten(in);
   const StatesOutputs outputs = allocate_states(in);
   PendingCopies copies;
-  const KernelInputs inputs(in, method, copies, keeps_heads(in, outputs.out));
+  const KernelInputs inputs(in, method, copies);
   const ChunkStates chunk_states = allocate_chunk_states(in, inputs, outputs.states);
   run_forward(in, inputs, copies, outputs, chunk_states);
   const auto states_before = [&](int64_t chunks) -> OptionalTensor {

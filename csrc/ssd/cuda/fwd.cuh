@@ -51,7 +51,7 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
   };
   if constexpr (Mma::kIsAsync) {
     constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
-    const bool has_options = params.resets != nullptr || params.chunk_states != nullptr || params.head_shift != 0;
+    const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
     const auto kernel = has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
     return launch(kernel, kThreads, params);
   } else {

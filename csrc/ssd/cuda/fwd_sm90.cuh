@@ -160,7 +160,7 @@ struct FwdSm90 {
         [&](TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
           scan_segment(state, at, state_tile, index, pairs, lane, pipeline, store_chunk_state);
         });
-    TmaEpilogue<Scalar, Order, has_options>::wait_for_sent();
+    TmaEpilogue<Scalar, Order>::wait_for_sent();
   }
 
   // Takes the state through the segment. A chunk state is stored after the chunk's stage is released.
@@ -171,7 +171,7 @@ struct FwdSm90 {
     // The epilogue stores nothing for a state tile without rows.
     StateTile out_tile = state_tile;
     if (!Layout::writes_out(index)) out_tile.rows = 0;
-    TmaEpilogue<Scalar, Order, has_options> out(p, at, out_tile, lane);
+    TmaEpilogue<Scalar, Order> out(p, at, out_tile, lane);
     const int rows = Layout::row_block(index), columns = Layout::column_block(index);
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
@@ -219,8 +219,6 @@ struct FwdSm90 {
 
       cuda::warpgroup_wait<0>(y);
       scale_by_exp_cumsum(y, tables, lane);
-      // No product is in flight that would delay the branch.
-      if (has_options && left < at.chunks) out.store_begin(shared.out[rows], at.chunks - left - 1, kChunk);
       out.wait_for_sent();
       sync_warpgroup(index);
       cuda::warpgroup_arrive();
@@ -265,8 +263,8 @@ struct FwdSm90 {
   }
 };
 
-// has_options: whether p.resets, p.chunk_states and p.head_shift may be given. Without them the loop over chunks has no code
-// for any: such code slows the loop even where it is skipped.
+// has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
+// to store chunk states slows the loop even where it is skipped.
 template <typename Scalar, int dstate, bool has_options>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {

@@ -16,11 +16,6 @@ bool use_wgmma(const at::Tensor& x, bool reverse = false);
 // The products of a call now: PyTorch's switch for fp32 matrix products on CUDA decides about TF32.
 Products choose_products(const at::Tensor& x, bool reverse);
 
-// Whether forward reads x and z and writes out in place although their heads begin between vectors: with wgmma, if each step
-// of these is vectors, heads begin equally far after one in all of them, and the vectors that hold a head make no more state
-// tiles than its rows.
-bool keeps_heads(const Inputs& in, const at::Tensor& out);
-
 // Memory for states inside of the sequences: after `every` chunks, twice as many, and so on.
 struct ChunkStates {
   at::Tensor states;  // (batch, count, heads, headdim, dstate); states of a row of the batch are contiguous. Undefined: none

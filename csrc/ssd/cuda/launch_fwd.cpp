@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "common/integers.h"
 #include "common/limits.h"
@@ -81,25 +80,14 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Whether TMA can store so many steps: it takes 32-bit coordinates, and a tile's first step is one.
-bool takes_tma_stores(int64_t seqlen) { return seqlen <= std::numeric_limits<int32_t>::max() - kChunk; }
-
-// Makes the descriptors of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
+// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
-  if (!takes_tma_stores(params.seqlen)) return false;
+  // TMA takes 32-bit coordinates, and a tile's first step is one.
+  if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
-  const int kinds = kRowElements / std::gcd(kRowElements, params.head_shift);
-  while (1 << params.log2_descriptors < kinds) ++params.log2_descriptors;
   const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
-  for (int head = 0; head < std::min<int64_t>(kinds, out.size(2)); ++head) {
-    const int64_t before = padded_row(head * params.head_shift) - head * params.head_shift;
-    const cudaError_t error = cuda::make_tma_descriptor(
-        params.out_descriptors[head], static_cast<char*>(out.data_ptr()) + (head * out.stride(2) + before) * out.element_size(),
-        {size(3) - before, static_cast<uint64_t>(ceil_div(out.size(2) - head, kinds)), size(1), size(0)},
-        {kinds * out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1});
-    if (error != cudaSuccess) return false;
-  }
-  return true;
+  return cuda::make_tma_descriptor(params.out_descriptor, out.data_ptr(), {size(3), size(2), size(1), size(0)},
+                                   {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
 // Whether the short scan (short_scan_fwd.cuh) takes a call.
@@ -115,7 +103,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();
   if (call.schedule.work_tiles == 0) return call;
   if (is_present(z)) {
-    call.gate = inputs.keeps_heads() ? *z : copies.as_rows(*z);
+    call.gate = copies.as_rows(*z);
     call.params.z = const_rows_view(call.gate, inputs.is_reverse());
   }
   call.params.out = rows_view(out, inputs.is_reverse());
@@ -130,10 +118,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   make_schedule(inputs.x.options(), call);
   call.products = choose_products(out, inputs.is_reverse());
-  if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) {
-    TORCH_INTERNAL_ASSERT(!inputs.keeps_heads(), "ssd_chunk_scan: no TMA descriptor of out");
-    call.products = Products::kMma;
-  }
+  if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) call.products = Products::kMma;
   return call;
 }
 
@@ -164,18 +149,6 @@ Products choose_products(const at::Tensor& x, bool reverse) {
   return allows_tf32 ? Products::kTf32 : Products::kMma;
 }
 
-bool keeps_heads(const Inputs& in, const at::Tensor& out) {
-  const int64_t headdim = in.x.size(3);
-  if (!use_wgmma(in.x, in.reverse) || headdim % kRowElements == 0 || headdim < kRowElements) return false;
-  if (!takes_tma_stores(in.x.size(1)) || cuda::find_encode_tensor_map() == nullptr) return false;
-  const auto fits = [&](const at::Tensor& tensor) {
-    return has_vectors_of_steps(tensor) && tensor.stride(2) % kRowElements == headdim % kRowElements;
-  };
-  if (!fits(in.x) || !fits(out) || (is_present(in.z) && !fits(*in.z))) return false;
-  const int64_t most_before = kRowElements - std::gcd<int64_t>(kRowElements, headdim);
-  return row_blocks(headdim + most_before) == row_blocks(headdim);
-}
-
 void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
                     const at::Tensor& final_states, const ChunkStates& chunk_states) {
   ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
@@ -199,10 +172,9 @@ std::string describe_kernel(const at::Tensor& x, Products products) {
 
 std::string describe_forward(const Inputs& in, Discretization method) {
   PendingCopies copies;
+  const KernelInputs inputs(in, method, copies);
   const at::Tensor out = empty_tensor_like(in.x);
-  const KernelInputs inputs(in, method, copies, keeps_heads(in, out));
-  const at::Tensor written = result_as_rows(out, inputs.keeps_heads() || has_vectors(out)).written;
-  const ForwardCall call = prepare(inputs, copies, in.z, written, inputs.empty_states());
+  const ForwardCall call = prepare(inputs, copies, in.z, result_as_rows(out, has_vectors(out)).written, inputs.empty_states());
   if (call.is_short) return "kernel=short";
   return c10::str(describe_kernel(in.x, call.products), " blocks=", call.schedule.blocks,
                   " splits_work_tiles=", call.schedule.splits_work_tiles);

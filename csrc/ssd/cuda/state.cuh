@@ -47,8 +47,7 @@ struct State {
       const int64_t offset = (int64_t(state_tile.first_row) + row) * p.state_columns + first_column;
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        body(self.values[n][2 * half], self.values[n][2 * half + 1], state_tile.has_row(row) && 8 * n < columns,
-             offset + 8 * n);
+        body(self.values[n][2 * half], self.values[n][2 * half + 1], row < state_tile.rows && 8 * n < columns, offset + 8 * n);
       }
     }
   }
@@ -371,7 +370,7 @@ __device__ __forceinline__ void scale_inputs(const float (&x)[8], const float (&
 // D for the lane's two rows.
 __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile& state_tile, const FragmentLane& lane) {
   const auto load = [&](int row) {
-    return p.D != nullptr && state_tile.has_row(row)
+    return p.D != nullptr && row < state_tile.rows
                ? p.D[state_tile.head * p.D_stride_head + (state_tile.first_row + row) * p.D_stride_row]
                : 0.0f;
   };

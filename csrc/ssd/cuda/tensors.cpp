@@ -50,12 +50,6 @@ bool has_vectors(const at::Tensor& tensor) {
   return tensor.size(3) % vector_elements == 0 && begin_at_multiples(tensor, vector_elements);
 }
 bool has_pairs(const at::Tensor& tensor) { return tensor.size(3) % 2 == 0 && begin_at_multiples(tensor, 2); }
-bool has_vectors_of_steps(const at::Tensor& tensor) {
-  const int64_t vector_elements = kVectorBytes / tensor.element_size();
-  const auto are_vectors = [&](int64_t elements) { return elements % vector_elements == 0; };
-  return is_aligned(tensor) && tensor.stride(3) == 1 && are_vectors((tensor.size(2) - 1) * tensor.stride(2) + tensor.size(3)) &&
-         (tensor.size(1) == 1 || are_vectors(tensor.stride(1))) && (tensor.size(0) == 1 || are_vectors(tensor.stride(0)));
-}
 bool has_contiguous_rows(const at::Tensor& tensor) { return tensor.stride(3) == 1 || tensor.size(3) == 1; }
 
 at::Tensor PendingCopies::as_rows(const at::Tensor& tensor) {
@@ -116,13 +110,12 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written) {
   return {target, is_written ? target : empty_padded_like(target)};
 }
 
-KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies, bool keeps_heads)
-    : x(keeps_heads ? in.x : copies.as_rows(in.x)),
+KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies)
+    : x(copies.as_rows(in.x)),
       B(copies.as_rows(in.B)),
       C(in.C.is_same(in.B) ? B : copies.as_rows(in.C)),
       in_(in),
       method_(method),
-      keeps_heads_(keeps_heads),
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
   if (is_present(in.seq_idx)) resets_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
   if (is_present(in.cu_seqlens)) {
@@ -147,7 +140,6 @@ void KernelInputs::fill(SsdParams& params) const {
   params.groups = B.size(2);
   params.headdim = static_cast<int>(x.size(3));
   params.dstate = static_cast<int>(B.size(3));
-  if (keeps_heads_) params.head_shift = static_cast<int>(x.stride(2) % kRowElements);
   params.state_columns = static_cast<int>(state_columns());
   params.discretization = method_;
   params.dt_softplus = in_.dt_softplus;

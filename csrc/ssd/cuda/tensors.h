@@ -20,9 +20,6 @@ bool has_vectors(const at::Tensor& tensor);
 bool has_pairs(const at::Tensor& tensor);
 // Whether the last axis is contiguous, or has one element.
 bool has_contiguous_rows(const at::Tensor& tensor);
-// Whether each step of a tensor (batch, seqlen, heads, row), of which the elements between heads are part, is vectors of 16
-// bytes that begin at multiples of these.
-bool has_vectors_of_steps(const at::Tensor& tensor);
 // Uninitialized, of the same shape and dtype but for the rows, which are padded to vectors.
 at::Tensor empty_padded_like(const at::Tensor& tensor);
 // Copies between the caller's tensors and the kernels', which one launch makes (cuda/row_copies.h).
@@ -68,14 +65,12 @@ KernelResult result_as_rows(const at::Tensor& target, bool is_written);
 // The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
  public:
-  // Kernels may read them after the launch of `copies`. With `keeps_heads` x is not copied although heads begin between
-  // vectors.
-  KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies, bool keeps_heads = false);
+  // Kernels may read them after the launch of `copies`.
+  KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies);
 
   void fill(SsdParams& params) const;
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
-  bool keeps_heads() const { return keeps_heads_; }
 
   // Columns of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4.
   int64_t state_columns() const;
@@ -96,7 +91,6 @@ class KernelInputs {
 
   const Inputs& in_;
   const Discretization method_;
-  const bool keeps_heads_;
   const int64_t sequences_;
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
