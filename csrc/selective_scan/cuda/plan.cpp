@@ -393,7 +393,7 @@ bool is_sequential_bwd_faster(const SelectiveScanParams& p, const sequential::Sc
   using Sizes = warp_scan::BwdSizes;
   constexpr ScanTimes kSequential = {{17, 0.408, 0.8, 0.4}, {33, 0.51, 0.85, 0.4}};
   constexpr ScanTimes kWarpScan = {{14, 0.303, 0.69, 0}, {28, 0.352, 0.72, 0}};
-  constexpr ScanTimes kSequentialOfFloats = {{17, 0.43, 0.8, 0.4}, {22, 0.65, 0.85, 0.4}};
+  constexpr ScanTimes kSequentialOfFloats = {{17, 0.43, 0.8, 0.4}, {22, 0.585, 0.85, 0.4}};
   constexpr ScanTimes kWarpScanOfFloats = {{14, 0.313, 0.72, 0}, {28, 0.378, 0.74, 0}};
   // The carry pass before two segments: a launch, and a step of a segment.
   constexpr double kCarryLaunch = 10, kCarryStep = 0.12, kShiftedCarryLaunch = 14, kShiftedCarryStep = 0.155;
