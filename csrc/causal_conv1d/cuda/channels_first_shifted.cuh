@@ -15,7 +15,6 @@
 #include <type_traits>
 
 #include "causal_conv1d/cuda/channels_first.cuh"
-#include "cuda/opaque.cuh"
 #include "cuda/shifted_segment.cuh"
 
 namespace ssm_kernels::causal_conv1d {
@@ -153,14 +152,21 @@ struct StagedVectors {
 
   alignas(kVectorBytes) char blocks[kWarps][(kWarpSize + kMostRows) * kVectorBytes];
 
-  // Bytes from the first block to the one in which the lane's vector begins.
-  __device__ __forceinline__ static int place(const ChannelsFirstSegment& segment) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    return warp * static_cast<int>(sizeof(blocks[0])) + (lane + segment.place) * static_cast<int>(kVectorBytes);
+  // Starts the copy of the lane's vector at `source`, of which `left` elements exist, or more in the same row. `past` is the
+  // address's distance from a multiple of 16, the same for the whole row.
+  __device__ __forceinline__ void start_copy(const ChannelsFirstSegment& segment, const Scalar* source, int past, int left) {
+    char* const target = blocks[threadIdx.x / kWarpSize] + place(segment);
+    const char* const first = reinterpret_cast<const char*>(source) - past;
+    // Fewer than 32 bits, as only two blocks matter.
+    const int left_bytes = (left < 2 * kVector ? left : 2 * kVector) * static_cast<int>(sizeof(Scalar)) + past;
+    if (left_bytes > 0) cuda::cp_async<kVectorBytes>(target, first);
+    if (segment.lane == segment.lanes - 1 && left_bytes > kVectorBytes) {
+      cuda::cp_async<kVectorBytes>(target + kVectorBytes, first + kVectorBytes);
+    }
   }
-  // The lane's vector, which begins `past` bytes into the block at `source`; of its elements `left` exist, the others are
-  // zeros. `past` is the same for the whole row.
-  __device__ __forceinline__ static Inputs load(const char* source, int past, int left) {
+  // The lane's vector; elements that do not exist are zeros.
+  __device__ __forceinline__ Inputs load(const ChannelsFirstSegment& segment, int past, int left) const {
+    const char* const source = blocks[threadIdx.x / kWarpSize] + place(segment);
     Inputs vector = cuda::load_pieces<Scalar>(source, past);
     if (left < kVector) {
 #pragma unroll
@@ -170,23 +176,10 @@ struct StagedVectors {
     }
     return vector;
   }
-};
 
-// A lane's copies of one tensor, from the row's end to its begin: the block in which its vector begins, and from the row's last
-// lane the next one.
-template <typename Scalar>
-struct BlockCopies {
-  const char* block;
-  int end, next_end;  // the lane copies its block, and the next one, of vectors that begin before these steps
-
-  // The next copy is of the vector at `source`, step t of `count` of the tile. `past`: bytes after a multiple of 16.
-  __device__ __forceinline__ BlockCopies(const ChannelsFirstSegment& segment, const Scalar* source, int past, int count)
-      : block(reinterpret_cast<const char*>(source) - past), end(count + past / static_cast<int>(sizeof(Scalar))) {
-    next_end = segment.lane == segment.lanes - 1 ? end - StagedVectors<Scalar>::kVector : 0;
-  }
-  __device__ __forceinline__ void start(uint32_t target, int t) const {
-    if (t < end) cuda::cp_async<kVectorBytes>(target, block);
-    if (t < next_end) cuda::cp_async<kVectorBytes>(target + kVectorBytes, block + kVectorBytes);
+ private:
+  __device__ __forceinline__ static int place(const ChannelsFirstSegment& segment) {
+    return (static_cast<int>(threadIdx.x) % kWarpSize + segment.place) * kVectorBytes;
   }
 };
 
@@ -222,56 +215,39 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 6)
   const Scalar* const grad_final = grad_final_state_of<Scalar>(p, segment);
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
-  const int begin = cuda::opaque(lane * kVector);
+  const int begin = lane * kVector;
   int t = begin + ((length - 1) & -warp_steps);
-  // Stages are counted in bytes. The compiler would compute the lane's place again for each copy if it were not opaque.
-  constexpr int kStageBytes = sizeof(stages[0]), kTensorBytes = sizeof(stages[0][0]);
-  const char* const staged = reinterpret_cast<const char*>(stages);
-  const int place = cuda::opaque(StagedVectors<Scalar>::place(segment));
-  const uint32_t target = cuda::opaque(cuda::shared_address(staged) + place);
-  BlockCopies<Scalar> x_copies(segment, x_tile + t, x_past, count);
-  BlockCopies<Scalar> grad_copies(segment, grad_out_tile + t, grad_out_past, count);
-  int copied = t;
-  const auto start_copies = [&](int stage) {
-    if (begin <= copied) {
-      x_copies.start(target + stage, copied);
-      grad_copies.start(target + stage + kTensorBytes, copied);
+  const auto start_copies = [&](int t, int stage) {
+    if (begin <= t) {
+      stages[stage][0].start_copy(segment, x_tile + t, x_past, count - t);
+      stages[stage][1].start_copy(segment, grad_out_tile + t, grad_out_past, count - t);
     }
     cuda::cp_async_commit();
-    copied -= warp_steps;
-    x_copies.block -= warp_steps * sizeof(Scalar);
-    grad_copies.block -= warp_steps * sizeof(Scalar);
   };
 #pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) start_copies(i * kStageBytes);
+  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * warp_steps, i);
   // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
   Acc later[kHalo];
   load_gradients_after(p, segment, taps, width, x, grad_out, later);
   const Tail first = Tail::load(p, segment, x);
   cuda::cp_async_wait<kStages - 2>();
   __syncwarp();
-  Inputs next = StagedVectors<Scalar>::load(staged + place, x_past, count - t);
+  Inputs next = stages[0][0].load(segment, x_past, count - t);
   Inputs above = Inputs::zero();  // lane 0: its vector of grad_x in the previous iteration
-  int stage = 0, free_stage = (kStages - 1) * kStageBytes;
 #pragma unroll 1
-  for (; t >= begin; t -= warp_steps) {
+  for (int stage = 0; t >= begin; t -= warp_steps, stage = (stage + 1) % kStages) {
     // The lanes have read what this copy overwrites.
     __syncwarp();
-    start_copies(free_stage);
+    start_copies(t - (kStages - 1) * warp_steps, (stage + kStages - 1) % kStages);
     // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
     cuda::cp_async_wait<kStages - 2>();
     __syncwarp();
     const int left = count - t;  // steps of the tile from t on; negative in lanes without steps
-    const Inputs loaded = next;
-    const Inputs grads = StagedVectors<Scalar>::load(staged + place + stage + kTensorBytes, grad_out_past, left);
-    free_stage = stage;
-    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
-    Tail earlier;
+    const Inputs loaded = next, grads = stages[stage][1].load(segment, grad_out_past, left);
+    Tail earlier = first;
     if (t > begin) {
-      next = StagedVectors<Scalar>::load(staged + place + stage, x_past, kVector);
+      next = stages[(stage + 1) % kStages][0].load(segment, x_past, kVector);
       earlier = Tail::of(next);
-    } else {
-      earlier = first;
     }
     Acc inputs[kHalo + kVector], g[kVector + kHalo];
 #pragma unroll
