@@ -118,13 +118,11 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   if (set == KernelSet::kChannelsLastRuns) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const auto blocks_of = [&](int64_t steps) { return p.batch * tiling.channel_blocks * ceil_div(p.seqlen, steps * kWarps); };
-    // Long runs read the taps and the steps before a run less often; several waves of blocks end more evenly than one.
-    constexpr int64_t kRunWaves = 3;
-    const int64_t chunk = run_steps(cuda::element_bytes(p.kind));
-    tiling.steps = blocks_of(chunk) <= multiprocessors ? kLeastRun : chunk;
-    while (tiling.steps < kLongRun && blocks_of(2 * tiling.steps) >= kRunWaves * kRunBlocks * multiprocessors)
-      tiling.steps *= 2;
-    if (const char* steps = std::getenv("SSM_KERNELS_CONV_RUN")) tiling.steps = std::atoi(steps);
+    // Two chunks a run, the second loaded while the first is computed, or less where latency decides: where blocks of longer
+    // runs do not fill the device. More only where a grid has too few blocks.
+    tiling.steps = 2 * run_steps(cuda::element_bytes(p.kind));
+    while (tiling.steps > kLeastRun && blocks_of(tiling.steps) <= multiprocessors) tiling.steps /= 2;
+    while (tiling.steps < kLongRun && ceil_div(p.seqlen, tiling.steps * kWarps) > kMostGridBlocks) tiling.steps *= 2;
     tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kChannelsLast || set == KernelSet::kChannelsLastShifted) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
