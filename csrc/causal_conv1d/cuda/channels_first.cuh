@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_tile_sums(const ConvBwdParams& p, const Ti
 }
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps, 8)
+__global__ void __launch_bounds__(kWarpSize* kWarps, 10)
     conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
@@ -158,35 +158,36 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, 8)
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
   const int lane = segment.lane, warp_steps = kVector * segment.lanes;
-  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
-  // Steps are counted from the tile's first one, in 32 bits. Lanes without a row take part in its only iteration.
-  const int count = segment.exists ? static_cast<int>(segment.end - segment.begin) : 0;
-  const Scalar* const x_lane = x + segment.begin + lane * kVector;
-  const auto load = [&](int t) { return t + lane * kVector < count ? Inputs::load_once(x_lane + t) : Inputs::zero(); };
-  // The inputs come first: no load waits for another.
-  Inputs loaded[kAhead];
-#pragma unroll
-  for (int j = 0; j < kAhead; ++j) loaded[j] = load(j * warp_steps);
-  Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
   const int width = static_cast<int>(p.width);
   const Taps<Scalar, 1> taps(p, width, segment.c);
-  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, segment.begin + lane * kVector, segment.c);
+  const Scalar* x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  Scalar* out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
+  Tail earlier = Tail::template load_vector<kVector>(p, segment, x);
+
+  // Steps are counted from the tile's first one, in 32 bits. Lanes without a row take part in its only iteration.
+  const int count = segment.exists ? static_cast<int>(segment.end - segment.begin) : 0;
+  x += segment.begin;
+  out += segment.begin;
   int begin = 0;
-#pragma unroll 1
   do {
+    Inputs loaded[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int t = begin + j * warp_steps;
+      const int t = begin + j * warp_steps + lane * kVector;
+      loaded[j] = t < count ? Inputs::load_once(x + t) : Inputs::zero();
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
       // No lane has steps left.
-      if (j > 0 && t >= count) break;
+      if (j > 0 && begin + j * warp_steps >= count) break;
+      const int t = begin + j * warp_steps + lane * kVector;
       Acc inputs[kHalo + kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded[j].accumulate(i);
       const Tail tail = Tail::of(loaded[j]);
-      loaded[j] = load(t + kAhead * warp_steps);
       tail.to_lane_above(segment, earlier, inputs);
       earlier = tail;
-      if (t + lane * kVector >= count) continue;
+      if (t >= count) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
