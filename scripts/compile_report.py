@@ -28,7 +28,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 # the whole build is the second longest step of .ci/run. A new operator declares its number here. Before you raise a number,
 # measure whether a branch at run time costs anything.
 KERNEL_LIMITS = {
-    "causal_conv1d": 72,
+    "causal_conv1d": 71,
     "cuda": 11,
     "linear_scan": 318,
     "mixers": 4,
