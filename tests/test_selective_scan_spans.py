@@ -47,10 +47,10 @@ def make_case(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def kernel(request):
-    """The kernel that the case is named after, whichever is faster at its sizes."""
-    name = getattr(request.node, "callspec", None) and request.node.callspec.params["name"]
-    with debug_option("selective_scan_kernel", "sequential" if name and name.startswith("sequential") else "faster"):
+def kernel_of_case(request):
+    """The kernel that the case is named after, whichever is faster at its sizes; in a test without cases the faster one."""
+    is_sequential = hasattr(request.node, "callspec") and request.node.callspec.params["name"].startswith("sequential")
+    with debug_option("selective_scan_kernel", "sequential" if is_sequential else "faster"):
         yield
 
 
