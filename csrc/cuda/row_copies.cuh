@@ -13,7 +13,6 @@
 #include <limits>
 
 #include "cuda/constants.h"
-#include "cuda/ptx/pdl.cuh"
 #include "cuda/row_copies.h"
 
 namespace ssm_kernels::cuda {
@@ -189,7 +188,6 @@ __device__ __forceinline__ void copy_tile(const RowCopies::Entry& copy, const ch
 
 // Three blocks are resident.
 __global__ void __launch_bounds__(kCopyThreads, 3) row_copies_kernel(const __grid_constant__ RowCopies p) {
-  launch_dependents();
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     int number = 0;
     while (number + 1 < p.count && tile >= p.entries[number + 1].first_tile) ++number;

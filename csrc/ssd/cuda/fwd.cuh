@@ -41,13 +41,10 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
   using Shared = std::conditional_t<Mma::kIsAsync, Sm90Shared<dstate>, Sm80Shared<Scalar, dstate>>;
   static_assert(Shared::bytes(1, true) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(dstate, /*is_backward=*/false),
                 "a launch needs no more");
-  // With wgmma the kernel may start during copies of rows. Other kernels come before it for packed sequences and split work
-  // tiles.
-  const bool uses_pdl = Mma::kIsAsync && schedule.follows_copies && params.cu_seqlens == nullptr && !schedule.splits_work_tiles;
   const auto launch = [&](auto kernel, int threads, const auto& call_params) {
     const auto bytes_of = [&](int stages) { return Shared::bytes(stages, params.z.data != nullptr); };
     return launch_staged(kernel, schedule.blocks, threads, Shared::kMaxStages, bytes_of, available, stream, call_params,
-                         schedule, uses_pdl);
+                         schedule);
   };
   if constexpr (Mma::kIsAsync) {
     constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;

@@ -17,7 +17,6 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/named_barrier.cuh"
-#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
@@ -280,7 +279,6 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
-  cuda::grid_dependency_sync();
   take_range(schedule);
   __syncthreads();
   if (warpgroup >= kWarpgroups) {

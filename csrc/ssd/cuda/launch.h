@@ -112,7 +112,6 @@ struct Schedule : WorkPartition {
   int* ready = nullptr;
   int* ticket_counter = nullptr;   // if blocks wait for one another's states; zero before the kernel
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
-  bool follows_copies = false;     // whether copies of rows are the stream's previous kernel: it lets the next one start early
 };
 
 // Rows as in x. y and grad_z are null if the gradient of z is not needed.

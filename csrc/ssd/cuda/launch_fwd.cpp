@@ -151,9 +151,9 @@ Products choose_products(const at::Tensor& x, bool reverse) {
 
 void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const OptionalTensor& z, const at::Tensor& out,
                     const at::Tensor& final_states, const ChunkStates& chunk_states) {
-  ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
+  const ForwardCall call = prepare(inputs, copies, z, out, final_states, chunk_states);
   if (call.schedule.work_tiles == 0) return;
-  call.schedule.follows_copies = copies.launch();
+  copies.launch();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (call.is_short) {
     C10_CUDA_CHECK(launch_ssd_short_scan_fwd(call.params, stream));

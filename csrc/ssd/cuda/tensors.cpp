@@ -85,12 +85,10 @@ void PendingCopies::add(const at::Tensor& source, const at::Tensor& target) {
   kept_.push_back(target);
 }
 
-bool PendingCopies::launch() {
-  const bool has_copies = copies_.count > 0;
-  if (has_copies) C10_CUDA_CHECK(cuda::launch_row_copies(copies_, c10::cuda::getCurrentCUDAStream()));
+void PendingCopies::launch() {
+  if (copies_.count > 0) C10_CUDA_CHECK(cuda::launch_row_copies(copies_, c10::cuda::getCurrentCUDAStream()));
   copies_ = {};
   kept_.clear();
-  return has_copies;
 }
 
 at::Tensor empty_padded_like(const at::Tensor& tensor) {

@@ -30,8 +30,7 @@ class PendingCopies {
   at::Tensor as_rows(const at::Tensor& tensor);
   // Copies rows, of which the target may have fewer elements, or more: these become zeros. The axes before them are alike.
   void add(const at::Tensor& source, const at::Tensor& target);
-  // Returns whether there were any.
-  bool launch();
+  void launch();
 
  private:
   cuda::RowCopies copies_;
