@@ -50,6 +50,15 @@ def test_rows_that_share_a_warp(dtype):
         assert_matches_reference(inputs | {"x": inputs["x"].mT.contiguous().mT})
 
 
+@every_dtype
+def test_parameters_that_start_between_vectors(dtype):
+    """Aligned rows, and a weight and a bias whose first channel is not at a multiple of 16 bytes."""
+    inputs = make_inputs(channels=1536, seqlen=259, dtype=dtype, weight_dtype=dtype, device="cuda")
+    shifted = {name: torch.cat([inputs[name][:1], inputs[name]])[1:] for name in ("weight", "bias")}
+    expected, actual = (CONV.evaluate(CONV, given) for given in (inputs, inputs | shifted))
+    assert_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_elements_than_one_thread_each(dtype):
     """Forward takes runs, shifted rows long warps, backward tiles of several warps."""

@@ -104,13 +104,6 @@ class AlignedRows {
   // Bypasses the L1 cache.
   __device__ __forceinline__ Row load_once(int t) const { return Row::load_once(at(t)); }
   __device__ __forceinline__ Row load(int t) const { return Row::load(at(t)); }
-  // As load(), where no other thread writes x: by an instruction for global memory, which the compiler does not know it is.
-  __device__ __forceinline__ Row load_read_only(int t) const {
-    static_assert(Row::kAccesses == 1, "one instruction loads it");
-    Row row;
-    row.accesses[0] = __ldg(reinterpret_cast<const typename Row::Access*>(at(t)));
-    return row;
-  }
   // Starts a copy into shared memory, and reads it after its end.
   __device__ __forceinline__ void start_copy(int t, Stage& target) const {
     cuda::cp_async<Row::kBytes>(&target.rows[threadIdx.x], at(t));

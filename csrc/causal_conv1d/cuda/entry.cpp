@@ -85,7 +85,7 @@ bool has_runs(const ConvFwdParams& p) {
   const auto has_vectors = [&](const ParameterView& view, int64_t size) {
     const int64_t bytes = view.is_input_kind ? cuda::element_bytes(p.kind) : sizeof(float);
     return view.stride_channel == size &&
-           reinterpret_cast<int64_t>(view.data) % std::min(kVectorBytes, kLaneChannels * bytes) == 0;
+           reinterpret_cast<int64_t>(view.data) % std::min(kVectorBytes, kLaneChannels * size * bytes) == 0;
   };
   return is_specialized(p) && p.channels <= kMaxNarrow && p.seqlen <= kMostGridBlocks * kWarps * kLongRun &&
          p.weight.stride_tap == 1 && has_vectors(p.weight, kMaxVectorWidth) &&

@@ -3,7 +3,7 @@
 // Three sets of kernels implement the convolution. Forward adds the taps in the same order in all of them.
 //
 //   channels last   a lane owns a few channels and advances in time; sequences may be packed. Forward also has a kernel for
-//                   runs of few steps, without packed sequences
+//                   runs of up to 32 steps, which takes aligned rows without packed sequences
 //   channels first  a lane owns neighboring steps of one channel, and a warp advances in time; no packed sequences
 //   general         any strides and widths, and float64: one thread per element
 //
