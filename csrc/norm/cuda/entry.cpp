@@ -252,7 +252,10 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
     // Whether the stages of the aligned kernel fit. If so, the others have as many blocks: their sums over rows have the same
     // order.
     const int aligned_bytes = threads * record_bytes(stage_accesses) + (is_cluster ? kBwdClusterBytes : 0);
-    const bool has_stages = narrow && plan.teams.chunks <= plan.teams.cluster && aligned_bytes <= available;
+    // In clusters, float32 rows take the kernel for any rows, which is faster: 216 against 338 us for add_layer_norm of 12,288
+    // columns.
+    const int most_chunks = p.kind == ScalarKind::kFloat ? 1 : plan.teams.cluster;
+    const bool has_stages = narrow && plan.teams.chunks <= most_chunks && aligned_bytes <= available;
     plan.teams.is_aligned = has_stages && aligned;
     plan.stage_accesses = has_stages ? stage_accesses : 0;
     plan.record_bytes = record_bytes(plan.stage_accesses);
