@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first called: for the tensors' dtypes, for which of its sizes and strides are 1 or multiples
 of 16, and to tune it, for each of its configurations. An SSD layer with its gradients has 140 of these; each takes about a
-second. One process after another compilation would need longer than all measurements. So :func:`compile_ahead` starts
+second. Compiling one kernel after another would take longer than all measurements. So :func:`compile_ahead` starts
 processes that make the same calls as the benchmark, where no kernel runs. Each compiles what no other has begun with, into
 Triton's cache on disk. What is not done in time is compiled by the benchmark itself.
 
@@ -132,7 +132,7 @@ class _Share:
                 return
             seen.add(specialization)
             if claim(specialization):
-                with contextlib.suppress(Exception):  # the benchmark will meet it
+                with contextlib.suppress(Exception):  # the benchmark raises it
                     compiled(self, *args, grid=grid, warmup=True, **kwargs)
 
         def run_tuned(tuner: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,12 +156,12 @@ class _Share:
         for self.case, call in calls():
             if os.getppid() != parent:
                 sys.exit("the benchmark has ended")
-            with contextlib.suppress(Exception):  # the benchmark will meet it
+            with contextlib.suppress(Exception):  # the benchmark raises it
                 call()
 
 
 def compile_share(index: int, folder: Path, once: bool, calls: Calls) -> None:
-    """What each process of :func:`compile_ahead` does."""
+    """Runs one process of :func:`compile_ahead`."""
 
     def claim(specialization: str) -> bool:
         try:
@@ -183,7 +183,7 @@ def compile_share(index: int, folder: Path, once: bool, calls: Calls) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Whoever reads the file finds all of it."""
+    """Writes the file at once: readers find all of it."""
     path.with_suffix(".part").write_text(json.dumps(value))
     path.with_suffix(".part").rename(path)
 
@@ -231,7 +231,7 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
             names = set(json.loads(found.read_text()))
             for name, call in calls():
                 if name in names:
-                    with contextlib.suppress(Exception):  # the benchmark will meet it
+                    with contextlib.suppress(Exception):  # the benchmark raises it
                         call()
         lap("tuning")
         _write(folder / CHOSEN, dict(chosen))

@@ -57,7 +57,7 @@ struct TaskView {
     return batch * view.stride_batch + t * view.stride_step + first_channel * view.stride_channel;
   }
 
-  // The distance of prefetches: the bytes of the longest row, in steps.
+  // Prefetches reach kMaxTaskChannels lanes ahead: one step of a full task, more steps of narrow ones.
   int64_t steps_ahead() const { return std::min(kTileSteps, kMaxTaskChannels / lanes); }
 
   bool is_accumulate(const SequenceView& view) const {

@@ -100,8 +100,8 @@ struct SummaryPartition : Partition {
 };
 constexpr int kSummaryShares = 8, kSummaryFoldThreads = kSummaryShares * kTileChannels;
 
-// How the sequential kernels share the work: a block for each chain. Channels of all views are contiguous, and sequences are
-// not packed.
+// How the sequential kernels share the work: a block for each chain, or for several chains that keep step. Channels of all
+// views are contiguous, and sequences are not packed.
 struct SequentialPartition {
   uint32_t chains = 0;
   bool is_shifted = false;  // some view's rows are not vectors: they start at any element
@@ -118,11 +118,11 @@ struct SequentialPartition {
   int warps = 0, block_chains = 1, cluster = 1;
 };
 
-constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor
+constexpr int kSequentialMaxWarps = 16;  // of a chain, and at 128 registers a thread of a multiprocessor
 // A chain's shared memory begins with an mbarrier for each warp and the counters of its neighbors' segments (Chain::Neighbors).
 constexpr int kNeighborsAt = kSequentialMaxWarps * 8, kSequentialBarrierBytes = kNeighborsAt + 16;
 
-// The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
+// The warps of a chain: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
 // multiprocessor has room for `most_warps`. Where blocks of two warps do not all fit, blocks run in waves, of two to four
 // warps: those whose last wave is fullest.
 inline int sequential_warps(const SequentialPartition& partition, int most_warps, int warp_bytes) {

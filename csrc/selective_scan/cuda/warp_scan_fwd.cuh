@@ -156,7 +156,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 
   const int rows_of_states = state_rows<TileConfig>(plan);
   clear<TileConfig>(shared.pairs, 2 * rows_of_states * pitch);
-  // What precedes only writes shared memory.
+  // The code above writes shared memory only.
   cuda::grid_dependency_sync();
   if (threadIdx.x == 0) {
     *shared.position = Position(p, plan, blockIdx.x);
