@@ -17,7 +17,7 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-// Of the batch rows from `first` on. Strides of x and out are in bytes.
+// The parameters of a launch for the batch rows from `first` on. Strides of x and out are in bytes.
 struct ConvRunParams {
   const char* x;
   int64_t x_stride_batch;

@@ -77,9 +77,6 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
 // Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
 constexpr int64_t kFewElements = 1024;
 
-// Grids have at most so many blocks along their second and third axes.
-constexpr int64_t kMostGridBlocks = 65535;
-
 // Whether conv_fwd_channels_last_run_kernel takes a call of aligned channels-last rows.
 bool has_runs(const ConvFwdParams& p) {
   const auto has_vectors = [&](const ParameterView& view, int64_t size) {

@@ -29,9 +29,8 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (set == KernelSet::kChannelsLastRuns) {
       // As many batch rows as a grid has blocks along its third axis.
-      constexpr int64_t kMostRows = 65535;
-      for (int64_t first = 0; first < params.batch; first += kMostRows) {
-        const int64_t rows = params.batch - first < kMostRows ? params.batch - first : kMostRows;
+      for (int64_t first = 0; first < params.batch; first += kMostGridBlocks) {
+        const int64_t rows = params.batch - first < kMostGridBlocks ? params.batch - first : kMostGridBlocks;
         const dim3 blocks(static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(tiling.tiles),
                           static_cast<unsigned>(rows));
         const ConvRunParams run(params, tiling, sizeof(Scalar), first);

@@ -27,6 +27,8 @@ static_assert(kWarpSize == 1 << kLogWarpSize);
 constexpr int64_t kVectorBytes = cuda::kVectorBytes;
 constexpr int kWarps = 4;  // per block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
+// Grids have at most so many blocks along their second and third axes.
+constexpr int64_t kMostGridBlocks = 65535;
 // Channels per lane of the channels-last kernels. More share the address arithmetic; fewer leave registers for more warps in
 // flight. docs/tuning.md has the measurements.
 constexpr int kLaneChannels = 4;

@@ -93,43 +93,37 @@ struct BwdProducer {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
 #pragma unroll(access == VectorAccess::kAlongSteps ? 2 : 1)
     for (int i = 0; i < kCount; ++i) {
-      const int all_left = elements_left(thread_vectors, i, t0);
-      constexpr int kLoaded = kVector;
+      const int left = elements_left(thread_vectors, i, t0);
+      using Loaded = Vector<Scalar, kVector>;
+      const auto load = [&](const SequenceView& view, Scalar* row) {
+        return Vectors::template load<kVector>(address(thread_vectors, i, view, row, t0), left);
+      };
+      // All loads are in flight before the first is waited for.
+      const auto finish = [](const auto& load) { return Vectors::template vector_of<kVector>(load); };
+      const auto load_delta = load(p.delta, rows.delta), load_u = load(p.u, rows.u);
+      typename Vectors::template Load<kVector> load_grad_out, load_z;
+      if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
+      if (has_gate) load_z = load(p.z, rows.z);
+      const Loaded raw_delta = finish(load_delta), raw_u = finish(load_u);
+      Loaded raw_grad_out, raw_z;
+      if (has_grad) raw_grad_out = finish(load_grad_out);
+      if (has_gate) raw_z = finish(load_z);
 #pragma unroll
-      for (int loaded = 0; loaded < kVector; loaded += kLoaded) {
-        using Loaded = Vector<Scalar, kLoaded>;
-        const int left = all_left - loaded;
-        const auto load = [&](const SequenceView& view, Scalar* row) {
-          return Vectors::template load<kLoaded>(address(thread_vectors, i, view, row, t0) + loaded, left);
-        };
-        // All loads are in flight before the first is waited for.
-        const auto finish = [](const auto& load) { return Vectors::template vector_of<kLoaded>(load); };
-        const auto load_delta = load(p.delta, rows.delta), load_u = load(p.u, rows.u);
-        typename Vectors::template Load<kLoaded> load_grad_out, load_z;
-        if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
-        if (has_gate) load_z = load(p.z, rows.z);
-        const Loaded raw_delta = finish(load_delta), raw_u = finish(load_u);
-        Loaded raw_grad_out, raw_z;
-        if (has_grad) raw_grad_out = finish(load_grad_out);
-        if (has_gate) raw_z = finish(load_z);
+      for (int part = 0; part < kVector; part += kPart) {
+        Acc delta[kPart], u[kPart], dy[kPart] = {};
+        thread_vectors.get_steps(raw_delta, raw_u, part, shared.bias, p.delta_softplus, i, part, delta, u);
+        thread_vectors.put(shared.delta(tile), i, part, delta);
 #pragma unroll
-        for (int part = 0; part < kLoaded; part += kPart) {
-          const int first = loaded + part;
-          Acc delta[kPart], u[kPart], dy[kPart] = {};
-          thread_vectors.get_steps(raw_delta, raw_u, part, shared.bias, p.delta_softplus, i, first, delta, u);
-          thread_vectors.put(shared.delta(tile), i, first, delta);
+        for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
+        thread_vectors.put(shared.input(tile), i, part, u);
+        if (has_grad) thread_vectors.widen(raw_grad_out, part, dy);
+        if (has_gate) {
+          Acc z[kPart];
+          thread_vectors.widen(raw_z, part, z);
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) u[j] = input_of<Step>(delta[j], u[j]);
-          thread_vectors.put(shared.input(tile), i, first, u);
-          if (has_grad) thread_vectors.widen(raw_grad_out, part, dy);
-          if (has_gate) {
-            Acc z[kPart];
-            thread_vectors.widen(raw_z, part, z);
-#pragma unroll
-            for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
-          }
-          thread_vectors.put(shared.dy(tile), i, first, dy);
+          for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
         }
+        thread_vectors.put(shared.dy(tile), i, part, dy);
       }
     }
   }
