@@ -39,7 +39,7 @@ CHOSEN, OPTION = "chosen.json", "--compile_share"
 
 
 def _key(tuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], once: bool) -> str:
-    """What a kernel is tuned for: its name, the dtypes, and unless it is tuned ``once`` the sizes that Triton looks at."""
+    """The key of a tuned kernel: its name and the dtypes, and unless it is tuned ``once``, the sizes that Triton compares."""
     function = tuner.base_fn
     words = [function.__module__, function.__qualname__, *(str(arg.dtype) for arg in args if isinstance(arg, Tensor))]
     if not once:
@@ -91,7 +91,7 @@ def tune(once: bool) -> Mapping[str, str]:
 
 
 def _specialization(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What a kernel is compiled for: constants by value, other numbers by whether they are 1 or a multiple of 16."""
+    """The key of a compiled kernel: constants by value, other numbers by whether they are 1 or a multiple of 16."""
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     names = [parameter.name for parameter in kernel.params]
 

@@ -155,7 +155,7 @@ def test_kernels_of_triton_are_tuned_once(monkeypatch):
 
 
 class Kernel:
-    """Of Triton: a kernel that is compiled when it first runs."""
+    """A stand-in for Triton's kernels, which compile when they first run."""
 
     params = tuple(types.SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "size", "BLOCK"))
     fn = staticmethod(lambda x, size, BLOCK: None)
@@ -186,7 +186,7 @@ compiled: list[tuple[str, int, int]] = []
 
 
 def test_processes_share_the_compilation(monkeypatch):
-    """Of all configurations where a call tunes, then of the chosen one; each once, for numbers that Triton tells apart."""
+    """They compile all configurations of calls that tune, then the chosen one: once for numbers alike to Triton."""
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", types.SimpleNamespace(Autotuner=Tuner))
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(JITFunction=Kernel))
     run_kernel, run_tuner = Kernel.run, Tuner.run

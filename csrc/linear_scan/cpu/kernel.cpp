@@ -137,7 +137,7 @@ std::array<Acc*, count> allocate_tiles(Acc*& memory) {
   return tiles;
 }
 
-// What a variant's formulas read in a tile of steps: the inputs, the last one replaced by what the variant prepares from it.
+// The tiles that a variant's formulas read: of each input, the last one replaced by what the variant prepares from it.
 template <typename Acc, typename Variant>
 class Values {
  public:

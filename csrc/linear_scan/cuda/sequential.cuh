@@ -87,7 +87,7 @@ struct StageRows {
 };
 
 // A lane's share of its chain. Shared memory of a chain: the mbarriers, the state before each warp's next segment, the stages.
-// Of shifted rows a block may have several chains, and some without channels, because blocks have equally many.
+// A block of shifted rows may process several chains. All blocks have equally many, so some chains have no channels.
 template <typename S, bool is_forward>
 class Chain {
  public:

@@ -161,7 +161,7 @@ struct FwdSm80 {
       }
       __syncthreads();
       if (schedule.stages > 1) copy(chunk + prefetched);
-      // Of the next four chunks.
+      // Each warp fetches the steps of one of the next four chunks.
       constexpr int kFetchedAhead = 2;
       const int position = chunk % kWarpgroupWarps;
       if (position == kWarpgroupWarps - kFetchedAhead) fetch(chunk + kFetchedAhead + thread_lane.warp);
