@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ssm_kernels import distributed
 from ssm_kernels import nn as layers
 from ssm_kernels.distributed import ContextParallel, _agreement, _operators, _packing, _reductions, sum_gradients
-from ssm_kernels.distributed._collectives import Group
+from ssm_kernels.distributed._group import Group
 
 
 def check_drops(mesh: Mesh) -> None:

@@ -51,8 +51,8 @@ from ssm_kernels.distributed import (
     keep_exchanged_states,
     sum_gradients,
 )
-from ssm_kernels.distributed._collectives import Group
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
+from ssm_kernels.distributed._group import Group
 from ssm_kernels.distributed._messages import Call
 
 Cut = Callable[[Tensor, int], Tensor]

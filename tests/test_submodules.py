@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,19 @@ else:
 def test_submodules_are_imported_on_use():
     done = subprocess.run([sys.executable, "-c", ON_USE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_modules_of_distributed_import_each_other_without_a_cycle():
+    """Imports inside of functions count, because they would only hide a cycle."""
+    folder = Path(importlib.import_module("ssm_kernels.distributed").__file__).parent
+    imports = {path.stem: set() for path in folder.glob("*.py")}
+    for name, imported in imports.items():
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                imported |= {node.module} if node.module else {alias.name for alias in node.names}
+    assert len(imports) > 10
+    assert imports["context_parallel"] & imports.keys()
+    graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError
 
 
 def test_unknown_names_raise_attribute_errors():

@@ -28,9 +28,19 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from .._torchscript import refuse_tracing
-from ._collectives import Group
+from ._group import Group
 
-__all__ = ["Agreement", "by_rank", "calls_begun", "calls_of_others", "compare", "describe", "mark_as_known", "report"]
+__all__ = [
+    "Agreement",
+    "by_rank",
+    "calls_begun",
+    "calls_of_others",
+    "compare",
+    "describe",
+    "failure",
+    "mark_as_known",
+    "report",
+]
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
 _Call = tuple[Any, ...]
@@ -305,6 +315,16 @@ def calls_of_others(group: Group) -> str:
     except RuntimeError:  # the store has died with its rank
         return ""
     return "".join(f" Rank {rank} called {text}, and this rank did not." for rank, text in calls.items())
+
+
+def failure(what: str, group: Group, error: RuntimeError) -> RuntimeError:
+    """The error of a collective that has failed. ``what`` names it."""
+    return mark_as_known(
+        RuntimeError(
+            f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come "
+            f"within the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"
+        )
+    )
 
 
 def _text(call: Mapping[str, Any]) -> str:

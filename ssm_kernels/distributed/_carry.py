@@ -32,7 +32,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._collectives import Gathering, Group, Kind
+from ._collectives import Gathering, Kind
+from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange
 

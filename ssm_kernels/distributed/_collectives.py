@@ -6,90 +6,18 @@ each rank gathers the gradients of all ranks and keeps the part that concerns it
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike", "Kind", "Layout", "check_dimensions", "failure", "kind", "tie"]
+from ._agreement import failure
+from ._group import Group
 
-GroupLike = dist.ProcessGroup | DeviceMesh | None
+__all__ = ["Gathering", "Kind", "Layout", "kind", "tie"]
+
 Kind = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """The ranks that hold a sequence together, as plain values: modules that keep one can be copied and compiled.
-
-    Attributes:
-        name: PyTorch's name of the process group.
-        size: number of ranks.
-        rank: this process's rank in the group. Rank 0 holds the first span of the sequence.
-    """
-
-    name: str
-    size: int
-    rank: int
-
-    @classmethod
-    def of(cls, group: GroupLike | Group) -> Group:
-        """Describes a process group, a device mesh of one dimension, or the default group for None.
-
-        Raises:
-            ValueError: the mesh has several dimensions, or this process is not in the group.
-            TypeError: the argument is something else.
-        """
-        if isinstance(group, Group):
-            return group
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"context parallelism: expected a mesh of one dimension, got {group.ndim}: pass a slice such as mesh['cp']"
-                )
-            group = group.get_group()
-        if group is None:
-            group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
-            if group == dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns to the other processes
-                raise ValueError(f"context parallelism: expected a group of this process, rank {dist.get_rank()}")
-            raise TypeError(f"context parallelism: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(f"context parallelism: expected a group of this process, rank {dist.get_rank()}")
-        return cls(group.group_name, dist.get_world_size(group), rank)
-
-    @classmethod
-    def named(cls, name: str) -> Group:
-        """The group that has PyTorch's name ``name`` now."""
-        return cls.of(cls(name, 0, 0).process_group)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The process group that has this name now. Not for compiled code."""
-        resolve: Any = c10d.__dict__["_resolve_process_group"]
-        process_group: dist.ProcessGroup = resolve(self.name)
-        return process_group
-
-    def others_in(self, group: Group) -> list[int]:
-        """The global ranks other than this process's that are in both groups."""
-        ranks, others = (set(dist.get_process_group_ranks(each.process_group)) for each in (self, group))
-        return sorted((ranks & others) - {dist.get_rank()})
-
-
-def check_dimensions(style: str, group: Group, other_style: str, other_group: Group | None) -> None:
-    """Checks that two styles of parallelism share a layer over different dimensions of the mesh."""
-    common = [] if other_group is None else group.others_in(other_group)
-    if common:
-        raise ValueError(
-            f"{style}: expected another dimension of the mesh than that of {other_style}, which the layer has already, got the "
-            f"ranks {common} in both"
-        )
 
 
 def tie(tensor: Tensor, to: Tensor) -> Tensor:
@@ -159,18 +87,6 @@ class Layout:
                 part = part.view(dtype)
             results.append(part.view(*buffer.shape[:-1], *shape))
         return results
-
-
-def failure(what: str, group: Group, error: RuntimeError) -> RuntimeError:
-    """The error of a collective that has failed. ``what`` names it."""
-    from ._agreement import calls_of_others, mark_as_known
-
-    return mark_as_known(
-        RuntimeError(
-            f"{what} failed on rank {group.rank} of {group.size}: a rank has died, has made another call, or has not come "
-            f"within the time-out of the group.{calls_of_others(group)} PyTorch's message: {error}"
-        )
-    )
 
 
 class Gathering:

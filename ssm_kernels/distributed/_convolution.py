@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import ConvActivation
-from ._collectives import Gathering, Group, kind, tie
+from ._collectives import Gathering, kind, tie
+from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange, is_repeated
 

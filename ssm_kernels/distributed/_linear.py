@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._collectives import Group
+from ._group import Group
 from ._reductions import all_gather, all_reduce, start_all_reduce, start_reduce_scatter, wait
 
 __all__ = ["column_parallel_linear", "row_parallel_linear"]

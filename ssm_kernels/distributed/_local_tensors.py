@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from ._collectives import Group
+from ._group import Group
 from ._reductions import sum_gradients, sum_of_each
 
 __all__ = ["LocalTensors", "Run", "from_local", "traced_tensors"]

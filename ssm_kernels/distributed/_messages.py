@@ -33,7 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._collectives import Group, Kind, Layout
+from ._agreement import calls_of_others, mark_as_known
+from ._collectives import Kind, Layout
+from ._group import Group
 from ._recomputation import exchange
 
 __all__ = ["Call", "Chain"]
@@ -146,8 +148,6 @@ class _Traffic:
 
 def _compare(tag: int, expected: int, group: Group, peer: int) -> None:
     if tag != expected:
-        from ._agreement import mark_as_known
-
         wanted, got = _Tag.unpack(expected), _Tag.unpack(tag)
         is_same = (got.what, got.layer) == (wanted.what, wanted.layer)
         other = ", with other arguments" if is_same and got.description != wanted.description else ""
@@ -219,8 +219,6 @@ def _receive(like: Tensor, numel: int, rank: int, size: int, group_name: str, pe
 
 
 def _failure(group: Group, tag: int, way: str, error: RuntimeError) -> RuntimeError:
-    from ._agreement import calls_of_others, mark_as_known
-
     expected = _Tag.unpack(tag)
     return mark_as_known(
         RuntimeError(

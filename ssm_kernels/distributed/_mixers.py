@@ -16,8 +16,9 @@ from torch import Tensor
 from .._mixers import Mamba2Options
 from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, passed
-from ._collectives import Group, Kind, tie
+from ._collectives import Kind, tie
 from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
+from ._group import Group
 from ._messages import Call, Chain
 from ._split_norm import SplitNorm
 

@@ -19,8 +19,8 @@ from .._masks import as_mask
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ._agreement import Agreement, describe
 from ._casts import Casts
-from ._collectives import Group
 from ._convolution import CausalConv1d
+from ._group import Group
 from ._messages import Call
 from ._packing import ForwardCount, Known, Packing, Spans
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan

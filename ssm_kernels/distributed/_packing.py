@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._agreement import by_rank
-from ._collectives import Gathering, Group
+from ._collectives import Gathering
+from ._group import Group
 
 __all__ = ["ForwardCount", "Known", "Packing", "Spans"]
 

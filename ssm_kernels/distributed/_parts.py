@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_tracing
 from ..nn.naming import class_name
-from ._collectives import Group
+from ._group import Group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._local_tensors import LocalTensors, Run, from_local, traced_tensors
 

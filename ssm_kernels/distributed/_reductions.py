@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ._collectives import Group, failure
+from ._agreement import failure
+from ._group import Group
 
 __all__ = [
     "all_gather",

@@ -22,8 +22,9 @@ from ..summaries import (
     ssd_chunk_scan_summary,
 )
 from ._carry import Carry
-from ._collectives import Group, Kind, tie
+from ._collectives import Kind, tie
 from ._convolution import gate_gradient
+from ._group import Group
 from ._messages import Call
 from ._mixers import before_gate
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._casts import Casts
-from ._collectives import Group
+from ._group import Group
 from ._reductions import start_all_reduce, wait
 
 __all__ = ["SplitNorm", "split_mamba2_mixer"]

@@ -23,10 +23,11 @@ from ..nn.naming import class_name
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
-from ._agreement import Agreement, calls_begun, report
+from ._agreement import Agreement, calls_begun, failure, report
 from ._casts import Casts
-from ._collectives import Gathering, Group, GroupLike, check_dimensions, failure
+from ._collectives import Gathering
 from ._convolution import MambaConv, is_gate
+from ._group import Group, GroupLike, check_dimensions
 from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
 from ._operators import GroupOperators, choose_exchange
 from ._packing import ForwardCount

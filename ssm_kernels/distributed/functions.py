@@ -42,7 +42,7 @@ from .._arguments import argument_error, keyword_checks, names_arguments
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ..recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, report
-from ._collectives import Group, GroupLike
+from ._group import Group, GroupLike
 from ._operators import GroupOperators
 
 __all__ = [

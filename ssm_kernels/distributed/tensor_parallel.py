@@ -45,7 +45,7 @@ from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
 from ._agreement import compare
-from ._collectives import Group, check_dimensions
+from ._group import Group, check_dimensions
 from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
 from ._reductions import finished, leave
 from ._split_norm import SplitNorm, split_mamba2_mixer
