@@ -1,9 +1,13 @@
 """Compares the CUDA kernels of two builds by their instructions, not by their names: for changes that rename or move code.
 
-    python scripts/compare_sass.py OLD NEW
+    python scripts/compare_sass.py [--ignore-parameters] OLD NEW
 
 OLD and NEW are libraries or objects (`_ops.abi3.so`, `*.o`). Needs cuobjdump from the CUDA toolkit. Exits with 1 if any kernel
 of one build has no equal kernel in the other.
+
+Kernels read their parameters from constant bank 0. `--ignore-parameters` ignores the offsets of these reads, and the low half
+of their encodings, which contains the offset: for changes of the order of parameters. The high half, which contains the
+width of a load and its control bits, still counts.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 
 HEADER = re.compile(r"^\s*(?:arch = (?P<architecture>\w+)|Function : (?P<function>\S+))$")
 INSTRUCTION = re.compile(r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);?\s*/\*")
+PARAMETER = re.compile(r"c\[0x0\]\[(?P<register>U?R\d+(?:\.\w+)?\+?)?(?:0x[0-9a-f]+)?\]")
+ENCODING = re.compile(r"/\* 0x[0-9a-f]{16} \*/$")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,16 @@ def kernels_of(listing: Iterable[str]) -> Iterator[Kernel]:
         architecture = header["architecture"] or architecture
     if name:
         yield Kernel(architecture, name, tuple(lines))
+
+
+def without_parameters(kernel: Kernel) -> Kernel:
+    """The kernel without the offsets of its parameters in constant bank 0."""
+
+    def mask(line: str) -> str:
+        masked, count = PARAMETER.subn(lambda match: f"c[0x0][{match['register'] or ''}parameter]", line)
+        return ENCODING.sub("/* parameter */", masked) if count else line
+
+    return replace(kernel, lines=tuple(map(mask, kernel.lines)))
 
 
 def without_equal(kernels: list[Kernel], others: list[Kernel]) -> list[Kernel]:
@@ -99,6 +115,7 @@ def disassemble(library: Path) -> list[Kernel]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ignore-parameters", action="store_true", help="ignore where parameters are in constant bank 0")
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
     options = parser.parse_args(arguments)
@@ -106,6 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     for path, kernels in ((options.old, old), (options.new, new)):
         if not kernels:
             parser.error(f"expected CUDA kernels in {path}, found none")
+    if options.ignore_parameters:
+        old, new = [*map(without_parameters, old)], [*map(without_parameters, new)]
     lines, is_same = report(old, new)
     print("\n".join(lines))
     return 0 if is_same else 1
