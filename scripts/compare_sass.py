@@ -51,7 +51,7 @@ def kernels_of(listing: Iterable[str]) -> Iterator[Kernel]:
         header = HEADER.match(line)
         if header is None:
             if name and line.lstrip().startswith("/*"):
-                lines.append(line.strip())
+                lines.append(" ".join(line.split()))  # the widths of columns differ between files
             continue
         if name:
             yield Kernel(architecture, name, tuple(lines))

@@ -51,6 +51,11 @@ def test_names_do_not_matter():
     assert is_same and lines == ["2 kernels before, 2 after, 2 with the same SASS"]
 
 
+def test_the_width_of_columns_does_not_matter():
+    wide = compare_sass.kernels_of(LISTING.format(**DEFAULTS).replace(" ;  ", " ;      ").splitlines())
+    assert list(wide) == kernels()
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
