@@ -22,6 +22,7 @@
 
 #include "cuda/ptx/mma_sm80.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/bwd_pairs.cuh"
@@ -509,17 +510,6 @@ struct BwdChunks {
     write_column_products<Scalar>(tiles.g, tiles.x, target, p.headdim - first_row, lane);
   }
 };
-
-// The sequence of a chunk number. With packed sequences some numbers belong to none.
-__device__ __forceinline__ int64_t sequence_of_chunk(const SsdParams& p, int64_t chunk_index) {
-  if (!is_packed(p)) return chunk_index / ((p.seqlen + kChunk - 1) / kChunk);
-  int64_t low = 0, high = p.batch;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (first_chunk_index(p, middle) <= chunk_index ? low : high) = middle;
-  }
-  return low;
-}
 
 template <typename Scalar, int dstate, typename Mma>
 __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, Mma>::kThreads : kWarpSize, 1)

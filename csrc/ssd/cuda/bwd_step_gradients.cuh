@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/limits.h"
-#include "ssd/cuda/state.cuh"
+#include "ssd/cuda/chunk_tables.cuh"
 
 namespace ssm_kernels::ssd {
 

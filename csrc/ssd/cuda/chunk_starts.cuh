@@ -1,7 +1,7 @@
 // The kernel before forward's for packed sequences: a prefix sum over their numbers of chunks, which the host does not know.
 #pragma once
 
-#include "ssd/cuda/chunk_cumsum.cuh"
+#include "ssd/cuda/span.cuh"
 
 namespace ssm_kernels::ssd {
 

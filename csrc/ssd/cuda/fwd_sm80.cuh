@@ -10,8 +10,8 @@
 // through the tile of M^T, before the state is updated (chunk_state).
 #pragma once
 
-#include "cuda/launch.cuh"
-#include "cuda/ptx/named_barrier.cuh"
+#include "ssd/cuda/decay_mask.cuh"
+#include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 

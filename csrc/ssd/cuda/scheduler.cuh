@@ -17,7 +17,7 @@
 #pragma once
 
 #include "cuda/carry.cuh"
-#include "ssd/cuda/chunk_cumsum.cuh"
+#include "ssd/cuda/span.cuh"
 
 namespace ssm_kernels::ssd {
 

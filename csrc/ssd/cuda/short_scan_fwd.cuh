@@ -15,7 +15,7 @@
 #include "cuda/lane_sums.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/cp_async.cuh"
-#include "ssd/cuda/chunk_cumsum.cuh"
+#include "ssd/cuda/gates.cuh"
 
 namespace ssm_kernels::ssd {
 

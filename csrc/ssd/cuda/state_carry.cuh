@@ -3,10 +3,9 @@
 // after chunks inside of a segment are stored if they are among the call's chunk states.
 #pragma once
 
-#include "cuda/carry.cuh"
-#include "cuda/ptx/named_barrier.cuh"
+#include "ssd/cuda/barriers.cuh"
 #include "ssd/cuda/scheduler.cuh"
-#include "ssd/cuda/state.cuh"
+#include "ssd/cuda/span_map.cuh"
 
 namespace ssm_kernels::ssd {
 

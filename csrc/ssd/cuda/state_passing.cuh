@@ -27,22 +27,16 @@
 // sectors.
 #pragma once
 
-#include "cuda/launch.cuh"
-#include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "ssd/cuda/barriers.cuh"
+#include "ssd/cuda/launch_staged.cuh"
 #include "ssd/cuda/scheduler.cuh"
-#include "ssd/cuda/state.cuh"
+#include "ssd/cuda/span_map.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
-
-// The chunk number of a sequence's first chunk.
-__device__ __forceinline__ int64_t first_chunk_index(const SsdParams& p, int64_t entry) {
-  if (is_packed(p)) return ChunkSpan::sequence_start(p, entry) / kChunk + entry;
-  return entry * ((p.seqlen + kChunk - 1) / kChunk);
-}
 
 enum class StatesPass { kFwdSummary, kBwdSummary, kBwd };
 
@@ -400,45 +394,12 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstat
   }
 }
 
-// Launches a kernel with as many stages as fit in `available` bytes of shared memory, but at least one: bytes_of(stages).
-template <typename Kernel, typename Params, typename Work, typename BytesOf>
-cudaError_t launch_staged(Kernel kernel, int64_t blocks, int threads, int max_stages, const BytesOf& bytes_of, int available,
-                          cudaStream_t stream, const Params& params, Work work, bool uses_pdl = false) {
-  work.stages = max_stages;
-  while (work.stages > 1 && bytes_of(work.stages) > available) --work.stages;
-  const int bytes = bytes_of(work.stages);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, threads, bytes, stream, uses_pdl, params, work);
-}
-
 template <typename Scalar, int dstate, StatesPass pass, typename Mma, typename Params, typename Work>
 cudaError_t launch_state_passing(int64_t blocks, int available, cudaStream_t stream, const Params& params, const Work& work,
                                  bool uses_pdl = false) {
   using States = StatePassing<Scalar, dstate, pass, Mma>;
   return launch_staged(ssd_state_passing_kernel<Scalar, dstate, pass, Mma>, blocks, States::kThreads,
                        States::Shared::kMaxStages, &States::Shared::bytes, available, stream, params, work, uses_pdl);
-}
-
-// The shared memory that a block can have on every device that takes the call.
-template <typename Scalar, typename Mma>
-constexpr int certain_shared_bytes(int dstate, bool is_backward) {
-  return Mma::kIsAsync ? kSm90SharedBytes : least_shared_bytes(dstate, kIsFp32<Scalar>, is_backward);
-}
-
-// Returns launch(columns, mma) for kernels with states of up to `columns` columns, at most max_columns, and an MMA policy.
-template <typename Scalar, int max_columns, typename Launch>
-cudaError_t visit_kernels(int dstate, Products products, const Launch& launch) {
-  const auto visit_policies = [&](auto columns) -> cudaError_t {
-    if constexpr (kIsFp32<Scalar>) {
-      if (products == Products::kTf32) return launch(columns, cuda::Sm80Tf32());
-    } else {
-      if (products == Products::kWgmma) return launch(columns, Sm90Wgmma());
-    }
-    return launch(columns, Sm80Mma());
-  };
-  if (dstate <= 64) return visit_policies(std::integral_constant<int, 64>());
-  if (dstate <= kStateColumns) return visit_policies(std::integral_constant<int, kStateColumns>());
-  return visit_policies(std::integral_constant<int, max_columns>());
 }
 
 }  // namespace ssm_kernels::ssd

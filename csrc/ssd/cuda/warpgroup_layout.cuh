@@ -5,8 +5,7 @@
 // passes its part through shared memory to the first, which adds it and writes out.
 #pragma once
 
-#include "cuda/ptx/named_barrier.cuh"
-#include "ssd/cuda/state.cuh"
+#include "ssd/cuda/barriers.cuh"
 
 namespace ssm_kernels::ssd {
 

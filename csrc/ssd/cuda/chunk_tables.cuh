@@ -1,37 +1,14 @@
 // mamba_ssm's chunk_cumsum: tables of cumulative log decays and gains of a chunk's steps, for one head, computed by one warp.
-// Also the spans of chunks and the state tiles that the SSD kernels process.
 #pragma once
 
 #include <type_traits>
 
-#include "common/activations.h"
-#include "cuda/fragment.cuh"
-#include "cuda/mma_policy.cuh"
-#include "cuda/pipeline.cuh"
-#include "cuda/ptx/named_barrier.cuh"
-#include "cuda/vector_io.cuh"
-#include "ssd/cuda/launch.h"
+#include "ssd/cuda/gates.cuh"
+#include "ssd/cuda/span.cuh"
 
 namespace ssm_kernels::ssd {
 
-// Names of the toolkit in cuda/.
-using cuda::align_shared, cuda::make_operand, cuda::columns_of, cuda::rows_of;
-using cuda::Empty, cuda::SmemTile, cuda::RowCopier, cuda::InOrder, cuda::FromBothEnds, cuda::FragmentLane, cuda::FragmentPairs;
-using cuda::kWarpSize, cuda::kAllLanes, cuda::kWarpgroupWarps, cuda::kWarpgroupThreads, cuda::kOperandAlignment,
-    cuda::kBlockSteps;
-using cuda::Mbarrier, cuda::PipelineState, cuda::Sm80Mma, cuda::Sm90Wgmma, cuda::StagedShared, cuda::WarpShare;
-
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that computes the tables has two steps");
-static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a warpgroup has 16 rows of a state tile, those of one mma");
-static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
-
-// Named barriers of kernels whose consumer warpgroups hold a state tile each. __syncthreads() is barrier 0.
-enum NamedBarrier : int {
-  kWarpgroupBarrier = 1,  // and the next ones, one for each warpgroup
-  kPartialOutIsThere = kWarpgroupBarrier + kWarpgroups,
-  kPartialOutIsRead,
-};
-__device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
 
 // Tables of a chunk's steps for one head; l is the chunk's last step. A product of decays a_t = e^zeta_t is the exponential of
 // a difference of `log2_cumsum`. These are sums from the chunk's first step, restarted where a sequence begins.
@@ -50,8 +27,6 @@ struct Fp32ChunkTables : ChunkTables {
   bool starts_with_reset;                    // whether a sequence begins at the first step: the state before is not read
 };
 template <typename Scalar>
-constexpr bool kIsFp32 = std::is_same_v<Scalar, float>;
-template <typename Scalar>
 using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTables>;
 
 // The binary logarithm of the decay from one step to a later one.
@@ -66,67 +41,6 @@ __device__ __forceinline__ float log2_between(const Fp32ChunkTables& tables, int
 __device__ __forceinline__ bool has_reset(const SsdParams& p, const ChunkTables& tables) {
   return p.resets != nullptr && tables.has_reset;
 }
-
-// The lowest binary logarithm of a step's decay; 2^-160 is zero in fp32. Lower ones would make the sums so large that
-// differences between later, weaker decays lose their accuracy.
-constexpr float kLowestLog2Decay = -160;
-
-// Whether sequences are packed: read at run time, or known from the type of the parameters.
-__device__ __forceinline__ bool is_packed(const SsdParams& p) { return p.cu_seqlens != nullptr; }
-__device__ __forceinline__ constexpr bool is_packed(const PackedFwdParams&) { return true; }
-__device__ __forceinline__ constexpr bool is_packed(const UnpackedFwdParams&) { return false; }
-
-// Calls visitor with the discretization as a type.
-template <typename Visitor>
-__device__ __forceinline__ void visit_exponential(Discretization discretization, const Visitor& visitor) {
-  switch (discretization) {
-#define SSM_ROW(enumerator, name, type)                \
-  case Discretization::enumerator:                     \
-    if constexpr (type::kExponential) visitor(type()); \
-    break;
-    SSM_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-  }
-}
-
-// The parameters of one head that turn dt into step sizes.
-struct HeadSteps {
-  float A, dt_bias;
-
-  HeadSteps() = default;
-  __device__ __forceinline__ HeadSteps(const SsdParams& p, int64_t head)
-      : A(p.A[head]), dt_bias(p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f) {}
-
-  // The step size d: dt with bias, softplus and limits.
-  __device__ __forceinline__ float step_size(const SsdParams& p, float dt) const {
-    return clamp(before_limits(p, dt), p.dt_min, p.dt_max);
-  }
-  __device__ __forceinline__ float before_limits(const SsdParams& p, float dt) const {
-    const float biased = dt + dt_bias;
-    return p.dt_softplus ? softplus(biased) : biased;
-  }
-};
-
-// A lane's two steps of a chunk, loaded ahead. They keep the input's type, so that no instruction waits for them yet.
-template <typename Scalar>
-struct FetchedSteps {
-  Scalar dt[2];
-  uint8_t resets[2];
-  int steps;  // that exist in the chunk
-
-  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source,
-                                        int steps_of_chunk) {
-    steps = steps_of_chunk;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      dt[i] = is_there(i) ? source[step(i) * p.dt.stride_step] : Scalar{};
-      resets[i] = resets_source != nullptr && is_there(i) ? resets_source[step(i)] : 0;
-    }
-  }
-
-  static __device__ __forceinline__ int step(int i) { return 2 * (threadIdx.x % kWarpSize) + i; }
-  __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
-};
 
 // A lane's two steps of the tables of `count` chunks. One warp computes these together, because each is a chain of dependent
 // operations.
@@ -256,81 +170,6 @@ struct ChunkCumsum {
       tables.chunk_decay = has_reset[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
     }
   }
-};
-
-// Consecutive chunks of a sequence.
-struct ChunkSpan {
-  int64_t entry;  // the row of the batch, or the packed sequence
-  int64_t batch;
-  int64_t start, length;  // the first step in the row of the batch, and the steps from there to the end of the sequence
-  int chunks;
-
-  // The whole sequence.
-  template <typename Params>
-  __device__ __forceinline__ ChunkSpan(const Params& p, int64_t entry) : entry(entry) {
-    start = is_packed(p) ? sequence_start(p, entry) : 0;
-    batch = is_packed(p) ? 0 : entry;
-    length = is_packed(p) ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
-    chunks = static_cast<int>((length + kChunk - 1) / kChunk);
-  }
-
-  // Clamped to the tensors: during the capture of a graph nobody checks cu_seqlens.
-  static __device__ __forceinline__ int64_t sequence_start(const SsdParams& p, int64_t entry) {
-    return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
-  }
-
-  __device__ __forceinline__ void narrow(int first, int count) {
-    start += first_step(first);
-    length -= first_step(first);
-    chunks = count;
-  }
-
-  // The number of steps in a chunk.
-  __device__ __forceinline__ int steps_of(int chunk) const {
-    return static_cast<int>(min(int64_t(kChunk), length - first_step(chunk)));
-  }
-
-  template <typename Scalar>
-  __device__ __forceinline__ Scalar* rows(const RowsView& view, int64_t head_or_group, int chunk) const {
-    return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step_of(chunk) * view.stride_step +
-           head_or_group * view.stride_head;
-  }
-  __device__ __forceinline__ const uint8_t* resets(const SsdParams& p, int chunk) const {
-    return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + step_of(chunk);
-  }
-
- private:
-  __device__ __forceinline__ int64_t step_of(int chunk) const { return start + first_step(chunk); }
-};
-
-// Consecutive chunks of a work tile. There are fewer than 2^31 work tiles.
-struct WorkSpan : ChunkSpan {
-  int group;
-  int first_tile;  // the first state tile, among the group's
-
-  // The whole work tile.
-  template <typename Params>
-  __device__ __forceinline__ WorkSpan(const Params& p, const WorkPartition& partition, int work_tile)
-      : ChunkSpan(p, work_tile / partition.work_tiles_per_entry),
-        group(work_tile / partition.work_tiles_per_group % static_cast<int>(p.groups)),
-        first_tile(work_tile % partition.work_tiles_per_group * kWarpgroups) {}
-};
-
-// One of a block's two state tiles: up to kStateRows rows and kStateColumns columns of one head's state.
-struct StateTile {
-  int head;
-  int first_row, first_column;  // of the head's state
-  int rows;                     // the head's from first_row on; 0 if the group has no more state tiles
-
-  __device__ __forceinline__ StateTile(const SsdParams& p, const WorkPartition& partition, const WorkSpan& at, int index) {
-    const bool is_there = at.first_tile + index < partition.tiles_per_group;
-    const int state_tile = (at.first_tile + index) / partition.column_blocks;
-    first_column = (at.first_tile + index) % partition.column_blocks * kStateColumns;
-    head = at.group * partition.heads_per_group + (is_there ? state_tile / partition.row_blocks : 0);
-    first_row = is_there ? state_tile % partition.row_blocks * kStateRows : 0;
-    rows = is_there ? p.headdim - first_row : 0;
-  }
-  __device__ __forceinline__ bool is_there() const { return rows > 0; }
 };
 
 // cuda::produce_tables for the chunks chunk_at(position) of one head; tables_at(stage) are the tables of its warpgroup.
