@@ -36,7 +36,6 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma>@sm_90a"): 32,
     re.compile(r"ssd::ssd_state_passing_kernel<float, \d+, .*cuda::Sm80Tf32>@"): 200,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::\w+, .*>@(?!sm_90a)"): 144,
-    re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, ssd::\w+, .*>@sm_90a"): 8,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 80,
     re.compile(r"causal_conv1d::conv_fwd_channels_first_shifted_kernel<\w+>@sm_90a"): 16,
