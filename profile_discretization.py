@@ -37,7 +37,7 @@ try:
     import ssm_kernels
     from benchmarks.discretization import accuracy, operations, plots, report, scans, signals
     from benchmarks.harness import available_memory, machine, measure
-    from ssm_kernels._arguments import did_you_mean
+    from ssm_kernels.ops._arguments import did_you_mean
     from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 except ImportError as error:
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "ssm_kernels"

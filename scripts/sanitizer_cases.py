@@ -39,7 +39,7 @@ from summary_helpers import RecurrenceSummary
 from torch import Tensor
 
 from ssm_kernels import ssd_chunk_scan_summary
-from ssm_kernels.summaries import _ssd_chunk_scan_initial_gradient
+from ssm_kernels.ops.summaries import _ssd_chunk_scan_initial_gradient
 
 
 def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:

@@ -15,7 +15,7 @@ from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, make_inputs
 from torch import Tensor
 
 from ssm_kernels import selective_scan_summary
-from ssm_kernels.summaries import _selective_scan_initial_gradient
+from ssm_kernels.ops.summaries import _selective_scan_initial_gradient
 
 RESULTS = ("out", "last_state")
 # A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.

@@ -40,8 +40,7 @@ def _target(name: str, path: str) -> str | None:
     """The name in docs/api that a docstring of the object ``path`` means by ``name``."""
     if name in NAMES:
         return name
-    module = ".".join(path.split(".")[:2])
-    modules = ["ssm_kernels.reference" if module.startswith("ssm_kernels.reference") else module]
+    modules = [".".join(path.split(".")[:2])]
     modules += ["ssm_kernels", "ssm_kernels.nn", "ssm_kernels.models", ".".join(path.split(".")[:3])]
     return next((f"{module}.{name}" for module in modules if f"{module}.{name}" in NAMES), None)
 

@@ -17,43 +17,11 @@ from ._build_info import build_info, load_operators
 
 load_operators()
 
-from . import _vmap, choices, models, nn, reference  # noqa: E402, F401
+from . import _vmap, choices, models, nn, ops, reference  # noqa: E402, F401
+from ._earlier_modules import register as _register_earlier_modules  # noqa: E402
 from ._submodules import public_names, submodules_on_use  # noqa: E402
 from .choices import DiscretizationName as _DiscretizationName  # noqa: E402
-from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
-from .norms import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated  # noqa: E402
-from .ops import selective_scan, selective_state_update  # noqa: E402
-from .recurrences import (  # noqa: E402
-    diag_linear_scan,
-    diag_linear_step,
-    elu_gru_scan,
-    elu_gru_step,
-    hgrn_scan,
-    hgrn_step,
-    linear_scan,
-    linear_step,
-    liquid_scan,
-    liquid_step,
-    mingru_scan,
-    mingru_step,
-    minlstm_scan,
-    minlstm_step,
-    rglru_scan,
-    rglru_step,
-)
-from .ssd import ssd_chunk_scan  # noqa: E402
-from .summaries import (  # noqa: E402
-    diag_linear_scan_summary,
-    elu_gru_scan_summary,
-    hgrn_scan_summary,
-    linear_scan_summary,
-    liquid_scan_summary,
-    mingru_scan_summary,
-    minlstm_scan_summary,
-    rglru_scan_summary,
-    selective_scan_summary,
-    ssd_chunk_scan_summary,
-)
+from .ops import *  # noqa: E402, F403
 
 if _TYPE_CHECKING:
     from . import compat as compat
@@ -65,50 +33,18 @@ else:  # A type checker would take a __getattr__ for every misspelled name.
 __dir__ = public_names(__name__, "compat", "distributed", "integrations")
 
 __version__: str = build_info()["version"]
+_register_earlier_modules(__name__)
+
 discretizations: tuple[_DiscretizationName, ...] = build_info()["discretizations"]
 """The names that ``discretization=`` takes, aliases left out."""
 
 __all__ = [
     "__version__",
-    "add_layer_norm",
-    "add_rms_norm",
     "build_info",
-    "causal_conv1d",
-    "causal_conv1d_update",
     "choices",
-    "diag_linear_scan",
-    "diag_linear_scan_summary",
-    "diag_linear_step",
     "discretizations",
-    "elu_gru_scan",
-    "elu_gru_scan_summary",
-    "elu_gru_step",
-    "hgrn_scan",
-    "hgrn_scan_summary",
-    "hgrn_step",
-    "layer_norm_gated",
-    "linear_scan",
-    "linear_scan_summary",
-    "linear_step",
-    "liquid_scan",
-    "liquid_scan_summary",
-    "liquid_step",
-    "mingru_scan",
-    "mingru_scan_summary",
-    "mingru_step",
-    "minlstm_scan",
-    "minlstm_scan_summary",
-    "minlstm_step",
     "models",
     "nn",
     "reference",
-    "rglru_scan",
-    "rglru_scan_summary",
-    "rglru_step",
-    "rms_norm_gated",
-    "selective_scan",
-    "selective_scan_summary",
-    "selective_state_update",
-    "ssd_chunk_scan",
-    "ssd_chunk_scan_summary",
 ]
+__all__ += ops.__all__

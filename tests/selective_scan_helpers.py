@@ -14,7 +14,7 @@ from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
 from ssm_kernels import reference, selective_state_update
-from ssm_kernels._states_at import chunk_length
+from ssm_kernels.ops._states_at import chunk_length
 
 CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 

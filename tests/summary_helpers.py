@@ -15,7 +15,7 @@ from recurrence_helpers import PLAIN, VARIANTS, Variant
 from ssd_rounding import states_in_split_products
 from torch import Tensor
 
-from ssm_kernels import reference_summaries
+from ssm_kernels.reference import summaries as reference_summaries
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

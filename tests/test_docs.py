@@ -14,7 +14,7 @@ import recurrence_helpers
 import torch
 import torch._inductor.config
 
-from ssm_kernels import compat, recurrences, reference
+from ssm_kernels import compat, ops, reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
@@ -178,7 +178,7 @@ def test_every_recurrence_is_in_the_table():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[0].startswith("`"):
             scan, step = re.findall(r"`(\w+)`", cells[0])
-            assert step == scan.removesuffix("_scan") + "_step" and hasattr(recurrences, step)
+            assert step == scan.removesuffix("_scan") + "_step" and hasattr(ops, step)
             rows[scan] = [(name, mark == "†") for name, mark in re.findall(r"`(\w+)`(?:\\\*)?(†?)", cells[1])]
     assert set(rows) == set(reference.RECURRENCES)
     for scan, inputs in rows.items():

@@ -20,9 +20,10 @@ from summary_helpers import assert_within_a_rounding_per_step, cast
 from torch import Tensor
 
 import ssm_kernels
-from ssm_kernels import reference_summaries, summaries
+from ssm_kernels.ops import summaries
 from ssm_kernels.reference import RECURRENCES, coefficients
-from ssm_kernels.reference_sequences import step_sizes
+from ssm_kernels.reference import summaries as reference_summaries
+from ssm_kernels.reference.sequences import step_sizes
 
 OPERATOR = "every operator"
 

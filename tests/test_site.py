@@ -121,7 +121,7 @@ def test_docstrings_of_the_site():
     as_markdown = importlib.import_module("site_docstrings").as_markdown
     formula = "    .. math::\n        a &= 1 \\\\\n        b &= 2\n\n"
     docstring = f":func:`linear_scan`, :class:`~.common.Mixer`, see ``docs/ssd.md``: :math:`a_t`\n\n{formula}End"
-    assert as_markdown(docstring, "ssm_kernels.recurrences.mingru_scan") == (
+    assert as_markdown(docstring, "ssm_kernels.ops.recurrences.mingru_scan") == (
         "[`linear_scan`][ssm_kernels.linear_scan], `Mixer`, see [docs/ssd.md](../ssd.md): $a_t$\n\n"
         "    $$\n    \\begin{aligned}a &= 1 \\\\\n    b &= 2\\end{aligned}\n    $$\n\nEnd"
     )
@@ -131,7 +131,7 @@ def test_docstrings_of_the_site():
     # The name of the same module comes first, then the package's.
     for path, target in (
         ("ssm_kernels.distributed.functions.mingru_scan", "ssm_kernels.distributed.linear_scan"),
-        ("ssm_kernels.reference_recurrences.mingru_scan", "ssm_kernels.reference.linear_scan"),
+        ("ssm_kernels.reference.recurrences.mingru_scan", "ssm_kernels.reference.linear_scan"),
         ("ssm_kernels.nn.minrnn.MinGRU", "ssm_kernels.linear_scan"),
     ):
         assert as_markdown(":func:`linear_scan`", path) == f"[`linear_scan`][{target}]"

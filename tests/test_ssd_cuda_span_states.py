@@ -18,7 +18,8 @@ from ssd_rounding import states_in_split_products
 from summary_helpers import SSD_SUMMARY
 from torch import Tensor
 
-from ssm_kernels import ssd_chunk_scan_summary, summaries
+from ssm_kernels import ssd_chunk_scan_summary
+from ssm_kernels.ops import summaries
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssm_kernels
 from ssm_kernels import reference
-from ssm_kernels._states_at import chunk_length
+from ssm_kernels.ops._states_at import chunk_length
 
 OPERATOR = "ssd_chunk_scan"  # runs on the devices that selective_scan has, too
 CHUNK = selective_scan_helpers.CHUNK

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import ssm_kernels
-from ssm_kernels import recurrences
+from ssm_kernels import ops
+from ssm_kernels._earlier_modules import EARLIER_MODULES
+from ssm_kernels.ops import recurrences
 
 # Modules that `import ssm_kernels` must not load, because it would take longer, and uses of each.
 ON_USE = """
@@ -65,7 +67,7 @@ def test_unknown_names_raise_attribute_errors():
             exec(f"from {module.__name__} import distribute")
 
 
-@pytest.mark.parametrize("name", ["", "nn", "models", "distributed", "compat", "integrations", "reference"])
+@pytest.mark.parametrize("name", ["", "nn", "ops", "models", "distributed", "compat", "integrations", "reference"])
 def test_completion_shows_public_names(name):
     module = importlib.import_module(f"ssm_kernels.{name}".rstrip("."))
     shown = {name for name in dir(module) if not name.startswith("__")}
@@ -75,6 +77,22 @@ def test_completion_shows_public_names(name):
     }
     assert shown == {name for name in module.__all__ if not name.startswith("__")} | modules.get(module.__name__, set())
     assert {"__doc__", "__file__", "__all__"} <= {*dir(module)}
+
+
+def test_earlier_paths_are_the_modules_of_today():
+    for earlier, path in EARLIER_MODULES.items():
+        module = importlib.import_module(f"ssm_kernels.{path}")
+        assert importlib.import_module(f"ssm_kernels.{earlier}") is module and getattr(ssm_kernels, earlier) is module, earlier
+        assert {"__all__", "__doc__"} <= {*vars(module)}, earlier
+    for package in (ops, ssm_kernels.reference):
+        assert callable(package.selective_scan) and callable(package.selective_state_update)
+
+
+def test_earlier_paths_are_silent_first_imports():
+    for earlier in EARLIER_MODULES:
+        code = f"import ssm_kernels.{earlier}, sys; assert sys.modules['ssm_kernels.{earlier}'] is ssm_kernels.{earlier}"
+        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), earlier
 
 
 def test_recurrences_are_found_by_every_path():

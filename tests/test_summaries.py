@@ -26,7 +26,7 @@ from summary_helpers import (
 )
 
 import ssm_kernels
-from ssm_kernels.reference_sequences import step_sizes
+from ssm_kernels.reference.sequences import step_sizes
 
 OPERATOR = "every operator"
 

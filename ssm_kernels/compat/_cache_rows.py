@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..convolutions import causal_conv1d_update
+from ..ops.convolution import causal_conv1d_update
 from ._promotion import no_autocast
 
 

@@ -12,9 +12,9 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._arguments import argument_error, did_you_mean, is_autocast_enabled
 from .._torchscript import refuse_script
 from ..choices import ConvActivation
+from ..ops._arguments import argument_error, did_you_mean, is_autocast_enabled
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -10,7 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from .._arguments import is_autocast_enabled
+from ..ops._arguments import is_autocast_enabled
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

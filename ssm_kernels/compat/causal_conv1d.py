@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import is_traced
 from .._torchscript import refuse_script
 from ..choices import ConvActivation
-from ..convolutions import causal_conv1d
-from ..convolutions import causal_conv1d_update as _update
+from ..ops._arguments import is_traced
+from ..ops.convolution import causal_conv1d
+from ..ops.convolution import causal_conv1d_update as _update
 from ._cache_rows import CacheRows, check_conv_cache
 from ._errors import ACTIVATIONS, check_activation, check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype

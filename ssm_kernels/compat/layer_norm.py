@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_script
-from ..norms import add_layer_norm, add_rms_norm
+from ..ops._arguments import is_autocast_enabled
+from ..ops.norm import add_layer_norm, add_rms_norm
 from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 

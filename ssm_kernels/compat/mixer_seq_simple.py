@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._arguments import did_you_mean
 from ..models import mixer_model
 from ..models.config import MambaConfig
 from ..nn import Block, GatedMLP, Mamba2
+from ..ops._arguments import did_you_mean
 from .bidirectional import Mamba
 from .layer_norm import RMSNorm, replace_rms_norms
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torchscript import refuse_script
-from ..norms import layer_norm_gated, rms_norm_gated
+from ..ops.norm import layer_norm_gated, rms_norm_gated
 from ._errors import peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable
 

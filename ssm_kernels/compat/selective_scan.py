@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..choices import DiscretizationName
-from ..norms import rms_norm_gated
+from ..ops.norm import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype

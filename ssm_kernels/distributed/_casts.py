@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import is_autocast_enabled
+from ..ops._arguments import is_autocast_enabled
 
 __all__ = ["Casts"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._mixers import Mamba2Options
-from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
+from ..ops.summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, passed
 from ._collectives import Kind, tie
 from ._convolution import Halo, add_to_last_steps, last_steps, own_steps

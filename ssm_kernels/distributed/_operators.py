@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import convolutions, ops, recurrences, ssd
-from .._arguments import did_you_mean, finite_dt_limit
-from .._masks import as_mask
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
+from ..ops._arguments import did_you_mean, finite_dt_limit
+from ..ops._masks import as_mask
 from ._agreement import Agreement, describe
 from ._casts import Casts
 from ._convolution import CausalConv1d

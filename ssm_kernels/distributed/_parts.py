@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_tracing
 from ..nn.naming import class_name
+from ..ops._arguments import is_autocast_enabled
 from ._group import Group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._local_tensors import LocalTensors, Run, from_local, traced_tensors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..choices import DiscretizationName
-from ..summaries import (
+from ..ops.summaries import (
     _linear_recurrence_initial_gradient,
     _selective_scan_initial_gradient,
     _ssd_chunk_scan_initial_gradient,

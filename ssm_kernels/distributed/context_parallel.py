@@ -22,7 +22,7 @@ from ..nn.common import ConvMixer
 from ..nn.naming import class_name
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
-from ..recurrence_steps import step_size
+from ..ops.recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, failure, report
 from ._casts import Casts
 from ._collectives import Gathering

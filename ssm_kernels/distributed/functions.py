@@ -38,9 +38,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._arguments import argument_error, keyword_checks, names_arguments
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
-from ..recurrence_steps import step_size
+from ..ops._arguments import argument_error, keyword_checks, names_arguments
+from ..ops.recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, report
 from ._group import Group, GroupLike
 from ._operators import GroupOperators

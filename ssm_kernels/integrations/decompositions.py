@@ -23,7 +23,7 @@ from torch._higher_order_ops.scan import scan_op
 from .. import reference
 from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
 from ..choices import ConvActivation, DiscretizationName
-from ..reference_sequences import step_sizes
+from ..reference.sequences import step_sizes
 
 __all__ = ["decomposition_table"]
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._arguments import did_you_mean
 from ..nn.checks import check_int
+from ..ops._arguments import did_you_mean
 from .config import MambaConfig
 from .transformers_format import convert_config, is_transformers_config, rename_weights
 from .weights import INDEXES, PICKLED, SAFE, find_weights, open_weights, read_json

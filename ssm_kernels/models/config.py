@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._arguments import did_you_mean
 from ..choices import DiscretizationName, MixerName, RecomputeName
 from ..nn.checks import check_bools, check_choice, check_discretization, check_int, check_recompute
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..ops._arguments import did_you_mean
 from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["MIXERS", "MambaConfig"]

@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._arguments import did_you_mean
 from .._torchscript import refuse_script
 from ..choices import ExponentialDiscretizationName, RecurrenceName
 from ..nn.block import Block, GatedMLP, add_norm
@@ -22,6 +21,7 @@ from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
 from ..nn.weight_decay import NamesNoDecay
+from ..ops._arguments import did_you_mean
 from .config import MambaConfig
 from .padding import Packing, check_attention_mask
 from .prompts import check_tokens

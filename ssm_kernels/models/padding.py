@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._packing import with_padding
 from ..nn.checks import check_shape, check_tensor
+from ..ops._packing import with_padding
 from .vocabulary import check_ids
 
 __all__ = ["Packing", "check_attention_mask", "next_token_loss"]

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import CandidateActivation, RecurrenceName
-from ..convolutions import causal_conv1d
 from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
 from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
 from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
 from ..nn.naming import class_name, names_layer
 from ..nn.recurrent import RecurrentBase
+from ..ops.convolution import causal_conv1d
 
 __all__ = ["RecurrentMixer"]
 

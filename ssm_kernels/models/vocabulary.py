@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import is_traced
+from ..ops._arguments import is_traced
 
 __all__ = ["check_ids", "check_range"]
 

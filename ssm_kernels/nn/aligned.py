@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._arguments import is_autocast_enabled, is_traced
+from ..ops._arguments import is_autocast_enabled, is_traced
 from .common import is_plain_linear
 
 __all__ = [

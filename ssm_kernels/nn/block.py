@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..norms import add_layer_norm, add_rms_norm
+from ..ops.norm import add_layer_norm, add_rms_norm
 from .checks import (
     check_bools,
     check_callable,

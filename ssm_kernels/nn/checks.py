@@ -10,9 +10,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from .._arguments import check_dense, did_you_mean, is_flag
 from .._discretizations import discretization_aliases, discretizations
 from ..choices import RecomputeName
+from ..ops._arguments import check_dense, did_you_mean, is_flag
 
 
 def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:

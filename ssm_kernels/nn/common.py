@@ -16,11 +16,11 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .._arguments import is_autocast_enabled
-from .._packing import check_same_packing, with_padding
 from .._torchscript import refuse_tracing
 from ..choices import RecomputeName
-from ..convolutions import causal_conv1d_update
+from ..ops._arguments import is_autocast_enabled
+from ..ops._packing import check_same_packing, with_padding
+from ..ops.convolution import causal_conv1d_update
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
 from .naming import class_name

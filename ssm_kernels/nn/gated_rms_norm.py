@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._torchscript import refuse_script
-from ..norms import rms_norm_gated
+from ..ops.norm import rms_norm_gated
 from .checks import check_bools, check_dtype, check_int, check_not_negative
 from .weight_decay import NamesNoDecay
 

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._arguments import check_dense
 from ..choices import LiquidActivation
-from ..recurrence_steps import check_step_size
-from ..recurrences import liquid_scan, liquid_step
+from ..ops._arguments import check_dense
+from ..ops.recurrence_steps import check_step_size
+from ..ops.recurrences import liquid_scan, liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
 from .initialization import inverse_softplus, uniform_rows_

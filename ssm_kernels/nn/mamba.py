@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
-from ..convolutions import causal_conv1d
+from ..ops.convolution import causal_conv1d
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import (

@@ -25,10 +25,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import finite_dt_limit
 from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeName
 from ..ops import selective_state_update
-from ..ssd import ssd_chunk_scan
+from ..ops._arguments import finite_dt_limit
+from ..ops.ssd import ssd_chunk_scan
 from .aligned import (
     Heads,
     Layout,

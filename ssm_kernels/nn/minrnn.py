@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..choices import CandidateActivation
-from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
+from ..ops.recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
 from .checks import check_choice
 from .naming import class_name, names_layer
 from .recurrent import RecurrentBase

@@ -14,8 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._arguments import is_autocast_enabled
 from .._torchscript import refuse_script
+from ..ops._arguments import is_autocast_enabled
 
 __all__ = ["class_name", "name_for_operator", "names_layer"]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._arguments import check_dense, is_autocast_enabled
-from .._masks import as_mask, read_lengths, reset_state
 from .._warnings import warn
+from ..ops._arguments import check_dense, is_autocast_enabled
+from ..ops._masks import as_mask, read_lengths, reset_state
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
 from .initialization import uniform_

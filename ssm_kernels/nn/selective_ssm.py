@@ -23,9 +23,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import is_autocast_enabled
 from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
+from ..ops._arguments import is_autocast_enabled
 from .checks import (
     check_bools,
     check_choice,

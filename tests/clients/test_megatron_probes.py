@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from ssm_kernels import compat, reference, reference_convolution, reference_norms
+from ssm_kernels import compat, reference
 
 CLIENT = "megatron-core"
 CLIENT_VERSION = "of 2026-08-22, its calls restated"
@@ -74,7 +74,7 @@ def mixer_tensors(device, dtype, has_hdim=False, batch=2, seqlen=37):
 def compose(zxBCdt, conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx=None, gated=True):
     """The mixer between its projections, in the dtype of its tensors: y, (batch, seqlen, columns), z and the last states."""
     z, xBC, dt = zxBCdt.transpose(0, 1).split([DIM, COLUMNS, HEADS], dim=-1)
-    xBC = reference_convolution.causal_conv1d(xBC, conv1d_weight[:, 0], conv1d_bias, activation="silu", seq_idx=seq_idx)
+    xBC = reference.causal_conv1d(xBC, conv1d_weight[:, 0], conv1d_bias, activation="silu", seq_idx=seq_idx)
     x, B, C = xBC.split([DIM, GROUPS * DSTATE, GROUPS * DSTATE], dim=-1)
     y, states = reference.ssd_chunk_scan(
         x.unflatten(-1, (HEADS, HEADDIM)),
@@ -197,7 +197,7 @@ def test_prompt_call(rmsnorm, state_dtype, device):
         norm = RMSNorm(DIM, eps=1e-5, group_size=DIM // GROUPS, norm_before_gate=False, device=device, dtype=torch.float32)
         y = norm(y, z.flatten(-2).transpose(0, 1).contiguous())
         ones = torch.ones(DIM, dtype=torch.float64, device=device)
-        expected = reference_norms.rms_norm_gated(
+        expected = reference.rms_norm_gated(
             expected, ones, expected_z.transpose(0, 1), eps=1e-5, group_size=DIM // GROUPS, norm_before_gate=False
         )
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
 """The gated linear recurrences: scans, from ``minimal_recurrences.py`` those of minimal recurrent networks, and from
-``recurrence_steps.py`` the steps. Typed like ``ops.py``."""
+``recurrence_steps.py`` the steps. Typed like ``selective_scan.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summaries of a span of steps: the map from the state before the span to the state after it. Typed like ``ops.py``.
+"""Summaries of a span of steps: the map from the state before the span to the state after it. Typed like ``selective_scan.py``.
 
 A scan is linear in its initial state: for any ``h0`` the last state is ``decay * h0 + last_state``, with ``last_state`` that of
 a scan from zero. The two tensors have the size of a state, whatever the length of the span. Devices that hold the spans of one
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..choices import CandidateActivation, DiscretizationName
 from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
 from ._masks import as_mask
-from .choices import CandidateActivation, DiscretizationName
 from .recurrence_steps import step_size
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..choices import ConvActivation
 from ._arguments import empty_output, names_arguments
-from .choices import ConvActivation
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import did_you_mean
-from ._torchscript import REFERENCE_LOOPS, refuse_tracing
-from .choices import CandidateActivation
-from .reference_discretizations import decaying
+from .._torchscript import REFERENCE_LOOPS, refuse_tracing
+from ..choices import CandidateActivation
+from ..ops._arguments import did_you_mean
+from .discretizations import decaying
 
 __all__ = [
     "CANDIDATE_ACTIVATIONS",

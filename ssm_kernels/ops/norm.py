@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..choices import GateActivation
 from ._arguments import names_arguments
-from .choices import GateActivation
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm_gated", "rms_norm_gated"]
 

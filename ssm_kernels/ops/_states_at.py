@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torchscript import refuse_tracing
 from ._arguments import finite_dt_limit, is_autocast_enabled
-from ._torchscript import refuse_tracing
 
 __all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..choices import ExponentialDiscretizationName
 from ._arguments import names_arguments, read_dt_limit
 from ._states_at import Positions, ssd_chunk_scan_with_states
-from .choices import ExponentialDiscretizationName
 
 __all__ = ["ssd_chunk_scan"]
 

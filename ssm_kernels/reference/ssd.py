@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._states_at import Positions
-from ._torchscript import REFERENCE_LOOPS, refuse_tracing
-from .choices import ExponentialDiscretizationName
-from .reference_discretizations import coefficients
-from .reference_sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
+from .._torchscript import REFERENCE_LOOPS, refuse_tracing
+from ..choices import ExponentialDiscretizationName
+from ..ops._states_at import Positions
+from .discretizations import coefficients
+from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
 
 __all__ = ["ssd_chunk_scan"]
 

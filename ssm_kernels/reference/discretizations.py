@@ -1,4 +1,4 @@
-"""Reference discretizations: the two functions of ``z = delta * A`` by which the rules of ``reference.py`` differ."""
+"""Reference discretizations: the two functions of ``z = delta * A`` by which the rules of ``selective_scan.py`` differ."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import did_you_mean
-from .choices import DiscretizationName
+from ..choices import DiscretizationName
+from ..ops._arguments import did_you_mean
 
 __all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "phi1"]
 

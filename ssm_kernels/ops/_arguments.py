@@ -13,8 +13,8 @@ import torch
 from torch.amp.autocast_mode import is_autocast_available
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from . import choices
-from ._torchscript import refuse_script
+from .. import choices
+from .._torchscript import refuse_script
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..choices import CandidateActivation
 from ._arguments import names_arguments
 from ._masks import reset_state
-from .choices import CandidateActivation
 
 __all__ = [
     "diag_linear_step",

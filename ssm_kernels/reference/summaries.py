@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .choices import DiscretizationName
-from .reference import RECURRENCES, coefficients
-from .reference_sequences import step_sizes
+from .. import reference
+from ..choices import DiscretizationName
+from .discretizations import coefficients
+from .recurrences import RECURRENCES
+from .sequences import step_sizes
 
 __all__ = [
     "initial_gradient",

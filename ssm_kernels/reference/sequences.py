@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._states_at import Positions
+from ..ops._states_at import Positions
 
 __all__ = ["at_positions", "of_sequences", "promoted_dtype", "resets_of", "step_sizes"]
 

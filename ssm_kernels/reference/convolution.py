@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import did_you_mean
-from ._torchscript import REFERENCE_LOOPS, refuse_tracing
-from .choices import ConvActivation
+from .._torchscript import REFERENCE_LOOPS, refuse_tracing
+from ..choices import ConvActivation
+from ..ops._arguments import did_you_mean
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 

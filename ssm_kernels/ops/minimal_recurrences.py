@@ -1,4 +1,4 @@
-"""The scans of minimal recurrent networks: minGRU with each of its candidates, and minLSTM. Typed like ``ops.py``.
+"""The scans of minimal recurrent networks: minGRU with each of its candidates, and minLSTM. Typed like ``selective_scan.py``.
 
 ``recurrences.py`` exports them.
 """
@@ -10,9 +10,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..choices import CandidateActivation
 from ._arguments import names_arguments
 from ._masks import time_options
-from .choices import CandidateActivation
 
 __all__ = ["elu_gru_scan", "mingru_scan", "minlstm_scan"]
 

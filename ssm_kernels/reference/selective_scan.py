@@ -1,21 +1,4 @@
-"""Reference operators: the ground truth that every kernel is tested against.
-
-Plain, differentiable PyTorch, written from the formulas, one time step after another. Everything is computed in the dtype of
-the arguments (pass float64 for a precise one); nothing here is fast.
-
-The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t) h(t) + D u(t)``. With the step ``delta`` and
-``z = delta * A`` every discretization has the form
-
-    h_t = Abar(z_t) * h_{t-1} + delta_t * gain(z_t) * B_t * u_t
-
-and differs only in the two functions ``Abar`` and ``gain``.
-
-In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number.
-
-The discretizations are in ``reference_discretizations.py``, the scan of the dual form in ``reference_ssd.py``, the gated linear
-recurrences in ``reference_recurrences.py``, the causal convolution in ``reference_convolution.py`` and the norms in
-``reference_norms.py``; this module exports all of them.
-"""
+"""Reference of the selective scan."""
 
 from __future__ import annotations
 
@@ -25,57 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._states_at import Positions
-from ._submodules import public_names
-from ._torchscript import REFERENCE_LOOPS, refuse_script_of, refuse_tracing
-from .choices import DiscretizationName
-from .reference_convolution import causal_conv1d, causal_conv1d_update
-from .reference_discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
-from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
-from .reference_recurrences import (
-    CANDIDATE_ACTIVATIONS,
-    RECURRENCES,
-    diag_linear_scan,
-    elu_gru_scan,
-    hgrn_scan,
-    linear_scan,
-    liquid_scan,
-    mingru_scan,
-    minlstm_scan,
-    rglru_scan,
-)
-from .reference_sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
-from .reference_ssd import ssd_chunk_scan
+from .._torchscript import REFERENCE_LOOPS, refuse_tracing
+from ..choices import DiscretizationName
+from ..ops._states_at import Positions
+from .discretizations import coefficients
+from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
 
-__all__ = [
-    "ALIASES",
-    "CANDIDATE_ACTIVATIONS",
-    "DISCRETIZATIONS",
-    "GATE_ACTIVATIONS",
-    "RECURRENCES",
-    "Discretization",
-    "add_layer_norm",
-    "add_rms_norm",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "coefficients",
-    "diag_linear_scan",
-    "elu_gru_scan",
-    "hgrn_scan",
-    "layer_norm_gated",
-    "linear_scan",
-    "liquid_scan",
-    "mingru_scan",
-    "minlstm_scan",
-    "phi1",
-    "rglru_scan",
-    "rms_norm_gated",
-    "selective_scan",
-    "selective_state_update",
-    "ssd_chunk_scan",
-]
-
-__dir__ = public_names(__name__)
+__all__ = ["selective_scan"]
 
 # The loop computes the coefficients of several steps at once, of at most so many elements: for few elements the calls of
 # PyTorch take all the time. Steps with as many elements are computed one by one.
@@ -287,67 +226,3 @@ def selective_scan(
         out, h = out.flip(-1), h if cu_seqlens is None else h.flip(0)
     results = (out, *((h,) if return_last_state else ()), *at_positions(states, states_at))
     return results if len(results) > 1 else out
-
-
-def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = None,
-    discretization: DiscretizationName = "zoh",
-    state_batch_indices: Tensor | None = None,
-    A_is_log: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
-
-    Returns:
-        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
-        padding: their output is zero and they touch no state.
-
-    Examples:
-        >>> import torch
-        >>> from ssm_kernels import reference
-        >>> state, x, dt = torch.zeros(2, 8, 16), torch.randn(2, 8), torch.rand(2, 8)
-        >>> A, B, C = -torch.rand(8, 16), torch.randn(2, 16), torch.randn(2, 16)
-        >>> y, new_state = reference.selective_state_update(state, x, dt, A, B, C)
-        >>> y.shape, new_state.shape
-        (torch.Size([2, 8]), torch.Size([2, 8, 16]))
-    """
-    heads = state.dim() == 4
-    B, C = (X[:, None] if X.dim() == 2 else X for X in (B, C))
-    if not heads:
-        state, x, dt, A = state[:, None], x[:, None], dt[:, None], A[None]
-        D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
-        z = None if z is None else z[:, None]
-    nheads = state.shape[1]
-    dt = step_sizes(dt, dt_bias, dt_softplus, dt_limit)
-    A = -torch.exp(A) if A_is_log else A
-    rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
-    padding = rows < 0
-    rows = rows.clamp(min=0)
-    Abar, c = coefficients(discretization, dt[..., None], A)
-    if not heads:  # groups of channels
-        Bt, Ct = (X.repeat_interleave(x.shape[2] // X.shape[1], dim=1)[:, None] for X in (B, C))
-    else:
-        Bt, Ct = (X.repeat_interleave(nheads // X.shape[1], dim=1)[:, :, None] for X in (B, C))
-    h = Abar * state[rows] + c * Bt * x[..., None]
-    out = (h * Ct).sum(-1)
-    if D is not None:
-        out = out + D * x
-    if z is not None:
-        out = out * F.silu(z)
-    out = torch.where(padding[:, None, None], torch.zeros_like(out), out)
-    new_state = state.clone()
-    new_state[rows[~padding]] = h[~padding].to(state.dtype)
-    return (out, new_state) if heads else (out[:, 0], new_state[:, 0])
-
-
-refuse_script_of(__name__)

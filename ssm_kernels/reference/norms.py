@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import did_you_mean
-from .choices import GateActivation
+from ..choices import GateActivation
+from ..ops._arguments import did_you_mean
 
 __all__ = ["GATE_ACTIVATIONS", "add_layer_norm", "add_rms_norm", "layer_norm_gated", "rms_norm_gated"]
 

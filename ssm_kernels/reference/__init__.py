@@ -1,0 +1,67 @@
+"""Reference operators: the ground truth that every kernel is tested against.
+
+Plain, differentiable PyTorch, written from the formulas, one time step after another. Everything is computed in the dtype of
+the arguments (pass float64 for a precise one); nothing here is fast.
+
+The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t) h(t) + D u(t)``. With the step ``delta`` and
+``z = delta * A`` every discretization has the form
+
+    h_t = Abar(z_t) * h_{t-1} + delta_t * gain(z_t) * B_t * u_t
+
+and differs only in the two functions ``Abar`` and ``gain``.
+
+In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number.
+"""
+
+from .._submodules import public_names
+from .._torchscript import refuse_script_of
+from .convolution import causal_conv1d, causal_conv1d_update
+from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
+from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
+from .recurrences import (
+    CANDIDATE_ACTIVATIONS,
+    RECURRENCES,
+    diag_linear_scan,
+    elu_gru_scan,
+    hgrn_scan,
+    linear_scan,
+    liquid_scan,
+    mingru_scan,
+    minlstm_scan,
+    rglru_scan,
+)
+from .selective_scan import selective_scan
+from .ssd import ssd_chunk_scan
+from .state_update import selective_state_update
+
+__all__ = [
+    "ALIASES",
+    "CANDIDATE_ACTIVATIONS",
+    "DISCRETIZATIONS",
+    "GATE_ACTIVATIONS",
+    "RECURRENCES",
+    "Discretization",
+    "add_layer_norm",
+    "add_rms_norm",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "coefficients",
+    "diag_linear_scan",
+    "elu_gru_scan",
+    "hgrn_scan",
+    "layer_norm_gated",
+    "linear_scan",
+    "liquid_scan",
+    "mingru_scan",
+    "minlstm_scan",
+    "phi1",
+    "rglru_scan",
+    "rms_norm_gated",
+    "selective_scan",
+    "selective_state_update",
+    "ssd_chunk_scan",
+]
+
+__dir__ = public_names(__name__)
+
+refuse_script_of(__name__)
