@@ -27,6 +27,7 @@ import ssm_kernels
 from benchmarks.benchmark import Benchmark, Contender, Copy, Function, Result, Run, main
 from benchmarks.operator_cases import OperatorCase, normal
 from benchmarks.tables import Column, Row, Table, errors_of, figure, median, over, text, throughput
+from ssm_kernels._recurrences import Recurrence, recurrences
 
 COMPARED_CHANNELS = 8
 Draw = Callable[..., Tensor]
@@ -80,15 +81,15 @@ class SummaryCase(OperatorCase):
 
 @dataclass(frozen=True)
 class RecurrenceSummary(SummaryCase):
-    """The summary of a recurrence: inputs ``names`` of the size (B, T, H), inputs ``broadcast`` of the size H."""
+    """The summary of a recurrence: inputs of the size (B, T, H), and of the size H those that broadcast."""
 
-    names: tuple[str, ...]
-    broadcast: tuple[str, ...] = ()
+    row: Recurrence
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         draw = functools.partial(normal, torch.Generator(device).manual_seed(seed))
-        found = {name: draw(*self.sizes.values(), dtype=self.dtype) for name in self.names}
-        found |= {name: draw(self.sizes["H"], dtype=torch.float32).abs() + 0.1 for name in self.broadcast}
+        own = [name for name in self.row.inputs if name not in self.row.broadcast]
+        found = {name: draw(*self.sizes.values(), dtype=self.dtype) for name in own}
+        found |= {name: draw(self.sizes["H"], dtype=torch.float32).abs() + 0.1 for name in self.row.broadcast}
         if self.scan == "linear_scan":
             found["a"] = found["a"].float().sigmoid().to(self.dtype)
         if self.scan == "hgrn_scan":
@@ -153,16 +154,6 @@ class SsdSummary(SummaryCase):
         return tensor.narrow(axis, 0, 1)
 
 
-RECURRENCES: dict[str, dict[str, tuple[str, ...]]] = {
-    "linear_scan": {"names": ("a", "b")},
-    "mingru_scan": {"names": ("gate", "candidate")},
-    "minlstm_scan": {"names": ("forget", "input", "candidate")},
-    "liquid_scan": {"names": ("candidate",), "broadcast": ("tau", "dt")},
-    "rglru_scan": {"names": ("recurrence_gate", "input_gate", "x"), "broadcast": ("recurrent_param",)},
-    "hgrn_scan": {"names": ("log_gate", "x")},
-    "elu_gru_scan": {"names": ("gate", "candidate")},
-    "diag_linear_scan": {"names": ("gate", "x")},
-}
 SHAPES = ((8, 2048, 2048), (1, 65536, 1024), (1, 65536, 256))
 
 
@@ -172,10 +163,10 @@ CASES: list[SummaryCase] = [
     SsdSummary("ssd_chunk_scan", {"B": 8, "L": 2048, "H": 64, "P": 64, "N": 128}),
     SsdSummary("ssd_chunk_scan", {"B": 1, "L": 65536, "H": 32, "P": 64, "N": 128}),
     *(
-        RecurrenceSummary(name, dict(zip("BTH", shape, strict=True)), **inputs)
+        RecurrenceSummary(row.scan, dict(zip("BTH", shape, strict=True)), row)
         for shape in SHAPES
-        for name, inputs in RECURRENCES.items()
-        if shape == SHAPES[0] or name in ("linear_scan", "minlstm_scan")
+        for row in recurrences.values()
+        if shape == SHAPES[0] or row.scan in ("linear_scan", "minlstm_scan")
     ),
 ]
 

@@ -20,6 +20,7 @@ from benchmarks import peers
 from benchmarks.benchmark import PEER, Contender, Function, outputs_of
 from benchmarks.harness import Stages, graph_of
 from benchmarks.layer_cases import make_layers
+from ssm_kernels._recurrences import recurrences
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LENGTHS = (2048, 2047, 2046, 2044, 2040, 1369, 777, 197, 63, 17, 1)
@@ -158,15 +159,12 @@ def norm(case: SizeCase, device: torch.device) -> tuple[Function, dict[str, Tens
     return functools.partial(getattr(ssm_kernels, case.operator), eps=1e-5, **options), inputs
 
 
+# By the names of the cases: the inputs that do not broadcast.
 RECURRENCES = {
-    "linear_scan": ("a", "b"),
-    "mingru": ("gate", "candidate"),
-    "minlstm": ("forget", "input", "candidate"),
-    "rglru": ("recurrence_gate", "input_gate", "x"),
-    "hgrn": ("log_gate", "x"),
-    "elu_gru": ("gate", "candidate"),
-    "diag_linear": ("gate", "x"),
-    "liquid": ("candidate",),
+    "linear_scan" if name == "linear_scan" else name.removesuffix("_scan"): tuple(
+        key for key in row.inputs if key not in row.broadcast
+    )
+    for name, row in recurrences.items()
 }
 
 

@@ -59,6 +59,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def("_discretizations() -> str[]");
   def("_discretization_aliases() -> Dict(str, str)");
 
+  // The rows of common/recurrences.h: scans, inputs, the first input that broadcasts, options.
+  def("_recurrences() -> (str[] names, str[][] inputs, int[] first_broadcast, str[][] options)");
+
   // "; did you mean 'zoh'?" for the choice nearest to a misspelt name, or "".
   def("_nearest_choice(str given, str[] choices) -> str");
 

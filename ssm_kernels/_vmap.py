@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
-from .reference import RECURRENCES
+from ._recurrences import recurrences
 
 
 def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
@@ -525,9 +525,8 @@ def _mamba2_mixer_projected(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
 _NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
-_STEPS = tuple(name.replace("_scan", "_step") for name in RECURRENCES)
-_SUMMARIES = (*(f"{name}_summary" for name in RECURRENCES), "ssd_chunk_scan_summary")
-for _name in (*RECURRENCES, *_STEPS, *_SUMMARIES, "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
+_RECURRENCES = tuple(name for row in recurrences.values() for name in (row.scan, row.step, row.summary))
+for _name in (*_RECURRENCES, "ssd_chunk_scan_summary", "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
 for _name in (

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from build_helpers import FACTS, OPS, PACKAGE, ROOT, binutil, needed_libraries, run_python
+from recurrence_helpers import RECURRENCES
 
 import build_backend
 import ssm_kernels
 from ssm_kernels import _rebuild
 from ssm_kernels._build_info import check_torch, runs_on
+from ssm_kernels._recurrences import recurrences
 
 BUILD_COMMAND = re.compile(r"pip install --no-deps (--no-cache-dir --force-reinstall|-e) ")
 
@@ -145,6 +147,17 @@ def test_build_info():
 def test_discretizations_are_those_of_the_reference():
     assert ssm_kernels.discretizations == tuple(ssm_kernels.reference.DISCRETIZATIONS)
     assert torch.ops.ssm_kernels._discretization_aliases() == ssm_kernels.reference.ALIASES
+
+
+def test_recurrences_are_those_of_the_reference_and_of_the_tests():
+    assert tuple(recurrences) == tuple(ssm_kernels.reference.RECURRENCES) == tuple(RECURRENCES)
+    for name, row in recurrences.items():
+        expected = RECURRENCES[name]
+        assert row.inputs == tuple(expected.inputs)
+        assert set(row.broadcast) == set(expected.broadcast)
+        assert row.options == tuple(expected.options)
+        for operator in (row.scan, row.step, row.summary):
+            assert callable(getattr(ssm_kernels, operator)) and hasattr(torch.ops.ssm_kernels, operator)
 
 
 def test_command_line_report(monkeypatch):

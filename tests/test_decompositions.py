@@ -13,6 +13,7 @@ from helpers import assert_all_close
 from norm_helpers import NORMS
 from operator_spec import Inputs, OperatorSpec
 from operators import ALL_SCANS
+from recurrence_helpers import PLAIN
 from torch import Tensor
 
 import ssm_kernels
@@ -106,27 +107,15 @@ def test_every_discretization():
         spec.assert_matches_reference(inputs[name], gradients=False, function=lambda results=results, **_: results)
 
 
-STEPS = {
-    "linear_step": ("a", "b"),
-    "diag_linear_step": ("gate", "x"),
-    "elu_gru_step": ("gate", "candidate"),
-    "hgrn_step": ("log_gate", "x"),
-    "liquid_step": ("candidate", "tau", "dt"),
-    "mingru_step": ("gate", "candidate"),
-    "minlstm_step": ("forget", "input", "candidate"),
-    "rglru_step": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
-}
-
-
 def test_steps_of_recurrences():
     """From zero and from a state."""
     torch.manual_seed(0)
     calls: Calls = {}
-    for step, names in STEPS.items():
-        inputs = {name: torch.rand(2, 5, dtype=torch.float64) + 0.1 for name in names}
+    for variant in PLAIN.values():
+        inputs = {name: torch.rand(2, 5, dtype=torch.float64) + 0.1 for name in variant.recurrence.inputs}
         for state in (None, torch.randn(2, 5, dtype=torch.float64)):
             start = "zero" if state is None else "a state"
-            calls[f"{step} from {start}"] = getattr(ssm_kernels, step), inputs | {"state": state}
+            calls[f"{variant.name}, a step from {start}"] = variant.step, inputs | {"state": state}
     results = results_of(calls)
     for name, (function, inputs) in calls.items():
         expected = {f"{name}, {result}": value for result, value in zip(("h", "new_state"), function(**inputs), strict=True)}

@@ -20,6 +20,7 @@ from distributed_helpers import (
     random_flags,
 )
 from process_pool import TWO_GPUS, Mesh, Place, Processes, param
+from recurrence_helpers import FORMS, RECURRENCES
 from torch import Tensor
 
 import ssm_kernels
@@ -28,17 +29,6 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from ssm_kernels import distributed
-
-RECURRENCES = {
-    "linear_scan": ("a", "b"),
-    "mingru_scan": ("gate", "candidate"),
-    "minlstm_scan": ("forget", "input", "candidate"),
-    "liquid_scan": ("candidate", "tau", "dt"),
-    "rglru_scan": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
-    "hgrn_scan": ("log_gate", "x"),
-    "elu_gru_scan": ("gate", "candidate"),
-    "diag_linear_scan": ("gate", "x"),
-}
 
 
 def some_or_all(mesh: Mesh, names: Iterable[str], some: Sequence[str]) -> Sequence[str]:
@@ -192,23 +182,13 @@ def check_causal_conv1d(mesh: Mesh) -> None:
 def check_recurrences(mesh: Mesh) -> None:
     batch, channels = 2, 3
     for name in some_or_all(mesh, RECURRENCES, ("linear_scan", "mingru_scan", "liquid_scan")):
-        names = RECURRENCES[name]
-        random = generator(mesh, 0)
-        inputs = {key: random(batch, SEQLEN, channels) for key in names}
-        positive = {"a": "a", "log_gate": "log_gate"}
-        inputs |= {
-            key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs
-        }
-        if name == "liquid_scan":
-            inputs |= {"tau": random(channels).abs() + 0.5, "dt": random(batch, SEQLEN, 1).abs()}
-        if name == "rglru_scan":
-            inputs["recurrent_param"] = random(channels)
+        recurrence, random = RECURRENCES[name], generator(mesh, 0)
+        forms = {key: FORMS[recurrence.broadcast.get(key, "full")] for key in recurrence.inputs}
+        inputs = {key: legal(random(*forms[key](batch, SEQLEN, channels))) for key, legal in recurrence.inputs.items()}
         of_steps = {key: 1 for key, value in inputs.items() if value.dim() == 3} | {"reset": 1}
         reset = random_flags(mesh, batch, 0.15)
-        activations = ("g", "tanh") if name == "mingru_scan" else ()
-        settings = [{}, {"reset": reset}, *({"candidate_activation": activation} for activation in activations)]
-        if name == "mingru_scan":
-            settings.append({"gate_is_logit": False})
+        options = [{key: value} for key, (_, *others) in recurrence.options.items() for value in others]
+        settings = [{}, {"reset": reset}, *options]
         for reverse in (False, True):
             state = {"h0": random(batch, channels)}
             for options in settings:

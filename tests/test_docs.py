@@ -88,7 +88,7 @@ def test_schemas_of_the_page_are_those_registered():
         else:
             forms = "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
-            forms += "|_discretizations|_discretization_aliases|_nearest_choice"
+            forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"
             assert re.fullmatch(
                 f"_set_debug_option|_(selective|ssd_chunk)_scan_plan|{forms}|_.*_(fwd|bwd|bwd_out|bwd_last)",

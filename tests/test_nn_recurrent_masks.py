@@ -17,6 +17,7 @@ from layer_helpers import (
     make_sequence,
 )
 from plain_layers import parameters_of
+from recurrence_helpers import RECURRENCES
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -25,23 +26,14 @@ from ssm_kernels.nn import Liquid, MinGRU
 
 OPERATOR = "linear_scan"
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64)
-# The inputs of each recurrence beside its state.
-RECURRENCES: dict[str, tuple[str, ...]] = {
-    "linear": ("a", "b"),
-    "mingru": ("gate", "candidate"),
-    "minlstm": ("forget", "input", "candidate"),
-    "liquid": ("candidate", "tau", "dt"),
-    "rglru": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
-    "hgrn": ("log_gate", "x"),
-    "elu_gru": ("gate", "candidate"),
-    "diag_linear": ("gate", "x"),
-}
-every_operator = pytest.mark.parametrize("operator", RECURRENCES)
+# The names of the inputs of each recurrence beside its state.
+INPUTS = {name.removesuffix("_scan"): tuple(recurrence.inputs) for name, recurrence in RECURRENCES.items()}
+every_operator = pytest.mark.parametrize("operator", INPUTS)
 
 
 def inputs_of(operator: str, *shape: int, device: str) -> dict[str, Tensor]:
     """Inputs in (0, 1), which every recurrence takes."""
-    inputs = {name: make_sequence(*shape, device=device, seed=i).sigmoid() for i, name in enumerate(RECURRENCES[operator])}
+    inputs = {name: make_sequence(*shape, device=device, seed=i).sigmoid() for i, name in enumerate(INPUTS[operator])}
     if "recurrent_param" in inputs:
         inputs["recurrent_param"] = inputs["recurrent_param"].reshape(-1, shape[-1])[0]
     return inputs

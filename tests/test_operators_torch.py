@@ -20,7 +20,7 @@ from operators import (
     over,
     over_options,
 )
-from recurrence_helpers import PLAIN
+from recurrence_helpers import PLAIN, RECURRENCES, Recurrence
 from torch import Tensor
 
 OPERATOR = "every operator"
@@ -275,6 +275,15 @@ def test_lazy_copies_stay_lazy(operator, options, dtype, device):
 
 # Programs and exported graphs call these schemas. A change breaks them: add arguments at the end, with defaults.
 TIME = "bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor h, Tensor last_state)"
+OF_FORMULAS = {"candidate_activation": "str? candidate_activation=None", "gate_is_logit": "bool gate_is_logit=True"}
+
+
+def released_schema(recurrence: Recurrence) -> str:
+    arguments = [*(f"Tensor {name}" for name in recurrence.inputs), "Tensor? h0=None"]
+    arguments.insert(len(recurrence.positional_names), "*")
+    return f"({', '.join([*arguments, *(OF_FORMULAS[name] for name in recurrence.options), TIME])}"
+
+
 SCHEMAS = {
     "selective_scan": (
         "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? delta_bias=None, "
@@ -299,18 +308,7 @@ SCHEMAS = {
         "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False) "
         "-> (Tensor out, Tensor final_states)"
     ),
-    "linear_scan": f"(Tensor a, Tensor b, Tensor? h0=None, *, {TIME}",
-    "mingru_scan": (
-        "(Tensor gate, Tensor candidate, Tensor? h0=None, *, str? candidate_activation=None, bool gate_is_logit=True, " + TIME
-    ),
-    "minlstm_scan": (
-        f"(Tensor forget, Tensor input, Tensor candidate, Tensor? h0=None, *, str? candidate_activation=None, {TIME}"
-    ),
-    "liquid_scan": f"(Tensor candidate, Tensor tau, Tensor dt, Tensor? h0=None, *, {TIME}",
-    "rglru_scan": (f"(Tensor recurrence_gate, Tensor input_gate, *, Tensor x, Tensor recurrent_param, Tensor? h0=None, {TIME}"),
-    "hgrn_scan": f"(Tensor log_gate, *, Tensor x, Tensor? h0=None, {TIME}",
-    "elu_gru_scan": f"(Tensor gate, Tensor candidate, Tensor? h0=None, *, {TIME}",
-    "diag_linear_scan": f"(Tensor gate, Tensor x, Tensor? h0=None, *, {TIME}",
+    **{name: released_schema(recurrence) for name, recurrence in RECURRENCES.items()},
     "causal_conv1d": (
         "(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, "
         "Tensor? initial_state=None) -> (Tensor out, Tensor final_state)"

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import convolutions, ops, recurrences, ssd
+from .. import convolutions, ops, ssd
+from .._recurrences import recurrences
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ..ops._arguments import did_you_mean, finite_dt_limit
 from ..ops._masks import as_mask
@@ -28,19 +29,6 @@ from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 __all__ = ["GroupOperators"]
 
 _Made = TypeVar("_Made", Packing, Spans)
-
-# By recurrence: the names of its inputs, and how many of them broadcast.
-_RECURRENCES = {
-    "linear_scan": (("a", "b"), 0),
-    "mingru_scan": (("gate", "candidate"), 0),
-    "minlstm_scan": (("forget", "input", "candidate"), 0),
-    "liquid_scan": (("candidate", "tau", "dt"), 2),
-    "rglru_scan": (("recurrence_gate", "input_gate", "x", "recurrent_param"), 1),
-    "hgrn_scan": (("log_gate", "x"), 0),
-    "elu_gru_scan": (("gate", "candidate"), 0),
-    "diag_linear_scan": (("gate", "x"), 0),
-}
-
 
 # The most ranks of a chain, unless it is asked for: each rank more waits for one more scan.
 _MOST_IN_CHAIN = 8
@@ -262,26 +250,22 @@ class GroupOperators:
         Args:
             inputs: in the order of the local function's arguments.
         """
-        names, broadcasting = _RECURRENCES[name]
+        row = recurrences[name]
         reset = as_mask(name, reset, 2)
-        named = dict(zip(names, inputs, strict=True))
-        own_options: dict[str, Any] = {}
-        if name in ("mingru_scan", "minlstm_scan"):
-            own_options["candidate_activation"] = candidate_activation
-        if name == "mingru_scan":
-            own_options["gate_is_logit"] = gate_is_logit
-        options = {"reverse": reverse, "return_last_state": return_last_state} | own_options
-        local = getattr(recurrences, name)
+        named = dict(zip(row.inputs, inputs, strict=True))
+        own_options: dict[str, Any] = {"candidate_activation": candidate_activation, "gate_is_logit": gate_is_logit}
+        options = {"reverse": reverse, "return_last_state": return_last_state} | {key: own_options[key] for key in row.options}
+        local = getattr(ops, name)
         if self.group.size == 1:
             return local(**named, h0=h0, cu_seqlens=cu_seqlens, reset=reset, **options)
-        to, broadcast = Casts(inputs[0]), names[len(names) - broadcasting :]
-        named = {key: to.wide(value) if key in broadcast else to.lower(value) for key, value in named.items()}
+        to = Casts(inputs[0])
+        named = {key: to.wide(value) if key in row.broadcast else to.lower(value) for key, value in named.items()}
         tensors = named | {"h0": to.wide(h0), "reset": reset}
         of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
-        self._agree(name, local, tensors, options, of_steps, cu_seqlens, broadcast)
+        self._agree(name, local, tensors, options, of_steps, cu_seqlens, row.broadcast)
         if cu_seqlens is not None:
             cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens(cu_seqlens)
-        first = named[names[0]]
+        first = named[row.inputs[0]]
         return LinearRecurrence.apply(
             name,
             "none" if candidate_activation is None else candidate_activation,
@@ -294,7 +278,7 @@ class GroupOperators:
             cu_seqlens,
             reset,
             tensors["h0"],
-            *(_expand(value, first) if key in broadcast else value for key, value in named.items()),
+            *(_expand(value, first) if key in row.broadcast else value for key, value in named.items()),
         )
 
     def _chain(self, needs_others: bool = False) -> Call | None:
@@ -391,7 +375,7 @@ class GroupOperators:
             cu_seqlens: of the whole sequence.
             broadcast: tensors whose axis of time may have the size 1.
         """
-        refuses_states = cu_seqlens is not None and operator not in _RECURRENCES
+        refuses_states = cu_seqlens is not None and operator not in recurrences
         if torch.compiler.is_compiling():
             if refuses_states:
                 _refuse_states(operator, tensors, options)

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from .._recurrences import recurrences
+
 __all__ = ["register"]
 
 Arguments = Mapping[str, Any]
@@ -110,7 +112,6 @@ def _recurrence_summary(call: Arguments, *, inputs: str | None = None, backward:
     return (1 + backward) * 3 * steps.numel()
 
 
-_RECURRENCES = ("linear", "diag_linear", "mingru", "minlstm", "liquid", "rglru", "hgrn", "elu_gru")
 _FORMULAS: dict[Formula, tuple[str, ...]] = {
     _scan: ("selective_scan", "_selective_scan_fwd"),
     partial(_scan, backward=True): ("_selective_scan_bwd", "_selective_scan_bwd_last", "_selective_scan_bwd_out"),
@@ -133,7 +134,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     partial(_convolution, backward=True): ("_causal_conv1d_bwd", "_causal_conv1d_bwd_out"),
     _mamba_conv: ("_mamba_conv",),
     _mamba_inner: ("_mamba_inner",),
-    _recurrence: tuple(f"{name}_{kind}" for name in _RECURRENCES for kind in ("scan", "step")),
+    _recurrence: tuple(name for row in recurrences.values() for name in (row.scan, row.step)),
     partial(_recurrence, inputs="inputs"): ("_linear_recurrence", "_linear_recurrence_fwd"),
     partial(_recurrence, inputs="inputs", backward=True): ("_linear_recurrence_bwd",),
     _scan_summary: ("selective_scan_summary", "_selective_scan_summary_fwd", "_selective_scan_initial_gradient"),
@@ -141,7 +142,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     _chunk_scan_summary: ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_scan_summary_fwd"),
     partial(_chunk_scan_summary, matrix="C"): ("_ssd_chunk_scan_initial_gradient",),
     partial(_chunk_scan_summary, backward=True): ("_ssd_chunk_scan_summary_bwd",),
-    _recurrence_summary: tuple(f"{name}_scan_summary" for name in _RECURRENCES),
+    _recurrence_summary: tuple(row.summary for row in recurrences.values()),
     partial(_recurrence_summary, inputs="inputs"): ("_linear_recurrence_summary", "_linear_recurrence_summary_fwd"),
     partial(_recurrence_summary, inputs="inputs", backward=True): ("_linear_recurrence_summary_bwd",),
     _nothing: (
