@@ -1,8 +1,8 @@
 """Mamba and Mamba2 composed of PyTorch's functions around the scans, with the parameters of a layer.
 
 The layers computed this before the package had operators for the convolution, the gated norm and the mixers.
-``bench_cpu.py`` times the layers beside these compositions. ``tests/plain_layers.py`` is for accuracy instead: its scans are
-the reference's.
+``bench_cpu.py`` times the layers beside these compositions. ``tests/lib/plain_layers.py`` is for accuracy instead: its scans
+are the reference's.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ ALLOWED_SPILLS allows, or if there is no kernel.
 
 The script checks the build itself, with PyTorch's own flags. An incremental build compiles, and prints, only the changed files.
 The script needs neither a GPU nor nvcc. ptxas does not know the shared memory of a launch:
-tests/selective_scan_plan.cu prints it for the selective scan.
+tests/lib/selective_scan_plan.cu prints it for the selective scan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Probes of csrc/cuda/launch.cuh and tma_descriptor.h on a CUDA runtime that is made here, whose answers the test chooses:
 // counts what is asked, and keeps a last error as CUDA does. Prints a line for each fact that does not hold. For
-// tests/test_cuda_probes.py, without a GPU.
+// tests/building/test_cuda_probes.py, without a GPU.
 #include <cstdio>
 
 #include "cuda/launch.cuh"

@@ -18,7 +18,7 @@ HEADS, WIDTH = 2, 8
 
 
 def recipe() -> dict[str, Any]:
-    page = (Path(__file__).parents[1] / "docs" / "recurrences.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "recurrences.md").read_text()
     (block,) = (block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "first_state" in block)
     names: dict[str, Any] = {}
     exec(block, names)

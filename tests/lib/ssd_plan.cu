@@ -1,6 +1,6 @@
 // Prints how calls of ssd_chunk_scan, whose sizes are given six by six (sequences, seqlen, heads, groups, headdim, dstate), are
 // partitioned: of each call a line "<state tiles of a sequence> <work tiles> <chunks of a work tile> <first step of the last
-// chunk>". For tests/test_ssd_plan.py, without a GPU.
+// chunk>". For tests/ssd/test_ssd_plan.py, without a GPU.
 #include <cstdio>
 #include <cstdlib>
 

@@ -159,7 +159,7 @@ def test_optimizer_of_the_examples(monkeypatch):
     """A copy's parameters have no marks."""
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     model = copy.deepcopy(Mamba2(8, headdim=4, d_state=4))
     optimizer, _ = importlib.import_module("training").make_optimizer(model, 1e-3, 10, weight_decay=0.1)
     decayed = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}

@@ -1,5 +1,5 @@
 // Splits floats into two TF32 numbers as the kernels do, on the host, and prints a line for each fact that does not hold. For
-// tests/test_tf32_split.py, without a GPU.
+// tests/ssd/test_tf32_split.py, without a GPU.
 #include <cmath>
 #include <cstdio>
 #include <cstring>

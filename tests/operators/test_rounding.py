@@ -14,9 +14,9 @@ import pytest
 import torch
 from decoding_helpers import DECODING_STEPS
 from helpers import dtypes, kernel_choices
+from mamba2_mixer_helpers import make_inputs as make_mamba2_inputs
 from operator_spec import Results, as_float64, tensor_names
 from operators import every_operator
-from test_mixers_mamba2 import make_inputs as make_mamba2_inputs
 from torch import Tensor
 
 OPERATOR = "every operator"

@@ -12,7 +12,7 @@ import pytest
 
 import ssm_kernels
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import site_hooks  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 import build_backend
 import ssm_kernels
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(ssm_kernels.__file__).parent
 OPS = PACKAGE / "_ops.abi3.so"
 FACTS = PACKAGE / "_build_facts.py"
@@ -55,11 +55,11 @@ def needed_libraries(library: Path) -> list[str]:
 
 
 def compile_program(name: str, folder: Path) -> Path:
-    """Compiles ``tests/<name>.cu`` to a host program in ``folder``. Without nvcc it skips the test."""
+    """Compiles ``tests/lib/<name>.cu`` to a host program in ``folder``. Without nvcc it skips the test."""
     toolkit = build_backend.find_toolkit([])
     if toolkit is None:
         pytest.skip("no nvcc was found")
-    target, source = folder / name, ROOT / "tests" / f"{name}.cu"
+    target, source = folder / name, ROOT / "tests" / "lib" / f"{name}.cu"
     command = [toolkit.home / "bin" / "nvcc", "-std=c++17", "-O1", f"-I{ROOT / 'csrc'}", "-arch=sm_80", source, "-o", target]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

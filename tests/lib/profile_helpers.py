@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from forked_scripts import run_scripts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "profile_discretization.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n-trials", "3"]
 ACCURACY_ONLY = ["--device", "cpu", "--dstate", "4", "--no-profile-ops", "--no-profile-scan"]

@@ -10,7 +10,7 @@ import pytest
 
 from build_backend import cuda_include_dirs, find_toolkit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_failed_probes_are_forgotten_and_answers_are_kept(tmp_path):
@@ -18,7 +18,7 @@ def test_failed_probes_are_forgotten_and_answers_are_kept(tmp_path):
     toolkit = find_toolkit([])
     if toolkit is None:
         pytest.skip("no CUDA toolkit was found")
-    program, source = tmp_path / "cuda_probes", ROOT / "tests" / "cuda_probes.cpp"
+    program, source = tmp_path / "cuda_probes", ROOT / "tests" / "lib" / "cuda_probes.cpp"
     includes = [f"-I{folder}" for folder in (ROOT / "csrc", *cuda_include_dirs(toolkit.home))]
     command = [os.environ.get("CXX", "c++"), "-std=c++17", *includes, source, "-o", program]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True)

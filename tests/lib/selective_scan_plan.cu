@@ -1,7 +1,7 @@
 // Prints what the selective scan's plans take of a block's shared memory on a device that has argv[1] bytes: of each call a
 // line "<dtype> <direction> <dstate> <options>: <bytes> <steps of a span>". With more arguments, the sizes "<bytes of an
 // element> <0 or 1: channels are contiguous> <batch> <dim> <seqlen>" of calls with 16 states on 132 multiprocessors, prints
-// whether forward and backward of each are sequential. For tests/test_selective_scan_plan.py, without a GPU.
+// whether forward and backward of each are sequential. For tests/selective_scan/test_selective_scan_plan.py, without a GPU.
 #define SSM_KERNELS_WITH_CUDA
 #include <cstdio>
 #include <cstdlib>

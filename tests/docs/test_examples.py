@@ -28,7 +28,7 @@ import matplotlib.style  # noqa: E402
 from forked_scripts import run_scripts  # noqa: E402
 from plot_helpers import assert_legible  # noqa: E402
 
-TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
+TRAIN = Path(__file__).parents[2] / "examples" / "train_sequence.py"
 CHAR_LM = TRAIN.with_name("char_lm.py")
 LONG_CONTEXT = TRAIN.with_name("long_context.py")
 # As Python does for a script: the scripts import training.py, which is beside them.

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mixers_mamba2 import OPTIONS, RESULTS, TENSORS, assert_close, assert_vmap_is_a_loop, make_inputs, operator
+from mamba2_mixer_helpers import OPTIONS, RESULTS, TENSORS, make_inputs
+from test_mixers_mamba2 import assert_close, assert_vmap_is_a_loop, operator
 from torch import Tensor
 
 from ssm_kernels._vmap import _mamba2_mixer_projected as composition

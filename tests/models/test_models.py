@@ -228,7 +228,7 @@ def test_bad_calls_of_the_recurrent_mixer(rnn):
 
 def real_text() -> Tensor:
     """Bytes of this repository's license."""
-    return torch.tensor([*(Path(__file__).parents[1] / "LICENSE").read_bytes()])
+    return torch.tensor([*(Path(__file__).parents[2] / "LICENSE").read_bytes()])
 
 
 @every_mixer

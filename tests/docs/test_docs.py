@@ -16,7 +16,7 @@ import torch._inductor.config
 
 from ssm_kernels import compat, ops, reference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 
 

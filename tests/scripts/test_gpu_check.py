@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for Python on a machine with a GPU: notes the folder and the arguments of every call, and makes virtual environments.
 PYTHON = """#!/bin/sh

@@ -11,10 +11,10 @@ import pytest
 
 import ssm_kernels
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import compile_report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").glob("**/instantiations")}
 KERNEL = "_ZN11ssm_kernels3ssd15ssd_some_kernelIfEEvv"
 

@@ -11,7 +11,7 @@ from selective_scan_helpers import kernels_of, make_inputs
 
 from build_backend import find_toolkit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # By compute capability: shared memory that a block may take, a kilobyte less than a multiprocessor has; types and directions
 # that the sequential scan runs there.
 DEVICES = {
@@ -27,7 +27,7 @@ def program(tmp_path_factory) -> Path:
     if toolkit is None:
         pytest.skip("no nvcc was found")
     target = tmp_path_factory.mktemp("plan") / "selective_scan_plan"
-    source = ROOT / "tests" / "selective_scan_plan.cu"
+    source = ROOT / "tests" / "lib" / "selective_scan_plan.cu"
     command = [toolkit.home / "bin" / "nvcc", "-std=c++17", "-O0", f"-I{ROOT / 'csrc'}", "-arch=sm_80", source, "-o", target]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
