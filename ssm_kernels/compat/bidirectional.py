@@ -217,7 +217,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
 
     def _mix_directions(self, xz: Tensor) -> Tensor:
         """The sum of all directions, (batch, seqlen, d_inner), of the in-projection's output."""
-        if self.context is not None:
+        if not self.operators.is_local:
             raise NotImplementedError("Mamba: expected bimamba_type 'none' in a context-parallel group, got several directions")
         if self.bimamba_type == "v1":
             return self._mix_v1(xz)

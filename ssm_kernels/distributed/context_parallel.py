@@ -2,154 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .._mixers import mamba2_arguments, mamba_mixer
 from ..choices import Exchange
-from ..nn.common import ConvMixer
+from ..nn._operators import CallsOperators
 from ..nn.naming import class_name
-from ..nn.recurrent import RecurrentBase
-from ..nn.selective_ssm import SelectiveBase
-from ..ops.recurrence_steps import step_size
-from ._agreement import Agreement, calls_begun, failure, report
-from ._casts import Casts
-from ._collectives import Gathering
-from ._convolution import MambaConv, is_gate
+from ._agreement import calls_begun, failure, report
 from ._group import Group, GroupLike, check_dimensions
-from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
-from ._operators import GroupOperators, choose_exchange
+from ._group_operators import choose_exchange
+from ._layer_operators import LayerOperators
 from ._packing import ForwardCount
 from ._parts import Local
-from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["ContextParallel", "sum_gradients"]
 
-_ops = torch.ops.ssm_kernels
 _BUCKET_BYTES = 64 * 2**20
-
-
-class _Context(GroupOperators):
-    """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
-
-    def __init__(self, group: Group, exchange: Exchange | None, layer: int, forward_count: ForwardCount | None) -> None:
-        super().__init__(group, Agreement(group, of_layer=True), exchange, "ContextParallel", layer, forward_count)
-        self.begun = 0  # calls when the layer's forward began
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
-        # A copy has agreed on nothing.
-        return _Context(self.group, self.exchange, self._layer, copy.deepcopy(self._forward_count, memo))
-
-    def begin(self) -> None:
-        """The layer's forward begins. Compiled code and backward, which may recompute it, count no forward passes."""
-        if torch.compiler.is_compiling():
-            return
-        self.begun = calls_begun()
-        if self._forward_count is not None and torch._C._current_graph_task_id() == -1:
-            self._forward_count.begin(self._layer)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "ContextParallel: expected a state_dict to be saved, got a whole layer or model: its rank belongs to this run"
-        )
-
-    def mamba_conv(
-        self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba_conv``."""
-        if self.group.size == 1:
-            results: tuple[Tensor, Tensor, Tensor] = _ops._mamba_conv(xz, weight, bias, initial_state)
-            return results
-        weight = weight.squeeze(1)
-        if torch.compiler.is_compiling() or weight.shape[1] == 1:
-            x, z = xz.chunk(2, dim=-1)
-            x = self.causal_conv1d(x, weight, bias, activation="silu", initial_state=initial_state)
-            return x, x, z
-        xz, weight, bias, initial_state = self._cast_convolution(xz, weight, bias, initial_state)
-        options = {"activation": "silu", "return_final_state": False}
-        self._agree_on_convolution(xz[..., : xz.shape[2] // 2], weight, bias, initial_state, options)
-        x, scanned, z = MambaConv.apply(xz, weight, bias, initial_state, self._chain(), self.group)
-        return x, scanned, z
-
-    def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``; no last state unless it is needed."""
-        if self.group.size == 1:
-            local: tuple[Tensor, Tensor] = _ops._mamba_mixer(*arguments)
-            return local
-
-        z: Tensor | None = arguments[6]
-        z_is_gate = z is not None and not torch.compiler.is_compiling() and is_gate(z)
-
-        def scan(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-            results = self.selective_scan(*tensors, **options, return_last_state=needs_last_state, z_is_gate=z_is_gate)
-            return results if needs_last_state else (results, None)
-
-        out, last_state = mamba_mixer(scan, *arguments)
-        return out, last_state
-
-    def mamba2_mixer(self, *arguments: Any, norm: SplitNorm | None = None) -> tuple[Tensor, None, None]:
-        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without initial and final states.
-
-        ``norm`` describes one whose groups are on several ranks of tensor parallelism.
-        """
-        mixer = _ops._mamba2_mixer.default
-        if self.group.size == 1:
-            local = mixer if norm is None else functools.partial(split_mamba2_mixer, norm=norm)
-            return local(*arguments)[0], None, None
-        given, options = mamba2_arguments(arguments)
-        if given.conv_state is not None or given.ssm_state is not None:
-            raise ValueError("Mamba2: expected neither conv_state nor ssm_state over several ranks, got states of a cache")
-        tensors = dict(zip(given._fields, given, strict=True))
-        cu_seqlens = tensors.pop("cu_seqlens")
-        named_options = dict(zip(options._fields, options, strict=True))
-        check = functools.partial(mixer, cu_seqlens=None)
-        self._agree("Mamba2", check, tensors, named_options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
-        numbers, packing = self._packing("Mamba2", given.projected.shape[1], given.seq_idx, cu_seqlens)
-        to, chain = Casts(given.projected), self._chain()
-        node = Mamba2Mixer if chain is None else ChainedMamba2Mixer
-        out: Tensor = node.apply(
-            to.lower(given.projected),
-            *map(to.wide, given[1:7]),
-            *((None,) * 3 if packing is None else (numbers, packing.past, packing.passes)),
-            options,
-            self.group,
-            norm,
-            *(() if chain is None else (chain,)),
-        )
-        return out, None, None
-
-    def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> Any:
-        return self.recurrence("mingru_scan", (gate, candidate), h0, **options)
-
-    def minlstm_scan(self, forget: Tensor, input: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> Any:
-        return self.recurrence("minlstm_scan", (forget, input, candidate), h0, **options)
-
-    def liquid_scan(self, candidate: Tensor, tau: Tensor, dt: Tensor | float, h0: Tensor | None, **options: Any) -> Any:
-        return self.recurrence("liquid_scan", (candidate, tau, step_size("liquid_scan", dt, candidate)), h0, **options)
-
-    def starts_backwards(self, reset: Tensor) -> Tensor:
-        """Mask of the steps where the backward direction starts anew: the step before each reset, on the rank that has it."""
-        if self.group.size == 1:
-            return F.pad(reset[:, 1:], (0, 1)) if reset.shape[1] > 0 else reset
-        self._agree("bidirectional layer", lambda reset: None, {"reset": reset}, {}, {"reset": 1})
-        batch, seqlen = reset.shape
-        first = reset[:, 0].long() if seqlen > 0 else reset.new_zeros(batch, dtype=torch.int64)
-        table = Gathering([torch.stack([first, torch.full_like(first, seqlen)])], self.group, "reset at the borders").wait()[0]
-        start = torch.zeros_like(first)
-        for first, lengths in (of_rank.unbind(0) for of_rank in table[self.group.rank + 1 :].flip(0).unbind(0)):
-            start = torch.where(lengths > 0, first, start)
-        return torch.cat([reset[:, 1:], start.bool()[:, None]], dim=1) if seqlen > 0 else reset
 
 
 class ContextParallel(ParallelStyle):
@@ -206,7 +82,7 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = Group.of(device_mesh)
-        layers = [layer for layer in module.modules() if isinstance(layer, (SelectiveBase, ConvMixer, RecurrentBase))]
+        layers = [layer for layer in module.modules() if isinstance(layer, CallsOperators)]
         if not layers:
             raise ValueError(
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {class_name(module)}"
@@ -215,25 +91,25 @@ class ContextParallel(ParallelStyle):
             check_dimensions("ContextParallel", group, "TensorParallel", layer._group if isinstance(layer, Local) else None)
         forward_count = ForwardCount()
         for number, layer in enumerate(layers, 1):
-            if layer.context is None:
+            if layer.operators.is_local:
                 layer.register_forward_pre_hook(_begin_layer)
                 layer.register_forward_hook(_report_error, always_call=True)
-            layer.context = _Context(group, self.exchange, number, forward_count)
+            layer.operators = LayerOperators(group, self.exchange, number, forward_count)
         return module
 
 
 def _begin_layer(layer: nn.Module, args: Any) -> None:
     """A forward pre-hook."""
-    cast(_Context, layer.context).begin()
+    cast(LayerOperators, layer.operators).begin()
 
 
 def _report_error(layer: nn.Module, args: Any, result: Any) -> None:
     """A forward hook, also called where forward has raised: the other ranks get the error of this one."""
     if torch.compiler.is_compiling() or result is not None:
         return
-    context, error = cast(_Context, layer.context), sys.exc_info()[1]
-    if isinstance(error, Exception) and context.begun == calls_begun():
-        report(context.group, class_name(layer), error)
+    operators, error = cast(LayerOperators, layer.operators), sys.exc_info()[1]
+    if isinstance(error, Exception) and operators.begun == calls_begun():
+        report(operators.group, class_name(layer), error)
 
 
 @torch.no_grad()

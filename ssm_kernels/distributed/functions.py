@@ -43,7 +43,7 @@ from ..ops._arguments import argument_error, keyword_checks, names_arguments
 from ..ops.recurrence_steps import step_size
 from ._agreement import Agreement, calls_begun, report
 from ._group import Group, GroupLike
-from ._operators import GroupOperators
+from ._group_operators import GroupOperators
 
 __all__ = [
     "causal_conv1d",

@@ -46,6 +46,7 @@ from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
 from ._agreement import compare
 from ._group import Group, check_dimensions
+from ._layer_operators import LayerOperators
 from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
 from ._reductions import finished, leave
 from ._split_norm import SplitNorm, split_mamba2_mixer
@@ -121,8 +122,9 @@ class TensorParallel(ParallelStyle):
         def check() -> None:
             for name, layer in layers:
                 _check(f"{_NAME}: {name}" if name else f"{_NAME}: {class_name(layer)}", layer, device_mesh.size())
-                context = getattr(layer, "context", None)
-                check_dimensions(_NAME, group, "ContextParallel", None if context is None else context.group)
+                operators = getattr(layer, "operators", None)
+                ranks_of_spans = operators.group if isinstance(operators, LayerOperators) else None
+                check_dimensions(_NAME, group, "ContextParallel", ranks_of_spans)
 
         # Ranks that go on alone would wait for each other.
         compare(group, _NAME, self._describe(module, layers), check)
@@ -307,7 +309,8 @@ class _TensorParallelMamba2(LocalLayer):
         norm = getattr(layer, "norm", None)
         if not isinstance(norm, _SplitRMSNorm):
             return Mamba2._mixer(layer)
-        mixer = split_mamba2_mixer if layer.context is None else layer.context.mamba2_mixer
+        operators = layer.operators
+        mixer = operators.mamba2_mixer if isinstance(operators, LayerOperators) else split_mamba2_mixer
         return partial(mixer, norm=norm._split)
 
 

@@ -234,7 +234,7 @@ class MixerModel(NamesNoDecay, nn.Module):
 
     def _check_is_local(self, argument: str) -> None:
         """Raises where ranks hold spans of one sequence, as masks and labels know nothing of the other spans."""
-        if any(isinstance(module, ConvMixer) and module.context is not None for module in self.modules()):
+        if any(isinstance(module, ConvMixer) and not module.operators.is_local for module in self.modules()):
             raise ValueError(
                 f"{class_name(self)}: expected no {argument} with context parallelism: pack sequences with cu_seqlens, and "
                 "compute the loss of each span with the next span's first label"

@@ -27,7 +27,6 @@ from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
 from ..nn.naming import class_name, names_layer
 from ..nn.recurrent import RecurrentBase
-from ..ops.convolution import causal_conv1d
 
 __all__ = ["RecurrentMixer"]
 
@@ -175,8 +174,7 @@ class RecurrentMixer(PackedMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = self._conv_parameters()
-        convolve = causal_conv1d if self.context is None else self.context.causal_conv1d
-        x = convolve(
+        x = self.operators.causal_conv1d(
             hidden_states,
             weight,
             bias,

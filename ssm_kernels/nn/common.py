@@ -21,6 +21,7 @@ from ..choices import RecomputeName
 from ..ops._arguments import is_autocast_enabled
 from ..ops._packing import check_same_packing, with_padding
 from ..ops.convolution import causal_conv1d_update
+from ._operators import CallsOperators
 from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
 from .naming import class_name
@@ -159,7 +160,7 @@ def conv_parameters(layer: str, conv1d: nn.Module) -> tuple[Tensor, Tensor | Non
     return weight, bias
 
 
-class ConvMixer(NamesNoDecay, nn.Module):
+class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
     A derived layer sets ``d_model``, ``d_conv`` and ``layer_idx`` and defines ``_mix``, ``step`` and ``_zero_state``. Its
@@ -170,8 +171,6 @@ class ConvMixer(NamesNoDecay, nn.Module):
     d_conv: int
     layer_idx: int | None
     conv1d: nn.Conv1d
-    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
-    context: Any = None
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes a sequence, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
@@ -229,7 +228,7 @@ class ConvMixer(NamesNoDecay, nn.Module):
         return out
 
     def _check_is_local(self) -> None:
-        if self.context is not None:
+        if not self.operators.is_local:
             layer = class_name(self)
             raise ValueError(
                 f"{layer}: expected no inference_params and no step with context parallelism: a cache has no place for spans"

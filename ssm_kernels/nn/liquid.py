@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..choices import LiquidActivation
 from ..ops._arguments import check_dense
 from ..ops.recurrence_steps import check_step_size
-from ..ops.recurrences import liquid_scan, liquid_step
+from ..ops.recurrences import liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
 from .initialization import inverse_softplus, uniform_rows_
@@ -322,8 +322,7 @@ class Liquid(RecurrentBase):
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         target, tau, dt = self._relaxation(projected, name, options["dt"])
-        scan = liquid_scan if self.context is None else self.context.liquid_scan
-        return scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset, return_last_state=True)
+        return self.operators.liquid_scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset)
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
         return liquid_step(*self._relaxation(projected, name, options["dt"]), state)

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
-from ..ops.convolution import causal_conv1d
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import (
@@ -243,16 +242,14 @@ class Mamba(SelectiveBase, PackedMixer):
             return out, xz, last_state
         if seq_idx is None and cu_seqlens is None:
             arguments = (xz, weight, bias, first_inputs)
-            if self.context is None:
-                x, scanned, z = _mamba_conv(*arguments, *name_for_operator(self))
-            else:
-                x, scanned, z = self.context.mamba_conv(*arguments)
+            x, scanned, z = self.operators.mamba_conv(*arguments, *name_for_operator(self))
             y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
         else:
             inputs, z = xz.chunk(2, dim=-1)
             packed: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-            convolve = causal_conv1d if self.context is None else self.context.causal_conv1d
-            x = convolve(inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed)
+            x = self.operators.causal_conv1d(
+                inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed
+            )
             y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
         return self.out_proj(y), xz, last_state
 
@@ -263,7 +260,7 @@ class Mamba(SelectiveBase, PackedMixer):
         """
         return (
             self.recompute != "none"
-            and self.context is None
+            and self.operators.is_local
             and not torch.compiler.is_compiling()
             and all(is_plain_linear(module) for module in (self.x_proj, self.dt_proj, self.out_proj))
             and self.x_proj.bias is None
@@ -272,7 +269,7 @@ class Mamba(SelectiveBase, PackedMixer):
     def _dtype_to_align(self, hidden_states: Tensor) -> torch.dtype | None:
         """The dtype of a call that takes copies of the parameters with aligned rows, or None."""
         dtype = dtype_to_align(hidden_states)
-        if dtype is None or self.context is not None or self.x_proj.bias is not None:
+        if dtype is None or not self.operators.is_local or self.x_proj.bias is not None:
             return None
         if all(size == aligned_size(size, dtype) for size in (self.d_inner, self.d_model, self.dt_rank)):
             return None

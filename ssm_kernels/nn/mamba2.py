@@ -495,8 +495,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
 
     def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
         """The operator between the projections, with the arguments and results of ``_mamba2_mixer``."""
-        mixer: Callable[..., tuple[Tensor, Any, Any]] = _mamba2_mixer if self.context is None else self.context.mamba2_mixer
-        return mixer
+        return self.operators.mamba2_mixer
 
     def _D_of_heads(self) -> Tensor:
         """(nheads,) or (nheads, headdim)."""
@@ -516,7 +515,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
     def _dtype_to_align(self, u: Tensor) -> torch.dtype | None:
         """The dtype of a call whose in-projection has aligned rows, or None."""
         dtype = dtype_to_align(u)
-        return dtype if dtype is not None and self.context is None and can_align(u, self.in_proj) else None
+        return dtype if dtype is not None and self.operators.is_local and can_align(u, self.in_proj) else None
 
     def _project(self, u: Tensor, aligned_dtype: torch.dtype | None = None) -> tuple[Tensor | None, Tensor]:
         """Returns the output of the parallel MLP, if there is one, and z, the convolution's input and dt in one tensor."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..choices import CandidateActivation
-from ..ops.recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
+from ..ops.recurrences import mingru_step, minlstm_step
 from .checks import check_choice
 from .naming import class_name, names_layer
 from .recurrent import RecurrentBase
@@ -215,8 +215,7 @@ class MinGRU(_MinRNN):
     ) -> tuple[Tensor, Tensor]:
         gate, candidate = projected.chunk(2, dim=-1)
         activation = self.candidate_activation
-        scan = mingru_scan if self.context is None else self.context.mingru_scan
-        return scan(
+        return self.operators.mingru_scan(
             gate,
             candidate,
             h0,
@@ -224,7 +223,6 @@ class MinGRU(_MinRNN):
             reverse=reverse,
             cu_seqlens=cu_seqlens,
             reset=reset,
-            return_last_state=True,
         )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
@@ -280,8 +278,7 @@ class MinLSTM(_MinRNN):
     ) -> tuple[Tensor, Tensor]:
         forget, input, candidate = projected.chunk(3, dim=-1)
         activation = self.candidate_activation
-        scan = minlstm_scan if self.context is None else self.context.minlstm_scan
-        return scan(
+        return self.operators.minlstm_scan(
             forget,
             input,
             candidate,
@@ -290,7 +287,6 @@ class MinLSTM(_MinRNN):
             reverse=reverse,
             cu_seqlens=cu_seqlens,
             reset=reset,
-            return_last_state=True,
         )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:

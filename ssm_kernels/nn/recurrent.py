@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._warnings import warn
 from ..ops._arguments import check_dense, is_autocast_enabled
 from ..ops._masks import as_mask, read_lengths, reset_state
+from ._operators import CallsOperators
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
 from .initialization import uniform_
@@ -23,7 +24,7 @@ from .weight_decay import NamesNoDecay
 __all__ = ["RecurrentBase"]
 
 
-class RecurrentBase(NamesNoDecay, nn.Module):
+class RecurrentBase(NamesNoDecay, nn.Module, CallsOperators):
     """Layers of a linear recurrence, each after one projection of its input; called like ``torch.nn.GRU``.
 
     Derived layers give the number of the projection's parts, each ``hidden_size`` wide, and define ``_scan`` and ``_step``,
@@ -34,8 +35,6 @@ class RecurrentBase(NamesNoDecay, nn.Module):
     """
 
     weight_ih_l0: nn.Parameter
-    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
-    context: Any = None
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
     ) -> tuple[PackedSequence, Tensor]:
         """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
         name = class_name(self)
-        if self.context is not None:
+        if not self.operators.is_local:
             raise ValueError(f"{name}: expected no PackedSequence with context parallelism: pass spans and cu_seqlens")
         if cu_seqlens is not None:
             raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
@@ -214,7 +213,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         for what, value in (("cu_seqlens", cu_seqlens), ("reset", reset)):
             if value is not None:
                 raise ValueError(f"{name}: expected lengths or {what}, got both")
-        if self.context is not None:
+        if not self.operators.is_local:
             raise ValueError(f"{name}: expected no lengths with context parallelism: pass spans and cu_seqlens")
         self._check_input(input)
         if input.dim() != 3:
@@ -252,13 +251,7 @@ class RecurrentBase(NamesNoDecay, nn.Module):
         check_shape(class_name(self), "reset", reset, axes, input.shape[:-1])
         assert reset is not None
         reset = reset[None] if input.dim() == 2 else reset if self.batch_first else reset.transpose(0, 1)
-        if not self.bidirectional:
-            return reset, None
-        if self.context is not None:
-            return reset, self.context.starts_backwards(reset)
-        # Not a slice, reset[:, 1:]: a program exported with it would refuse the sizes 1 and 2 of a dynamic seqlen.
-        is_last = torch.arange(reset.shape[1], device=reset.device) == reset.shape[1] - 1
-        return reset, reset.roll(-1, 1) & ~is_last
+        return reset, self.operators.reset_in_reverse(reset) if self.bidirectional else None
 
     def _run(
         self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None = None, **options: Any

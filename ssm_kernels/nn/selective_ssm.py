@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,7 @@ from torch import Tensor
 from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
 from ..ops._arguments import is_autocast_enabled
+from ._operators import CallsOperators
 from .checks import (
     check_bools,
     check_choice,
@@ -45,10 +46,8 @@ from .naming import class_name, name_for_operator, names_layer
 
 __all__ = ["SelectiveSSM"]
 
-_mamba_mixer = torch.ops.ssm_kernels._mamba_mixer.default
 
-
-class SelectiveBase(DiscretizedModule):
+class SelectiveBase(DiscretizedModule, CallsOperators):
     """Base class: the parameters of the selective SSM, its scan and its step. Derived layers add the rest of the mixer.
 
     Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
@@ -56,8 +55,6 @@ class SelectiveBase(DiscretizedModule):
     layer (float64 in a float64 layer).
     """
 
-    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
-    context: Any = None
     _no_decay: tuple[str, ...] = ("A_log", "D")
 
     def _init_ssm(
@@ -155,9 +152,8 @@ class SelectiveBase(DiscretizedModule):
                 scanned = x
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
-        if self.context is not None:
-            return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state=needs_last_state)
-        return _mamba_mixer(*arguments, seq_idx, cu_seqlens, *name_for_operator(self))
+        packed = (seq_idx, cu_seqlens)
+        return self.operators.mamba_mixer(*arguments, *packed, *name_for_operator(self), needs_last_state=needs_last_state)
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""

@@ -391,7 +391,7 @@ def check_errors(mesh: Mesh) -> None:
     tensors = dict.fromkeys(Mamba2Tensors._fields) | {"ssm_state": torch.zeros(1, 2, 2, 3)}
     options = Mamba2Options(2, 1, 3, None, 0.0, math.inf, 1e-5, False, "zoh")
     expected = "expected neither conv_state nor ssm_state over several ranks"
-    raises(ValueError, expected, lambda: layer.context.mamba2_mixer(*tensors.values(), *options))
+    raises(ValueError, expected, lambda: layer.operators.mamba2_mixer(*tensors.values(), *options))
     rank = mesh.get_local_rank()
     gru = parallelize(layers.MinGRU(4, 3, bidirectional=True, batch_first=True), mesh)
     x, reset = torch.randn(1 + rank, 5, 4), torch.zeros(1 + rank, 5, dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ def test_bad_inputs():
     with pytest.raises(RuntimeError, match=says("expected input_ids on the model's device, cpu, got meta")):
         model.generate(ids.to("meta"), 5)
     assert make_model("Mamba").to("meta")(ids.to("meta")).logits.is_meta
-    model.backbone.layers[1].mixer.context = object()
+    model.backbone.layers[1].mixer.operators = SimpleNamespace(is_local=False)
     for name in ("labels", "attention_mask"):
         with pytest.raises(ValueError, match=says(f"MixerModel: expected no {name} with context parallelism")):
             model(ids, **{name: ids})

@@ -1,0 +1,152 @@
+"""The operators that layers call: those of this process, or those of ranks that hold the spans of a sequence.
+
+A layer calls ``self.operators``, which is ``LOCAL`` by default. :class:`ssm_kernels.distributed.ContextParallel` sets the
+operators of its ranks, ``LayerOperators`` of ``distributed/_layer_operators.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..choices import CandidateActivation, ConvActivation
+from ..ops.convolution import causal_conv1d
+from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
+
+__all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
+
+_ops = torch.ops.ssm_kernels
+
+
+class Operators(Protocol):
+    """Operators over whole sequences, for layers that may have a span of each sequence only."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has whole sequences."""
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: ConvActivation | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None,
+    ) -> Tensor:
+        """As :func:`ssm_kernels.causal_conv1d`, without the final state."""
+
+    def mamba_conv(
+        self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, *layer: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba_conv``."""
+
+    def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Any]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``. A last state that is not needed may be None."""
+
+    def mamba2_mixer(self, *arguments: Any) -> tuple[Tensor, Any, Any]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``. Several ranks return no states."""
+
+    def mingru_scan(
+        self,
+        gate: Tensor,
+        candidate: Tensor,
+        h0: Tensor | None,
+        *,
+        candidate_activation: CandidateActivation | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`ssm_kernels.mingru_scan`, with the last state."""
+
+    def minlstm_scan(
+        self,
+        forget: Tensor,
+        input: Tensor,
+        candidate: Tensor,
+        h0: Tensor | None,
+        *,
+        candidate_activation: CandidateActivation | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`ssm_kernels.minlstm_scan`, with the last state."""
+
+    def liquid_scan(
+        self,
+        candidate: Tensor,
+        tau: Tensor,
+        dt: Tensor | float,
+        h0: Tensor | None,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`ssm_kernels.liquid_scan`, with the last state."""
+
+    def reset_in_reverse(self, reset: Tensor) -> Tensor:
+        """The mask ``reset`` of the backward direction, (batch, seqlen): the step before each reset of the forward one."""
+
+
+class LocalOperators:
+    """The operators of this process alone."""
+
+    is_local = True
+
+    # PyTorch's operators themselves, so that a call passes through no other Python function.
+    mamba_conv = staticmethod(_ops._mamba_conv.default)
+    mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: ConvActivation | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None,
+    ) -> Tensor:
+        return causal_conv1d(
+            x, weight, bias, activation=activation, seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state
+        )
+
+    def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
+        results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)
+        return results
+
+    def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        return mingru_scan(gate, candidate, h0, return_last_state=True, **options)
+
+    def minlstm_scan(
+        self, forget: Tensor, input: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return minlstm_scan(forget, input, candidate, h0, return_last_state=True, **options)
+
+    def liquid_scan(
+        self, candidate: Tensor, tau: Tensor, dt: Tensor | float, h0: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return liquid_scan(candidate, tau, dt, h0, return_last_state=True, **options)
+
+    def reset_in_reverse(self, reset: Tensor) -> Tensor:
+        # Not a slice, reset[:, 1:]: a program exported with it would refuse the sizes 1 and 2 of a dynamic seqlen.
+        is_last = torch.arange(reset.shape[1], device=reset.device) == reset.shape[1] - 1
+        return reset.roll(-1, 1) & ~is_last
+
+
+LOCAL: Operators = LocalOperators()
+
+
+class CallsOperators:
+    """Base class of the layers whose operators :class:`ssm_kernels.distributed.ContextParallel` may replace."""
+
+    # A class attribute, so that layers that no style has changed neither save nor copy it.
+    operators: Operators = LOCAL
