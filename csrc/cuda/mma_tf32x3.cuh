@@ -48,7 +48,7 @@ SSM_HOST_DEVICE float fma_towards_zero(float a, float b, float c) {
 // The bits of a float and half a unit in TF32's last place. Their high bits are the float rounded to TF32, half away from zero
 // (a subnormal one: towards zero). The sum is rounded towards zero, so that it is finite for every finite float: the largest
 // floats become the largest TF32 number. The addition runs on the FMA pipe, because the split of operands already fills the
-// integer pipe (docs/tuning.md).
+// integer pipe (docs/tuning/ssd_chunk_scan.md).
 SSM_HOST_DEVICE uint32_t add_half_unit(uint32_t bits) {
   constexpr uint32_t kSignAndExponent = 0xff800000u;
   constexpr float kHalfUnit = 0x1p-11f;  // in the last place of a number from 1 to 2

@@ -173,7 +173,7 @@ def test_less_workspace(dstate):
 @every_dstate
 @pytest.mark.parametrize("sizes", [{"batch": 3, "seqlen": 200}, {"batch": 1, "heads": 2, "groups": 1, "seqlen": 700}])
 def test_unpacked_calls_are_not_taken_as_packed(sizes, dstate):
-    """In a kernel for both, ptxas 13.0 read the wrong predicate for the absent cu_seqlens (docs/tuning.md)."""
+    """In a kernel for both, ptxas 13.0 read the wrong predicate for the absent cu_seqlens (docs/tuning/ssd_chunk_scan.md)."""
     unpacked = inputs_on_cuda(dstate=dstate, **sizes)
     assert_accurate(unpacked)
     assert_accurate(unpacked | {"z": None, "D": None, "initial_states": None})

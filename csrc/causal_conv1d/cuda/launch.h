@@ -30,7 +30,7 @@ constexpr int64_t kMaxVectorWidth = 4;
 // Grids have at most so many blocks along their second and third axes.
 constexpr int64_t kMostGridBlocks = 65535;
 // Channels per lane of the channels-last kernels. More share the address arithmetic; fewer leave registers for more warps in
-// flight. docs/tuning.md has the measurements.
+// flight. docs/tuning/causal_conv1d.md has the measurements.
 constexpr int kLaneChannels = 4;
 
 // Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.

@@ -66,7 +66,7 @@ inline int64_t rounded_steps(const SelectiveScanParams& p, int64_t tile_steps) {
   return round_up(std::max<int64_t>(1, steps_of_row(p)), tile_steps);
 }
 
-// docs/tuning.md has the measurements, benchmarks/bench_sizes.py repeats them.
+// docs/tuning/selective_scan.md has the measurements, benchmarks/bench_sizes.py repeats them.
 inline bool is_sequential_fwd_faster(const SelectiveScanParams& p, VectorAccess sequences, int64_t bytes,
                                      const DeviceLimits& device) {
   using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;

@@ -107,7 +107,7 @@ Tiling make_tiling(const StateUpdateParams& p, const TokenParams* tokens, int64_
     tiling.tiles = p.batch * p.groups * tiles_per_group;
   };
   // Long tiles do the work that is the same for many rows once; short ones spread over the device. Several for every warp that
-  // it runs at a time keep the multiprocessors' shares even (docs/tuning.md).
+  // it runs at a time keep the multiprocessors' shares even (docs/tuning/selective_state_update.md).
   set_rows(tiling.lanes());
   while (tiling.rows > kRowsInFlight && tiling.tiles < multiprocessors * kResidentWarps * kTilesPerWarp)
     set_rows(tiling.rows / 2);
@@ -204,7 +204,7 @@ std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiproce
     return p.batch * ((channels + groups_per_tile * rows - 1) / (groups_per_tile * rows));
   };
   int64_t tiles = set_rows(1);
-  // One row a lane where all warps run at once (docs/tuning.md).
+  // One row a lane where all warps run at once (docs/tuning/selective_state_update.md).
   constexpr int64_t kFewWarps = 16;  // of a multiprocessor
   const bool takes_one_row = tiling.vectors && group_vectors && p.discretization == Discretization::kZoh;
   if (!takes_one_row || tiles > multiprocessors * kFewWarps) {

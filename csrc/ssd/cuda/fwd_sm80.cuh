@@ -435,7 +435,7 @@ struct FwdSm80 {
 };
 
 // Whether the type of a kernel's parameters says if sequences are packed. With a predicate of it alive through the loop over
-// chunks, ptxas 13.0 used another value for it (docs/tuning.md).
+// chunks, ptxas 13.0 used another value for it (docs/tuning/ssd_chunk_scan.md).
 template <typename Scalar, int dstate>
 constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64;
 
