@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
 from ..choices import ConvActivation
 from ..ops._arguments import did_you_mean
+from .sequences import typed_like
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
@@ -64,42 +66,7 @@ def _convolve(
     return total, final_state.transpose(1, 2)
 
 
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+@typed_like(ops.causal_conv1d)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -110,7 +77,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Depthwise causal convolution. Arguments and results as :func:`ssm_kernels.causal_conv1d`.
 
     A loop over packed sequences, and for each over the lags. Padding is replaced by zeros before and after.

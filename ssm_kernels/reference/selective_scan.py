@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
 from ..choices import DiscretizationName
 from ..ops._states_at import Positions
 from .discretizations import coefficients
-from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
+from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes, typed_like
 
 __all__ = ["selective_scan"]
 
@@ -32,126 +33,7 @@ def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
     return X.repeat_interleave(dim // X.shape[1], dim=1)
 
 
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[False] = False,
-    states_at: None = None,
-) -> Tensor: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[False] = False,
-    states_at: Positions,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[True],
-    states_at: None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[True],
-    states_at: Positions,
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: bool,
-    states_at: None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: bool,
-    states_at: Positions | None,
-) -> Tensor | tuple[Tensor, ...]: ...
+@typed_like(ops.selective_scan)
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -170,7 +52,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     states_at: Positions | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
 
     Computed in the promoted dtype of all arguments; results have that dtype. With ``reverse``, the scan of flipped arguments.

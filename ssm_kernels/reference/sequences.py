@@ -1,10 +1,11 @@
-"""Shared by the references of the scans: step sizes, packed sequences, and states at positions."""
+"""Shared by the references: types, step sizes, packed sequences, and states at positions."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from ..ops._states_at import Positions
 
-__all__ = ["at_positions", "of_sequences", "promoted_dtype", "resets_of", "step_sizes"]
+__all__ = ["at_positions", "of_sequences", "promoted_dtype", "resets_of", "step_sizes", "typed_like"]
+
+_Operator = TypeVar("_Operator", bound=Callable[..., Any])
+
+
+def typed_like(operator: _Operator) -> Callable[[Callable[..., Any]], _Operator]:
+    """Decorator of a reference: type checkers see the overloads of its operator."""
+    return lambda reference: cast(_Operator, reference)
 
 
 def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
 from ..choices import ExponentialDiscretizationName
 from ..ops._states_at import Positions
 from .discretizations import coefficients
-from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes
+from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes, typed_like
 
 __all__ = ["ssd_chunk_scan"]
 
@@ -36,138 +37,7 @@ def _ssd_sequence(
     return torch.stack(outputs, dim=1) if outputs else x, states
 
 
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[False] = False,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> Tensor: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[False] = False,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[True],
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[True],
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions,
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: bool,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: bool,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions | None,
-) -> Tensor | tuple[Tensor, ...]: ...
+@typed_like(ops.ssd_chunk_scan)
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -188,7 +58,7 @@ def ssd_chunk_scan(
     return_final_states: bool = False,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
 
     ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
