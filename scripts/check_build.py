@@ -252,7 +252,13 @@ def wheel(session):
     session.build(builder.pip, "wheel", "-v", "--no-deps", "-w", str(wheels), str(session.source))
     (built,) = wheels.glob("*.whl")
     contents = session.run([builder.python, "-m", "zipfile", "-l", built])
-    for name in ("ssm_kernels/_ops.abi3.so", "ssm_kernels/_build_facts.py", "ssm_kernels/py.typed", "licenses/LICENSE"):
+    for name in (
+        "ssm_kernels/_ops.abi3.so",
+        "ssm_kernels/_build_facts.py",
+        "ssm_kernels/py.typed",
+        "ssm_kernels/ops/ssd.pyi",
+        "licenses/LICENSE",
+    ):
         expect(name in contents, f"the wheel lacks {name}")
     expect("csrc/" not in contents and "tests/" not in contents, "the wheel has files besides the package")
     shutil.rmtree(builder.folder)

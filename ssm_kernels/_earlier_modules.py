@@ -9,7 +9,7 @@ __all__ = ["EARLIER_MODULES", "register"]
 
 EARLIER_MODULES = {
     "convolutions": "ops.convolution",
-    "minimal_recurrences": "ops.minimal_recurrences",
+    "minimal_recurrences": "ops.recurrences",
     "norms": "ops.norm",
     "recurrence_steps": "ops.recurrence_steps",
     "recurrences": "ops.recurrences",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -13,42 +11,6 @@ from ._arguments import empty_output, names_arguments
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
 
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
 def causal_conv1d(
     x: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,126 +17,6 @@ __all__ = ["selective_scan"]
 _selective_scan = torch.ops.ssm_kernels.selective_scan.default
 
 
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[False] = False,
-    states_at: None = None,
-) -> Tensor: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[False] = False,
-    states_at: Positions,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[True],
-    states_at: None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: Literal[True],
-    states_at: Positions,
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: bool,
-    states_at: None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-@overload
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    discretization: DiscretizationName = "zoh",
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_last_state: bool,
-    states_at: Positions | None,
-) -> Tensor | tuple[Tensor, ...]: ...
 @names_arguments
 def selective_scan(
     u: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,138 +19,6 @@ __all__ = ["ssd_chunk_scan"]
 _ssd_chunk_scan = torch.ops.ssm_kernels.ssd_chunk_scan.default
 
 
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[False] = False,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> Tensor: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[False] = False,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[True],
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: Literal[True],
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions,
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: bool,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-@overload
-def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] | None = (0.0, math.inf),
-    initial_states: Tensor | None = None,
-    reverse: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_states: bool,
-    discretization: ExponentialDiscretizationName = "zoh",
-    states_at: Positions | None,
-) -> Tensor | tuple[Tensor, ...]: ...
 @names_arguments
 def ssd_chunk_scan(
     x: Tensor,

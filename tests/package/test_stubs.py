@@ -1,0 +1,55 @@
+"""The stubs of the operators' modules, which scripts/generate_stubs.py writes, and the schemas of their operators."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssm_kernels
+from ssm_kernels import ops
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import generate_stubs
+
+FLAGS = {*generate_stubs.FLAGS, "states_at"}
+FLAGGED = {name for name in ops.__all__ if FLAGS & {*inspect.signature(getattr(ops, name)).parameters}}
+
+
+@pytest.mark.parametrize("module", generate_stubs.MODULES)
+def test_stubs_are_those_of_the_modules(module):
+    assert (generate_stubs.OPS / f"{module}.pyi").read_text() == generate_stubs.stub(module), "run scripts/generate_stubs.py"
+
+
+def test_every_function_with_a_flag_has_overloads():
+    stubs = "".join(path.read_text() for path in generate_stubs.OPS.glob("*.pyi"))
+    assert {*re.findall(r"@overload\ndef (\w+)\(", stubs)} == FLAGGED
+
+
+def test_overloads_of_states_and_flags():
+    assert generate_stubs.overloads({"x"}) == [({}, "Tensor")]
+    found = generate_stubs.overloads({"states_at", "return_last_state"})
+    assert [returned for _, returned in found] == [
+        "Tensor",
+        "tuple[Tensor, Tensor]",
+        "tuple[Tensor, Tensor]",
+        "tuple[Tensor, Tensor, Tensor]",
+        "Tensor | tuple[Tensor, Tensor]",
+        "Tensor | tuple[Tensor, ...]",
+    ]
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_typed_functions_have_the_arguments_of_the_schema(name):
+    """Names, order and kinds of the inputs, and the names of the options."""
+    schema = getattr(torch.ops.ssm_kernels, name).default._schema.arguments
+    parameters = inspect.signature(getattr(ssm_kernels, name)).parameters
+    required = [each.name for each in parameters.values() if each.default is each.empty]
+    assert required == [each.name for each in schema if not each.has_default_value()]
+    options = {*parameters} - FLAGS
+    # Steps and summaries have Python options, such as reset, that their operators do not see.
+    assert options == {each.name for each in schema} if name in FLAGGED else options >= {each.name for each in schema}
