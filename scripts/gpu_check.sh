@@ -200,7 +200,7 @@ sanitizer() {
     if [ "$tool" = racecheck ]; then options=(--kernel-name-exclude kernel_substring=linear_scan_sequential); fi
     running=()
     for share in $(seq "$shares"); do
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 1 \
+      "$program" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 1 \
         "$python" scripts/sanitizer_cases.py --share "$share/$shares" >"$out/$tool.$share.log" 2>&1 &
       running+=($!)
     done

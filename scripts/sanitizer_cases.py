@@ -4,8 +4,8 @@
 
 --share 2/4 takes the second of every four cases: racecheck is faster in several processes at once.
 The script makes the inputs on the CPU and copies them to the GPU. The sanitizer's reports are therefore about the package's
-kernels, or about PyTorch's kernels that run with them. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is a separate
-allocation, so the sanitizer finds accesses past its end.
+kernels, or about PyTorch's kernels that run with them. Each tensor is a separate allocation (tests/lib/vector_allocator.py), so
+the sanitizer finds accesses past the last 16-byte vector of any tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from sanitizer_scans import scan_checks
 from sanitizer_ssd_cases import ssd_cases, ssd_gradient_cases, ssd_limited_cases, ssd_span_cases
 from summary_helpers import RecurrenceSummary
 from torch import Tensor
+from vector_allocator import use_vector_allocator
 
 from ssm_kernels import ssd_chunk_scan_summary
 from ssm_kernels.ops.summaries import _ssd_chunk_scan_initial_gradient
@@ -258,6 +259,7 @@ def main() -> int:
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"of {', '.join(CHECKS)}; default: all")
     parser.add_argument("--share", metavar="I/N", type=parse_share, default=slice(None), help="of every N cases the I-th")
     arguments = parser.parse_args()
+    use_vector_allocator()
     operators = arguments.operators or [*CHECKS]
     if unknown := set(operators) - CHECKS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
