@@ -14,8 +14,8 @@ import build_backend
 def use_vector_allocator() -> None:
     """Lets this process allocate all CUDA memory so. Call it before the first CUDA tensor. Needs nvcc.
 
-    With ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` instead, allocations end in the middle of a vector, and the sanitizer reports reads
-    of the vector's other bytes (docs/cuda.md).
+    With ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` instead, allocations end in the middle of a vector, and the sanitizer reports
+    reads of the vector's other bytes (docs/cuda.md).
     """
     toolkit = build_backend.find_toolkit([])
     if toolkit is None:
