@@ -30,7 +30,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 71,
     "cuda": 11,
-    "linear_scan": 318,
+    "linear_scan": 135,
     "mixers": 4,
     "norm": 70,
     "selective_scan": 167,

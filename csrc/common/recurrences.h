@@ -388,6 +388,17 @@ enum class Recurrence : int {
 #undef SSM_ROW
 };
 
+// The recurrence of a variant.
+template <typename Variant>
+constexpr Recurrence recurrence_of() {
+#define SSM_ROW(enumerator, name, type)                                                                 \
+  if constexpr (std::is_same_v<Variant, type::ByDefault> || std::is_same_v<Variant, type::AtRunTime>) { \
+    return Recurrence::enumerator;                                                                      \
+  }
+  SSM_RECURRENCES(SSM_ROW)
+#undef SSM_ROW
+}
+
 struct RecurrenceRow {
   const char* name;
   Recurrence recurrence;

@@ -79,7 +79,7 @@ template <typename Scalar, typename Variant, TileRows tile_rows>
 using BwdTile = Tile<Scalar, kBwdThreadSteps, kStagedInputs<Variant, false> + 2, tile_rows, false>;
 // Blocks per multiprocessor: the shared memory of five tensors leaves room for two.
 template <typename Variant>
-constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
+constexpr int kBwdBlocks = kStagedInputs<Variant, false> <= 2 ? 3 : 2;
 
 template <typename Scalar, typename Variant, TileRows tile_rows>
 __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = variant_of<Variant>(p);
+  const int staged = staged_inputs_of<Variant, false>(p);
 
   const auto view = [&](int i) { return backward_view<Inputs::kStaged, typename T::Scalar>(p, i); };
   const ShiftedTile<T, kHBefore + 1, decltype(view)> shifted{shared, p, view};
@@ -111,8 +112,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     const int steps_with_before = at.steps - (at.steps > 0 && at.step(at.steps - 1) == 0 ? 1 : 0);
     Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
     for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
-#pragma unroll
-      for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
+      stage_inputs<Variant>(rows, staged, s < at.steps, target, s);
       if (p.grad_h.data == nullptr) {
         target(kGradH, s) = Row::zero();
       } else {
@@ -138,13 +138,15 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       }
       const Inputs step_inputs = inputs.next(s, rows);
       const Row grad_h = rows(kGradH, s);
+      with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) {
-        Acc x[Inputs::kInputs];
-        step_inputs.get(j, x);
-        const Acc a = variant.step(variant.gates(x), x).a;
-        own[j] = {own[j].decay * a, a * (own[j].offset + grad_h.accumulate(j))};
-      }
+        for (int j = 0; j < T::kVector; ++j) {
+          Acc x[Inputs::kInputs];
+          step_inputs.get(j, x);
+          const Acc a = recurrence.step(recurrence.gates(x), x).a;
+          own[j] = {own[j].decay * a, a * (own[j].offset + grad_h.accumulate(j))};
+        }
+      });
     });
     return is_reset;
   };
@@ -172,16 +174,18 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       const Inputs step_inputs = inputs.next(s, rows);
       const Row grad_h = rows(kGradH, s);
       StepGradients<T, Variant> grads;
+      with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) {
-        Acc x[Inputs::kInputs], grad[Inputs::kInputs];
-        step_inputs.get(j, x);
-        const auto gates = variant.gates(x);
-        const Acc g = grad_h.accumulate(j) + e[j];
-        variant.gradients(gates, x, before[j], g, grad);
-        e[j] = variant.step(gates, x).a * g;
-        grads.set(j, grad);
-      }
+        for (int j = 0; j < T::kVector; ++j) {
+          Acc x[Inputs::kInputs], grad[Inputs::kInputs] = {};
+          step_inputs.get(j, x);
+          const auto gates = recurrence.gates(x);
+          const Acc g = grad_h.accumulate(j) + e[j];
+          recurrence.gradients(gates, x, before[j], g, grad);
+          e[j] = recurrence.step(gates, x).a * g;
+          grads.set(j, grad);
+        }
+      });
       out.store_next(s < at.steps, grads);
       if constexpr (T::kShifted) finish(s, grads);
       if (begins) {
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
-  return launch_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
+  return launch_variant<Scalar, false>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr TileRows kRows = decltype(rows)::value;
     return launch_tiles<BwdTile<Scalar, Variant, kRows>>(linear_scan_bwd_kernel<Scalar, Variant, kRows>, params, partition,

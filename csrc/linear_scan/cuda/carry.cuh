@@ -27,14 +27,6 @@
 
 namespace ssm_kernels::linear_scan {
 
-// The rows of a kernel's tiles. In plain tiles channels are contiguous and a sequence begins with the first step only, without
-// resets; the loop then fits into the instruction cache.
-enum class TileRows {
-  kAny,
-  kVectors,  // plain
-  kShifted,  // plain; rows start at any element
-};
-
 // Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels.
 template <typename Scalar_, int thread_steps, int tensors, TileRows tile_rows, bool is_forward>
 struct Tile {

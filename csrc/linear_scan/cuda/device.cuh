@@ -291,18 +291,36 @@ struct StepInputs {
   }
 };
 
+// Copies the rows of one of a thread's steps, of the first `staged` inputs, to shared memory. Absent inputs are zero.
+template <typename Variant, typename T, int count>
+__device__ __forceinline__ void stage_inputs(Rows<T> (&rows)[count], int staged, bool exists, const SharedRows<T>& target,
+                                             int s) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    if constexpr (kIsAny<Variant>) {
+      if (i >= staged) continue;
+      if (rows[i].view->data == nullptr) {
+        target(i, s) = Shared<T>::Row::zero();
+        continue;
+      }
+    }
+    rows[i].stage_next(exists, &target(i, s));
+  }
+}
+
 // The inputs of all of a thread's steps in a tile. Narrow inputs, which do not broadcast, are staged; wide ones come from
-// global memory. Inputs of missing steps are zero.
+// global memory, or, in kernels for several recurrences, the first `staged` inputs from where narrow ones are. Inputs of
+// missing steps are zero.
 template <typename T, typename Variant>
 struct ThreadInputs {
   using Step = StepInputs<T, Variant>;
   static constexpr int kWide = Step::kWide;
 
-  int steps;
+  int steps, staged;
   Rows<T> wide[kWide > 0 ? kWide : 1];
 
   __device__ __forceinline__ ThreadInputs(const LinearScanParams& p, const Partition& partition, const ThreadTile<T>& at)
-      : steps(at.steps) {
+      : steps(at.steps), staged(staged_inputs_of<Variant, T::kIsForward>(p)) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
       const SequenceView& view = p.inputs[Step::kNarrow + i];
@@ -316,10 +334,18 @@ struct ThreadInputs {
   __device__ __forceinline__ Step next(int s, const StagedRows& rows) {
     Step result;
 #pragma unroll
-    for (int i = 0; i < Step::kStaged; ++i) result.staged[i] = rows(i, s);
+    for (int i = 0; i < Step::kStaged && i < Step::kNarrow; ++i) result.staged[i] = rows(i, s);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
-      const bool exists = s < steps && (!kMayLackInputs<Variant> || wide[i].view->data != nullptr);
+      if constexpr (kIsAny<Variant>) {
+        if (i + Step::kNarrow < staged) {
+          const auto row = rows(i + Step::kNarrow, s);
+#pragma unroll
+          for (int j = 0; j < T::kVector; ++j) result.wide[i].set(j, row.accumulate(j));
+          continue;
+        }
+      }
+      const bool exists = s < steps && (!kIsAny<Variant> || wide[i].view->data != nullptr);
       if (wide[i].view->is_accumulate) {
         result.wide[i] = wide[i].template load_next<typename T::Acc>(exists);
       } else {
@@ -376,8 +402,8 @@ __device__ __forceinline__ void for_each_step(int count, const Body& body) {
 
 // A step's gates: kept from the first loop over the steps, or computed again.
 template <bool keeps, typename Gates, typename Variant, typename Acc>
-__device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Gates& kept, const Variant& variant,
-                                             const Acc* x) {
+__device__ __forceinline__ auto gates_again(std::bool_constant<keeps>, const Gates& kept, const Variant& variant,
+                                            const Acc* x) {
   if constexpr (keeps) {
     return kept;
   } else {
@@ -523,11 +549,6 @@ __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const P
   }
 }
 
-// Plain tiles, of vectors and shifted, have a kernel per recurrence, for calls without options. Other tiles have one per
-// recurrence that reads its options at run time, and doubles have one kernel, to keep the build short.
-template <typename Scalar>
-constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
-
 template <typename T, typename Kernel, typename Params>
 cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& partition, int resident_blocks,
                          cudaStream_t stream) {
@@ -545,24 +566,30 @@ cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& p
 template <TileRows rows>
 using ConstantRows = std::integral_constant<TileRows, rows>;
 
-// Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant TileRows.
-template <typename Scalar, typename Launch>
+// Calls launch(variant, rows) for the tile kernel that takes a call and returns its error. `rows` is a constant TileRows.
+template <typename Scalar, bool is_forward, typename Launch>
 cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
-  if constexpr (!kHasPlainKernels<Scalar>) {
-    return launch(AnyRecurrence{}, ConstantRows<TileRows::kAny>());
-  } else {
-    cudaError_t error = cudaSuccess;
-    if (partition.is_plain && params.options.are_default()) {
-      visit_default_recurrence(params.recurrence, [&](auto variant) {
-        error = partition.is_shifted ? launch(variant, ConstantRows<TileRows::kShifted>())
-                                     : launch(variant, ConstantRows<TileRows::kVectors>());
-      });
+  cudaError_t error = cudaSuccess;
+  const auto launch_own = [&](auto variant, auto rows) {
+    using Variant = decltype(variant);
+    if constexpr (has_tile_kernel(recurrence_of<Variant>(), scalar_kind_of<Scalar>(), decltype(rows)::value, is_forward)) {
+      error = launch(variant, rows);
     } else {
-      visit_recurrence_at_run_time(params.recurrence,
-                                   [&](auto variant) { error = launch(variant, ConstantRows<TileRows::kAny>()); });
+      error = launch(GeneralVariant<Scalar, Variant>(), ConstantRows<TileRows::kAny>());
     }
-    return error;
+  };
+  if (partition.is_plain && params.options.are_default()) {
+    visit_default_recurrence(params.recurrence, [&](auto variant) {
+      if (partition.is_shifted) {
+        launch_own(variant, ConstantRows<TileRows::kShifted>());
+      } else {
+        launch_own(variant, ConstantRows<TileRows::kVectors>());
+      }
+    });
+  } else {
+    visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch_own(variant, ConstantRows<TileRows::kAny>()); });
   }
+  return error;
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = variant_of<Variant>(p);
+  const int staged = staged_inputs_of<Variant, true>(p);
   [[maybe_unused]] Gates gates[kKeepsGates ? T::kThreadSteps : 1][T::kVector];
 
   const auto view = [&](int i) { return p.inputs[i]; };
@@ -61,10 +62,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     Rows<T> rows[Inputs::kStaged];
 #pragma unroll
     for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
-    for_each_step<T, false, T::kThreadSteps / 2>(at.steps, [&](int s, auto) {
-#pragma unroll
-      for (int i = 0; i < Inputs::kStaged; ++i) rows[i].stage_next(s < at.steps, &target(i, s));
-    });
+    for_each_step<T, false, T::kThreadSteps / 2>(
+        at.steps, [&](int s, auto) { stage_inputs<Variant>(rows, staged, s < at.steps, target, s); });
   };
 
   const auto reduce = [&](const ThreadTile<T>& at, const SharedRows<T>& rows, Map<Acc>(&own)[T::kVector]) {
@@ -83,19 +82,21 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
       }
       const Inputs step_inputs = inputs.next(s, rows);
       [[maybe_unused]] cuda::Vector<Acc, T::kVector> coefficients[2];
+      with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) {
-        Acc x[Inputs::kInputs];
-        step_inputs.get(j, x);
-        const Gates made = variant.gates(x);
-        const Step<Acc> step = variant.step(made, x);
-        own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
-        if constexpr (decltype(keeps)::value) gates[s][j] = made;
-        if constexpr (kPasses) {
-          coefficients[0].set(j, step.a);
-          coefficients[1].set(j, step.b);
+        for (int j = 0; j < T::kVector; ++j) {
+          Acc x[Inputs::kInputs];
+          step_inputs.get(j, x);
+          const auto made = recurrence.gates(x);
+          const Step<Acc> step = recurrence.step(made, x);
+          own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
+          if constexpr (decltype(keeps)::value) gates[s][j] = made;
+          if constexpr (kPasses) {
+            coefficients[0].set(j, step.a);
+            coefficients[1].set(j, step.b);
+          }
         }
-      }
+      });
       if constexpr (kPasses) {
 #pragma unroll
         for (int i = 0; i < 2 * kCoefficients; ++i) {
@@ -130,12 +131,14 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         for (int j = 0; j < T::kVector; ++j) steps[j] = {coefficients[0][j], coefficients[1][j]};
       } else {
         const Inputs step_inputs = inputs.next(s, rows);
+        with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-        for (int j = 0; j < T::kVector; ++j) {
-          Acc x[Inputs::kInputs];
-          step_inputs.get(j, x);
-          steps[j] = variant.step(gates_again(keeps, gates[decltype(keeps)::value ? s : 0][j], variant, x), x);
-        }
+          for (int j = 0; j < T::kVector; ++j) {
+            Acc x[Inputs::kInputs];
+            step_inputs.get(j, x);
+            steps[j] = recurrence.step(gates_again(keeps, gates[decltype(keeps)::value ? s : 0][j], recurrence, x), x);
+          }
+        });
       }
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) h[j] = Math<Acc>::fma(steps[j].a, h[j], steps[j].b);
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
-  return launch_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
+  return launch_variant<Scalar, true>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr TileRows kRows = decltype(rows)::value;
     return launch_tiles<FwdTile<Scalar, Variant, kRows>>(linear_scan_fwd_kernel<Scalar, Variant, kRows>, params, partition,

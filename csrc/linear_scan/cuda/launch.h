@@ -31,6 +31,24 @@ enum class KernelChoice : int {
   kSequential,  // for all calls that the sequential kernels support
 };
 
+// The rows of a kernel's tiles. In plain tiles channels are contiguous and a sequence begins with the first step only, without
+// resets; the loop then fits into the instruction cache.
+enum class TileRows {
+  kAny,
+  kVectors,  // plain
+  kShifted,  // plain; rows start at any element
+};
+
+// Whether a recurrence has a tile kernel of its own for such rows. Other calls take a kernel for several recurrences, options
+// and rows (any_recurrence.cuh), which keeps the build short.
+constexpr bool has_tile_kernel(Recurrence recurrence, ScalarKind kind, TileRows rows, bool is_forward) {
+  if (kind != ScalarKind::kFloat && kind != ScalarKind::kBFloat16) return false;
+  const bool keeps_gates = recurrence == Recurrence::kMinLstm && is_forward;  // in registers
+  const bool is_common =
+      recurrence == Recurrence::kLinear || recurrence == Recurrence::kMinGru || recurrence == Recurrence::kMinLstm;
+  return rows == TileRows::kAny ? keeps_gates : is_common;
+}
+
 constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
 constexpr int kThreads = 128;  // of a block; a multiprocessor holds two to four blocks

@@ -30,6 +30,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/vector_io.cuh"
+#include "linear_scan/cuda/any_recurrence.cuh"
 #include "linear_scan/cuda/launch.h"
 #include "linear_scan/cuda/shifted_rows.cuh"
 
@@ -488,15 +489,30 @@ int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks)
   return best;
 }
 
-// Calls launch(variant, rows) for a call's recurrence and returns its error. `rows` is a constant SequentialRows.
-template <typename Launch>
+// Calls launch(variant, rows) for the kernel that takes a call and returns its error. `rows` is a constant SequentialRows. Rare
+// calls, with options or in float16, take the kernels of any rows, which read options at run time, to keep the build short. In
+// float16 one kernel takes all recurrences of two inputs.
+template <typename Scalar, typename Launch>
 cudaError_t launch_sequential_variant(const LinearScanParams& params, const SequentialPartition& partition,
                                       const Launch& launch) {
+  using AnyRows = std::integral_constant<SequentialRows, SequentialRows::kShifted>;
+  constexpr bool kIsHalf = std::is_same_v<Scalar, __half>;
   cudaError_t error = cudaSuccess;
-  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
-    error = partition.is_shifted || partition.keeps_step
-                ? launch(variant, std::integral_constant<SequentialRows, SequentialRows::kShifted>())
-                : launch(variant, std::integral_constant<SequentialRows, SequentialRows::kVectors>());
+  if constexpr (!kIsHalf) {
+    if (params.options.are_default()) {
+      visit_default_recurrence(params.recurrence, [&](auto variant) {
+        error = partition.is_shifted || partition.keeps_step
+                    ? launch(variant, AnyRows())
+                    : launch(variant, std::integral_constant<SequentialRows, SequentialRows::kVectors>());
+      });
+      return error;
+    }
+  }
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    using Taken = std::conditional_t<kIsHalf && Variant::kNames.size() == 2, AnyRecurrence<2, 2>, Variant>;
+    // Other recurrences have no options.
+    if constexpr (kIsHalf || std::is_base_of_v<RuntimeOptions, Variant>) error = launch(Taken(), AnyRows());
   });
   return error;
 }

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in a stage
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  const Variant variant = make_variant<Variant>(p.options);
+  const Variant variant = variant_of<Variant>(p);
   ChainOf chain(p, partition, memory, p.grad_last_state);
 
   CopiedRows<S, false> rows[Inputs::kStaged];
@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     const int steps = chain.steps(segment);
     const int steps_with_before = chain.steps_until(p.seqlen - 1, segment);
     if constexpr (S::kShifted) {
-      // An absent grad_h has no steps.
+      // Absent tensors have no steps.
       return copy_shifted_rows(chain, segment, stage, view, [&](int i) {
+        if (kIsAny<Variant> && i < kGradH && p.inputs[i].data == nullptr) return 0;
         return i == kHBefore ? steps_with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : steps;
       });
     }
@@ -111,14 +112,16 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       inputs.next(s, with_grad_h, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
-        gates[s][j] = variant.gates(x[j]);
+        with_recurrence(variant, [&](const auto& recurrence) { gates[s][j] = recurrence.gates(x[j]); });
         g[s][j] = with_grad_h.rows[kGradH][s % with_grad_h.kSteps].accumulate(j);
       }
     }
 
     const auto a = [&](int s, int j) {
       const Acc unused[Inputs::kInputs] = {};  // a follows from the gates
-      return variant.step(gates[s][j], unused).a;
+      Acc result;
+      with_recurrence(variant, [&](const auto& recurrence) { result = recurrence.step(gates[s][j], unused).a; });
+      return result;
     };
     Acc e[kChannels];
     chain.wait_for_state(segment, e);
@@ -168,7 +171,8 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       for (int j = 0; j < kChannels; ++j) {
         const Acc before = s == first ? initial[j] : with_h.rows[Inputs::kStaged][s % with_h.kSteps].accumulate(j);
         Acc grad[Inputs::kInputs];
-        variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
+        with_recurrence(variant,
+                        [&](const auto& recurrence) { recurrence.gradients(gates[s][j], x[j], before, g[s][j], grad); });
 #pragma unroll
         for (int i = 0; i < Inputs::kInputs; ++i) grads[i][j] = grad[i];
       }
@@ -214,7 +218,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  return launch_sequential_variant(params, partition, [&](auto variant, auto rows) {
+  return launch_sequential_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr SequentialRows kRows = decltype(rows)::value;
     return launch_chains<BwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_bwd_kernel<Scalar, Variant, kRows>,

@@ -11,9 +11,9 @@
 namespace ssm_kernels::linear_scan {
 
 // 16 steps in 16-bit types, 8 in float32: a and b of two channels take 64 or 32 registers. Half as many with inputs that
-// broadcast, which are loaded into registers.
+// broadcast, which are loaded into registers, and in a kernel for several recurrences, which has no registers to spare.
 template <typename Variant>
-constexpr int kFwdRowBytes = Variant::kNames.size() > Variant::kFirstBroadcast ? 16 : 32;
+constexpr int kFwdRowBytes = Variant::kNames.size() > Variant::kFirstBroadcast || kIsAny<Variant> ? 16 : 32;
 template <typename Scalar, typename Variant, SequentialRows rows>
 using FwdSegment =
     Segment<Scalar, kFwdRowBytes<Variant> / static_cast<int>(sizeof(Scalar)), static_cast<int>(Variant::kFirstBroadcast), rows>;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
   using ChainOf = Chain<S, true>;
   constexpr int kChannels = S::kLaneChannels;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  const Variant variant = make_variant<Variant>(p.options);
+  const Variant variant = variant_of<Variant>(p);
   ChainOf chain(p, partition, memory, p.initial_state);
 
   CopiedRows<S, true> rows[Inputs::kStaged];
@@ -48,18 +48,20 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
     Inputs inputs(p, chain, segment, steps, partition.reads_pairs);
     Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
+    with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-    for (int s = 0; s < S::kSteps; ++s) {
-      if (s % narrow.kSteps == 0) narrow.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
-      Acc x[kChannels][Inputs::kInputs];
-      inputs.next(s, narrow, x);
+      for (int s = 0; s < S::kSteps; ++s) {
+        if (s % narrow.kSteps == 0) narrow.load(partition, chain, segment, stage, s, [](int i) { return i; }, view);
+        Acc x[kChannels][Inputs::kInputs];
+        inputs.next(s, narrow, x);
 #pragma unroll
-      for (int j = 0; j < kChannels; ++j) {
-        const Step<Acc> step = variant.step(variant.gates(x[j]), x[j]);
-        a[s][j] = step.a;
-        h[s][j] = step.b;
+        for (int j = 0; j < kChannels; ++j) {
+          const Step<Acc> step = recurrence.step(recurrence.gates(x[j]), x[j]);
+          a[s][j] = step.a;
+          h[s][j] = step.b;
+        }
       }
-    }
+    });
     release();
 
     Acc state[kChannels];
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  return launch_sequential_variant(params, partition, [&](auto variant, auto rows) {
+  return launch_sequential_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr SequentialRows kRows = decltype(rows)::value;
     return launch_chains<FwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_fwd_kernel<Scalar, Variant, kRows>,

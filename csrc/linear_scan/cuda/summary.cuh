@@ -30,10 +30,10 @@ template <typename Scalar, bool is_plain>
 using SummaryTile = Tile<Scalar, kSummaryThreadSteps, 1, is_plain ? TileRows::kVectors : TileRows::kAny, true>;
 // Blocks of a multiprocessor, at least. Doubles take more registers.
 template <typename Scalar>
-constexpr int kSummaryBlocks = kHasPlainKernels<Scalar> ? 4 : 3;
+constexpr int kSummaryBlocks = sizeof(Scalar) < 8 ? 4 : 3;
 // Steps whose inputs a thread loads before it uses them.
 template <bool is_plain>
-constexpr int kSummaryStepsAtOnce = is_plain ? 4 : 2;
+constexpr int kSummaryStepsAtOnce = is_plain ? 4 : 1;
 
 // Consecutive steps as a map, and whether a sequence begins among them: then their decay counts for nothing.
 template <typename Acc>
@@ -131,13 +131,15 @@ __global__ void __launch_bounds__(kThreads, kSummaryBlocks<Scalar>)
           is_reset = true;
         }
       }
+      with_recurrence(variant, [&](const auto& recurrence) {
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) {
-        Acc x[Inputs::kInputs];
-        loaded[i].get(j, x);
-        const Step<Acc> step = variant.step(variant.gates(x), x);
-        own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
-      }
+        for (int j = 0; j < T::kVector; ++j) {
+          Acc x[Inputs::kInputs];
+          loaded[i].get(j, x);
+          const Step<Acc> step = recurrence.step(recurrence.gates(x), x);
+          own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
+        }
+      });
     }
   }
   cuda::Vector<Acc, T::kVector> decay, offset;
@@ -231,19 +233,14 @@ cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, co
   const auto launch = [&](auto kernel) {
     error = cuda::launch(kernel, partition.tiles_in_all, kThreads, 0, stream, /*uses_pdl=*/false, params, partition);
   };
-  if constexpr (!kHasPlainKernels<Scalar>) {
-    launch(linear_scan_summary_kernel<Scalar, AnyRecurrence, false>);
-  } else {
-    // Options are read at run time in plain tiles too: the kernels are bound by memory.
-    visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
-      using Variant = decltype(variant);
-      if (partition.is_plain) {
-        launch(linear_scan_summary_kernel<Scalar, Variant, true>);
-      } else {
-        launch(linear_scan_summary_kernel<Scalar, Variant, false>);
-      }
-    });
-  }
+  // Options are read at run time in plain tiles too: the kernels are bound by memory. Rare dtypes have no kernels for these.
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) {
+      if (partition.is_plain) return launch(linear_scan_summary_kernel<Scalar, Variant, true>);
+    }
+    launch(linear_scan_summary_kernel<Scalar, AnyRecurrence<2, kMaxRecurrenceInputs>, false>);
+  });
   if (error != cudaSuccess || partition.maps == nullptr) return error;
   const int64_t fold_blocks = partition.sequences * partition.channel_blocks.template value<int64_t>();
   return cuda::launch(summary_fold_kernel<Acc>, fold_blocks, kSummaryFoldThreads, 0, stream,

@@ -1,4 +1,5 @@
 #include "linear_scan/cuda/bwd.cuh"
+#include "linear_scan/cuda/clear_words.cuh"
 #include "linear_scan/cuda/fwd.cuh"
 #include "linear_scan/cuda/summary.cuh"
 

@@ -1,7 +1,13 @@
 #include "linear_scan/cuda/fwd.cuh"
+#include "linear_scan/cuda/sequential_fwd.cuh"
+#include "linear_scan/cuda/summary.cuh"
 
 namespace ssm_kernels::linear_scan {
 
 template cudaError_t launch_linear_scan_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const Partition&, cudaStream_t);
+template cudaError_t launch_linear_scan_sequential_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const SequentialPartition&,
+                                                                      cudaStream_t);
+template cudaError_t launch_linear_scan_summary<__nv_bfloat16>(const LinearScanSummaryParams&, const SummaryPartition&,
+                                                               cudaStream_t);
 
 }  // namespace ssm_kernels::linear_scan

@@ -1,5 +1,6 @@
 // Sets the words of the tile kernels' carry to zero (cuda/carry.cuh). Every block lets the next kernel start at once; that
 // kernel waits for this one before it takes a ticket (launch_tiles), so that its launch costs no time.
+#pragma once
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/pdl.cuh"

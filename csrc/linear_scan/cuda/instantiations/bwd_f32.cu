@@ -1,7 +1,0 @@
-#include "linear_scan/cuda/bwd.cuh"
-
-namespace ssm_kernels::linear_scan {
-
-template cudaError_t launch_linear_scan_bwd<float>(const LinearScanBwdParams&, const Partition&, cudaStream_t);
-
-}  // namespace ssm_kernels::linear_scan
