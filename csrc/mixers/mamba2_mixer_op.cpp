@@ -19,12 +19,14 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <functional>
 #include <tuple>
+#include <vector>
 
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "mixers/mixer_parameters_op.h"
@@ -263,11 +265,25 @@ struct Call {
   }
 };
 
+// The scan and its adjoint. They are calls of functions, as no operator writes gradients into memory of the caller. Profiles
+// show them under the names of the operators.
+ssd::FwdOutputs scan_fwd(const ssd::Inputs& in) {
+  RECORD_FUNCTION("ssm_kernels::_ssd_chunk_scan_fwd", std::vector<c10::IValue>({in.x, in.dt, in.A, in.B, in.C}));
+  return ssd::fwd(in);
+}
+
+ssd::GradTensors scan_bwd(const ssd::BwdInputs& bwd) {
+  const ssd::Inputs& in = bwd.in;
+  RECORD_FUNCTION("ssm_kernels::_ssd_chunk_scan_bwd",
+                  std::vector<c10::IValue>({bwd.grad_out, bwd.grad_final_states, in.x, in.dt, in.A, in.B, in.C}));
+  return ssd::bwd(bwd);
+}
+
 Outputs forward(const FwdInputs& in) {
   const Call call(in, {});
   TORCH_CHECK_VALUE(in.applies_norm || call.has_norm(), kOp, ": expected norm_weight with applies_norm=False, got None");
   auto [conv_out, conv_state] = call.convolve();
-  auto [y, ssm_state] = ssd::fwd(call.scan_inputs(conv_out));
+  auto [y, ssm_state] = scan_fwd(call.scan_inputs(conv_out));
   y = y.flatten(-2);
   const auto none = [&, &y = y] { return empty_tensor({0}, y.options()); };
   if (!call.has_norm() || !in.applies_norm) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
@@ -342,7 +358,7 @@ GradTensors backward(BwdInputs& bwd, at::Tensor conv_out = {}, OnNormed on_norme
     scan.targets[ssd::kGradC] = call.C_of(grad_conv_out);
     scan.targets[ssd::kGradDt] = call.dt_of(grad_projected);
     if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.in_heads(grad_projected);
-    const ssd::GradTensors scan_grads = ssd::bwd(scan);
+    const ssd::GradTensors scan_grads = scan_bwd(scan);
     if (needs_grad[kALog]) {
       grads[kALog] = mixers::grad_of_A_log(scan_grads[ssd::kGradA], call.parameters.A, in.A_log.scalar_type());
     }
@@ -418,7 +434,7 @@ ProjectedGrads projected_backward(ProjectedBwdInputs& bwd) {
   if (bwd.in.recomputes_scan && has_grad_out && (needs_weight || (has_norm && needs_mixer))) {
     const Call call(bwd.in, bwd.parameters);
     conv_out = call.convolve().out;
-    bwd.y = ssd::fwd(call.scan_inputs(conv_out)).out.flatten(-2);
+    bwd.y = scan_fwd(call.scan_inputs(conv_out)).out.flatten(-2);
   }
   if (bwd.in.projects() && has_grad_out) {
     at::Tensor grad_out = bwd.grad_out->flatten(0, -2);

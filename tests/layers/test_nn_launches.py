@@ -16,6 +16,7 @@ COMPOSED = ("_mamba_conv", "_mamba_inner", "_mamba_mixer", "_mamba2_mixer", "_ma
 COMPOSED += ("_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
 VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
+SSD_SCANS = ("_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd")
 MIXERS = {"Mamba": {}, "Mamba-bias": {}, "Mamba2": {}, "Mamba2-D_has_hdim": {"rmsnorm": False}}
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 # The parameters of the recurrence stay float32 in a layer that is made in bfloat16, and do not in one that is cast to it.
@@ -68,13 +69,30 @@ def test_forward(name, made, cast):
     expected = ["_mixer_parameters", "_causal_conv1d_fwd"]
     if isinstance(layer, snn.Mamba):
         expected = [*reversed(expected), "_selective_scan_fwd"]
-    elif hasattr(layer, "norm"):
-        expected.append("_norm_gated_fwd")
-    found = profiled(lambda: layer(x))
-    if isinstance(layer, snn.Mamba2):  # on the CPU its scan is made of PyTorch's operators
-        assert found[:2] == expected[:2]
-        found = [name for name in found if name in expected]
-    assert found == expected
+    else:
+        expected.append("_ssd_chunk_scan_fwd")
+        if hasattr(layer, "norm"):
+            expected.append("_norm_gated_fwd")
+    assert profiled(lambda: layer(x)) == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+@every_mixer
+def test_profiles_name_the_scan(name, recompute):
+    """Forward and backward, and forward again where backward recomputes the scan; with the sizes of x."""
+    layer, x = make_layer_and_input(name, torch.float32, None)
+    layer.recompute = recompute
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True) as profiler:
+        layer(x.requires_grad_()).sum().backward()
+    scans = {event.name: event for event in profiler.events() if "scan" in event.name}
+    is_mamba = isinstance(layer, snn.Mamba)
+    forward, backward = ("_selective_scan_fwd", "_selective_scan_bwd_out") if is_mamba else SSD_SCANS
+    assert [name.removeprefix("ssm_kernels::") for name in scans] == [forward, backward]
+    assert sum(event.name.endswith(forward) for event in profiler.events()) == 1 + (recompute == "all")
+    sizes = [2, layer.d_inner, 5] if is_mamba else [2, 5, layer.nheads, layer.headdim]
+    for event in scans.values():
+        assert sizes in [[*shape] for shape in event.input_shapes]
 
 
 @every_dtype
