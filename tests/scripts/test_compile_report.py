@@ -19,8 +19,9 @@ OPERATORS = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc"
 KERNEL = "_ZN11ssm_kernels3ssd15ssd_some_kernelIfEEvv"
 
 
-def test_every_operator_declares_its_kernels():
-    assert set(compile_report.KERNEL_LIMITS) == OPERATORS
+def test_every_operator_declares_its_kernels_and_seconds():
+    assert set(compile_report.KERNEL_LIMITS) == set(compile_report.SECONDS) == OPERATORS
+    assert sum(compile_report.SECONDS.values()) <= compile_report.ALL_SECONDS
 
 
 def test_library_keeps_to_the_limits():
@@ -37,6 +38,9 @@ def test_documentation_has_the_limits():
     rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     assert {name: int(limit) for name, _, limit in rows if name != "all"} == compile_report.KERNEL_LIMITS
     assert all(int(count) <= int(limit) for _, count, limit in rows)
+    budgets = re.findall(r"^\| (\w+) \| \d+ \| (\d+) \|  \|  \|$", page, re.MULTILINE)
+    assert {name: int(budget) for name, budget in budgets} == compile_report.SECONDS
+    assert all(f"| {family} | {budget} |" in page for family, budget in compile_report.FAMILY_SECONDS.items())
 
 
 def test_kernels_are_counted_by_operator():
@@ -68,8 +72,9 @@ def test_report_of_seconds(tmp_path):
     (tmp_path / ".ninja_log").write_text(log + line.format(1500, 4500, other))
     (tmp_path / "cpu_avx2" / ".ninja_log").write_text(header + line.format(0, 4000, cpu))
     tables = compile_report.seconds_tables(compile_report.read_objects(tmp_path), "2.11.0")
-    assert "| ssd | 2 |  |  |" in tables and "| kernels_1 |  | 4 |  |" in tables
-    assert "| host_1 |  |  | 2 |" in tables and "| host_2 |  |  | 3 |" in tables and "| all | 2 | 4 | 4 |" in tables
+    assert f"| ssd | 2 | {compile_report.SECONDS['ssd']} |  |  |" in tables and "| kernels_1 |  |  | 4 |  |" in tables
+    assert "| host_1 |  |  |  | 2 |" in tables and "| host_2 |  |  |  | 3 |" in tables
+    assert f"| all | 2 | {compile_report.ALL_SECONDS} | 4 | 4 |" in tables
     assert "| `build/units/host_1.o` | 1.5 |" in tables and "| `csrc/ssd/cuda/instantiations/fwd_f32.o` | 2.0 |" in tables
 
 
