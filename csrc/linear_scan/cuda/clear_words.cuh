@@ -1,4 +1,4 @@
-// Sets the words of the tile kernels' carry to zero (cuda/carry.cuh). Every block lets the next kernel start at once; that
+// Sets the words of the tile kernels' carry to zero (tile_carry.cuh). Every block lets the next kernel start at once; that
 // kernel waits for this one before it takes a ticket (launch_tiles), so that its launch costs no time.
 #pragma once
 

@@ -6,7 +6,7 @@
 //
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
-// which each passes the state to the next (carry.cuh). Tile numbers run over the chains first, then over time.
+// which each passes the state to the next (tile_carry.cuh). Tile numbers run over the chains first, then over time.
 //
 // A position is a step in scan order: position t is step t in forward, and step seqlen - 1 - t in backward.
 #pragma once
@@ -61,7 +61,7 @@ constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
 // The tiles of a chain form groups. A tile reads the state after the previous group and the maps of the earlier tiles of its
-// own group (carry.cuh). Each thread holds the words of half a group in registers, so groups are shorter if words are longer.
+// own group (tile_carry.cuh). Each thread holds the words of half a group in registers, so groups are shorter if words are longer.
 constexpr uint32_t group_tiles_log2(int accumulate_bytes) { return accumulate_bytes == 8 ? 3 : 5; }
 
 // 64-bit words of a published state, and of a published map.

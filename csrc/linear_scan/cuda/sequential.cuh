@@ -1,5 +1,5 @@
 // Device code of the linear scan's sequential kernels, which many chains take: a block's chain, its warps' turns, and the
-// copies of the rows. (carry.cuh and device.cuh serve the tile kernels, which split a chain over blocks.)
+// copies of the rows. (tile.cuh and tile_carry.cuh serve the tile kernels, which split a chain over blocks.)
 //
 // A block has one chain: kTileChannels channels of one row of the batch, over all of time. Its warps take segments of kSteps
 // steps in turn: warp w takes segments w, w + warps, w + 2 warps and so on. A lane has kLaneChannels neighboring channels. It

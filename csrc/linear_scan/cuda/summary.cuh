@@ -22,7 +22,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "linear_scan/cuda/device.cuh"
+#include "linear_scan/cuda/tile.cuh"
 
 namespace ssm_kernels::linear_scan {
 

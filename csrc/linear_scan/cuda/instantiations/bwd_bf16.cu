@@ -1,5 +1,5 @@
-#include "linear_scan/cuda/bwd.cuh"
 #include "linear_scan/cuda/sequential_bwd.cuh"
+#include "linear_scan/cuda/tile_bwd.cuh"
 
 namespace ssm_kernels::linear_scan {
 

@@ -1,8 +1,8 @@
-#include "linear_scan/cuda/bwd.cuh"
-#include "linear_scan/cuda/fwd.cuh"
 #include "linear_scan/cuda/sequential_bwd.cuh"
 #include "linear_scan/cuda/sequential_fwd.cuh"
 #include "linear_scan/cuda/summary.cuh"
+#include "linear_scan/cuda/tile_bwd.cuh"
+#include "linear_scan/cuda/tile_fwd.cuh"
 
 namespace ssm_kernels::linear_scan {
 

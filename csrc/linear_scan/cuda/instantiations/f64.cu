@@ -1,7 +1,7 @@
-#include "linear_scan/cuda/bwd.cuh"
 #include "linear_scan/cuda/clear_words.cuh"
-#include "linear_scan/cuda/fwd.cuh"
 #include "linear_scan/cuda/summary.cuh"
+#include "linear_scan/cuda/tile_bwd.cuh"
+#include "linear_scan/cuda/tile_fwd.cuh"
 
 namespace ssm_kernels::linear_scan {
 

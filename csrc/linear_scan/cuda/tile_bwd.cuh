@@ -5,7 +5,7 @@
 //
 // Tensors are (batch, seqlen, channels). This is a linear scan from the last step to the first (position 0 is the last step)
 // that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
-// to shared memory asynchronously. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
+// to shared memory asynchronously. The map of its steps on e, the e before them (tile_carry.cuh) and the gradients follow as in
 // forward, from gates that are computed twice. Each tensor is read once and each gradient written once; inputs that broadcast
 // are read from global memory twice. Rows of plain tiles may start at any element, in
 // kernels of their own, as in forward.
@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "linear_scan/cuda/device.cuh"
+#include "linear_scan/cuda/tile.cuh"
 
 namespace ssm_kernels::linear_scan {
 

@@ -1,11 +1,11 @@
 // Linear scan, forward, on CUDA: h_t = a_t h_{t-1} + b_t in one pass over memory. Tensors are (batch, seqlen, channels).
 //
-// launch.h describes tiles, chains and blocks; device.cuh, how a block's tiles follow one another; nothing is saved for
+// launch.h describes tiles, chains and blocks; tile.cuh, how a block's tiles follow one another; nothing is saved for
 // backward. A thread copies its steps of the raw inputs to shared memory asynchronously, kVector channels at a time. From there
 // it computes the gates, a and b, and from them the affine map of its steps (reduce). It gets the state before its first step
-// (carry.cuh), takes a and b from reduce or computes them again, advances the state through its steps and writes h (apply).
-// Each input is read once and h written once; in tiles that are not plain, inputs that broadcast are read from global memory
-// twice. A thread reads only what it copied itself, so the copies need no barrier. Rows of plain tiles may start at any
+// (tile_carry.cuh), takes a and b from reduce or computes them again, advances the state through its steps and writes h
+// (apply). Each input is read once and h written once; in tiles that are not plain, inputs that broadcast are read from global
+// memory twice. A thread reads only what it copied itself, so the copies need no barrier. Rows of plain tiles may start at any
 // element, in kernels of their own: the lanes of a row then move its elements to where an aligned row has them, and a warp
 // stores h, row by row, from shared memory (shifted_rows.cuh).
 #pragma once
@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "linear_scan/cuda/device.cuh"
+#include "linear_scan/cuda/tile.cuh"
 
 namespace ssm_kernels::linear_scan {
 

@@ -8,8 +8,8 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "linear_scan/cuda/any_recurrence.cuh"
-#include "linear_scan/cuda/carry.cuh"
 #include "linear_scan/cuda/shifted_rows.cuh"
+#include "linear_scan/cuda/tile_carry.cuh"
 
 namespace ssm_kernels::linear_scan {
 
