@@ -201,7 +201,7 @@ sanitizer() {
     running=()
     for share in $(seq "$shares"); do
       "$program" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 1 \
-        "$python" scripts/sanitizer_cases.py --share "$share/$shares" >"$out/$tool.$share.log" 2>&1 &
+        "$python" -m pytest -q -p no:cacheprovider -m sanitizer --part "$share/$shares" tests/sanitizer >"$out/$tool.$share.log" 2>&1 &
       running+=($!)
     done
     for share in $(seq "$shares"); do

@@ -1,4 +1,6 @@
-"""The tests that a run leaves out: exhaustive grids, unless ``-m`` names them, and the other shares of ``--part i/n``."""
+"""The tests that a run leaves out: exhaustive grids and calls for compute-sanitizer, unless ``-m`` names their mark, and the
+other shares of ``--part i/n``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import zlib
 from collections.abc import Callable
 
 import pytest
+
+ONLY_IF_NAMED = ("exhaustive", "sanitizer")
 
 
 def share(text: str) -> tuple[int, int]:
@@ -27,8 +31,9 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], keep: Callable[[p
 
 
 def select_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "exhaustive" not in config.option.markexpr:
-        _deselect(config, items, lambda item: item.get_closest_marker("exhaustive") is None)
+    for mark in ONLY_IF_NAMED:
+        if mark not in config.option.markexpr:
+            _deselect(config, items, lambda item, mark=mark: item.get_closest_marker(mark) is None)
     if config.option.part is not None:
         part, parts = share(config.option.part)
         # By the name alone, so that every worker and every run chooses the same.

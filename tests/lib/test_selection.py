@@ -12,9 +12,10 @@ from selection import select_tests
 
 def selected(names: list[str], *, markexpr: str = "", part: str | None = None) -> list[str]:
     """The names that remain of tests, of which those with "grid" in their names are exhaustive."""
+    marks = {"exhaustive": "grid", "sanitizer": "sanitizer"}
 
     def mark(name: str) -> Any:
-        return lambda asked: asked if asked == "exhaustive" and "grid" in name else None
+        return lambda asked: asked if marks[asked] in name else None
 
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     config = SimpleNamespace(
@@ -29,6 +30,11 @@ def selected(names: list[str], *, markexpr: str = "", part: str | None = None) -
 def test_exhaustive_grids_run_only_where_they_are_asked_for():
     assert selected(["one", "grid"]) == ["one"] == selected(["one", "grid"], markexpr="not cuda")
     assert selected(["one", "grid"], markexpr="exhaustive") == ["one", "grid"]
+
+
+def test_calls_for_the_sanitizer_run_only_where_they_are_asked_for():
+    assert selected(["one", "sanitizer"]) == ["one"] == selected(["one", "sanitizer"], markexpr="cuda")
+    assert selected(["one", "sanitizer"], markexpr="sanitizer") == ["one", "sanitizer"]
 
 
 def test_parts_share_all_tests():

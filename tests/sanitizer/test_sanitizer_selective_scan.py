@@ -1,42 +1,40 @@
-"""The cases of selective_scan for sanitizer_cases.py: the scan, its summary and the gradient of its initial state."""
+"""selective_scan, its summary and the gradient of its initial state for compute-sanitizer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from helpers import DTYPES, METHODS, move_all, set_debug_option
-from operator_spec import with_gradients
-from sanitizer_comparison import Check, Inputs, difference_between
+from helpers import DTYPES, METHODS, debug_option
+from sanitizer import PYTESTMARK, Inputs, assert_close_to_cpu, assert_same_on_gpu, both_devices, over
 from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, make_inputs
-from torch import Tensor
 
 from ssm_kernels import selective_scan_summary
 from ssm_kernels.ops.summaries import _selective_scan_initial_gradient
+
+pytestmark = PYTESTMARK
 
 RESULTS = ("out", "last_state")
 # A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.
 VECTORS = {"dim": 64, "seqlen": 128}
 
 
-class ScanCase(NamedTuple):
-    """A call: the results that have a gradient, and the inputs that require gradients."""
+class Case(NamedTuple):
+    """A call: the options of make_inputs, the results that have a gradient, and the inputs that require gradients."""
 
     name: str
-    inputs: Inputs
+    options: dict[str, Any]
     through: tuple[str, ...] = RESULTS
     wanted: tuple[str, ...] = TENSORS
 
 
-def scan_cases() -> Iterator[ScanCase]:
+def cases() -> Iterator[Case]:
     """Each kernel (dtype, method), then each path inside them."""
 
-    def case(name: str, through: tuple[str, ...] = RESULTS, wanted: tuple[str, ...] = TENSORS, **options: Any) -> ScanCase:
+    def case(name: str, through: tuple[str, ...] = RESULTS, wanted: tuple[str, ...] = TENSORS, **options: Any) -> Case:
         sizes = {"dim": 21, "seqlen": 70, "dstate": 16, "dtype": torch.float32}
-        return ScanCase(f"{name} {options}", make_inputs(**(sizes | options)), through, wanted)
+        return Case(f"{name} {options}", sizes | options, through, wanted)
 
     for dtype in DTYPES:
         for method in METHODS:
@@ -73,9 +71,6 @@ def scan_cases() -> Iterator[ScanCase]:
         yield case("vectors, without", **VECTORS, **{option: False})
     for groups in (2, 10):
         yield case("groups", dim=20, groups=groups)
-    groups = case("groups of B and of C", dim=20, groups=10)
-    other_C = make_inputs(dim=20, seqlen=70, dstate=16, groups=4, dtype=torch.float32)["C"]
-    yield groups._replace(inputs=groups.inputs | {"C": other_C})
     packed = {"cu_seqlens": (0, 0, 1, 33, 33, 65, 193, 200, 200)}
     for dtype in DTYPES:
         for options in ({}, {"initial_state": False}, {"resets": ((1, 32, 97, 192),)}, {"B": "constant", "C": "constant"}):
@@ -91,9 +86,6 @@ def scan_cases() -> Iterator[ScanCase]:
         yield case("reverse, short", reverse=True, dtype=dtype, dim=40, seqlen=27)
         yield case("reverse, packed", reverse=True, dtype=dtype, dim=64, layout="transposed", **packed)
         yield case("reverse, segments", reverse=True, dtype=dtype, batch=1, dim=5, seqlen=6300, dstate=5)
-    whole = case("expanded")
-    expanded = {"delta": whole.inputs["delta"][:, :1].expand(2, 21, 70), "B": whole.inputs["B"][:1].expand(2, 16, 70)}
-    yield whole._replace(inputs=whole.inputs | expanded)
     for result in RESULTS:
         yield case("gradient of one result", (result,))
         yield case("vectors, gradient of one result", (result,), **VECTORS)
@@ -111,67 +103,65 @@ def scan_cases() -> Iterator[ScanCase]:
     yield case("segments, inference", (), **segments, dtype=torch.bfloat16)
 
 
-def ways(inputs: Inputs) -> tuple[str, ...]:
+def kernels(options: dict[str, Any]) -> tuple[str, ...]:
     """The kinds of kernels that take such a call."""
-    per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
-    is_sequential = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
+    per_step = "constant" not in (options.get("B"), options.get("C"))
+    if not per_step or options["dstate"] > 16 or options["dtype"] == torch.float64:
+        return ("warp_scan",)
+    seqlen = options["cu_seqlens"][-1] if "cu_seqlens" in options else options["seqlen"]
     # Short sequences have a third kind, which runs if neither of these is preferred.
-    return ("warp_scan", "sequential", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if is_sequential else ("warp_scan",)
+    return ("warp_scan", "sequential", *(["faster"] if seqlen <= 32 else []))
 
 
-def move_whole_blocks(inputs: Inputs, device: str) -> Inputs:
-    """As move_all, but the memory ends on a multiple of the 16 bytes of an asynchronous copy (cp.async): the tools count all of
-    them, also where the kernel reads only the first of them and fills the others with zeros. Those others are NaN here."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = -(-elements * tensor.element_size() // 16) * 16 // tensor.element_size()
-        memory = tensor.new_full((whole,), math.nan if tensor.is_floating_point() else 0, device=device)
-        memory[:elements].copy_(tensor.as_strided((elements,), (1,), 0))
-        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    return {name: moved(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+def assert_scan_is_the_same_on_gpu(inputs: Inputs, kernel: str, case: Case) -> None:
+    wanted = [name for name in case.wanted if inputs[name] is not None] if case.through else ()
+    choice = debug_option("selective_scan_kernel", kernel)
+    assert_same_on_gpu(SELECTIVE_SCAN, inputs, wanted=wanted, through=case.through, contexts=[choice])
 
 
-def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    inputs, cotangents = move_whole_blocks(case.inputs, device), move_all(cotangents, device)
-    if not case.through:
-        return dict(zip(RESULTS, SELECTIVE_SCAN(**inputs), strict=True))
-    leaves = with_gradients(inputs)
-    results = dict(zip(RESULTS, SELECTIVE_SCAN(**leaves), strict=True))
-    wanted = [name for name in case.wanted if leaves[name] is not None]
-    incoming = [cotangents[name] for name in case.through]
-    gradients = torch.autograd.grad([results[name] for name in case.through], [leaves[name] for name in wanted], incoming)
-    return results | {f"grad_{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+def by_kernel(chosen: Iterator[Case]) -> Iterator[tuple[Any, ...]]:
+    for case in chosen:
+        yield from ((f"{kernel}, {case.name}", case, kernel) for kernel in kernels(case.options))
 
 
-def check_scan(case: ScanCase, way: str) -> str | None:
-    set_debug_option("selective_scan_kernel", way)
-    cotangents = dict(zip(RESULTS, SELECTIVE_SCAN.make_cotangents(case.inputs), strict=True))
-    expected, actual = (evaluate_scan(case, cotangents, device) for device in ("cpu", "cuda"))
-    return difference_between(f"{way}, {case.name}", actual, expected)
+@over("case, chosen", by_kernel(cases()))
+def test_scan(case, chosen):
+    assert_scan_is_the_same_on_gpu(make_inputs(**case.options), chosen, case)
 
 
-def is_plain(inputs: Inputs) -> bool:
-    """Whether a summary takes these inputs: it knows no cu_seqlens and no reverse scan."""
-    return inputs["cu_seqlens"] is None and not inputs["reverse"]
+SIZES = {"seqlen": 70, "dstate": 16, "dtype": torch.float32}
+of_either_scan = over("chosen", ((name, name) for name in ("warp_scan", "sequential")))
 
 
-def check_summary(case: ScanCase, way: str) -> str | None:
-    set_debug_option("selective_scan_kernel", way)
+@of_either_scan
+def test_groups_of_B_and_of_C(chosen):
+    inputs = make_inputs(dim=20, groups=10, **SIZES) | {"C": make_inputs(dim=20, groups=4, **SIZES)["C"]}
+    assert_scan_is_the_same_on_gpu(inputs, chosen, Case("groups", {}))
+    assert_summary_is_the_same_on_gpu(inputs, chosen)
+
+
+@of_either_scan
+def test_expanded_inputs(chosen):
+    inputs = make_inputs(dim=21, **SIZES)
+    inputs |= {"delta": inputs["delta"][:, :1].expand(2, 21, 70), "B": inputs["B"][:1].expand(2, 16, 70)}
+    assert_scan_is_the_same_on_gpu(inputs, chosen, Case("expanded", {}))
+    assert_summary_is_the_same_on_gpu(inputs, chosen)
+
+
+def assert_summary_is_the_same_on_gpu(inputs: Inputs, kernel: str) -> None:
     results = []
-    for device in ("cpu", "cuda"):
-        inputs = move_whole_blocks(case.inputs, device)
-        shared = {name: inputs[name] for name in ("delta_bias", "discretization", "delta_softplus", "seq_idx")}
-        u, delta, A, B, C = (inputs[name] for name in ("u", "delta", "A", "B", "C"))
-        last_state, decay = selective_scan_summary(u, delta, A, B, **shared)
-        gradient = _selective_scan_initial_gradient(u, delta, A, C, z=inputs["z"], **shared)
-        results.append({"last_state": last_state, "decay": decay, "initial gradient": gradient})
-    return difference_between(f"summary, {way}, {case.name}", results[1], results[0])
+    with debug_option("selective_scan_kernel", kernel):
+        for moved in both_devices(inputs):
+            shared = {name: moved[name] for name in ("delta_bias", "discretization", "delta_softplus", "seq_idx")}
+            u, delta, A, B, C = (moved[name] for name in ("u", "delta", "A", "B", "C"))
+            last_state, decay = selective_scan_summary(u, delta, A, B, **shared)
+            gradient = _selective_scan_initial_gradient(u, delta, A, C, z=moved["z"], **shared)
+            results.append({"last_state": last_state, "decay": decay, "initial gradient": gradient})
+    assert_close_to_cpu(results[1], results[0])
 
 
-def scan_checks() -> Iterator[Check]:
-    for case in scan_cases():
-        yield from (partial(check_scan, case, way) for way in ways(case.inputs))
-        if is_plain(case.inputs):
-            yield from (partial(check_summary, case, way) for way in ("sequential", "warp_scan"))
+# A summary takes no cu_seqlens and does not scan in reverse.
+@of_either_scan
+@over("case", ((case.name, case) for case in cases() if not case.options.keys() & {"cu_seqlens", "reverse"}))
+def test_summary(case, chosen):
+    assert_summary_is_the_same_on_gpu(make_inputs(**case.options), chosen)

@@ -1,23 +1,46 @@
-"""The cases of ``sanitizer_cases.py`` whose rows start between multiples of 16 bytes, of every operator.
+"""Each operator's own cases, and rows that start between multiples of 16 bytes, for compute-sanitizer.
 
-Between the rows is NaN, and the memory ends with the last vector that has an element of the last row: a read beyond a row is
+Between such rows is NaN, and the memory ends with the last vector that has an element of the last row: a read beyond a row is
 outside of the allocation, or shows in a result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from guarded_memory import Layout, guard_all
-from helpers import kernel_choices, move
+from helpers import move_all
 from offset_cases import OFFSET_CASES, OffsetCase, rows
 from operators import OPERATORS
-from sanitizer_comparison import Check, difference_between
-from torch import Tensor
+from sanitizer import PYTESTMARK, assert_same_on_gpu, choose_kernel, kernels_of, over
+
+pytestmark = PYTESTMARK
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def cases() -> Iterator[tuple[Any, ...]]:
+    for name, operator in OPERATORS.items():
+        if "cuda" not in operator.devices:
+            continue
+        for dtype in DTYPES:
+            for case, options in operator.cases.items():
+                for kernel in kernels_of(operator.family):
+                    yield f"{name}-{case}-{dtype}-{kernel}", operator, {"dtype": dtype} | options, kernel
+
+
+@over("operator, options, chosen", cases())
+def test_cases(operator, options, chosen):
+    inputs = operator.make_inputs(**options)
+    in_16_bits = options["dtype"].itemsize == 2
+    assert_same_on_gpu(operator, inputs, contexts=[choose_kernel(operator.family, chosen)], in_16_bits=in_16_bits)
+
+
+# ----- rows at any element
 
 # Every start of a row in 16 bytes occurs in each dtype: all at once, or all rows alike.
 LAYOUTS = {torch.float32: (Layout(1), Layout(0, odd=True)), torch.bfloat16: (Layout(5), Layout(0, odd=True))}
@@ -57,35 +80,30 @@ def tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def check_offsets(
-    name: str,
-    case: OffsetCase,
-    dtype: torch.dtype,
-    layout: Layout,
-    kernels: AbstractContextManager[Any],
-    tolerates_rounding: bool = False,
-) -> str | None:
-    spec = OPERATORS[case.operator]
-    inputs = spec.make_inputs(**case.options, dtype=dtype)
-    cotangents = dict(zip(spec.results, spec.make_cotangents(inputs), strict=True))
-    expected = spec.evaluate(spec, inputs, tuple(cotangents.values()))
+def assert_offsets_are_the_same_on_gpu(case: OffsetCase, dtype: torch.dtype, layout: Layout, **options: Any) -> None:
+    def move(tensors: dict[str, Any], device: str) -> dict[str, Any]:
+        moved = move_all(tensors, device)
+        return moved if device == "cpu" else guard_all(moved, case.axes, layout, margin=0)
 
-    def on_cuda(tensors: dict[str, Any]) -> dict[str, Any]:
-        moved = {key: move(value, "cuda") if isinstance(value, Tensor) else value for key, value in tensors.items()}
-        return guard_all(moved, case.axes, layout, margin=0)
-
-    with kernels:
-        actual = spec.evaluate(spec, on_cuda(inputs), tuple(on_cuda(cotangents).values()))
-    in_16_bits = dtype.itemsize == 2 or tolerates_rounding
-    return difference_between(f"{name} {dtype} {layout}", actual, expected, in_16_bits=in_16_bits)
+    operator = OPERATORS[case.operator]
+    assert_same_on_gpu(operator, operator.make_inputs(**case.options, dtype=dtype), move=move, **options)
 
 
-def offset_checks() -> Iterator[Check]:
+def offset_cases() -> Iterator[tuple[Any, ...]]:
     for name, case in (MORE_CASES | OFFSET_CASES).items():
-        family = OPERATORS[case.operator].family
         for dtype, layouts in LAYOUTS.items():
             for layout in layouts:
-                for kernels in kernel_choices(family, "cuda"):
-                    yield partial(check_offsets, name, case, dtype, layout, kernels)
-                if family == "ssd_chunk_scan" and dtype == torch.float32:
-                    yield partial(check_offsets, f"{name}, TF32", case, dtype, layout, tf32(), tolerates_rounding=True)
+                for kernel in kernels_of(OPERATORS[case.operator].family):
+                    yield f"{name}-{dtype}-{layout}-{kernel}", case, dtype, layout, kernel
+
+
+@over("case, dtype, layout, chosen", offset_cases())
+def test_rows_at_any_element(case, dtype, layout, chosen):
+    kernels = choose_kernel(OPERATORS[case.operator].family, chosen)
+    assert_offsets_are_the_same_on_gpu(case, dtype, layout, contexts=[kernels], in_16_bits=dtype.itemsize == 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[torch.float32], ids=str)
+@over("case", ((name, case) for name, case in (MORE_CASES | OFFSET_CASES).items() if case.operator == "ssd_chunk_scan"))
+def test_rows_at_any_element_in_tf32(case, layout):
+    assert_offsets_are_the_same_on_gpu(case, torch.float32, layout, contexts=[tf32()], in_16_bits=True)
