@@ -99,7 +99,7 @@ def test_schemas_of_the_page_are_those_registered():
 
 
 def test_files_that_the_pages_name_exist():
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))):
         # The compile report lists object files.
         page = re.sub(r"<!-- compile report: begin -->.*?<!-- compile report: end -->", "", path.read_text(), flags=re.DOTALL)
         for name in re.findall(r"`((?:csrc|ssm_kernels|tests|scripts|benchmarks|examples)/[\w./]+\.\w+)`", page):
