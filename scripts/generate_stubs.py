@@ -4,18 +4,27 @@
 
 The modules have one signature a function, with all types. Their stubs have the same signatures, and for functions with
 ``return_last_state`` (or another of ``FLAGS``) or ``states_at`` an overload for each kind of result. Type checkers read the
-stubs and not the modules.
+stubs and not the modules. Functions that a loop makes have their docstrings in the stubs, too: the site takes them from there.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import itertools
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-OPS = Path(__file__).resolve().parents[1] / "ssm_kernels" / "ops"
-MODULES = ("convolution", "recurrences", "selective_scan", "ssd")
+PACKAGE = Path(__file__).resolve().parents[1] / "ssm_kernels"
+sys.path.insert(0, str(PACKAGE.parent))
+
+from ssm_kernels import choices  # noqa: E402
+
+MODULES = ("ops.convolution", "ops.recurrences", "ops.selective_scan", "ops.ssd", "distributed._recurrences")
 
 # With one of these flags a function also returns the state after the last step.
 FLAGS = ("return_last_state", "return_final_state", "return_final_states")
@@ -65,14 +74,22 @@ def signature(name: str, arguments: list[tuple[str, str]], returned: str) -> str
 
 
 def function_stub(source: str, function: ast.FunctionDef) -> str:
-    arguments = parameters(source, function.args)
+    arguments, returned = parameters(source, function.args), ast.get_source_segment(source, function.returns)
     of_flags = overloads({name for name, _ in arguments})
-    if len(of_flags) == 1:
-        return signature(function.name, arguments, ast.get_source_segment(source, function.returns))
+    if len(of_flags) == 1 or returned == "Any":
+        return signature(function.name, arguments, returned)
     return "".join(
         "@overload\n" + signature(function.name, [(name, types.get(name, kind)) for name, kind in arguments], returned)
         for types, returned in of_flags
     )
+
+
+def made_stub(function: Callable[..., Any]) -> str:
+    """The stub of a function that a loop makes: no source has its signature."""
+    source = f"def {function.__name__}{inspect.signature(function)}: ...".replace("'", "")
+    text = function_stub(source, ast.parse(source).body[0])
+    doc = textwrap.indent(f'"""{inspect.getdoc(function)}"""', "    ")
+    return f"{text.rstrip().removesuffix(' ...')}\n{doc}\n\n"
 
 
 def import_group(statement: ast.ImportFrom | ast.Import) -> int:
@@ -83,27 +100,38 @@ def import_group(statement: ast.ImportFrom | ast.Import) -> int:
     return int(module.partition(".")[0] not in sys.stdlib_module_names)
 
 
+def stub_path(module: str) -> Path:
+    return PACKAGE / f"{module.replace('.', '/')}.pyi"
+
+
 def stub(module: str) -> str:
-    """The text of ``ssm_kernels/ops/<module>.pyi``."""
-    source = (OPS / f"{module}.py").read_text()
+    """The text of the stub of ``ssm_kernels.<module>``."""
+    source = stub_path(module).with_suffix(".py").read_text()
     tree = ast.parse(source)
-    exported = next(each for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__")
-    public = set(ast.literal_eval(exported.value))
-    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in public]
-    body = "".join(function_stub(source, function) for function in functions)
-    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)} | public
+    members = vars(importlib.import_module(f"ssm_kernels.{module}"))
+    written = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    body = "".join(
+        function_stub(source, written[name]) if name in written else made_stub(members[name]) for name in members["__all__"]
+    )
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     groups: list[list[str]] = [[], [], []]
     for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom) and statement.module != "typing":
+        if isinstance(statement, ast.ImportFrom) and statement.module not in ("typing", "choices"):
             names = [name for name in statement.names if name.name in used]
             if names:
                 groups[import_group(statement)].append(ast.unparse(ast.ImportFrom(statement.module, names, statement.level)))
         elif isinstance(statement, ast.Import) and statement.names[0].name in used:
             groups[import_group(statement)].append(ast.unparse(statement))
-    if "@overload" in body:
-        groups[0].append("from typing import Literal, overload")
+    typing = [name for name in ("Any", "Literal", "overload") if name in used]
+    groups[0] += [f"from typing import {', '.join(typing)}"] if typing else []
+    types = sorted(used & {*choices.__all__})
+    groups[2][:0] = [f"from ..choices import {', '.join(types)}"] if types else []
     imports = "\n\n".join("\n".join(_wrapped(line) for line in group) for group in groups if group)
-    return f"# Written by scripts/generate_stubs.py.\n\n{imports}\n\n{ast.get_source_segment(source, exported)}\n\n{body}"
+    names = ", ".join(f'"{name}"' for name in sorted(members["__all__"]))
+    exported = f"__all__ = [{names}]"
+    if len(exported) > 128:
+        exported = "__all__ = [\n    " + names.replace(", ", ",\n    ") + ",\n]"
+    return f"# Written by scripts/generate_stubs.py.\n\n{imports}\n\n{exported}\n\n{body.rstrip()}\n"
 
 
 def _wrapped(line: str) -> str:
@@ -116,4 +144,4 @@ def _wrapped(line: str) -> str:
 
 if __name__ == "__main__":
     for name in MODULES:
-        (OPS / f"{name}.pyi").write_text(stub(name))
+        stub_path(name).write_text(stub(name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,25 @@ def as_markdown(docstring: str, path: str) -> str:
     return _PAGE.sub(r"[docs/\2.md](../\2.md)", docstring)
 
 
+def _modules(module: griffe.Module) -> Iterator[griffe.Module]:
+    yield module
+    for each in module.modules.values():
+        if not each.is_alias:
+            yield from _modules(each)
+
+
 class Docstrings(griffe.Extension):
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Exports the functions that loops make. Griffe reads them from stubs, and leaves them out of star imports."""
+        made = [member for module in _modules(pkg) for member in module.members.values() if not member.runtime]
+        for path in NAMES:
+            package, _, name = path.rpartition(".")
+            if package == pkg.path or package.startswith(f"{pkg.path}."):
+                parent = pkg if package == pkg.path else pkg[package[len(pkg.path) + 1 :]]
+                found = [each for each in made if each.name == name and each.path.startswith(f"{package}.")]
+                if found and name not in parent.members:
+                    parent.set_member(name, griffe.Alias(name, found[0], parent=parent))
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value, obj.path)

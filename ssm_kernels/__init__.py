@@ -22,6 +22,7 @@ from ._earlier_modules import register as _register_earlier_modules  # noqa: E40
 from ._submodules import public_names, submodules_on_use  # noqa: E402
 from .choices import DiscretizationName as _DiscretizationName  # noqa: E402
 from .ops import *  # noqa: E402, F403
+from .ops.recurrences import *  # noqa: E402, F403  # mypy follows one star
 
 if _TYPE_CHECKING:
     from . import compat as compat

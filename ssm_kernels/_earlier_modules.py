@@ -11,7 +11,7 @@ EARLIER_MODULES = {
     "convolutions": "ops.convolution",
     "minimal_recurrences": "ops.recurrences",
     "norms": "ops.norm",
-    "recurrence_steps": "ops.recurrence_steps",
+    "recurrence_steps": "ops.recurrences",
     "recurrences": "ops.recurrences",
     "reference_convolution": "reference.convolution",
     "reference_discretizations": "reference.discretizations",

@@ -11,42 +11,22 @@ if not torch.distributed.is_available():
     raise ImportError("ssm_kernels.distributed: expected a PyTorch with torch.distributed, got one that was built without it")
 
 from .._submodules import public_names
+from . import functions
 from ._recomputation import keep_exchanged_states
+from ._recurrences import *  # noqa: F403  # mypy follows one star
 from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
-from .functions import (
-    causal_conv1d,
-    diag_linear_scan,
-    elu_gru_scan,
-    hgrn_scan,
-    linear_scan,
-    liquid_scan,
-    mingru_scan,
-    minlstm_scan,
-    rglru_scan,
-    selective_scan,
-    ssd_chunk_scan,
-)
+from .functions import *  # noqa: F403
 from .tensor_parallel import TensorParallel
 
 __all__ = [
     "ContextParallel",
     "TensorParallel",
-    "causal_conv1d",
-    "diag_linear_scan",
-    "elu_gru_scan",
     "get_state_dict",
-    "hgrn_scan",
     "keep_exchanged_states",
-    "linear_scan",
-    "liquid_scan",
-    "mingru_scan",
-    "minlstm_scan",
-    "rglru_scan",
-    "selective_scan",
     "set_state_dict",
-    "ssd_chunk_scan",
     "sum_gradients",
 ]
+__all__ += functions.__all__
 
 __dir__ = public_names(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._mixers import mamba2_arguments, mamba_mixer
 from ..choices import Exchange
 from ..nn._operators import LOCAL
-from ..ops.recurrence_steps import step_size
+from ..ops._step_sizes import step_size
 from ._agreement import Agreement, calls_begun
 from ._casts import Casts
 from ._collectives import Gathering

@@ -30,77 +30,25 @@ raises. With summaries ranks combine different calls without an error if they ha
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
-from ..ops._arguments import argument_error, keyword_checks, names_arguments
-from ..ops.recurrence_steps import step_size
-from ._agreement import Agreement, calls_begun, report
-from ._group import Group, GroupLike
-from ._group_operators import GroupOperators
+from ..choices import ConvActivation, DiscretizationName, Exchange
+from ..ops._arguments import names_arguments
+from . import _recurrences
+from ._every_rank import on_every_rank, operators_of
+from ._group import GroupLike
+from ._recurrences import *  # noqa: F403
 
-__all__ = [
-    "causal_conv1d",
-    "diag_linear_scan",
-    "elu_gru_scan",
-    "hgrn_scan",
-    "linear_scan",
-    "liquid_scan",
-    "mingru_scan",
-    "minlstm_scan",
-    "rglru_scan",
-    "selective_scan",
-    "ssd_chunk_scan",
-]
-
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
-def _on_every_rank(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorator: the other ranks of the group get the error of a rank whose arguments are invalid, and do not wait for it."""
-    check = keyword_checks(function)
-
-    @functools.wraps(function)
-    def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        begun = calls_begun()
-        try:
-            check(kwargs)
-            return function(*args, **kwargs)
-        except Exception as error:
-            if calls_begun() == begun:
-                _tell_others(error, function, args, kwargs)
-            raise
-
-    return operator
-
-
-def _tell_others(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        group = Group.of(kwargs.get("group"))
-    except (RuntimeError, TypeError, ValueError):  # not a group of this process
-        return
-    is_of_types = isinstance(error, (AttributeError, RuntimeError, TypeError))
-    named = argument_error(function, args, kwargs) if is_of_types else None
-    report(group, function.__name__, error, said=None if named is None else str(named))
-
-
-def _of(group: GroupLike | Group, exchange: Exchange | None, operator: str) -> GroupOperators:
-    ranks = Group.of(group)
-    return GroupOperators(ranks, Agreement(ranks), exchange, operator)
+__all__ = ["causal_conv1d", "selective_scan", "ssd_chunk_scan"]
+__all__ += _recurrences.__all__
 
 
 @names_arguments
-@_on_every_rank
+@on_every_rank
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -140,7 +88,7 @@ def selective_scan(
         torch.Size([2, 8, 100])
         >>> dist.destroy_process_group()
     """
-    return _of(group, exchange, "selective_scan").selective_scan(
+    return operators_of(group, exchange, "selective_scan").selective_scan(
         u,
         delta,
         A,
@@ -160,7 +108,7 @@ def selective_scan(
 
 
 @names_arguments
-@_on_every_rank
+@on_every_rank
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -204,7 +152,7 @@ def ssd_chunk_scan(
         torch.Size([2, 100, 4, 16])
         >>> dist.destroy_process_group()
     """
-    return _of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
+    return operators_of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
         x,
         dt,
         A,
@@ -226,7 +174,7 @@ def ssd_chunk_scan(
 
 
 @names_arguments
-@_on_every_rank
+@on_every_rank
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -256,7 +204,7 @@ def causal_conv1d(
         torch.Size([2, 100, 8])
         >>> dist.destroy_process_group()
     """
-    return _of(group, exchange, "causal_conv1d").causal_conv1d(
+    return operators_of(group, exchange, "causal_conv1d").causal_conv1d(
         x,
         weight,
         bias,
@@ -265,317 +213,4 @@ def causal_conv1d(
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
         return_final_state=return_final_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def linear_scan(
-    a: Tensor,
-    b: Tensor,
-    h0: Tensor | None = None,
-    *,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.linear_scan` over the ranks of a group.
-
-    ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the state before the whole sequence and after each
-    reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all sequences of the whole sequence, on every rank. A rank
-    sends 2 * batch * channels numbers of the states' dtype in forward and batch * channels in backward; with
-    ``return_last_state`` twice as many in backward; with ``reset`` another batch numbers in forward; with ``cu_seqlens`` the
-    sequences are the batch.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> a, b = torch.rand(2, 100, 8), torch.randn(2, 100, 8)  # this rank's steps
-        >>> h, last_state = distributed.linear_scan(a, b, return_last_state=True)
-        >>> h.shape, last_state.shape  # the last state is that of the whole sequence, on every rank
-        (torch.Size([2, 100, 8]), torch.Size([2, 8]))
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "linear_scan").recurrence(
-        "linear_scan",
-        (a, b),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def mingru_scan(
-    gate: Tensor,
-    candidate: Tensor,
-    h0: Tensor | None = None,
-    *,
-    candidate_activation: CandidateActivation | None = None,
-    gate_is_logit: bool = True,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> gate, candidate = torch.randn(2, 2, 100, 8)
-        >>> distributed.mingru_scan(gate, candidate).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "mingru_scan").recurrence(
-        "mingru_scan",
-        (gate, candidate),
-        h0,
-        candidate_activation=candidate_activation,
-        gate_is_logit=gate_is_logit,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def minlstm_scan(
-    forget: Tensor,
-    input: Tensor,
-    candidate: Tensor,
-    h0: Tensor | None = None,
-    *,
-    candidate_activation: CandidateActivation | None = None,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> forget, input, candidate = torch.randn(3, 2, 100, 8)
-        >>> distributed.minlstm_scan(forget, input, candidate).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "minlstm_scan").recurrence(
-        "minlstm_scan",
-        (forget, input, candidate),
-        h0,
-        candidate_activation=candidate_activation,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def liquid_scan(
-    candidate: Tensor,
-    tau: Tensor,
-    dt: Tensor | float,
-    h0: Tensor | None = None,
-    *,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> candidate, dt = torch.randn(2, 100, 8), torch.rand(2, 100, 1)
-        >>> distributed.liquid_scan(candidate, torch.full((8,), 2.0), dt).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "liquid_scan").recurrence(
-        "liquid_scan",
-        (candidate, tau, step_size("liquid_scan", dt, candidate)),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def rglru_scan(
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    *,
-    x: Tensor,
-    recurrent_param: Tensor,
-    h0: Tensor | None = None,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> gate, x = torch.randn(2, 2, 100, 8)
-        >>> distributed.rglru_scan(gate, gate, x=x, recurrent_param=torch.ones(8)).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "rglru_scan").recurrence(
-        "rglru_scan",
-        (recurrence_gate, input_gate, x, recurrent_param),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def hgrn_scan(
-    log_gate: Tensor,
-    *,
-    x: Tensor,
-    h0: Tensor | None = None,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> log_gate, x = -torch.rand(2, 100, 8), torch.randn(2, 100, 8)
-        >>> distributed.hgrn_scan(log_gate, x=x).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "hgrn_scan").recurrence(
-        "hgrn_scan",
-        (log_gate, x),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def elu_gru_scan(
-    gate: Tensor,
-    candidate: Tensor,
-    h0: Tensor | None = None,
-    *,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> gate, candidate = torch.randn(2, 2, 100, 8)
-        >>> distributed.elu_gru_scan(gate, candidate).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "elu_gru_scan").recurrence(
-        "elu_gru_scan",
-        (gate, candidate),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
-    )
-
-
-@names_arguments
-@_on_every_rank
-def diag_linear_scan(
-    gate: Tensor,
-    x: Tensor,
-    h0: Tensor | None = None,
-    *,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_last_state: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> gate, x = torch.randn(2, 2, 100, 8)
-        >>> distributed.diag_linear_scan(gate, x).shape  # of this rank's steps
-        torch.Size([2, 100, 8])
-        >>> dist.destroy_process_group()
-    """
-    return _of(group, exchange, "diag_linear_scan").recurrence(
-        "diag_linear_scan",
-        (gate, x),
-        h0,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        reset=reset,
-        return_last_state=return_last_state,
     )

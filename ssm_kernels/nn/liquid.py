@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..choices import LiquidActivation
 from ..ops._arguments import check_dense
-from ..ops.recurrence_steps import check_step_size
+from ..ops._step_sizes import check_step_size
 from ..ops.recurrences import liquid_step
 from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype

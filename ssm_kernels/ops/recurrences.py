@@ -1,43 +1,24 @@
-"""The gated linear recurrences: the scans, and from ``recurrence_steps.py`` the steps, typed and documented."""
+"""The gated linear recurrences: a documented scan for each row of ``csrc/common/recurrences.h``.
+
+A loop at the end of the module makes the steps and the summaries from the scans. ``recurrences.pyi`` has the types:
+``scripts/stubs.py`` writes it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._recurrences import recurrences
 from ..choices import CandidateActivation
 from ._arguments import names_arguments
-from ._masks import time_options
-from .recurrence_steps import (
-    diag_linear_step,
-    elu_gru_step,
-    hgrn_step,
-    linear_step,
-    liquid_step,
-    mingru_step,
-    minlstm_step,
-    rglru_step,
-    step_size,
-)
+from ._masks import as_mask, reset_state, time_options
+from ._recurrence_functions import make_step, make_summary
+from ._step_sizes import step_size
 
-__all__ = [
-    "diag_linear_scan",
-    "diag_linear_step",
-    "elu_gru_scan",
-    "elu_gru_step",
-    "hgrn_scan",
-    "hgrn_step",
-    "linear_scan",
-    "linear_step",
-    "liquid_scan",
-    "liquid_step",
-    "mingru_scan",
-    "mingru_step",
-    "minlstm_scan",
-    "minlstm_step",
-    "rglru_scan",
-    "rglru_step",
-]
+__all__ = [name for row in recurrences.values() for name in (row.scan, row.step, row.summary)]
 
 _operators = torch.ops.ssm_kernels
 
@@ -420,3 +401,90 @@ def diag_linear_scan(
         gate, x, h0, **time_options("diag_linear_scan", reverse, cu_seqlens, reset)
     )
     return results if return_last_state else results[0]
+
+
+@names_arguments
+def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One decoding step of :func:`linear_scan`: a scan of seqlen 1. This docstring documents the steps of the other scans too.
+
+    Args:
+        a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
+        state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
+        reset: (batch,) or (batch, 1), bool or of an integer or floating-point dtype: in the rows where it is true, or not zero,
+            the state before the step is zero, whatever ``state`` holds. None for no reset.
+
+    Returns:
+        ``(h, new_state)``: the same state in the dtype of the first input and in the dtype of ``state``. Differentiable like
+        the scan.
+
+    The step has the errors of the scan and, except ``reverse`` and ``cu_seqlens``, its options. Messages name the step and its
+    arguments.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import linear_step
+        >>> a, b = torch.tensor([[0.5]]), torch.tensor([[1.0]])  # (batch, channels)
+        >>> h, state = linear_step(a, b)  # from a state of zero
+        >>> h, state = linear_step(a, b, state)
+        >>> h
+        tensor([[1.5000]])
+    """
+    state = reset_state("linear_step", state, reset, a)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
+    return results
+
+
+@names_arguments
+def linear_scan_summary(
+    a: Tensor, b: Tensor, *, reverse: bool = False, cu_seqlens: Tensor | None = None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""The map of :func:`linear_scan` from the state before all steps to the state after them.
+
+    .. math:: h_{\mathrm{last}} = \mathrm{decay} \cdot h_0 + \mathrm{last\_state}, \quad \mathrm{decay} = \prod_t a_t
+
+    This docstring documents options and results for all summaries of the family.
+
+    Args:
+        a, b: as for :func:`linear_scan`.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence.
+        cu_seqlens: as for :func:`linear_scan`: each packed sequence has a summary of its own.
+        reset: as in :func:`linear_scan`: the state before a reset is dropped, and zero takes its place. Not together
+            with ``cu_seqlens``.
+
+    Returns:
+        ``last_state`` of a scan from zero and ``decay``, both (batch, channels) or, with ``cu_seqlens``, (sequences, channels),
+        float32 (float64 with float64 inputs). ``decay`` is zero in rows with a reset and, on the CPU, where the product is
+        below the smallest normal number. A span of no steps has the last state 0 and the decay 1. Both are differentiable with
+        respect to every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are
+        not supported and raise.
+
+    The kernels read the inputs once and write nothing for a step: the two results and, on CUDA, the maps of tiles of steps.
+    There a state is multiplied by products of up to 64 consecutive ``a`` in float64, 128 in float32 and 256 in float16 and
+    bfloat16, which must be finite, unless they multiply a zero. Backward runs the scan and its adjoint twice on both devices.
+    Autograd saves the inputs only.
+
+    Raises:
+        ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
+        RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels import linear_scan, linear_scan_summary
+        >>> a, b = torch.tensor([[[0.5], [0.5], [0.5]]]), torch.tensor([[[1.0], [1.0], [1.0]]])  # (batch, seqlen, channels)
+        >>> last_state, decay = linear_scan_summary(a, b)
+        >>> last_state, decay
+        (tensor([[1.7500]]), tensor([[0.1250]]))
+        >>> linear_scan(a, b, torch.tensor([[8.0]]))[:, -1] == decay * 8 + last_state
+        tensor([[True]])
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(
+        a, b, reverse=reverse, cu_seqlens=cu_seqlens, reset=as_mask("linear_scan_summary", reset, 2)
+    )
+    return results
+
+
+for _row in recurrences.values():
+    if _row.scan != "linear_scan":
+        _scan: Any = globals()[_row.scan]
+        globals()[_row.step], globals()[_row.summary] = make_step(_scan), make_summary(_scan)
