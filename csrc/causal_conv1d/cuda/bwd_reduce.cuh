@@ -2,7 +2,7 @@
 // the tiles. The kernel that writes the sums lets this one start early, so that its launch takes no time of its own.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 #include "cuda/partial_sums.cuh"
 #include "cuda/ptx/pdl.cuh"
 

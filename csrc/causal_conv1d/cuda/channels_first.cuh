@@ -8,7 +8,8 @@
 // grad_weight and grad_bias by shuffles, in a fixed order, and writes a row of partial sums per tile to the workspace.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/states.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/pdl.cuh"
 

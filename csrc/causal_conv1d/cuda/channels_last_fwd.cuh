@@ -16,6 +16,7 @@
 #pragma once
 
 #include "causal_conv1d/cuda/channels_last_rows.cuh"
+#include "causal_conv1d/cuda/states.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 

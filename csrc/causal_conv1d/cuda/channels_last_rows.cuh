@@ -13,7 +13,7 @@
 
 #include <type_traits>
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 #include "cuda/index_math.cuh"
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"

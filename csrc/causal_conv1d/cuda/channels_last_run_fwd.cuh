@@ -12,7 +12,7 @@
 // a warp waits for it. The first two lines have all that a call without states needs.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 #include "cuda/index_math.cuh"
 
 namespace ssm_kernels::causal_conv1d {

@@ -12,7 +12,8 @@
 // width - 1 steps of a sequence only, whose g it recomputes.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/states.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 

@@ -6,7 +6,7 @@
 // A second kernel of the same code serves packed steps, slots to read from and to write to, accepted drafts and windows.
 #pragma once
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 

@@ -17,7 +17,7 @@
 
 #include <type_traits>
 
-#include "causal_conv1d/cuda/device.cuh"
+#include "causal_conv1d/cuda/taps.cuh"
 #include "cuda/index_math.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"

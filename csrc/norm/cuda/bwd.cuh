@@ -22,8 +22,9 @@
 #include "cuda/partial_sums.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "norm/cuda/bwd_inputs.cuh"
-#include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_bwd.cuh"
+#include "norm/cuda/row_values.cuh"
+#include "norm/cuda/team_sum.cuh"
 
 namespace ssm_kernels::norm {
 

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "cuda/ptx/cp_async.cuh"
-#include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_bwd.cuh"
+#include "norm/cuda/row_values.cuh"
 #include "norm/cuda/staged_rows.cuh"
 
 namespace ssm_kernels::norm {

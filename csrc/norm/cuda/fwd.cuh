@@ -9,10 +9,11 @@
 
 #include <algorithm>
 
-#include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_fwd.cuh"
 #include "norm/cuda/rms_sum_fwd.cuh"
+#include "norm/cuda/row_values.cuh"
 #include "norm/cuda/staged_rows.cuh"
+#include "norm/cuda/team_sum.cuh"
 
 namespace ssm_kernels::norm {
 

@@ -11,7 +11,7 @@
 // a = z s with s = sigmoid(z), and a' = s + a (1 - s).
 //
 // Persistent blocks: a block takes one group of every row_step-th row, with weights and the sums for grad_weight in registers
-// (rms_device.cuh). Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead
+// (rms_rows.cuh). Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead
 // into its own stages of shared memory by cp.async, which takes no registers and no barrier. It reads a stage twice: for S,
 // whose sum over the block has the one barrier per row, and for the gradients. s stays in registers in between, so that the
 // exponential is evaluated once. Each block writes its sums for grad_weight as a row of partial sums, and norm_sum_kernel adds
@@ -26,7 +26,8 @@
 #pragma once
 
 #include "cuda/launch.cuh"
-#include "norm/cuda/rms_device.cuh"
+#include "norm/cuda/rms_rows.cuh"
+#include "norm/cuda/team_sum.cuh"
 
 namespace ssm_kernels::norm {
 

@@ -4,7 +4,7 @@
 //   gate after:   v = x,               out = v rstd weight z sigmoid(z)
 //
 // Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers
-// (rms_device.cuh). Each thread copies its vectors of x and z kStages - 1 rows ahead into its own stages of shared memory by
+// (rms_rows.cuh). Each thread copies its vectors of x and z kStages - 1 rows ahead into its own stages of shared memory by
 // cp.async, which takes no registers and no barrier. The one barrier per row is in the sum of v^2; v stays in registers from
 // there to the output. Saved for backward: rstd per group. Where the groups are on several devices, one launch writes the sums
 // and another reads the means (norm.h): branches that are the same for the whole grid, because further instantiations would
@@ -12,7 +12,8 @@
 #pragma once
 
 #include "cuda/launch.cuh"
-#include "norm/cuda/rms_device.cuh"
+#include "norm/cuda/rms_rows.cuh"
+#include "norm/cuda/team_sum.cuh"
 
 namespace ssm_kernels::norm {
 

@@ -4,11 +4,12 @@
 //
 // A block takes one group of one row. Each thread loads all of its vectors of x and of the residual, and keeps v in registers
 // from the sum of v^2 to the output. Persistent blocks, as the gated norms have (rms_fwd.cuh), take 3 to 4 % longer
-// (docs/tuning/norms.md). With is_any, warps copy their columns to shared memory first (rms_device.cuh). Saved for backward:
+// (docs/tuning/norms.md). With is_any, warps copy their columns to shared memory first (rms_rows.cuh). Saved for backward:
 // rstd per group.
 #pragma once
 
-#include "norm/cuda/rms_device.cuh"
+#include "norm/cuda/rms_rows.cuh"
+#include "norm/cuda/team_sum.cuh"
 
 namespace ssm_kernels::norm {
 

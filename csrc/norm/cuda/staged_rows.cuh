@@ -9,7 +9,7 @@
 
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/shifted_segment.cuh"
-#include "norm/cuda/device.cuh"
+#include "norm/cuda/row_values.cuh"
 
 namespace ssm_kernels::norm {
 

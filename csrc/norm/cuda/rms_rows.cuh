@@ -12,13 +12,14 @@
 #pragma once
 
 #include "common/activations.h"
+#include "cuda/lane_sums.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/shifted_segment.cuh"
-#include "norm/cuda/device.cuh"
 #include "norm/cuda/rms.h"
+#include "norm/cuda/row_values.cuh"
 
 namespace ssm_kernels::norm {
 
