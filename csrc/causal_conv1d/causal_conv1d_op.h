@@ -69,7 +69,7 @@ using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // all but the gradi
 // gradient of x is grad_x if present.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
-// grad_out with the contiguous axis of x. The kernels advance along one axis, and a copy costs less than strided reads.
+// Returns grad_out, copied if its contiguous axis is not that of x: a copy costs less than strided reads.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);
 
 // The tensor of ConvParams::ids, (batch, seqlen); undefined if each batch row is one sequence. The params keep a pointer to it.

@@ -248,7 +248,7 @@ struct MinLstm {
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
   static constexpr size_t kCandidate = 0, kFirstBroadcast = 1;
-  // The factors of h and f. Neither is 1 minus the other: that would cancel, in gain for dt far below tau, in a far above.
+  // a multiplies h, gain multiplies f. Both are computed directly: 1 - a loses digits for dt << tau, 1 - gain for dt >> tau.
   template <typename T>
   struct Relaxation {
     T a, gain;

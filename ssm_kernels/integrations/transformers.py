@@ -134,8 +134,8 @@ def unpatch() -> Served:
 
 @contextmanager
 def patched() -> Iterator[Served]:
-    """:func:`patch` for a ``with`` block. The models stay patched until the last block, of all threads, has ended, and as long
-    as :func:`patch` asks for.
+    """:func:`patch` for a ``with`` block. Patches are counted: models stay patched while any block is open in any thread, or
+    until :func:`unpatch` after :func:`patch`.
 
     Examples:
         >>> import ssm_kernels

@@ -30,7 +30,10 @@ SECONDS = 3  # before a rank no longer waits for another
 
 
 def group_of(mesh: Mesh, ranks: int) -> Mesh | None:
-    """A new process group of the first ranks, None on others: a failed message closes the connections of a group."""
+    """Returns a new group of the first ranks, None elsewhere.
+
+    Tests that break a message need their own group, because gloo closes its connections.
+    """
     # NCCL makes its connections within the time-out.
     seconds = SECONDS if mesh.device_type == "cpu" else 30
     group = dist.new_group([*range(ranks)], timeout=datetime.timedelta(seconds=seconds))

@@ -447,7 +447,7 @@ CASES: dict[str, Case] = {
 }
 
 
-# A selection of each kind, for two GPUs.
+# The cases that also run on two GPUs: one of each layer and placement.
 ON_GPUS = (
     *("Mamba, zoh, 2", "Mamba, bilinear, 2", "Mamba2, zoh, 2", "Mamba2, 2 groups, 2", "Mamba2, 2 groups, norm before gate, 2"),
     *("Mamba2, an MLP beside, 2", "GatedMLP, 2", "generation, Mamba, bilinear, 2", "generation, Mamba2, 1 groups, 2"),

@@ -79,7 +79,7 @@ def test_an_alias_is_the_same_discretization(name):
 @pytest.mark.parametrize("own", ["zoh_exact", "foh"])
 @every_layer
 def test_checkpoints_that_name_the_alias(name, own):
-    """As layers saved them while ``foh`` was the canonical name."""
+    """Layers saved such checkpoints while ``foh`` was the canonical name."""
     layer = new_layer(name, discretization=own)
     state_dict = layer.state_dict() | {ENTRY: torch.tensor([*b"foh"], dtype=torch.uint8)}
     assert layer.load_state_dict(state_dict, strict=True) == ([], [])

@@ -130,13 +130,13 @@ def test_dt_proj_is_a_plain_linear_layer(name):
 
 
 def forward_of_its_own(module: nn.Linear) -> None:
-    """As accelerate's hooks and FSDP do."""
+    """Replaces `forward` of the module alone, as accelerate's hooks and FSDP do."""
     forward = module.forward
     module.forward = lambda input: forward(input)
 
 
 def class_of_its_own(module: nn.Linear) -> None:
-    """As subclasses for quantized weights are."""
+    """Gives the module a subclass of nn.Linear, as quantization does."""
 
     class Linear(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

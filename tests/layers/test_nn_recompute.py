@@ -136,7 +136,7 @@ def test_layers_pickled_by_an_earlier_version_have_the_default():
 
 
 class Subclass(Tensor):
-    """As DTensors and quantized weights are."""
+    """Stands for DTensors and quantized weights, which are subclasses of Tensor."""
 
 
 def weight_of_a_subclass(module: nn.Linear) -> None:

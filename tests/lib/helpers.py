@@ -202,9 +202,9 @@ LAYOUTS = ("contiguous", "transposed", "permuted", "channels_first", "offset", "
 def gradients_of_dependent(
     outputs: Iterable[Tensor], cotangents: Iterable[Tensor | None], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The gradients that these send back, zero where there are none.
+    """Gradients of the results with respect to the inputs; zero for inputs that no result depends on.
 
-    A result of no steps from no state depends on nothing, and the reference's then has no graph.
+    The result of no steps from no state depends on nothing, and the reference gives it no graph.
     """
     pairs = zip(outputs, cotangents, strict=True)
     dependent = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]

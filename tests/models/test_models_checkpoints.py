@@ -164,7 +164,7 @@ def test_interrupted_save_leaves_the_earlier_one(size, tmp_path, monkeypatch):
 
 
 def test_snapshots_of_the_hub_link_to_blobs(tmp_path):
-    """As the cache of huggingface_hub keeps them."""
+    """The cache of huggingface_hub has snapshots of links to blobs."""
     snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
     blobs.mkdir()
     model = make_model("Mamba", dtype=torch.float32)

@@ -65,7 +65,7 @@ def every_input_of(key: str) -> dict[str, Inputs]:
 
 
 def inputs_of(key: str) -> dict[str, Inputs]:
-    """Those that each run tries: of the recurrences, which share their scan, all for the first, and two for each other one."""
+    """The options that each run tries: all for the first recurrence, two for each other one, because they share their scan."""
     every, recurrences = every_input_of(key), [name for name in SPECS if SPECS[name].family == "linear_scan"]
     first = 2 * (recurrences.index(key) - 1) if key in recurrences else -1
     return every if first < 0 else {name: every[name] for name in ([*every] * 2)[first % len(every) :][:2]}
@@ -73,7 +73,7 @@ def inputs_of(key: str) -> dict[str, Inputs]:
 
 @functools.cache
 def results_of_family(family: str) -> dict[str, Any]:
-    """Those of all operators of a family, by variant and option."""
+    """The results of all operators of a family, by variant and option."""
     keys = [key for key in SPECS if SPECS[key].family == family]
     return results_of({f"{key}, {option}": (SPECS[key], inputs) for key in keys for option, inputs in inputs_of(key).items()})
 

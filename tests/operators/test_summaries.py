@@ -156,7 +156,7 @@ def test_long_span_of_selective_scan(discretization, dtype, kernel, device):
 
 
 def test_gradients_of_a_long_span(kernel, device):
-    """Those of the last state alone, too: the outputs of its scan, whose time CUDA cuts into segments, have no gradients."""
+    """Also through the last state alone: its scan, whose time CUDA cuts into segments, has outputs without gradients."""
     sizes = {"batch": 1, "dim": 40, "dstate": 16, "seqlen": 2100 if device == "cuda" else 500}
     inputs = SELECTIVE_SUMMARY.make_inputs(**sizes, dtype=torch.float32, device=device)
     inputs["A"] = 1e-3 * inputs["A"]

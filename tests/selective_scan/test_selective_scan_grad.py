@@ -340,7 +340,7 @@ def test_zoh_exact_keeps_its_digits_between_series_and_quotient(dtype, device):
 
 
 def test_long_decay_stays_finite(device):
-    """Strong decay over a long sequence: Abar underflows, and backward divides by nothing."""
+    """Strong decay over a long sequence: Abar underflows to 0; backward must not divide by it."""
     for method in METHODS.keys() - {"euler"}:
         inputs = make_inputs(batch=1, dim=4, seqlen=200, discretization=method, dtype=torch.float32, device=device)
         inputs["A"] = inputs["A"] * 16

@@ -89,7 +89,7 @@ void put_grads_of_rows(const at::Tensor& target, const at::Tensor& grads, const 
   target.index_copy_(0, initial.index_select(0, with_state), grads.index_select(0, with_state));
 }
 
-// The most chunks of any of some rows.
+// The largest number of chunks among these rows.
 int64_t most_chunks(const SelectiveScanParams& p, int64_t first_row, int64_t rows) {
   int64_t steps = 0;
   for (int64_t i = first_row; i < first_row + rows; ++i) {

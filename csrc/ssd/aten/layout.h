@@ -82,7 +82,7 @@ class Scan {
   Chunks load(const Run& run) const;
   // A run of a (batch, seqlen, ...) tensor whose steps are in the scan's order, as (chunks, rows, steps, ...): a view.
   static at::Tensor run_of(const at::Tensor& tensor, const Run& run);
-  // The same of an argument, whose steps a reverse scan puts in its order, and a copy to such a run of a result.
+  // read: run_of an argument, whose steps a reverse scan puts in the scan's order. write: copies such a run to a result.
   at::Tensor read(const at::Tensor& argument, const Run& run) const;
   void write(const at::Tensor& result, const Run& run, const at::Tensor& values) const;
   // Splits the axis of heads of (chunks, rows, steps, heads, ...) into (groups, heads of a group).
@@ -109,7 +109,8 @@ class Scan {
   // (groups of all chunks, heads of a group).
   at::Tensor decay_between(const Chunks& chunks) const;
 
-  // A run of a (batch, seqlen, heads, headdim) argument by step, accumulation type, and a copy by step to such a result.
+  // by_step: a run of a (batch, seqlen, heads, headdim) argument, ordered by step, in the accumulation type. write_by_step:
+  // copies such a run to a result.
   at::Tensor by_step(const at::Tensor& argument, const Run& run) const;
   void write_by_step(const at::Tensor& result, const Run& run, const at::Tensor& values) const;
   // A tensor by step, times a factor, as matrices in the other orders; contiguous.

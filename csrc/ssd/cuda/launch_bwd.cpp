@@ -320,8 +320,8 @@ class Backward {
   SsdBwdParams params_;
 };
 
-// The most bytes of the states that a call keeps: the larger of twice the memory of x and kSmallWorkspaceBytes, and at most
-// DebugOption::kSsdWorkspaceBytes. Beside a layer's saved tensors they then do not decide the peak memory of a training step.
+// Upper bound of the workspace for chunk states: max(kSmallWorkspaceBytes, 2 x bytes of x), capped by
+// DebugOption::kSsdWorkspaceBytes. Small enough that saved activations, not this workspace, set the peak of a training step.
 int64_t most_workspace_bytes(const Inputs& in) {
   constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
   const int64_t x_bytes = in.x.numel() * in.x.element_size();
