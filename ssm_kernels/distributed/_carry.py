@@ -32,12 +32,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._collectives import Gathering, Kind
+from ._collectives import Gathering, Kind, depend_on
 from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange
 
-__all__ = ["Carry", "SummaryCarry", "passed"]
+__all__ = ["Carry", "SummaryCarry", "mask_state"]
 
 
 def _like(factor: Tensor, states: Tensor) -> Tensor:
@@ -45,23 +45,23 @@ def _like(factor: Tensor, states: Tensor) -> Tensor:
     return factor.reshape(*factor.shape, *(1,) * (states.dim() - factor.dim()))
 
 
-def passed(state: Tensor, passes: Tensor | None) -> Tensor:
-    """A state, or its gradient, with zeros in the rows that do not pass the border: ``passes`` is (batch,), bool, or None."""
-    return state if passes is None else torch.where(_like(passes, state), state, 0)
+def mask_state(state: Tensor, mask: Tensor | None) -> Tensor:
+    """A state, or its gradient, with zeros in the rows whose sequence does not go on: ``mask`` is (batch,), bool, or None."""
+    return state if mask is None else torch.where(_like(mask, state), state, 0)
 
 
-def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | None, reverse: bool) -> Tensor | None:
+def _fold(values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, reverse: bool) -> Tensor | None:
     """The last state of ``h = decay * h + value`` over ranks, from ``first``; None if there are neither ranks nor ``first``.
 
     Args:
         values: (ranks, ...).
         decays: with leading axes of ``values``.
-        keeps: (ranks, batch), bool: a rank where it is false drops the state before it, Inf and NaN included.
+        keep_mask: (ranks, batch), bool: a rank where it is false drops the state before it, Inf and NaN included.
         first: the state before the first rank, or None for zero.
         reverse: whether the last rank is the first.
     """
-    if keeps is not None:
-        drops = (~keeps).long()
+    if keep_mask is not None:
+        drops = (~keep_mask).long()
         later = drops.cumsum(0) if reverse else drops.flip(0).cumsum(0).flip(0)
         # A state that a later rank drops enters the scan as zero, so that no Inf or NaN of it spreads.
         values = torch.where(_like(later == drops, values), values, 0)
@@ -89,8 +89,8 @@ def _fold(values: Tensor, decays: Tensor, keeps: Tensor | None, first: Tensor | 
 class Carry(ABC):
     """Passes states in forward and their gradients in backward, for one call of a scan.
 
-    A node calls :meth:`enter` before the scan and :meth:`leave` after it, :meth:`enter_backward` before the scan's adjoint and
-    :meth:`leave_backward` after it.
+    A node calls :meth:`receive_state` before the scan and :meth:`send_state` after it, and in backward :meth:`receive_gradient`
+    before the scan's adjoint and :meth:`send_gradient` after it.
 
     Args:
         group: the ranks.
@@ -111,15 +111,15 @@ class Carry(ABC):
         return self._group.rank == (self._group.size - 1 if self._reverse else 0)
 
     @abstractmethod
-    def enter(
+    def receive_state(
         self,
         state: Kind,
         like: Tensor,
         initial_state: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
         needs_final: bool = False,
-        keeps: Tensor | None = None,
+        keep_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Receives the state before this rank's span.
 
@@ -127,37 +127,37 @@ class Carry(ABC):
             state: shape and dtype of a state.
             like: a tensor of its device.
             initial_state: the state before the whole sequence. The first rank's counts.
-            passes: (2, ranks, batch), bool: whether a state passes the border before a rank, and whether it passes on to the
-                border after it; None: it does, unless the ranks send ``keeps``.
+            carry_mask: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also
+                goes on at the border after it; None: it does, unless the ranks send ``keep_mask``.
             summarize: returns the last state from the state zero, (batch, ...), and the decay with leading axes of it.
             needs_final: whether the state after the last rank is a result.
-            keeps: (batch,), bool, where other ranks do not know it from ``passes``: whether this span keeps the state before
-                it. It travels as numbers of the dtype of ``decay``.
+            keep_mask: (batch,), bool, where other ranks do not know it from ``carry_mask``: whether this span keeps the state
+                before it. It travels as numbers of the dtype of ``decay``.
 
         Returns:
             This rank's initial state; the state after the last rank if ``needs_final``; and two tensors for backward.
         """
 
     @abstractmethod
-    def leave(self, last_state: Tensor) -> None:
+    def send_state(self, last_state: Tensor) -> None:
         """Takes the state after this rank's span."""
 
     @abstractmethod
-    def enter_backward(
+    def receive_gradient(
         self,
         state: Kind,
         like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         initial_gradient: Callable[[], Tensor],
     ) -> Tensor | None:
         """The gradient of the state after this rank's span; None if it is zero.
 
         Args:
-            state, like: as for :meth:`enter`.
+            state, like: as for :meth:`receive_state`.
             grad_final: of the final state, which every rank returned; its gradients are summed.
-            decays, passes: from :meth:`enter`.
+            decays, carry_mask: from :meth:`receive_state`.
             initial_gradient: returns the gradient of this rank's initial state, from its outputs alone.
         """
 
@@ -170,8 +170,13 @@ class Carry(ABC):
         """
 
     @abstractmethod
-    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
-        """Takes the gradient of this rank's initial state, if :meth:`wants_gradient`, and ``passes`` of :meth:`enter`."""
+    def send_gradient(self, gradient: Tensor | None, carry_mask: Tensor | None) -> None:
+        """Takes the gradient of this rank's initial state, if :meth:`wants_gradient`.
+
+        Args:
+            gradient: of the initial state.
+            carry_mask: from :meth:`receive_state`.
+        """
 
 
 class ChainCarry(Carry):
@@ -184,33 +189,33 @@ class ChainCarry(Carry):
         super().__init__(group, what, reverse)
         self._chain = Chain(group, f"{what}: states", call, reverse)
 
-    def enter(
+    def receive_state(
         self,
         state: Kind,
         like: Tensor,
         initial_state: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
         needs_final: bool = False,
-        keeps: Tensor | None = None,
+        keep_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        assert not needs_final and keeps is None
+        assert not needs_final and keep_mask is None
         if self.is_first:
             return initial_state, None, None, None
         (initial,) = self._chain.receive([state], like)
-        border = None if passes is None else passes[0, self._group.rank]
-        return passed(initial, border), None, None, border
+        border_mask = None if carry_mask is None else carry_mask[0, self._group.rank]
+        return mask_state(initial, border_mask), None, None, border_mask
 
-    def leave(self, last_state: Tensor) -> None:
+    def send_state(self, last_state: Tensor) -> None:
         self._chain.send([last_state])
 
-    def enter_backward(
+    def receive_gradient(
         self,
         state: Kind,
         like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         initial_gradient: Callable[[], Tensor],
     ) -> Tensor | None:
         return None if self._chain.is_last else self._chain.receive_gradients([state], like)[0]
@@ -218,51 +223,51 @@ class ChainCarry(Carry):
     def wants_gradient(self, needs_gradient: bool) -> bool:
         return needs_gradient or not self.is_first
 
-    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
+    def send_gradient(self, gradient: Tensor | None, carry_mask: Tensor | None) -> None:
         if not self.is_first:
             assert gradient is not None
-            self._chain.send_gradients([passed(gradient, passes)])
+            self._chain.send_gradients([mask_state(gradient, carry_mask)])
 
 
 class SummaryCarry(Carry):
     """Gathers what each rank's span makes of the state before it."""
 
-    def enter(
+    def receive_state(
         self,
         state: Kind,
         like: Tensor,
         initial_state: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         summarize: Callable[[], tuple[Tensor, Tensor]],
         needs_final: bool = False,
-        keeps: Tensor | None = None,
+        keep_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         def gather() -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-            gathering = self._begin(*summarize(), initial_state, passes, keeps)
-            return self._end(gathering, passes, initial_state, needs_final)
+            gathering = self._begin(*summarize(), initial_state, carry_mask, keep_mask)
+            return self._end(gathering, carry_mask, initial_state, needs_final)
 
         return exchange(f"{self._what}: summaries", gather)
 
-    def leave(self, last_state: Tensor) -> None:
+    def send_state(self, last_state: Tensor) -> None:
         pass
 
-    def enter_backward(
+    def receive_gradient(
         self,
         state: Kind,
         like: Tensor,
         grad_final: Tensor | None,
         decays: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         initial_gradient: Callable[[], Tensor],
     ) -> Tensor | None:
         assert decays is not None
         local = initial_gradient()
-        return self._gradient(local, grad_final, decays, passes)
+        return self._gradient(local, grad_final, decays, carry_mask)
 
     def wants_gradient(self, needs_gradient: bool) -> bool:
         return needs_gradient and self.is_first
 
-    def leave_backward(self, gradient: Tensor | None, passes: Tensor | None) -> None:
+    def send_gradient(self, gradient: Tensor | None, carry_mask: Tensor | None) -> None:
         pass
 
     def _begin(
@@ -270,64 +275,65 @@ class SummaryCarry(Carry):
         last_state: Tensor,
         decay: Tensor,
         initial_state: Tensor | None,
-        passes: Tensor | None,
-        keeps: Tensor | None,
+        carry_mask: Tensor | None,
+        keep_mask: Tensor | None,
     ) -> Gathering:
         """Sends the summary of this rank's span."""
         if self.is_first and initial_state is not None:
             after = torch.addcmul(last_state, _like(decay, last_state), initial_state)
-            own = keeps if passes is None else passes[1, self._group.rank]
+            own = keep_mask if carry_mask is None else carry_mask[1, self._group.rank]
             last_state = after if own is None else torch.where(_like(own, after), after, last_state)
-        tensors = [last_state, decay] if keeps is None else [last_state, decay, keeps.to(decay.dtype)]
+        tensors = [last_state, decay] if keep_mask is None else [last_state, decay, keep_mask.to(decay.dtype)]
         return Gathering(tensors, self._group, f"{self._what}: states")
 
     def _end(
-        self, gathering: Gathering, passes: Tensor | None, initial_state: Tensor | None, needs_final: bool
+        self, gathering: Gathering, carry_mask: Tensor | None, initial_state: Tensor | None, needs_final: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Receives the summaries of all ranks. The tensors for backward are the decays of the ranks after this one and their
-        ``passes``.
+        ``carry_mask``.
         """
         states, decays, *sent = gathering.wait()
         if sent:
-            passes = torch.stack([torch.ones_like(sent[0], dtype=torch.bool), sent[0] != 0])
+            carry_mask = torch.stack([torch.ones_like(sent[0], dtype=torch.bool), sent[0] != 0])
         rank, size = self._group.rank, self._group.size
 
         def fold(ranks: slice) -> Tensor | None:
-            return _fold(states[ranks], decays[ranks], None if passes is None else passes[1, ranks], None, self._reverse)
+            keep = None if carry_mask is None else carry_mask[1, ranks]
+            return _fold(states[ranks], decays[ranks], keep, None, self._reverse)
 
         initial, final = initial_state, None
         if not self.is_first:
             initial = fold(slice(rank + 1, size) if self._reverse else slice(0, rank))
             assert initial is not None
-            if passes is not None:
-                initial = passed(initial, passes[0, rank])
+            if carry_mask is not None:
+                initial = mask_state(initial, carry_mask[0, rank])
             # From one rank it is a view of what all ranks have sent, which backward must not keep.
-            is_view = passes is None and (size - 1 - rank if self._reverse else rank) == 1
+            is_view = carry_mask is None and (size - 1 - rank if self._reverse else rank) == 1
             initial = initial.clone() if is_view else initial.contiguous()
         if needs_final:
             final = fold(slice(0, size))
         if initial is None and torch.compiler.is_compiling():
             initial = torch.zeros_like(states[rank])
         if initial is not None:
-            initial = gathering.tie(initial)
+            initial = depend_on(initial, gathering.buffer)
         after = self._after()
-        return initial, final, decays[after].clone(), None if passes is None else passes[:, after].clone()
+        return initial, final, decays[after].clone(), None if carry_mask is None else carry_mask[:, after].clone()
 
     def _gradient(
-        self, local_gradient: Tensor, grad_final: Tensor | None, decays: Tensor, passes: Tensor | None
+        self, local_gradient: Tensor, grad_final: Tensor | None, decays: Tensor, carry_mask: Tensor | None
     ) -> Tensor | None:
         tensors = [local_gradient] if grad_final is None else [local_gradient, grad_final]
         gathering = Gathering(tensors, self._group, f"{self._what}: gradients of states")
         gathered = gathering.wait()
         final = gathered[1].sum(0) if grad_final is not None else None
-        gradients, keeps = gathered[0][self._after()], None
-        if passes is not None:
-            keeps = passes[1]
-            gradients = torch.where(_like(passes[0], gradients), gradients, 0)
-        gradient = _fold(gradients, decays, keeps, final, not self._reverse)
+        gradients, keep_mask = gathered[0][self._after()], None
+        if carry_mask is not None:
+            keep_mask = carry_mask[1]
+            gradients = torch.where(_like(carry_mask[0], gradients), gradients, 0)
+        gradient = _fold(gradients, decays, keep_mask, final, not self._reverse)
         if gradient is None and torch.compiler.is_compiling():
             gradient = torch.zeros_like(local_gradient)
-        return None if gradient is None else gathering.tie(gradient.contiguous())
+        return None if gradient is None else depend_on(gradient.contiguous(), gathering.buffer)
 
     def _after(self) -> slice:
         """The ranks after this one, in the direction of the recurrence."""

@@ -15,13 +15,13 @@ from torch import Tensor
 from ._agreement import failure
 from ._group import Group
 
-__all__ = ["Gathering", "Kind", "Layout", "kind", "tie"]
+__all__ = ["Gathering", "Kind", "Layout", "depend_on", "kind"]
 
 Kind = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
 
 
-def tie(tensor: Tensor, to: Tensor) -> Tensor:
-    """``tensor``, for the compiler a function of the other one.
+def depend_on(tensor: Tensor, other: Tensor) -> Tensor:
+    """``tensor``, which the compiler takes for a function of ``other``, so that it neither removes nor moves what computes it.
 
     Ranks need different data: the first one uses no state of others, and its own gradient is used by none. The compiler would
     remove a collective whose result a rank does not use, or move one that does not depend on the gradients of the results to
@@ -29,9 +29,9 @@ def tie(tensor: Tensor, to: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return tensor
-    for axis in range(to.dim()):
-        to = to.narrow(axis, 0, min(to.shape[axis], 1))
-    number = to.sum().to(tensor.dtype)
+    for axis in range(other.dim()):
+        other = other.narrow(axis, 0, min(other.shape[axis], 1))
+    number = other.sum().to(tensor.dtype)
     return torch.where(torch.zeros_like(number, dtype=torch.bool), number, tensor)
 
 
@@ -96,13 +96,16 @@ class Gathering:
         tensors: of this rank.
         group: the ranks.
         what: names the data in the message of an error.
+
+    Attributes:
+        buffer: the data, for :func:`depend_on`.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Group, what: str) -> None:
         self._group, self._what = group, what
         self._layout = Layout.of(tensors)
         packed = self._layout.pack(tensors)
-        self._buffer = self._run(torch.ops._c10d_functional.all_gather_into_tensor, packed, group.size, group.name)
+        self.buffer = self._run(torch.ops._c10d_functional.all_gather_into_tensor, packed, group.size, group.name)
 
     def wait(self) -> list[Tensor]:
         """The tensors of all ranks, each (ranks, ...).
@@ -110,12 +113,8 @@ class Gathering:
         Raises:
             RuntimeError: the collective failed: a rank has died, made another call or not come within the group's time-out.
         """
-        self._buffer = self._run(torch.ops._c10d_functional.wait_tensor, self._buffer)
-        return self._layout.unpack(self._buffer.view(self._group.size, -1))
-
-    def tie(self, tensor: Tensor) -> Tensor:
-        """``tensor``, for the compiler a function of the gathered data: see :func:`tie`."""
-        return tie(tensor, self._buffer)
+        self.buffer = self._run(torch.ops._c10d_functional.wait_tensor, self.buffer)
+        return self._layout.unpack(self.buffer.view(self._group.size, -1))
 
     def _run(self, operator: torch._ops.OpOverloadPacket, *arguments: object) -> Tensor:
         if torch.compiler.is_compiling():

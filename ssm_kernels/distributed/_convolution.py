@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..choices import ConvActivation
-from ._collectives import Gathering, kind, tie
+from ._collectives import Gathering, depend_on, kind
 from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange, is_repeated
@@ -84,14 +84,14 @@ class Halo:
                 return _masked(places.index_select(2, sources[border]), _at(own, border))
 
             final = read(self._group.size) if needs_final else None
-            return gathering.tie(read(self._group.rank)), final, sources, own
+            return depend_on(read(self._group.rank), gathering.buffer), final, sources, own
 
         halo, final, sources, own = exchange("causal_conv1d: halo", receive)
         return halo, final, sources, own
 
-    def tie(self, gathering: Gathering | None, tensor: Tensor) -> Tensor:
-        """``tensor``, for the compiler a function of the halos: see :func:`tie`."""
-        return tensor if gathering is None else gathering.tie(tensor)
+    def depend_on_halo(self, gathering: Gathering | None, tensor: Tensor) -> Tensor:
+        """``tensor``, for the compiler a function of the halos: see :func:`depend_on`."""
+        return tensor if gathering is None else depend_on(tensor, gathering.buffer)
 
     def needs_gradient(self, needs_initial: bool) -> bool:
         """Whether other ranks need the gradient of this rank's halo."""
@@ -114,7 +114,7 @@ class Halo:
             of_borders.append(gathered[1].sum(0))
         if grad_x is not None:
             head = min(seqlen, taps)
-            grad_tail = gathering.tie(_of_places(of_borders, sources, rank + 1, rank + 1))
+            grad_tail = depend_on(_of_places(of_borders, sources, rank + 1, rank + 1), gathering.buffer)
             grad_x[:, seqlen - head :].add_(grad_tail[..., taps - head :].transpose(1, 2))
         if not needs_initial:
             return None
@@ -152,7 +152,7 @@ class ChainHalo:
         own = own_steps(past, self._group.rank, self._taps)
         return _masked(halo, own), None, None, own
 
-    def tie(self, x: Tensor, tensor: Tensor) -> Tensor:
+    def depend_on_halo(self, x: Tensor, tensor: Tensor) -> Tensor:
         """A chain is not for compiled code."""
         return tensor
 
@@ -216,7 +216,7 @@ def own_steps(past: Tensor | None, border: int | slice, taps: int) -> Tensor | N
 class CausalConv1d(torch.autograd.Function):
     """``out`` and, with ``needs_final``, the state after the last rank's span.
 
-    ``past`` is that of :class:`._packing.Packing`, or None for sequences that are not packed.
+    ``past`` is that of :class:`._packed_sequences.Packing`, or None for sequences that are not packed.
     """
 
     @staticmethod
@@ -335,7 +335,7 @@ def _convolve(
     out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
     steps, final, sources, own = halo.end(exchanged, initial_state, past, needs_final)
     if head == 0:
-        out = halo.tie(exchanged, out)
+        out = halo.depend_on_halo(exchanged, out)
     elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():
         short_idx = None if seq_idx is None else seq_idx[:, :head]
         begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, steps, activation)
@@ -373,7 +373,7 @@ def _adjoint(
             grad_head = grad_out[:, :head] if grad_out_2 is None else grad_out[:, :head] + grad_out_2[:, :head]
             local = _ops._causal_conv1d_bwd(grad_head, None, *of_head, [False] * 3 + [True])[3]
         else:
-            local = tie(torch.zeros_like(steps), grad_out)
+            local = depend_on(torch.zeros_like(steps), grad_out)
         exchanged = ctx.halo.send_gradient(local, grad_final, own, x.shape[1])
     wanted = [*needs[:3], False]
     arguments = (x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)

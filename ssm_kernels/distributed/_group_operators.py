@@ -19,16 +19,16 @@ from ..choices import CandidateActivation, ConvActivation, DiscretizationName, E
 from ..ops._arguments import did_you_mean, finite_dt_limit
 from ..ops._masks import as_mask
 from ._agreement import Agreement, describe
-from ._casts import Casts
+from ._autocast import Autocast
 from ._convolution import CausalConv1d
 from ._group import Group
 from ._messages import Call
-from ._packing import ForwardCount, Known, Packing, Spans
+from ._packed_sequences import ForwardCount, Packing, PackingCache, SequenceSplit
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
 __all__ = ["GroupOperators"]
 
-_Made = TypeVar("_Made", Packing, Spans)
+_Cached = TypeVar("_Cached", Packing, SequenceSplit)
 
 # The most ranks of a chain, unless it is asked for: each rank more waits for one more scan.
 _MOST_IN_CHAIN = 8
@@ -125,14 +125,14 @@ class GroupOperators:
             return ops.selective_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         matrices = {name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2}
         of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
-        tensors = Casts(u).all(tensors, lower=("u", "delta", "z", *matrices))
+        tensors = Autocast(u).cast(tensors, lower=("u", "delta", "z", *matrices))
         self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
         numbers, packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
         return SelectiveScan.apply(
             *(tensors[name] for name in names),
             numbers,
-            _passes(packing, reverse),
+            _carry_mask(packing, reverse),
             discretization,
             delta_softplus,
             reverse,
@@ -177,14 +177,14 @@ class GroupOperators:
         if self.group.size == 1:
             return ssd.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
-        tensors = Casts(x).all(tensors, lower=("x", "dt", "B", "C", "z"))
+        tensors = Autocast(x).cast(tensors, lower=("x", "dt", "B", "C", "z"))
         self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
         numbers, packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
             numbers,
-            _passes(packing, reverse),
+            _carry_mask(packing, reverse),
             chunk_size,
             dt_softplus,
             *finite_dt_limit(dt_limit),
@@ -258,13 +258,13 @@ class GroupOperators:
         local = getattr(ops, name)
         if self.group.size == 1:
             return local(**named, h0=h0, cu_seqlens=cu_seqlens, reset=reset, **options)
-        to = Casts(inputs[0])
-        named = {key: to.wide(value) if key in row.broadcast else to.lower(value) for key, value in named.items()}
-        tensors = named | {"h0": to.wide(h0), "reset": reset}
+        to = Autocast(inputs[0])
+        named = {key: to.to_float(value) if key in row.broadcast else to.to_lower(value) for key, value in named.items()}
+        tensors = named | {"h0": to.to_float(h0), "reset": reset}
         of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
         self._agree(name, local, tensors, options, of_steps, cu_seqlens, row.broadcast)
         if cu_seqlens is not None:
-            cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens(cu_seqlens)
+            cu_seqlens = self._split(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens(cu_seqlens)
         first = named[row.inputs[0]]
         return LinearRecurrence.apply(
             name,
@@ -300,19 +300,22 @@ class GroupOperators:
             return None, None
 
         def make() -> Packing:
-            of_spans = None if cu_seqlens is None else self._spans(operator, cu_seqlens, seqlen).seq_idx(cu_seqlens)
-            return Packing(seq_idx, of_spans, self.group)
+            of_split = None if cu_seqlens is None else self._split(operator, cu_seqlens, seqlen).seq_idx(cu_seqlens)
+            return Packing(seq_idx, of_split, self.group)
 
-        packing = self._known(Packing, operator, given, seqlen, make)
+        packing = self._cached(Packing, operator, given, seqlen, make)
         return (seq_idx if packing.numbers is None else packing.numbers), packing
 
-    def _spans(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> Spans:
-        return self._known(Spans, operator, [cu_seqlens], seqlen, lambda: Spans(operator, cu_seqlens, seqlen, self.group))
+    def _split(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> SequenceSplit:
+        def make() -> SequenceSplit:
+            return SequenceSplit(operator, cu_seqlens, seqlen, self.group)
 
-    def _known(
-        self, kind: type[_Made], operator: str, tensors: Sequence[Tensor], seqlen: int, make: Callable[[], _Made]
-    ) -> _Made:
-        """Makes a ``Packing`` or ``Spans``, which gathers, or returns that of an earlier call of the same forward pass.
+        return self._cached(SequenceSplit, operator, [cu_seqlens], seqlen, make)
+
+    def _cached(
+        self, kind: type[_Cached], operator: str, tensors: Sequence[Tensor], seqlen: int, make: Callable[[], _Cached]
+    ) -> _Cached:
+        """Makes a ``Packing`` or ``SequenceSplit``, which gathers, or returns that of an earlier call of the same forward pass.
 
         The layers of a module compare whether the tensors are those of an earlier call, because a rank that gathered alone
         would wait for the others. Functions gather in every call: they compare a call only once, and the answer changes.
@@ -322,23 +325,23 @@ class GroupOperators:
         if self._forward_count is None or torch.compiler.is_compiling() or is_captured:
             return make()
         is_recomputed = torch._C._current_graph_task_id() != -1
-        known = Known(kind, tensors, seqlen, self.group, self._forward_count, is_recomputed)
+        cache = PackingCache(kind, tensors, seqlen, self.group, self._forward_count, is_recomputed)
         # Ranks may differ in what they recompute in backward: what forward has kept needs no other rank.
-        if known.made is None or not is_recomputed:
-            description = {"tensor": "a new one" if known.made is None else "that of an earlier call", "layer": self._layer}
+        if cache.found is None or not is_recomputed:
+            description = {"tensor": "a new one" if cache.found is None else "that of an earlier call", "layer": self._layer}
             what = "seq_idx or cu_seqlens" if kind is Packing else "cu_seqlens"
             self._agreement.check(f"{operator}, {what}", lambda: description, lambda: None)
-        if known.made is not None:
-            assert isinstance(known.made, kind)
-            return known.made
+        if cache.found is not None:
+            assert isinstance(cache.found, kind)
+            return cache.found
         made = make()
-        known.keep(made)
+        cache.store(made)
         return made
 
     @staticmethod
     def _cast_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None) -> tuple[Any, ...]:
-        to = Casts(x)
-        return to.lower(x), to.wide_unless_lower(weight), to.wide_unless_lower(bias), to.lower(initial_state)
+        to = Autocast(x)
+        return to.to_lower(x), to.to_float_unless_lower(weight), to.to_float_unless_lower(bias), to.to_lower(initial_state)
 
     def _agree_on_convolution(
         self,
@@ -383,7 +386,7 @@ class GroupOperators:
 
         def description() -> dict[str, Any]:
             described: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
-            # The number of packed sequences changes from call to call: Spans compares it.
+            # The number of packed sequences changes from call to call: SequenceSplit compares it.
             ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
             described |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
             h0 = tensors.get("h0")
@@ -416,10 +419,10 @@ class GroupOperators:
         self._description = self._agreement.check(operator, description, check, arguments, bool(options.get("reverse")))
 
 
-def _passes(packing: Packing | None, reverse: bool) -> Tensor | None:
+def _carry_mask(packing: Packing | None, reverse: bool) -> Tensor | None:
     if packing is None:
         return None
-    return packing.passes_in_reverse() if reverse else packing.passes
+    return packing.carry_mask_in_reverse() if reverse else packing.carry_mask
 
 
 def _refuse_states(operator: str, tensors: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> None:

@@ -17,13 +17,13 @@ from ..choices import Exchange
 from ..nn._operators import LOCAL
 from ..ops._step_sizes import step_size
 from ._agreement import Agreement, calls_begun
-from ._casts import Casts
+from ._autocast import Autocast
 from ._collectives import Gathering
 from ._convolution import MambaConv, is_gate
 from ._group import Group
 from ._group_operators import GroupOperators
-from ._mixers import ChainedMamba2Mixer, Mamba2Mixer
-from ._packing import ForwardCount
+from ._mamba2_mixer import ChainedMamba2Mixer, Mamba2Mixer
+from ._packed_sequences import ForwardCount
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["LayerOperators"]
@@ -111,12 +111,12 @@ class LayerOperators(GroupOperators):
         check = functools.partial(torch.ops.ssm_kernels._mamba2_mixer.default, cu_seqlens=None)
         self._agree("Mamba2", check, tensors, named_options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
         numbers, packing = self._packing("Mamba2", given.projected.shape[1], given.seq_idx, cu_seqlens)
-        to, chain = Casts(given.projected), self._chain()
+        to, chain = Autocast(given.projected), self._chain()
         node = Mamba2Mixer if chain is None else ChainedMamba2Mixer
         out: Tensor = node.apply(
-            to.lower(given.projected),
-            *map(to.wide, given[1:7]),
-            *((None,) * 3 if packing is None else (numbers, packing.past, packing.passes)),
+            to.to_lower(given.projected),
+            *map(to.to_float, given[1:7]),
+            *((None,) * 3 if packing is None else (numbers, packing.past, packing.carry_mask)),
             options,
             self.group,
             norm,

@@ -22,11 +22,11 @@ from ..ops.summaries import (
     ssd_chunk_scan_summary,
 )
 from ._carry import Carry
-from ._collectives import Kind, tie
+from ._collectives import Kind, depend_on
 from ._convolution import gate_gradient
 from ._group import Group
+from ._mamba2_mixer import before_gate
 from ._messages import Call
-from ._mixers import before_gate
 
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
 
@@ -79,7 +79,7 @@ class SelectiveScan(torch.autograd.Function):
         delta_bias: Tensor | None,
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         discretization: DiscretizationName,
         delta_softplus: bool,
         reverse: bool,
@@ -105,28 +105,28 @@ class SelectiveScan(torch.autograd.Function):
             )
 
         state = (u.shape[0], *A.shape), A.dtype
-        initial, final, decays, passes = carry.enter(state, u, initial_state, passes, summarize, needs_final)
+        initial, final, decays, carry_mask = carry.receive_state(state, u, initial_state, carry_mask, summarize, needs_final)
         needs_grad = saves and any(ctx.needs_input_grad)
         out, last_state, chunk_states = _ops._selective_scan_fwd(
             u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None, reverse
         )
-        carry.leave(last_state)
+        carry.send_state(last_state)
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
-        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes)
+        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, carry_mask)
         ctx.carry, ctx.options, ctx.reverse, ctx.z_is_gate = carry, options, reverse, z_is_gate
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, passes = ctx.saved_tensors
+        u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, decays, carry_mask = ctx.saved_tensors
         (discretization, delta_softplus), reverse = ctx.options, ctx.reverse
         needs = [*ctx.needs_input_grad[:9]]
         state = (u.shape[0], *A.shape), A.dtype
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(_zeros(state, grad_out), grad_out)
+                return depend_on(_zeros(state, grad_out), grad_out)
             return _selective_scan_initial_gradient(
                 _in_order(grad_out, 2, reverse),
                 _in_order(delta, 2, reverse),
@@ -142,7 +142,7 @@ class SelectiveScan(torch.autograd.Function):
         grad_last_state = None
         passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
         if passes_gradients:
-            grad_last_state = ctx.carry.enter_backward(state, grad_out, grad_final, decays, passes, initial_gradient)
+            grad_last_state = ctx.carry.receive_gradient(state, grad_out, grad_final, decays, carry_mask, initial_gradient)
         wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, reverse)
         if ctx.z_is_gate and wanted[6]:
@@ -153,7 +153,7 @@ class SelectiveScan(torch.autograd.Function):
             results = _ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted)
         gradients = _results(results, wanted)
         if passes_gradients:
-            ctx.carry.leave_backward(gradients[8], passes)
+            ctx.carry.send_gradient(gradients[8], carry_mask)
         gradients[8] = _of_first(gradients[8], state, u, needs[8], ctx.carry)
         return (*gradients, *(None,) * 10)
 
@@ -174,7 +174,7 @@ class SsdChunkScan(torch.autograd.Function):
         dt_bias: Tensor | None,
         initial_states: Tensor | None,
         seq_idx: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         chunk_size: int | None,
         dt_softplus: bool,
         dt_min: float,
@@ -201,20 +201,20 @@ class SsdChunkScan(torch.autograd.Function):
             )
 
         state = (x.shape[0], *x.shape[2:], B.shape[3]), A.dtype
-        initial, final, decays, passes = carry.enter(state, x, initial_states, passes, summarize, needs_final)
+        initial, final, decays, carry_mask = carry.receive_state(state, x, initial_states, carry_mask, summarize, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, last_states = _ops._ssd_chunk_scan_fwd(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, reverse
         )
-        carry.leave(last_states)
-        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes)
+        carry.send_state(last_states)
+        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, carry_mask)
         ctx.carry, ctx.chunk_size = carry, chunk_size
         ctx.scalars, ctx.discretization, ctx.reverse = scalars, discretization, reverse
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, passes = ctx.saved_tensors
+        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, carry_mask = ctx.saved_tensors
         reverse = ctx.reverse
         options = (ctx.discretization, reverse)
         arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, *options)
@@ -223,7 +223,7 @@ class SsdChunkScan(torch.autograd.Function):
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(_zeros(state, grad_out), grad_out)
+                return depend_on(_zeros(state, grad_out), grad_out)
             return _ssd_chunk_scan_initial_gradient(
                 _in_order(before_gate(grad_out, z), 1, reverse),
                 _in_order(dt, 1, reverse),
@@ -239,11 +239,11 @@ class SsdChunkScan(torch.autograd.Function):
         grad_final_states = None
         passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
         if passes_gradients:
-            grad_final_states = ctx.carry.enter_backward(state, grad_out, grad_final, decays, passes, initial_gradient)
+            grad_final_states = ctx.carry.receive_gradient(state, grad_out, grad_final, decays, carry_mask, initial_gradient)
         wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if passes_gradients:
-            ctx.carry.leave_backward(gradients[8], passes)
+            ctx.carry.send_gradient(gradients[8], carry_mask)
         gradients[8] = _of_first(gradients[8], state, x, needs[8], ctx.carry)
         return (*gradients, *(None,) * 11)
 
@@ -280,13 +280,13 @@ class LinearRecurrence(torch.autograd.Function):
     ) -> Any:
         options = (recurrence, candidate_activation, gate_is_logit, reverse)
         carry = Carry.of(group, recurrence, reverse, chain)
-        is_reset = after_reset = keeps = None
+        is_reset = after_reset = keep_mask = None
         if reset is not None:
             h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)
             count = reset.flip(1).cumsum(1).flip(1) if reverse else reset.cumsum(1)
             after_reset = (count > 0)[..., None]
             is_reset = reset.any(1)[:, None]
-            keeps = ~is_reset[:, 0]
+            keep_mask = ~is_reset[:, 0]
 
         def summarize() -> tuple[Tensor, Tensor]:
             last_state, decay = _ops._linear_recurrence_summary_fwd(inputs, cu_seqlens, None, *options)
@@ -295,25 +295,25 @@ class LinearRecurrence(torch.autograd.Function):
             return last_state, decay
 
         state = _recurrence_state(inputs[0], cu_seqlens)
-        initial, final, decays, passes = carry.enter(state, inputs[0], h0, None, summarize, needs_final, keeps)
+        initial, final, decays, carry_mask = carry.receive_state(state, inputs[0], h0, None, summarize, needs_final, keep_mask)
         h, last_state = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
-        carry.leave(last_state)
+        carry.send_state(last_state)
         if after_reset is not None:
             h = torch.where(after_reset, h_after, h)
-        ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs)
+        ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, carry_mask, *inputs)
         ctx.carry, ctx.options = carry, options
         return (h, final) if needs_final else h
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor, grad_final: Tensor | None = None) -> Any:
-        h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, passes, *inputs = ctx.saved_tensors
+        h, initial, h0, cu_seqlens, reset, after_reset, is_reset, decays, carry_mask, *inputs = ctx.saved_tensors
         needs_h0, needs = ctx.needs_input_grad[9], [*ctx.needs_input_grad[10:]]
         wanted = [*needs, *[False] * (4 - len(needs))]
         state = _recurrence_state(inputs[0], cu_seqlens)
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return tie(_zeros(state, grad_h), grad_h)
+                return depend_on(_zeros(state, grad_h), grad_h)
             recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
             return _linear_recurrence_initial_gradient(
                 grad_h,
@@ -326,7 +326,7 @@ class LinearRecurrence(torch.autograd.Function):
                 reset=reset,
             )
 
-        grad_last_state = ctx.carry.enter_backward(state, grad_h, grad_final, decays, passes, initial_gradient)
+        grad_last_state = ctx.carry.receive_gradient(state, grad_h, grad_final, decays, carry_mask, initial_gradient)
         flags = [*wanted, ctx.carry.wants_gradient(needs_h0)]
         if after_reset is None:
             arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
@@ -348,7 +348,7 @@ class LinearRecurrence(torch.autograd.Function):
                 gradients[place] = None if own is None or other is None else torch.where(after_reset, other, own)
             own, other = gradients[4], others[4]
             gradients[4] = other if own is None or other is None else own + other
-        ctx.carry.leave_backward(gradients[4], passes)
+        ctx.carry.send_gradient(gradients[4], carry_mask)
         if reset is None:
             gradients[4] = _of_first(gradients[4], state, h, needs_h0, ctx.carry)
         return (*(None,) * 9, gradients[4], *gradients[: len(inputs)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._casts import Casts
+from ._autocast import Autocast
 from ._group import Group
 from ._reductions import start_all_reduce, wait
 
@@ -96,8 +96,8 @@ class _Mamba2Mixer(torch.autograd.Function):
 
 def split_mamba2_mixer(projected: Tensor, *arguments: Any, norm: SplitNorm) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, with its casts under autocast."""
-    to = Casts(projected)
+    to = Autocast(projected)
     *parameters, conv_state, ssm_state = arguments[:8]
-    tensors = (to.lower(projected), *map(to.wide, parameters), to.lower(conv_state), to.wide(ssm_state))
+    tensors = (to.to_lower(projected), *map(to.to_float, parameters), to.to_lower(conv_state), to.to_float(ssm_state))
     results: tuple[Tensor, Tensor, Tensor] = _Mamba2Mixer.apply(norm, *tensors, *arguments[8:])
     return results

@@ -20,7 +20,7 @@ from ._agreement import calls_begun, failure, report
 from ._group import Group, GroupLike, check_dimensions
 from ._group_operators import choose_exchange
 from ._layer_operators import LayerOperators
-from ._packing import ForwardCount
+from ._packed_sequences import ForwardCount
 from ._parts import Local
 
 __all__ = ["ContextParallel", "sum_gradients"]

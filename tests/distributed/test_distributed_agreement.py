@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, _agreement, _group_operators, _packing, _reductions, sum_gradients
+from ssm_kernels.distributed import ContextParallel, _agreement, _group_operators, _packed_sequences, _reductions, sum_gradients
 from ssm_kernels.distributed._group import Group
 
 
@@ -195,7 +195,7 @@ def check_tensors_that_change(mesh: Mesh) -> None:
 
 def check_tensors_are_released(mesh: Mesh) -> None:
     """Layers drop a ``Packing`` when its tensors die."""
-    layer, known = layers.Mamba2(4, 3, headdim=2), _packing._known
+    layer, known = layers.Mamba2(4, 3, headdim=2), _packed_sequences._caches
     parallelize_module(layer, mesh, ContextParallel())
     seq_idx, cu_seqlens = torch.zeros(1, 6, dtype=torch.int64), torch.tensor([0, 12])
     before = len(known.get(mesh.get_group(), ()))

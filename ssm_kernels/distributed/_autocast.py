@@ -10,28 +10,28 @@ from torch import Tensor
 
 from ..ops._arguments import is_autocast_enabled
 
-__all__ = ["Casts"]
+__all__ = ["Autocast"]
 
 
-class Casts:
+class Autocast:
     """Casts the arguments of an operator as autocast does on the device of ``like``."""
 
     def __init__(self, like: Tensor) -> None:
         device = like.device.type
         self._lower = torch.get_autocast_dtype(device) if is_autocast_enabled(device) else None
 
-    def lower(self, tensor: Any) -> Any:
+    def to_lower(self, tensor: Any) -> Any:
         return self._to(tensor, self._lower)
 
-    def wide(self, tensor: Any) -> Any:
+    def to_float(self, tensor: Any) -> Any:
         return self._to(tensor, None if self._lower is None else torch.float32)
 
-    def all(self, tensors: Mapping[str, Any], lower: Sequence[str]) -> dict[str, Any]:
+    def cast(self, tensors: Mapping[str, Any], lower: Sequence[str]) -> dict[str, Any]:
         """All arguments of a call: those named in ``lower`` in the lower precision, the others in float32."""
-        return {name: self.lower(value) if name in lower else self.wide(value) for name, value in tensors.items()}
+        return {name: self.to_lower(value) if name in lower else self.to_float(value) for name, value in tensors.items()}
 
-    def wide_unless_lower(self, tensor: Any) -> Any:
-        return tensor if tensor is None or tensor.dtype == self._lower else self.wide(tensor)
+    def to_float_unless_lower(self, tensor: Any) -> Any:
+        return tensor if tensor is None or tensor.dtype == self._lower else self.to_float(tensor)
 
     @staticmethod
     def _to(tensor: Any, dtype: torch.dtype | None) -> Any:

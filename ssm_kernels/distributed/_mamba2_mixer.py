@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .._mixers import Mamba2Options
 from ..ops.summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
-from ._carry import SummaryCarry, passed
-from ._collectives import Kind, tie
+from ._carry import SummaryCarry, mask_state
+from ._collectives import Kind, depend_on
 from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
 from ._group import Group
 from ._messages import Call, Chain
@@ -36,7 +36,7 @@ def before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
 
 
 class Mamba2Mixer(torch.autograd.Function):
-    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``passes`` are those of ``Packing``."""
+    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``carry_mask`` are those of ``Packing``."""
 
     @staticmethod
     def forward(
@@ -50,7 +50,7 @@ class Mamba2Mixer(torch.autograd.Function):
         norm_weight: Tensor | None,
         seq_idx: Tensor | None,
         past: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         options: Mamba2Options,
         group: Group,
         norm: SplitNorm | None,
@@ -78,7 +78,7 @@ class Mamba2Mixer(torch.autograd.Function):
 
         carry = SummaryCarry(group, "Mamba2", reverse=False)
         states, _ = _kinds(projected, xBC, A_log, options, taps)
-        initial, _, decays, later = carry.enter(states, projected, None, passes, summarize)
+        initial, _, decays, later = carry.receive_state(states, projected, None, carry_mask, summarize)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
         mixer = _ops._mamba2_mixer_fwd if norm is None else norm.mixer_forward
         out, _, _, y, rstd, parameters = mixer(projected, *arguments)
@@ -104,7 +104,7 @@ class Mamba2Mixer(torch.autograd.Function):
 
             def initial_gradient() -> Tensor:
                 if ctx.carry.is_first:
-                    return tie(torch.zeros(states[0], dtype=states[1], device=grad_out.device), grad_out)
+                    return depend_on(torch.zeros(states[0], dtype=states[1], device=grad_out.device), grad_out)
                 if norm_weight is None:
                     grad_y = before_gate(grad_out, z)
                 else:
@@ -123,7 +123,7 @@ class Mamba2Mixer(torch.autograd.Function):
                     **options.of_scan,
                 )
 
-            grad_states = ctx.carry.enter_backward(states, grad_out, None, decays, later, initial_gradient)
+            grad_states = ctx.carry.receive_gradient(states, grad_out, None, decays, later, initial_gradient)
         wanted = [*needs, needs[0] and steps is not None, False]
         arguments = (*tensors, None, *ctx.options)
         results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments, mean_product)
@@ -153,7 +153,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         norm_weight: Tensor | None,
         seq_idx: Tensor | None,
         past: Tensor | None,
-        passes: Tensor | None,
+        carry_mask: Tensor | None,
         options: Mamba2Options,
         group: Group,
         norm: SplitNorm | None,
@@ -162,14 +162,14 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         ctx.chain, taps = Chain(group, "Mamba2: states and halo", call), conv_weight.shape[-1] - 1
         _, xBC, _ = options.split(projected, A_log.shape[0])
         ctx.kinds = _kinds(projected, xBC, A_log, options, taps)
-        initial = steps = own = border = None
+        initial = steps = own = border_mask = None
         if ctx.chain.is_first:
             halo = projected.new_zeros(ctx.kinds[1][0])
         else:
             initial, halo = ctx.chain.receive(ctx.kinds, projected)
             own = own_steps(past, group.rank, taps)
-            border = None if passes is None else passes[0, group.rank]
-            initial = passed(initial, border)
+            border_mask = None if carry_mask is None else carry_mask[0, group.rank]
+            initial = mask_state(initial, border_mask)
             if taps > 0:
                 steps = halo if own is None else torch.where(own, halo, 0)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *options)
@@ -177,13 +177,13 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         out, _, last_states, y, rstd, parameters = mixer(projected, *arguments)
         ctx.chain.send([last_states, last_steps(halo, xBC, taps)])
         tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
-        ctx.save_for_backward(*tensors, y, rstd, parameters, own, border)
+        ctx.save_for_backward(*tensors, y, rstd, parameters, own, border_mask)
         ctx.options, ctx.norm = options, norm
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        *tensors, y, rstd, parameters, own, border = ctx.saved_tensors
+        *tensors, y, rstd, parameters, own, border_mask = ctx.saved_tensors
         projected, steps, norm_weight = tensors[0], tensors[7], tensors[6]
         needs = [*ctx.needs_input_grad[:7]]
         heads = tensors[3].shape[0]
@@ -208,7 +208,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             grad_xBC = results[0][..., d_ssm:-heads] if needs[0] else None
             grad_halo = add_to_last_steps(grad_halo, grad_xBC, grad_tail, seqlen)
         if is_later:
-            ctx.chain.send_gradients([passed(results[8], border), grad_halo])
+            ctx.chain.send_gradients([mask_state(results[8], border_mask), grad_halo])
         return (*grads[:7], *(None,) * 7)
 
 

@@ -21,7 +21,7 @@ from ._agreement import by_rank
 from ._collectives import Gathering
 from ._group import Group
 
-__all__ = ["ForwardCount", "Known", "Packing", "Spans"]
+__all__ = ["ForwardCount", "Packing", "PackingCache", "SequenceSplit"]
 
 # More steps than a sequence has: the initial state stands for any number of steps before the first.
 _ALL = 1 << 40
@@ -47,22 +47,22 @@ class _Entry(NamedTuple):
     seqlen: int
     forward_count: ForwardCount
     number: int
-    made: Packing | Spans
+    value: Packing | SequenceSplit
 
 
 # By the process group itself: a later one may have the same name.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
+_caches: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
 
 
-class Known:
-    """Holds the ``Packing`` or ``Spans`` that ranks have exchanged about a call's tensors, while the first of them lives.
+class PackingCache:
+    """Caches the ``Packing`` or ``SequenceSplit`` that ranks have made of a call's tensors, as long as the first of them lives.
 
     All layers of a model get the same tensors, so that one collective and one check serve them all. They serve one forward
     pass: in the next one the same tensors may hold other values, or the other ranks other spans, and this rank cannot know. In
     one pass ranks may still disagree whether a tensor is that of an earlier call: the caller lets them compare it.
 
     Args:
-        kind: ``Packing`` or ``Spans``.
+        kind: ``Packing`` or ``SequenceSplit``.
         tensors: of this call, at least one. Inference tensors, which have no version, are always new.
         seqlen: this rank's steps.
         group: the ranks.
@@ -70,12 +70,12 @@ class Known:
         is_recomputed: whether backward repeats a call, which needs what forward has made in any pass.
 
     Attributes:
-        made: that of an earlier call with the same tensors, unchanged, or None.
+        found: that of an earlier call with the same tensors, unchanged, or None.
     """
 
     def __init__(
         self,
-        kind: type[Packing | Spans],
+        kind: type[Packing | SequenceSplit],
         tensors: Sequence[Tensor],
         seqlen: int,
         group: Group,
@@ -83,21 +83,21 @@ class Known:
         is_recomputed: bool,
     ) -> None:
         self._kind, self._tensors, self._seqlen, self._count = kind, tensors, seqlen, count
-        self.made: Packing | Spans | None = None
+        self.found: Packing | SequenceSplit | None = None
         self._of_tensor: dict[type, _Entry] | None = None
         if any(tensor.is_inference() for tensor in tensors):
             return
-        self._of_tensor = _known.setdefault(group.process_group, WeakTensorKeyDictionary()).setdefault(tensors[0], {})
+        self._of_tensor = _caches.setdefault(group.process_group, WeakTensorKeyDictionary()).setdefault(tensors[0], {})
         entry = self._of_tensor.get(kind)
         if entry is None or not (is_recomputed or (entry.forward_count, entry.number) == (count, count.number)):
             return
         if (entry.versions, entry.seqlen) == (self._versions(), seqlen):
             others = [reference() for reference in entry.others]
             if len(others) == len(tensors) - 1 and all(map(operator.is_, others, tensors[1:])):
-                self.made = entry.made
+                self.found = entry.value
 
-    def keep(self, made: Packing | Spans) -> None:
-        """Keeps what this call has made. It must not refer to the call's tensors, which it would keep alive."""
+    def store(self, made: Packing | SequenceSplit) -> None:
+        """Stores what this call has made. It must not refer to the call's tensors, which it would keep alive."""
         if self._of_tensor is not None:
             others = [weakref.ref(tensor) for tensor in self._tensors[1:]]
             count = self._count
@@ -115,25 +115,25 @@ class Packing:
 
     Args:
         seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps, or None.
-        of_spans: the same from ``cu_seqlens``, or None.
+        of_split: the same from ``cu_seqlens``, or None.
         group: the ranks.
 
     Attributes:
-        numbers: with ``of_spans``, a number for each of this rank's steps that changes where a sequence begins, and is negative
+        numbers: with ``of_split``, a number for each of this rank's steps that changes where a sequence begins, and is negative
             where ``seq_idx`` is. Else None: ``seq_idx`` itself, which this object does not keep alive.
         past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
             one of its numbers is negative, which is padding for convolutions. The last row is of the border after the last
             rank: the steps of the last sequence. A span without steps has the numbers of the border after it.
-        passes: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on at
-            the end of the rank's span. For scans, to which a negative number is one like others. ``passes_in_reverse`` has the
-            same for scans that run backwards in time.
+        carry_mask: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on
+            at the end of the rank's span. For scans, to which a negative number is one like others. ``carry_mask_in_reverse``
+            has the same for scans that run backwards in time.
     """
 
-    def __init__(self, seq_idx: Tensor | None, of_spans: Tensor | None, group: Group) -> None:
-        numbers = [number for number in (seq_idx, of_spans) if number is not None]
+    def __init__(self, seq_idx: Tensor | None, of_split: Tensor | None, group: Group) -> None:
+        numbers = [number for number in (seq_idx, of_split) if number is not None]
         batch, seqlen = numbers[0].shape
         begins = _changes(numbers)
-        self.numbers = of_spans if seq_idx is None or of_spans is None else _numbered(seq_idx, begins)
+        self.numbers = of_split if seq_idx is None or of_split is None else _numbered(seq_idx, begins)
         if seqlen > 0:
             # The steps after the last change.
             trailing = (begins.long().flip(1).cumsum(1) == 0).sum(1) + 1
@@ -147,41 +147,41 @@ class Packing:
         number = torch.zeros_like(first)
         run = torch.full_like(trailing, _ALL)
         is_begun = torch.zeros_like(trailing, dtype=torch.bool)
-        rows, paddings, keeps, empties = [], [], [], []
+        rows, paddings, goes_through, empties = [], [], [], []
         for of_rank in table.unbind(0):
             first, last, (trailing, lengths) = of_rank.split([len(numbers), len(numbers), 2])
             is_empty = lengths == 0
             past = torch.where(is_empty | ~is_begun | (first == number).all(0), run, 0)
             rows.append(past)
             paddings.append((torch.where(is_empty, number, first) < 0).any(0))
-            keeps.append(trailing == lengths)
+            goes_through.append(trailing == lengths)
             empties.append(is_empty)
             run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
             number = torch.where(is_empty, number, last)
             is_begun = is_begun | ~is_empty
         past = torch.stack([*rows, run])
         goes_on = past[:-1] > 0
-        self._is_one_sequence = torch.stack(keeps)
-        self.passes = torch.stack([goes_on, goes_on & self._is_one_sequence])
+        self._is_one_sequence = torch.stack(goes_through)
+        self.carry_mask = torch.stack([goes_on, goes_on & self._is_one_sequence])
         self.past = torch.where(torch.stack([*paddings, (number < 0).any(0)]), 0, past)
         self._is_empty = torch.stack(empties)
-        self._passes_in_reverse: Tensor | None = None
+        self._carry_mask_in_reverse: Tensor | None = None
 
-    def passes_in_reverse(self) -> Tensor:
-        """``passes`` for scans from the last step to the first: the border before a rank is the one after its last step."""
-        if self._passes_in_reverse is None:
+    def carry_mask_in_reverse(self) -> Tensor:
+        """``carry_mask`` for scans from the last step to the first: the border before a rank is the one after its last step."""
+        if self._carry_mask_in_reverse is None:
             # The initial state passes the border after the last rank with steps.
             goes_on_after = torch.ones_like(self._is_empty[0])
             rows = []
-            for goes_on, is_empty in zip(self.passes[0].flip(0).unbind(0), self._is_empty.flip(0).unbind(0), strict=True):
+            for goes_on, is_empty in zip(self.carry_mask[0].flip(0).unbind(0), self._is_empty.flip(0).unbind(0), strict=True):
                 rows.append(is_empty | goes_on_after)
                 goes_on_after = torch.where(is_empty, goes_on_after, goes_on)
             before = torch.stack(rows).flip(0)
-            self._passes_in_reverse = torch.stack([before, before & self._is_one_sequence])
-        return self._passes_in_reverse
+            self._carry_mask_in_reverse = torch.stack([before, before & self._is_one_sequence])
+        return self._carry_mask_in_reverse
 
 
-class Spans:
+class SequenceSplit:
     """The places of the ranks' spans in packed sequences that ``cu_seqlens`` describes.
 
     Args:
