@@ -33,7 +33,7 @@ KERNEL_LIMITS = {
     "linear_scan": 135,
     "mixers": 4,
     "norm": 70,
-    "selective_scan": 167,
+    "selective_scan": 108,
     "selective_state_update": 136,
     "ssd": 89,
 }

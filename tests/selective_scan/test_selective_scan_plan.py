@@ -204,6 +204,23 @@ def test_other_calls_have_lanes_in_time(options):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("discretization", "dtype", "kernel"),
+    [
+        ("bilinear", torch.float16, "sequential"),
+        ("rk4", torch.bfloat16, "sequential"),
+        ("rk4", torch.float32, "sequential"),
+        ("rk4", torch.float16, "warp_scan"),
+    ],
+    ids=str,
+)
+def test_rare_methods_have_no_sequential_scan_in_float16(discretization, dtype, kernel):
+    sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": 16}
+    inputs = make_inputs(**sizes, dtype=dtype, discretization=discretization, device="cuda")
+    assert kernels_of(inputs) == (kernel, kernel)
+
+
+@pytest.mark.cuda
 def test_few_channels_have_lanes_in_time_in_forward():
     inputs = make_inputs(batch=2, dim=64, seqlen=304, dstate=16, dtype=torch.bfloat16, device="cuda")
     results = evaluate_by_each_kernel(inputs)

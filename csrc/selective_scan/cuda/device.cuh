@@ -159,14 +159,20 @@ struct BwdRows {
 template <typename Method, typename Acc>
 constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 
-// A method that the kernel reads from its parameters; the kernel branches outside its inner loops.
+// A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RareMethod: one that is not
+// common.
 struct RuntimeMethod {};
+struct RareMethod {};
 
 // Calls visit(Method{}), or visit(Zoh{}), visit(ZohExact{}), ... by the parameters.
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
     visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
+  } else if constexpr (std::is_same_v<Method, RareMethod>) {
+    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), [&](auto method) {
+      if constexpr (!kIsCommon<decltype(method)>) visit(method);
+    });
   } else {
     visit(Method{});
   }

@@ -26,7 +26,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "common/discretization.h"
 #include "cuda/constants.h"
 #include "selective_scan/selective_scan.h"
 
@@ -42,6 +44,16 @@ using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 enum class VectorAccess : int { kAlongChannels, kShiftedChannels, kAlongSteps, kShifted, kSingly, kDescending = 6 };
 SSM_HOST_DEVICE constexpr bool is_along_channels(VectorAccess access) { return access <= VectorAccess::kShiftedChannels; }
 SSM_HOST_DEVICE constexpr bool is_shifted(VectorAccess access) { return static_cast<int>(access) % 2 != 0; }
+
+// The methods with most kernels. Others have, to keep the build short, no kernels of the warp scan of their own
+// (Pass::kPerStep) and in float16 none of the sequential scan.
+template <typename Method>
+constexpr bool kIsCommon = std::is_same_v<Method, Zoh> || std::is_same_v<Method, ZohExact> || std::is_same_v<Method, Bilinear>;
+inline bool is_common(Discretization method) {
+  bool result = false;
+  visit_discretization(method, [&](auto rule) { result = kIsCommon<decltype(rule)>; });
+  return result;
+}
 
 // How blocks share channels and time.
 struct ChannelPartition {

@@ -187,18 +187,19 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
 
-  // Enough channels fill the device with fewer lanes each. That shape is not compiled for doubles.
+  // Enough channels fill the device with fewer lanes each. Pass::kAny, which takes other methods, constant B or C and doubles,
+  // does not have that shape.
   warp_scan::ScanPlan plan;
   plan.carry_pass = carry_pass;
   const bool fills = many >= resident * 3 / 8 || steps_of_row(p) <= Many::tile_steps(kIsDouble);
-  const bool has_constants = !p.B.per_step || !p.C.per_step;
+  const bool is_any = !is_common(p.discretization) || !p.B.per_step || !p.C.per_step;
   plan.config = FwdConfig::kFewChannels;
   const bool is_long = steps_of_row(p) > Many::tile_steps(kIsDouble);
   bool is_small = false;
   if constexpr (warp_scan::kHasCommonPasses<Scalar>) {
-    is_small = is_long && !has_constants && !carry_pass && plan_small_blocks<Scalar>(plan, p, device);
+    is_small = is_long && !is_any && !carry_pass && plan_small_blocks<Scalar>(plan, p, device);
   }
-  if (warp_scan::kHasCommonPasses<Scalar> && !is_small && fills && !has_constants && !carry_pass) {
+  if (warp_scan::kHasCommonPasses<Scalar> && !is_small && fills && !is_any && !carry_pass) {
     plan.config = FwdConfig::kManyChannels;
     plan.slice = Many::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);
@@ -298,8 +299,12 @@ bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
 
 // Whether the sequential scan supports a call that needs `shared_bytes` per block, if it can move the sequences. It has no
 // doubles.
+template <typename Scalar>
 bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, int64_t shared_bytes) {
-  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && shared_bytes <= device.shared_bytes_per_block;
+  bool is_compiled = false;
+  visit_discretization(p.discretization, [&](auto method) { is_compiled = kHasSequentialScan<Scalar, decltype(method)>; });
+  return is_compiled && p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates &&
+         shared_bytes <= device.shared_bytes_per_block;
 }
 
 // Whether the sequential scan is efficient: enough states and channels per tile, and kResidentBlocks blocks per multiprocessor.
@@ -317,7 +322,7 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
   Plan plan;
   if constexpr (kHasAllScans<Scalar>) {
     const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
-    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
+    if (choice != KernelChoice::kWarpScan && can_be_sequential<Scalar>(p, device, shared_bytes)) {
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const int64_t blocks = p.rows * plan.sequential.tiles;
@@ -352,7 +357,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
   if constexpr (kHasAllScans<Scalar>) {
     const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
-    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
+    if (choice != KernelChoice::kWarpScan && can_be_sequential<Scalar>(p, device, shared_bytes)) {
       constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's; a multiple of the sequential tile
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.

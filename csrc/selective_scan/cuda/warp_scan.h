@@ -46,9 +46,10 @@ struct BwdSizes {
   static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is a multiple of a chunk");
 };
 
-// Compile-time variants of a kernel. kPerStep, for B and C per step, is compiled once per method and has no branches for other
-// cases in its loops. The other kernels serve all methods and branch on them once a slice of states: kCarry is the carry pass
-// of segments, whatever B and C are; kAny does every case, and serves constant B or C, and doubles. They keep builds short.
+// Compile-time variants of a kernel. kPerStep, for B and C per step, is compiled once per common method and has no branches for
+// other cases in its loops. The other kernels serve all methods and branch on them once a slice of states: kCarry is the carry
+// pass of segments, whatever B and C are; kAny does every case, and serves constant B or C, other methods, and doubles. They
+// keep builds short.
 enum class Pass : int { kPerStep, kAny, kCarry };
 
 // Doubles have kAny alone.

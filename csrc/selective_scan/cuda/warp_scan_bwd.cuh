@@ -500,11 +500,14 @@ int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan)
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  // One kernel for all methods would spill registers with doubles.
-  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, Method, RuntimeMethod>;
+  // With doubles, a kernel for several methods spills registers: common methods have their own.
+  using OfDoubles = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
+  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, OfDoubles, RuntimeMethod>;
   auto* kernel = warp_scan_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
-    if (params.B.per_step && params.C.per_step) kernel = warp_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+    if constexpr (kIsCommon<Method>) {
+      if (params.B.per_step && params.C.per_step) kernel = warp_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+    }
     if (plan.carry_pass) kernel = warp_scan_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
   }
   return launch_blocks(kernel, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params, plan), stream, params, plan,

@@ -391,16 +391,18 @@ int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan)
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  // The plan has few channels for constant B or C, segments and doubles.
+  // The plan has few channels for constant B or C, rare methods, segments and doubles.
   constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels, kSmall = FwdConfig::kSmallBlocks;
   const bool many = plan.config == kMany, small = plan.config == kSmall;
   auto* kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
-    if (params.B.per_step && params.C.per_step) {
-      kernel = many ? warp_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
-                    : warp_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
-      if constexpr (kHasSmallBlocks<Method>) {
-        if (small) kernel = warp_scan_fwd_kernel<Scalar, Method, kSmall, Pass::kPerStep>;
+    if constexpr (kIsCommon<Method>) {
+      if (params.B.per_step && params.C.per_step) {
+        kernel = many ? warp_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
+                      : warp_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+        if constexpr (kHasSmallBlocks<Method>) {
+          if (small) kernel = warp_scan_fwd_kernel<Scalar, Method, kSmall, Pass::kPerStep>;
+        }
       }
     }
     if (plan.carry_pass) kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
