@@ -5,18 +5,20 @@ operators, those of single operators. :class:`TensorParallel` splits channels an
 :func:`set_state_dict` are for checkpoints that do not depend on how a model is distributed.
 """
 
+import sys
+
 import torch.distributed
 
 if not torch.distributed.is_available():
     raise ImportError("ssm_kernels.distributed: expected a PyTorch with torch.distributed, got one that was built without it")
 
 from .._submodules import public_names
-from . import functions
+from . import functions, state_dicts
 from ._recomputation import keep_exchanged_states
 from ._recurrences import *  # noqa: F403  # mypy follows one star
-from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
 from .functions import *  # noqa: F403
+from .state_dicts import get_state_dict, set_state_dict
 from .tensor_parallel import TensorParallel
 
 __all__ = [
@@ -28,5 +30,8 @@ __all__ = [
     "sum_gradients",
 ]
 __all__ += functions.__all__
+
+# The earlier path of the module, for imports and pickles.
+sys.modules[f"{__name__}.checkpoints"] = checkpoints = state_dicts
 
 __dir__ = public_names(__name__)

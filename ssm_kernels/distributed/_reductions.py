@@ -6,7 +6,7 @@ its own channels alone, the gradient that the rank computes is one term of a sum
 ======================  ==============================  ===================================
 differentiable          forward                         backward
 ======================  ==============================  ===================================
-``leave``               all-reduce; reduce-scatter      none; all-gather of a sequence
+``sum_over_ranks``      all-reduce; reduce-scatter      none; all-gather of a sequence
 ``sum_gradients``       none                            one all-reduce for several tensors
 ======================  ==============================  ===================================
 
@@ -32,11 +32,11 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "finished",
-    "leave",
     "start_all_reduce",
     "start_reduce_scatter",
     "sum_gradients",
     "sum_of_each",
+    "sum_over_ranks",
     "wait",
 ]
 
@@ -107,7 +107,7 @@ def sum_of_each(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     return sums
 
 
-class _Leave(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, scatters: bool) -> Tensor:
         ctx.group, ctx.scatters = group, scatters
@@ -150,9 +150,9 @@ def finished(tensor: Tensor) -> Tensor:
     return cast(Tensor, _Finished.apply(tensor)) if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def leave(tensor: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
+def sum_over_ranks(tensor: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
     """The sum of the ranks' tensors, replicated; with ``sequence_parallel`` this rank's span of its steps."""
-    return cast(Tensor, _Leave.apply(tensor, group, sequence_parallel))
+    return cast(Tensor, _SumOverRanks.apply(tensor, group, sequence_parallel))
 
 
 def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ._group import Group, GroupLike, check_dimensions
 from ._group_operators import choose_exchange
 from ._layer_operators import LayerOperators
 from ._packed_sequences import ForwardCount
-from ._parts import Local
+from ._sharding import ShardedModule
 
 __all__ = ["ContextParallel", "sum_gradients"]
 
@@ -88,7 +88,8 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {class_name(module)}"
             )
         for layer in layers:
-            check_dimensions("ContextParallel", group, "TensorParallel", layer._group if isinstance(layer, Local) else None)
+            ranks_of_shards = layer._group if isinstance(layer, ShardedModule) else None
+            check_dimensions("ContextParallel", group, "TensorParallel", ranks_of_shards)
         forward_count = ForwardCount()
         for number, layer in enumerate(layers, 1):
             if layer.operators.is_local:

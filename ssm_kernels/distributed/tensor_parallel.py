@@ -47,8 +47,17 @@ from ..nn.naming import class_name
 from ._agreement import compare
 from ._group import Group, check_dimensions
 from ._layer_operators import LayerOperators
-from ._parts import ColumnParallel, Distribution, Local, LocalLayer, Part, Parted, RowParallel, become
-from ._reductions import finished, leave
+from ._reductions import finished, sum_over_ranks
+from ._sharding import (
+    ColumnParallelLinear,
+    Distribution,
+    RowParallelLinear,
+    ShardedLayer,
+    ShardedLinear,
+    ShardedModule,
+    ShardSpec,
+    swap_class,
+)
 from ._split_norm import SplitNorm, split_mamba2_mixer
 
 __all__ = ["TensorParallel"]
@@ -158,16 +167,16 @@ class TensorParallel(ParallelStyle):
                     _replicate(norm, how, sums_gradients=self.sequence_parallel)
         embedding = cast(Any, model.backbone.embedding)
         _distribute_parameters(embedding, how, weight=Shard(0))
-        become(embedding, _VocabularyParallel, how.group)
+        swap_class(embedding, _VocabularyParallel, how.group)
         embedding._sequence_parallel = self.sequence_parallel
         logits = Replicate() if self.gather_logits else Shard(-1)
         head = ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=self.gather_logits)
         head.src_data_rank = how.src_data_rank
         head._apply(model.lm_head, mesh)
         model.lm_head.register_forward_hook(_wait_for_output)
-        become(model.lm_head, Local, how.group)
+        swap_class(model.lm_head, ShardedModule, how.group)
         model.tie_weights()
-        become(model, _TensorParallelLM, how.group)
+        swap_class(model, _TensorParallelLM, how.group)
         of_ranks = cast(Any, model)
         of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
 
@@ -222,41 +231,41 @@ def _distribute_parameters(module: nn.Module, how: Distribution, **placements: P
             module._parameters[name] = distributed
 
 
-def _localize(module: nn.Module, how: Distribution, mixin: type[nn.Module] = Local, **placements: Placement) -> None:
+def _localize(module: nn.Module, how: Distribution, mixin: type[nn.Module] = ShardedModule, **placements: Placement) -> None:
     _distribute_parameters(module, how, **placements)
-    become(module, mixin, how.group, placements)
+    swap_class(module, mixin, how.group, placements)
 
 
 def _replicate(norm: nn.Module, how: Distribution, sums_gradients: bool) -> None:
     names = [name for name, parameter in norm._parameters.items() if parameter is not None]
     _distribute_parameters(norm, how, **dict.fromkeys(names, Replicate()))
-    become(norm, Local, how.group, names, names if sums_gradients else ())
+    swap_class(norm, ShardedModule, how.group, names, names if sums_gradients else ())
 
 
-def _column_parallel(linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool) -> None:
-    become(linear, ColumnParallel, how.group)
-    cast(Parted, linear).distribute(how, parts, {"weight": 0, "bias": 0}, sequence_parallel=sequence_parallel)
+def _column_parallel(linear: nn.Module, how: Distribution, parts: Sequence[ShardSpec], sequence_parallel: bool) -> None:
+    swap_class(linear, ColumnParallelLinear, how.group)
+    cast(ShardedLinear, linear).distribute(how, parts, {"weight": 0, "bias": 0}, sequence_parallel=sequence_parallel)
 
 
 def _row_parallel(
-    linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool, *, is_inner: bool = False
+    linear: nn.Module, how: Distribution, parts: Sequence[ShardSpec], sequence_parallel: bool, *, is_inner: bool = False
 ) -> None:
     _distribute_parameters(linear, how, bias=Replicate())
-    become(linear, RowParallel, how.group, summed=["bias"] if sequence_parallel else ())
-    cast(Parted, linear).distribute(how, parts, {"weight": 1}, sequence_parallel=sequence_parallel)
-    cast(RowParallel, linear)._is_inner = is_inner
+    swap_class(linear, RowParallelLinear, how.group, summed=["bias"] if sequence_parallel else ())
+    cast(ShardedLinear, linear).distribute(how, parts, {"weight": 1}, sequence_parallel=sequence_parallel)
+    cast(RowParallelLinear, linear)._is_inner = is_inner
 
 
 def _distribute_mamba(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
     layer = cast(Mamba, layer)
     channels = layer.d_inner
-    _column_parallel(layer.in_proj, how, [Part("x", channels), Part("z", channels)], sequence_parallel)
+    _column_parallel(layer.in_proj, how, [ShardSpec("x", channels), ShardSpec("z", channels)], sequence_parallel)
     _localize(layer.conv1d, how, weight=Shard(0), bias=Shard(0))
-    _row_parallel(layer.x_proj, how, [Part("x", channels)], False, is_inner=True)
+    _row_parallel(layer.x_proj, how, [ShardSpec("x", channels)], False, is_inner=True)
     _localize(layer.dt_proj, how, weight=Shard(0), bias=Shard(0))
-    _row_parallel(layer.out_proj, how, [Part("y", channels)], sequence_parallel)
+    _row_parallel(layer.out_proj, how, [ShardSpec("y", channels)], sequence_parallel)
     layer.d_inner //= how.mesh.size()
-    _localize(layer, how, LocalLayer, A_log=Shard(0), D=Shard(0))
+    _localize(layer, how, ShardedLayer, A_log=Shard(0), D=Shard(0))
 
 
 def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
@@ -267,14 +276,14 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
     # Consecutive heads of one group: this rank's are the blocks from rank * heads on.
     block = math.gcd(heads, of_group)
     groups = tuple(head // of_group for head in range(rank * heads, (rank + 1) * heads, block))
-    B, C = (Part(name, matrix) if owns_groups else Part(name, matrix, layer.ngroups, groups) for name in "BC")
-    x, z, dt = Part("x", layer.d_ssm), Part("z", layer.d_ssm), Part("dt", layer.nheads)
+    B, C = (ShardSpec(name, matrix) if owns_groups else ShardSpec(name, matrix, layer.ngroups, groups) for name in "BC")
+    x, z, dt = ShardSpec("x", layer.d_ssm), ShardSpec("z", layer.d_ssm), ShardSpec("dt", layer.nheads)
     d_mlp = layer.d_inner - layer.d_ssm
-    mlp = [Part("mlp_gate", d_mlp), Part("mlp_up", d_mlp)] if d_mlp else []
+    mlp = [ShardSpec("mlp_gate", d_mlp), ShardSpec("mlp_up", d_mlp)] if d_mlp else []
     _column_parallel(layer.in_proj, how, [*mlp, z, x, B, C, dt], sequence_parallel)
-    become(layer.conv1d, Parted, how.group)
+    swap_class(layer.conv1d, ShardedLinear, how.group)
     cast(Any, layer.conv1d).distribute(how, [x, B, C], {"weight": 0, "bias": 0})
-    inputs = [Part("mlp", d_mlp), Part("y", layer.d_ssm)] if d_mlp else [Part("y", layer.d_ssm)]
+    inputs = [ShardSpec("mlp", d_mlp), ShardSpec("y", layer.d_ssm)] if d_mlp else [ShardSpec("y", layer.d_ssm)]
     _row_parallel(layer.out_proj, how, inputs, sequence_parallel)
     if layer.rmsnorm:
         if owns_groups:
@@ -293,15 +302,15 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
 def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
     layer = cast(GatedMLP, layer)
     hidden = layer.fc2.in_features
-    _column_parallel(layer.fc1, how, [Part("value", hidden), Part("gate", hidden)], sequence_parallel)
-    _row_parallel(layer.fc2, how, [Part("hidden", hidden)], sequence_parallel)
-    become(layer, LocalLayer, how.group)
+    _column_parallel(layer.fc1, how, [ShardSpec("value", hidden), ShardSpec("gate", hidden)], sequence_parallel)
+    _row_parallel(layer.fc2, how, [ShardSpec("hidden", hidden)], sequence_parallel)
+    swap_class(layer, ShardedLayer, how.group)
 
 
 _DISTRIBUTE = {Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp}
 
 
-class _TensorParallelMamba2(LocalLayer):
+class _TensorParallelMamba2(ShardedLayer):
     """Mixin for Mamba2. ``norm`` is a ``_SplitRMSNorm`` where the heads of a group are on several ranks."""
 
     def _mixer(self) -> Callable[..., tuple[Tensor, Any, Any]]:
@@ -314,7 +323,7 @@ class _TensorParallelMamba2(LocalLayer):
         return partial(mixer, norm=norm._split)
 
 
-class _SplitRMSNorm(Local):
+class _SplitRMSNorm(ShardedModule):
     """Mixin for GatedRMSNorm: a rank has only some channels of a group, and the ranks sum their squares."""
 
     _split: SplitNorm
@@ -331,7 +340,7 @@ class _SplitRMSNorm(Local):
         return self._split.forward(x, None if z is None else z.to(x.dtype), weight)[0]
 
 
-class _VocabularyParallel(Local):
+class _VocabularyParallel(ShardedModule):
     """Mixin for an embedding of which this rank has the rows of some tokens. The embeddings of the others are zero here.
 
     Tokens outside of the vocabulary raise an IndexError on the CPU and fail an assertion on CUDA, as in ``nn.Embedding``.
@@ -359,7 +368,7 @@ class _VocabularyParallel(Local):
             raise IndexError(
                 f"{_NAME}: expected tokens from 0 to {vocabulary - 1}, got {int(tokens.min())} to {int(tokens.max())}"
             ) from error
-        return leave(found.masked_fill(is_other[..., None], 0), self._group, self._sequence_parallel)
+        return sum_over_ranks(found.masked_fill(is_other[..., None], 0), self._group, self._sequence_parallel)
 
 
 class _TensorParallelLM(nn.Module):

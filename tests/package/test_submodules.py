@@ -59,6 +59,14 @@ def test_modules_of_distributed_import_each_other_without_a_cycle():
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError
 
 
+def test_distributed_checkpoints_are_found_by_the_earlier_path():
+    from ssm_kernels import distributed
+
+    module = importlib.import_module("ssm_kernels.distributed.checkpoints")
+    assert module is distributed.checkpoints
+    assert module.get_state_dict is distributed.get_state_dict
+
+
 def test_unknown_names_raise_attribute_errors():
     for module in (ssm_kernels, ssm_kernels.integrations):
         with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'distribute'"):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from ._parts import Parted, join, placed_like, split
+from ._sharding import ShardedLinear, join, placed_like, split
 
 __all__ = ["get_state_dict", "set_state_dict"]
 
@@ -26,8 +26,8 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Whole:
-    """A parameter of several parts: its name, the names and the DTensors of its parts, and the axis along which they follow."""
+class _FusedParameter:
+    """A parameter that the model holds in parts: its name, their names and DTensors, and the axis along which they follow."""
 
     name: str
     parts: list[str]
@@ -73,25 +73,25 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return sorted(torch_state_dict._get_fqns(model, name))
 
 
-def _wholes(model: nn.Module) -> list[_Whole]:
+def _fused_parameters(model: nn.Module) -> list[_FusedParameter]:
     found = []
     for module_name, module in model.named_modules():
-        if isinstance(module, Parted):
+        if isinstance(module, ShardedLinear):
             prefix = f"{module_name}." if module_name else ""
-            for name, parts, dim in module.parted():
+            for name, parts, dim in module.fused_parameters():
                 parameters = [cast(Tensor, module._parameters[part]) for part in parts]
                 names = [saved for part in parts for saved in _names(model, prefix + part)]
-                found.append(_Whole(names[0].removesuffix(parts[0]) + name, names, parameters, dim))
+                found.append(_FusedParameter(names[0].removesuffix(parts[0]) + name, names, parameters, dim))
     return found
 
 
-def _join_keys(state: dict[str, Any], whole: _Whole, before: str = "", after: str = "") -> None:
+def _join_keys(state: dict[str, Any], whole: _FusedParameter, before: str = "", after: str = "") -> None:
     keys = [f"{before}{part}{after}" for part in whole.parts]
     if keys[0] in state:
         state[f"{before}{whole.name}{after}"] = whole.join([state.pop(key) for key in keys])
 
 
-def _split_key(state: dict[str, Any], whole: _Whole, before: str = "", after: str = "") -> None:
+def _split_key(state: dict[str, Any], whole: _FusedParameter, before: str = "", after: str = "") -> None:
     key = f"{before}{whole.name}{after}"
     if key in state:
         pieces = whole.split(state.pop(key))
@@ -106,20 +106,20 @@ def _suffixes(state: dict[str, Any], prefix: str) -> list[str]:
     return [key[len(prefix) :] for key in state if key.startswith(f"{prefix}.")]
 
 
-def _joined_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, Any]:
+def _joined_optimizer(state: dict[str, Any], fused: list[_FusedParameter]) -> dict[str, Any]:
     """An optimizer's state dict with the entries of whole parameters."""
     if not state:
         return state
     if _is_flat(state):
         state = dict(state)
-        for whole in wholes:
+        for whole in fused:
             for kind in ("state.", "param_groups."):
                 for suffix in _suffixes(state, kind + whole.parts[0]):
                     _join_keys(state, whole, kind, suffix)
         return state
     states = dict(state["state"])
     groups = [dict(group, params=[*group["params"]]) for group in state["param_groups"]]
-    for whole in wholes:
+    for whole in fused:
         if whole.parts[0] in states:
             values = [states.pop(part) for part in whole.parts]
             states[whole.name] = {key: whole.join([value[key] for value in values]) for key in values[0]}
@@ -136,20 +136,20 @@ def _joined_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, 
     return state | {"state": states, "param_groups": groups}
 
 
-def _split_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, Any]:
+def _split_optimizer(state: dict[str, Any], fused: list[_FusedParameter]) -> dict[str, Any]:
     """The inverse of :func:`_joined_optimizer`."""
     if not state:
         return state
     if _is_flat(state):
         state = dict(state)
-        for whole in wholes:
+        for whole in fused:
             for kind in ("state.", "param_groups."):
                 for suffix in _suffixes(state, kind + whole.name):
                     _split_key(state, whole, kind, suffix)
         return state
     states = {name: dict(of_parameter) for name, of_parameter in state["state"].items()}
     groups = [dict(group, params=[*group["params"]]) for group in state["param_groups"]]
-    for whole in wholes:
+    for whole in fused:
         if whole.name in states:
             pieces = {key: whole.split(value) for key, value in states.pop(whole.name).items()}
             for place, part in enumerate(whole.parts):
@@ -204,7 +204,7 @@ def get_state_dict(
         >>> dist.destroy_process_group()
     """
     model_state, optimizer_state = torch_state_dict.get_state_dict(model, optimizers, options=options)
-    return dict(model_state), _joined_optimizer(cast(dict[str, Any], optimizer_state), _wholes(model))
+    return dict(model_state), _joined_optimizer(cast(dict[str, Any], optimizer_state), _fused_parameters(model))
 
 
 def set_state_dict(
@@ -245,11 +245,11 @@ def set_state_dict(
         <All keys matched successfully>
         >>> dist.destroy_process_group()
     """
-    wholes, model_state = _wholes(model), dict(model_state_dict)
-    for whole in wholes:
+    fused, model_state = _fused_parameters(model), dict(model_state_dict)
+    for whole in fused:
         if whole.fits(model_state.get(whole.name)):
             _split_key(model_state, whole)
-    optimizer_state = _split_optimizer(optim_state_dict, wholes)
+    optimizer_state = _split_optimizer(optim_state_dict, fused)
     if options is None or not options.broadcast_from_rank0:
         named = model.named_parameters(remove_duplicate=False)
         parameters = {saved: parameter for name, parameter in named for saved in _names(model, name)}

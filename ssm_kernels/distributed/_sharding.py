@@ -1,9 +1,10 @@
-"""Parameters of which each rank holds a part, and the modules that read them.
+"""Sharded parameters, and the modules that read them.
 
-A mixer's ``in_proj.weight`` holds several matrices one after another: those of x and z in Mamba, of z, x, B, C and dt in
-Mamba2. A rank needs its rows of each, which no placement of one DTensor describes. A module therefore holds one DTensor for
-each of them, a *part*: ``in_proj.weight_x``, ``in_proj.weight_z``. Its placement is ``Shard``, or ``Replicate`` where every
-rank needs all of B and C. FSDP2, optimizers, gradient clipping and distributed checkpoints see ordinary DTensors.
+A mixer's ``in_proj.weight`` is *fused*: it holds several matrices one after another, those of x and z in Mamba, of z, x, B, C
+and dt in Mamba2. A rank needs its rows of each, which no placement of one DTensor describes. A module therefore holds one
+DTensor for each of these *parts*: ``in_proj.weight_x``, ``in_proj.weight_z``. Its :class:`ShardSpec` gives the placement,
+``Shard`` or, where every rank needs all of B and C, ``Replicate``. FSDP2, optimizers, gradient clipping and distributed
+checkpoints see ordinary DTensors.
 
 ``state_dict`` has the whole parameter under its own name, ``in_proj.weight``, with its rows in the order of an unsharded layer.
 For that the ranks exchange their rows for columns of all rows, an all-to-all, so ``state_dict`` and ``load_state_dict`` are
@@ -34,23 +35,23 @@ from ._linear import column_parallel_linear, row_parallel_linear
 from ._local_tensors import LocalTensors, Run, from_local, traced_tensors
 
 __all__ = [
-    "ColumnParallel",
+    "ColumnParallelLinear",
     "Distribution",
-    "Local",
-    "LocalLayer",
-    "Part",
-    "Parted",
-    "RowParallel",
-    "become",
+    "RowParallelLinear",
+    "ShardSpec",
+    "ShardedLayer",
+    "ShardedLinear",
+    "ShardedModule",
     "join",
     "placed_like",
     "split",
+    "swap_class",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a parameter.
+class ShardSpec:
+    """How the ranks hold one part of a fused parameter.
 
     Attributes:
         name: ends the names of its DTensors.
@@ -96,7 +97,7 @@ class Distribution:
     def distribute(self, tensor: Tensor, placement: Placement) -> DTensor:
         return distribute_tensor(tensor.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
 
-    def parts(self, parameter: nn.Parameter, parts: Sequence[Part], dim: int) -> list[nn.Parameter]:
+    def parts(self, parameter: nn.Parameter, parts: Sequence[ShardSpec], dim: int) -> list[nn.Parameter]:
         """The parts of a parameter, adjacent in memory where it is cut along its rows."""
         whole = parameter.detach().split([part.size for part in parts], dim)
         placements = [part.placement(dim) for part in parts]
@@ -169,7 +170,7 @@ class _Reader:
     cuts them further between its calls, along another dimension of the mesh.
     """
 
-    def __init__(self, modules: Sequence[Local], only: str | None = None) -> None:
+    def __init__(self, modules: Sequence[ShardedModule], only: str | None = None) -> None:
         runs = [
             (place, name, names)
             for place, module in enumerate(modules)
@@ -188,7 +189,7 @@ class _Reader:
         # A copy of a module makes its own.
         return type(None), ()
 
-    def is_current(self, children: Sequence[Local]) -> bool:
+    def is_current(self, children: Sequence[ShardedModule]) -> bool:
         """Whether modules, parameters and their memory are the same as before."""
         return self._has_all and self._children == children and self._tensors.are_of(self._parameters())
 
@@ -201,12 +202,12 @@ class _Reader:
         return [parameters.get(name) for parameters, name in self._holders]
 
 
-class Local(nn.Module):
+class ShardedModule(nn.Module):
     """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
     _group: Group
     _summed: frozenset[str] = frozenset()  # the parameters whose gradients the ranks sum, each of its own channels
-    _held: dict[str, list[Tensor]] | None = None  # by LocalLayer, while it runs
+    _held: dict[str, list[Tensor]] | None = None  # by ShardedLayer, while it runs
     _readers: dict[str, _Reader]  # of parameters that are read alone
     _joins_rows = True  # parts of a parameter are rows of it, not columns
 
@@ -251,7 +252,7 @@ class Local(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class LocalLayer(Local):
+class ShardedLayer(ShardedModule):
     """Mixin for a layer: its forward reads the parameters of the layer and of its modules at once, by one autograd node."""
 
     _reader: _Reader | None = None
@@ -259,7 +260,7 @@ class LocalLayer(Local):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        children = [module for module in self._modules.values() if isinstance(module, Local)]
+        children = [module for module in self._modules.values() if isinstance(module, ShardedModule)]
         reader = self._reader
         if reader is None or not reader.is_current(children):
             reader = self.__dict__["_reader"] = _Reader([self, *children])
@@ -275,7 +276,7 @@ class LocalLayer(Local):
                 module.__dict__.pop("_held", None)
 
 
-def become(
+def swap_class(
     module: nn.Module, mixin: type[nn.Module], group: Group, attributes: Iterable[str] = (), summed: Iterable[str] = ()
 ) -> None:
     """Derives a class for ``module`` from ``mixin`` and its own class.
@@ -293,7 +294,7 @@ def become(
     if key not in _derived:
         _derived[key] = _derive(*key)
     module.__class__ = _derived[key]
-    if isinstance(module, Local):
+    if isinstance(module, ShardedModule):
         # The module's own initialization reads whole parameters.
         module.__dict__.pop("reset_parameters", None)
         module._group, module._summed, module._readers = group, frozenset(summed), {}
@@ -310,76 +311,76 @@ def _derive(mixin: type[nn.Module], own: type[nn.Module], attributes: tuple[str,
     return type(f"TensorParallel{own.__name__}", (mixin, own), {name: reader(name) for name in attributes})
 
 
-class Parted(Local):
-    """Mixin: a module whose ``weight`` and ``bias`` may be DTensors of several parts.
+class ShardedLinear(ShardedModule):
+    """Mixin: a linear layer or depthwise convolution whose ``weight`` and ``bias`` may be fused, with a DTensor for each part.
 
     A layer of one part has its parameters under their own names.
     """
 
     _sequence_parallel: bool
-    _parts: Sequence[Part]
+    _shards: Sequence[ShardSpec]
     _reads_whole: bool
     _dims: dict[str, int]  # of the parameters that have parts
     _runs: dict[str, list[str]]
 
     def distribute(
-        self, how: Distribution, parts: Sequence[Part], dims: dict[str, int], *, sequence_parallel: bool = False
+        self, how: Distribution, parts: Sequence[ShardSpec], dims: dict[str, int], *, sequence_parallel: bool = False
     ) -> None:
         """Replaces the parameters named in ``dims`` by DTensors of their parts, cut along the axis ``dims`` gives."""
         self._sequence_parallel = sequence_parallel
-        self._parts = parts
+        self._shards = parts
         self._reads_whole = all(part.is_read_whole for part in parts)
         self._dims = {name: dim for name, dim in dims.items() if self._parameters[name] is not None}
         for name, dim in self._dims.items():
             whole = cast(nn.Parameter, self._parameters[name])
             pieces = how.parts(whole, parts, dim)
             del self._parameters[name]
-            self._parameters.update(zip(self.part_names(name), pieces, strict=True))
-            self._summed |= {full for full, part in zip(self.part_names(name), parts, strict=True) if part.groups is not None}
-        self._runs = {name: self.part_names(name) for name in self._dims}
+            self._parameters.update(zip(self.shard_names(name), pieces, strict=True))
+            self._summed |= {full for full, part in zip(self.shard_names(name), parts, strict=True) if part.groups is not None}
+        self._runs = {name: self.shard_names(name) for name in self._dims}
         parts_of_any = {full for names in self._runs.values() for full in names}
         self._runs |= {name: names for name, names in super().runs().items() if name not in parts_of_any}
 
     def runs(self) -> dict[str, list[str]]:
         return self._runs
 
-    def parted(self) -> Iterable[tuple[str, list[str], int]]:
-        """The parameters with several parts: name, names of the parts, axis."""
-        return [(name, self.part_names(name), dim) for name, dim in self._dims.items() if len(self._parts) > 1]
+    def fused_parameters(self) -> Iterable[tuple[str, list[str], int]]:
+        """The parameters of several parts: name, names of the parts' DTensors, axis."""
+        return [(name, self.shard_names(name), dim) for name, dim in self._dims.items() if len(self._shards) > 1]
 
-    def part_names(self, name: str) -> list[str]:
-        return [name] if len(self._parts) == 1 else [f"{name}_{part.name}" for part in self._parts]
+    def shard_names(self, name: str) -> list[str]:
+        return [name] if len(self._shards) == 1 else [f"{name}_{part.name}" for part in self._shards]
 
     def read(self, name: str) -> list[Tensor]:
         """This rank's tensors of the parameter, one after another."""
         tensors = self.local(name)
         if self._reads_whole or name not in self._dims:
             return tensors
-        if len(tensors) != len(self._parts):
-            sizes = [cast(DTensor, self._parameters[part])._local_tensor.shape[0] for part in self.part_names(name)]
+        if len(tensors) != len(self._shards):
+            sizes = [cast(DTensor, self._parameters[part])._local_tensor.shape[0] for part in self.shard_names(name)]
             tensors = [*tensors[0].split(sizes)]
-        return [part.read(tensor) for part, tensor in zip(self._parts, tensors, strict=True)]
+        return [part.read(tensor) for part, tensor in zip(self._shards, tensors, strict=True)]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, part_names, dim in self.parted():
-            destination[prefix + name] = join([destination.pop(prefix + part).detach() for part in part_names], dim)
+        for name, shard_names, dim in self.fused_parameters():
+            destination[prefix + name] = join([destination.pop(prefix + part).detach() for part in shard_names], dim)
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, part_names, dim in self.parted():
+        for name, shard_names, dim in self.fused_parameters():
             whole = state_dict.pop(prefix + name, None)
             if not isinstance(whole, Tensor):
                 continue
-            parameters = [cast(Tensor, self._parameters[part]) for part in part_names]
+            parameters = [cast(Tensor, self._parameters[part]) for part in shard_names]
             sizes = [parameter.shape[dim] for parameter in parameters]
             expected = [*parameters[0].shape[:dim], sum(sizes), *parameters[0].shape[dim + 1 :]]
             if [*whole.shape] != expected:
                 error_msgs = args[-1]
                 error_msgs.append(f"size mismatch for {prefix + name}: expected shape {expected}, got {[*whole.shape]}")
-                state_dict.update(zip((prefix + part for part in part_names), parameters, strict=True))
+                state_dict.update(zip((prefix + part for part in shard_names), parameters, strict=True))
                 continue
-            state_dict.update(zip((prefix + part for part in part_names), split(whole, sizes, dim), strict=True))
+            state_dict.update(zip((prefix + part for part in shard_names), split(whole, sizes, dim), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -409,7 +410,7 @@ class Parted(Local):
         return self._whole_attribute("bias")
 
 
-class ColumnParallel(Parted):
+class ColumnParallelLinear(ShardedLinear):
     """A linear layer with a replicated input and this rank's columns of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -423,7 +424,7 @@ class ColumnParallel(Parted):
         return column_parallel_linear(x, weights, bias, self._group, self._sequence_parallel)
 
 
-class RowParallel(Parted):
+class RowParallelLinear(ShardedLinear):
     """A linear layer with this rank's columns of the input. The output is replicated.
 
     With ``_is_inner`` each rank uses the output for its own channels, so that the gradient is a sum over ranks too.
