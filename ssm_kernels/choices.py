@@ -64,4 +64,4 @@ RecurrenceName = Literal["MinGRU", "MinLSTM"]
 """``rnn`` of :class:`ssm_kernels.models.RecurrentMixer`."""
 
 Exchange = Literal["chain", "summaries"]
-"""``exchange`` of the functions and layers in :mod:`ssm_kernels.distributed`."""
+"""``exchange`` of the functions and layers in :mod:`ssm_kernels.distributed`, which choose it themselves."""

@@ -30,11 +30,12 @@ __all__ = ["GroupOperators"]
 
 _Cached = TypeVar("_Cached", Packing, SequenceSplit)
 
-# The most ranks of a chain, unless it is asked for: each rank more waits for one more scan.
+# The most ranks of a chain: each rank more waits for one more scan.
 _MOST_IN_CHAIN = 8
 
 
 def choose_exchange(operator: str, exchange: Exchange | None, ranks: int) -> Exchange:
+    """The exchange of calls that can run along a chain: by the number of ranks, unless the caller gives one."""
     if exchange not in (None, "chain", "summaries"):
         nearest = did_you_mean(exchange, ("chain", "summaries"))
         raise ValueError(f"{operator}: expected exchange to be 'chain', 'summaries' or None, got {exchange!r}{nearest}")
@@ -70,7 +71,7 @@ class GroupOperators:
     Args:
         group: the ranks.
         agreement: what the ranks have agreed on.
-        exchange: how states pass from rank to rank: "chain", "summaries", or None to choose by the number of ranks.
+        exchange: "chain" or "summaries", or None to choose by the number of ranks.
         operator: for the message of an error.
         layer: the number of the layer among those of a model, from 1, or 0 for a function.
         forward_count: counts the forward passes of the model; None for a function.
@@ -282,9 +283,9 @@ class GroupOperators:
         )
 
     def _chain(self, needs_others: bool = False) -> Call | None:
-        """The call on which the ranks have just agreed, if it is along the chain, and None for one with summaries.
+        """The call on which the ranks have just agreed, if states pass along a chain, and None if ranks gather summaries.
 
-        Summaries: if ranks need something of later ranks, in compiled code and in a CUDA graph.
+        A chain cannot run where ranks need something of later ranks, in compiled code and in a CUDA graph.
         """
         if self.exchange != "chain" or needs_others or torch.compiler.is_compiling():
             return None

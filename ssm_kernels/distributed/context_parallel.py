@@ -1,4 +1,18 @@
-"""Context parallelism of layers: ``ContextParallel``, a style of ``torch.distributed.tensor.parallel.parallelize_module``."""
+"""Context parallelism of layers: ``ContextParallel``, a style of ``torch.distributed.tensor.parallel.parallelize_module``.
+
+What it does with a layer's scan:
+
+1. ``ContextParallel._apply`` below sets ``layer.operators``, by default ``LOCAL`` of ``nn/_operators.py``, to the
+   ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.
+2. In forward the layer calls ``self.operators.mamba_mixer``, or another method. It compares the call with those of the other
+   ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
+   autocast, and applies an autograd node of ``_scans.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
+3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
+   the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way.
+4. ``ChainCarry`` receives states from the rank before and sends them to the next rank (``_messages.py``). ``SummaryCarry``
+   all-gathers a summary of each rank's span (``_collectives.py``) and folds those of the ranks before. ``GroupOperators``
+   chooses between them (``_group_operators.py``).
+"""
 
 from __future__ import annotations
 
@@ -50,9 +64,9 @@ class ContextParallel(ParallelStyle):
     ``inference_params`` and ``PackedSequence`` raise a ValueError.
 
     Args:
-        exchange: how states pass from rank to rank: "chain", from neighbour to neighbour, so that rank r begins r scans after
-            the first; "summaries", by an all-gather in every layer, for which each rank runs half a scan to one scan more in
-            forward; or None, the chain for up to 8 ranks. Layers that return final states, and compiled ones, use summaries.
+        exchange: leave it out. States pass from neighbour to neighbour, along a chain, for up to 8 ranks, and by an all-gather
+            of summaries for more ranks and where a chain cannot run: layers that return final states, compiled layers, CUDA
+            graphs. "chain" and "summaries" replace the number of ranks in this choice.
 
     Raises:
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one

@@ -11,8 +11,9 @@ exceptions:
 And:
 
 - ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
-- ``exchange``: how states pass from rank to rank: "chain", from neighbour to neighbour; "summaries", by an all-gather; or None,
-  the chain for up to 8 ranks. A call that returns a final state, one with ``reset``, and a compiled one use summaries.
+- ``exchange``: leave it out. States pass from neighbour to neighbour, along a chain, for up to 8 ranks, and by an all-gather of
+  summaries for more ranks and where a chain cannot run: a call that returns a final state, one with ``reset``, a compiled one
+  and CUDA graphs. "chain" and "summaries" replace the number of ranks in this choice.
 - Parameters, such as ``A`` or ``weight``, are the same on every rank. Their gradients are of the rank's span alone: the sum
   over ranks is the gradient of the whole sequence.
 - An initial state is the state before the whole sequence. Every rank passes it; its gradient is also a part of a sum.
