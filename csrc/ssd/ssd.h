@@ -4,24 +4,17 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "cuda/chunked/geometry.h"
 #include "cuda/tma_descriptor.h"
 
 namespace ssm_kernels::ssd {
 
-// A tensor (batch, seqlen, heads, row) whose rows are contiguous: x, z and out with rows of headdim elements, B and C with
-// groups in place of heads and rows of dstate elements. A reverse scan is a scan of views whose step 0 is the tensor's last:
-// stride_step is negative, and steps are in the scan's order everywhere else.
-struct RowsView {
-  void* data = nullptr;
-  int64_t stride_batch = 0, stride_step = 0, stride_head = 0;
-};
+// SSD is one of the chunked scans.
+using namespace cuda::chunked;
 
-struct SsdParams {
-  int64_t batch = 0;   // rows of the batch, or packed sequences
-  int64_t seqlen = 0;  // of each row, or of all packed sequences together
-  int64_t heads = 0, groups = 0;
-  int headdim = 0, dstate = 0;
-  int state_columns = 0;  // of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4
+// x and z have rows of heads, B and C rows of groups. The order of all members decides the machine code: ptxas schedules the
+// loads of parameters by their addresses.
+struct SsdParams : ChunkedGeometry {
   Discretization discretization = Discretization::kZoh;  // one whose transition is e^zeta
   bool dt_softplus = false;
   float dt_min = 0, dt_max = 0;
@@ -31,10 +24,10 @@ struct SsdParams {
   const float* dt_bias = nullptr;  // (heads,) or null
   const float* D = nullptr;        // (heads, headdim), or null
   int64_t D_stride_head = 0, D_stride_row = 0;
-  const int64_t* cu_seqlens = nullptr;    // (batch + 1,) if sequences are packed, else null
-  const uint8_t* resets = nullptr;        // (batch, seqlen), or null: steps before which the state becomes zero
-  const float* initial_states = nullptr;  // (batch, heads, headdim, state_columns), as all states, or null: zero
-  int64_t states_stride_entry = 0;        // of all states; negative for packed sequences in reverse, which begin with the last
+  const int64_t* cu_seqlens = nullptr;
+  const uint8_t* resets = nullptr;
+  const float* initial_states = nullptr;
+  int64_t states_stride_entry = 0;
 };
 
 // Backward's workspace per chunk is indexed by a chunk number; first_chunk_index(sequence) is a sequence's first. Packed
@@ -66,9 +59,5 @@ struct SsdFwdParams : SsdParams {
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
 };
-
-// The same parameters, as types of kernels that are compiled for packed sequences alone, or for others alone.
-struct PackedFwdParams : SsdFwdParams {};
-struct UnpackedFwdParams : SsdFwdParams {};
 
 }  // namespace ssm_kernels::ssd

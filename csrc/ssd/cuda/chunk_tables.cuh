@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "cuda/chunked/span.cuh"
 #include "ssd/cuda/gates.cuh"
-#include "ssd/cuda/span.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "common/activations.h"
+#include "cuda/chunked/state.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "ssd/cuda/state.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -29,7 +29,7 @@
 // devices and reverse scans, and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
-#include "ssd/cuda/chunk_starts.cuh"
+#include "cuda/chunked/chunk_starts.cuh"
 #include "ssd/cuda/fwd_sm80.cuh"
 #include "ssd/cuda/fwd_sm90.cuh"
 #include "ssd/cuda/state_passing.cuh"
@@ -57,7 +57,8 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
       return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params, Mma>, kWarpgroups * kWarpgroupThreads, call_params);
     };
     if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
-      return params.cu_seqlens != nullptr ? launch_sm80(PackedFwdParams{params}) : launch_sm80(UnpackedFwdParams{params});
+      return params.cu_seqlens != nullptr ? launch_sm80(Packed<SsdFwdParams>{params})
+                                          : launch_sm80(Unpacked<SsdFwdParams>{params});
     } else {
       return launch_sm80(params);
     }
@@ -68,7 +69,7 @@ template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
-    ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
+    chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {

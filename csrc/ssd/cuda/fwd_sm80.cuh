@@ -10,10 +10,10 @@
 // through the tile of M^T, before the state is updated (chunk_state).
 #pragma once
 
+#include "cuda/chunked/warpgroup_layout.cuh"
 #include "ssd/cuda/decay_mask.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
-#include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
     ssd_fwd_sm80_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   extern __shared__ __align__(128) unsigned char memory[];
   static_assert(kKnowsWhetherPacked<Scalar, dstate> != std::is_same_v<Params, SsdFwdParams>,
-                "PackedFwdParams or UnpackedFwdParams if and only if the kernel is compiled for one of them");
+                "Packed or Unpacked if and only if the kernel is compiled for one of them");
   take_range(schedule);
   __syncthreads();
   const int index = threadIdx.x / kWarpgroupThreads;

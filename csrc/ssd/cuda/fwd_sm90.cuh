@@ -15,11 +15,11 @@
 // flight: where it cannot tell that they do not use the registers, and before branches that it takes for divergent.
 #pragma once
 
+#include "cuda/chunked/warpgroup_layout.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "ssd/cuda/decay_mask.cuh"
 #include "ssd/cuda/epilogue.cuh"
 #include "ssd/cuda/state_carry.cuh"
-#include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
 

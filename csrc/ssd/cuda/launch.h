@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/chunked/geometry.h"
 #include "cuda/divisor.h"
-#include "ssd/cuda/geometry.h"
 #include "ssd/ssd.h"
 
 namespace ssm_kernels::ssd {

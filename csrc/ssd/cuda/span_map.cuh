@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/carry.cuh"
+#include "cuda/chunked/state.cuh"
 #include "ssd/cuda/chunk_tables.cuh"
-#include "ssd/cuda/state.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -3,8 +3,8 @@
 // after chunks inside of a segment are stored if they are among the call's chunk states.
 #pragma once
 
-#include "ssd/cuda/barriers.cuh"
-#include "ssd/cuda/scheduler.cuh"
+#include "cuda/chunked/barriers.cuh"
+#include "cuda/chunked/scheduler.cuh"
 #include "ssd/cuda/span_map.cuh"
 
 namespace ssm_kernels::ssd {
@@ -59,7 +59,7 @@ class StateCarry {
   // place of the segment: kept through the loop over chunks, it would spill.
   __device__ __forceinline__ void store_chunk_state(const State<dstate>& state, const TileScheduler<Params>& scheduler,
                                                     int left, const FragmentLane& lane) const {
-    if constexpr (!std::is_same_v<Params, PackedFwdParams>) {
+    if constexpr (!kAreKnownPacked<Params>) {
       if (p_.chunk_states == nullptr) return;
       const WorkTile work_tile = scheduler.work_tile();
       const int chunks = scheduler.end() - left - work_tile.first, number = chunks / p_.chunk_states_every;

@@ -27,14 +27,14 @@
 // sectors.
 #pragma once
 
+#include "cuda/chunked/barriers.cuh"
+#include "cuda/chunked/launch_staged.cuh"
+#include "cuda/chunked/scheduler.cuh"
+#include "cuda/chunked/warpgroup_layout.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "ssd/cuda/barriers.cuh"
-#include "ssd/cuda/launch_staged.cuh"
-#include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/span_map.cuh"
-#include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -7,16 +7,18 @@
 
 #include <type_traits>
 
-#include "ssd/cuda/span.cuh"
+#include "cuda/chunked/span.cuh"
+#include "cuda/fragment.cuh"
+#include "cuda/warp_mma.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a warpgroup has 16 rows of a state tile, those of one mma");
-static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
+static_assert(kChunk == kTileRows, "a chunk's steps are the rows of a tile");
 
 // The states of one sequence; null if `states` is null.
-template <typename Pointer>
-__device__ __forceinline__ Pointer* states_of(const SsdParams& p, Pointer* states, int64_t entry) {
+template <typename Params, typename Pointer>
+__device__ __forceinline__ Pointer* states_of(const Params& p, Pointer* states, int64_t entry) {
   return states == nullptr ? nullptr : states + entry * p.states_stride_entry;
 }
 
@@ -29,7 +31,7 @@ struct State {
   // Calls body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, state_columns)
   // matrix.
   template <typename Self, typename Body>
-  static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const StateTile& state_tile,
+  static __device__ __forceinline__ void for_each_pair(Self& self, const ChunkedGeometry& p, const StateTile& state_tile,
                                                        const FragmentLane& lane, const Body& body) {
     // The offsets of a row differ by constants, so that one address serves all of them.
     const int first_column = state_tile.first_column + 2 * lane.pair, columns = p.state_columns - first_column;
@@ -57,7 +59,7 @@ struct State {
   }
 
   // Load from and store to the states of all heads of one sequence. A null pointer loads zeros.
-  __device__ __forceinline__ void load(const SsdParams& p, const float* states, const StateTile& state_tile,
+  __device__ __forceinline__ void load(const ChunkedGeometry& p, const float* states, const StateTile& state_tile,
                                        const FragmentLane& lane) {
     const float* const source = states + int64_t(state_tile.head) * p.headdim * p.state_columns;
     const bool is_given = states != nullptr;
@@ -67,7 +69,7 @@ struct State {
       high = pair.y;
     });
   }
-  __device__ __forceinline__ void store(const SsdParams& p, float* states, const StateTile& state_tile,
+  __device__ __forceinline__ void store(const ChunkedGeometry& p, float* states, const StateTile& state_tile,
                                         const FragmentLane& lane) const {
     float* const target = states + int64_t(state_tile.head) * p.headdim * p.state_columns;
     for_each_pair(*this, p, state_tile, lane, [&](float low, float high, bool is_there, int64_t offset) {
@@ -134,7 +136,7 @@ struct State {
 
   // The operand A of the state's group-th 16 columns.
   template <typename Scalar>
-  __device__ __forceinline__ void pack(int group, cuda::OperandA<Scalar>& a) const {
+  __device__ __forceinline__ void pack(int group, OperandA<Scalar>& a) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&block)[4] = values[2 * group + i / 2];
@@ -150,11 +152,11 @@ struct State {
 
 // Loads an operand A: x^T of the warp's rows, and of 16 steps, the group-th 16 rows of the tile.
 __device__ __forceinline__ void load_inputs(uint32_t (&x)[4], SmemTile<kStateRows>& tile, int group, const FragmentLane& lane) {
-  cuda::ldmatrix_transposed(x, tile.ldmatrix_row(16 * group, 2 * lane.warp, lane.index));
+  ldmatrix_transposed(x, tile.ldmatrix_row(16 * group, 2 * lane.warp, lane.index));
 }
 __device__ __forceinline__ void load_inputs(float (&x)[8], SmemTile<kStateRows, 4>& tile, int group, const FragmentLane& lane) {
-  const auto operand = cuda::make_warp_operand<4>(&tile, SmemTile<kStateRows, 4>::kPanelBytes, lane.index);
-  cuda::load_a<true>(x, cuda::rows_of(cuda::columns_of(operand, lane.warp), group));
+  const auto operand = make_warp_operand<4>(&tile, SmemTile<kStateRows, 4>::kPanelBytes, lane.index);
+  load_a<true>(x, rows_of(columns_of(operand, lane.warp), group));
 }
 
 // x^T of the group-th 16 rows, which are steps in that order, each step times its weight. `lo`, if given, receives the low
@@ -168,10 +170,10 @@ __device__ __forceinline__ void scale_inputs(const uint32_t (&x)[4], const float
         *reinterpret_cast<const float2*>(&weights[kBlockSteps * Order::block_at(2 * group + half) + 2 * lane.pair]);
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float2 values = cuda::unpack<Scalar>(x[i]);
+      const float2 values = unpack<Scalar>(x[i]);
       const float low = values.x * weight.x, high = values.y * weight.y;
-      scaled[i] = cuda::pack<Scalar>(low, high);
-      if (lo != nullptr) lo[i] = cuda::pack_lo<Scalar>(low, high, scaled[i]);
+      scaled[i] = pack<Scalar>(low, high);
+      if (lo != nullptr) lo[i] = pack_lo<Scalar>(low, high, scaled[i]);
     }
   }
 }
@@ -192,4 +194,4 @@ __device__ __forceinline__ void scale_inputs(const float (&x)[8], const float (&
   }
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

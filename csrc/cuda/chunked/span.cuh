@@ -2,14 +2,23 @@
 // (StateTile). The numbers of the chunks of all sequences, which index workspaces.
 #pragma once
 
-#include "ssd/cuda/toolkit.cuh"
+#include "cuda/chunked/geometry.h"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // Whether sequences are packed: read at run time, or known from the type of the parameters.
-__device__ __forceinline__ bool is_packed(const SsdParams& p) { return p.cu_seqlens != nullptr; }
-__device__ __forceinline__ constexpr bool is_packed(const PackedFwdParams&) { return true; }
-__device__ __forceinline__ constexpr bool is_packed(const UnpackedFwdParams&) { return false; }
+template <typename Params>
+__device__ __forceinline__ bool is_packed(const Params& p) {
+  return p.cu_seqlens != nullptr;
+}
+template <typename Params>
+__device__ __forceinline__ constexpr bool is_packed(const Packed<Params>&) {
+  return true;
+}
+template <typename Params>
+__device__ __forceinline__ constexpr bool is_packed(const Unpacked<Params>&) {
+  return false;
+}
 
 // Consecutive chunks of a sequence.
 struct ChunkSpan {
@@ -28,7 +37,8 @@ struct ChunkSpan {
   }
 
   // Clamped to the tensors: during the capture of a graph nobody checks cu_seqlens.
-  static __device__ __forceinline__ int64_t sequence_start(const SsdParams& p, int64_t entry) {
+  template <typename Params>
+  static __device__ __forceinline__ int64_t sequence_start(const Params& p, int64_t entry) {
     return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
   }
 
@@ -48,7 +58,8 @@ struct ChunkSpan {
     return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step_of(chunk) * view.stride_step +
            head_or_group * view.stride_head;
   }
-  __device__ __forceinline__ const uint8_t* resets(const SsdParams& p, int chunk) const {
+  template <typename Params>
+  __device__ __forceinline__ const uint8_t* resets(const Params& p, int chunk) const {
     return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + step_of(chunk);
   }
 
@@ -75,7 +86,8 @@ struct StateTile {
   int first_row, first_column;  // of the head's state
   int rows;                     // the head's from first_row on; 0 if the group has no more state tiles
 
-  __device__ __forceinline__ StateTile(const SsdParams& p, const WorkPartition& partition, const WorkSpan& at, int index) {
+  __device__ __forceinline__ StateTile(const ChunkedGeometry& p, const WorkPartition& partition, const WorkSpan& at,
+                                       int index) {
     const bool is_there = at.first_tile + index < partition.tiles_per_group;
     const int state_tile = (at.first_tile + index) / partition.column_blocks;
     first_column = (at.first_tile + index) % partition.column_blocks * kStateColumns;
@@ -87,13 +99,15 @@ struct StateTile {
 };
 
 // The chunk number of a sequence's first chunk.
-__device__ __forceinline__ int64_t first_chunk_index(const SsdParams& p, int64_t entry) {
+template <typename Params>
+__device__ __forceinline__ int64_t first_chunk_index(const Params& p, int64_t entry) {
   if (is_packed(p)) return ChunkSpan::sequence_start(p, entry) / kChunk + entry;
   return entry * ((p.seqlen + kChunk - 1) / kChunk);
 }
 
 // The sequence of a chunk number. With packed sequences some numbers belong to none.
-__device__ __forceinline__ int64_t sequence_of_chunk(const SsdParams& p, int64_t chunk_index) {
+template <typename Params>
+__device__ __forceinline__ int64_t sequence_of_chunk(const Params& p, int64_t chunk_index) {
   if (!is_packed(p)) return chunk_index / ((p.seqlen + kChunk - 1) / kChunk);
   int64_t low = 0, high = p.batch;
   while (high - low > 1) {
@@ -103,4 +117,4 @@ __device__ __forceinline__ int64_t sequence_of_chunk(const SsdParams& p, int64_t
   return low;
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

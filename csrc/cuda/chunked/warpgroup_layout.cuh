@@ -5,9 +5,10 @@
 // passes its part through shared memory to the first, which adds it and writes out.
 #pragma once
 
-#include "ssd/cuda/barriers.cuh"
+#include "cuda/chunked/barriers.cuh"
+#include "cuda/smem_tile.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // A part of y^T on its way from one warpgroup of the block to the other, in the order of the threads' registers.
 class PartialOut {
@@ -15,10 +16,10 @@ class PartialOut {
   __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kWarpgroupThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
-    cuda::barrier_arrive(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
+    barrier_arrive(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
   }
   __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
-    cuda::barrier_sync(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
+    barrier_sync(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
       const float4 part = values_[n][threadIdx.x % kWarpgroupThreads];
@@ -27,12 +28,10 @@ class PartialOut {
       y[n][2] += part.z;
       y[n][3] += part.w;
     }
-    cuda::barrier_arrive(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
+    barrier_arrive(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
   }
   // Called by the warpgroup that called put(), once for each part, before the next put().
-  __device__ __forceinline__ void wait_until_read() const {
-    cuda::barrier_sync(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
-  }
+  __device__ __forceinline__ void wait_until_read() const { barrier_sync(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads); }
 
  private:
   float4 values_[kStepBlocks][kWarpgroupThreads];
@@ -45,7 +44,7 @@ struct WarpgroupLayout {
   static constexpr int kRowBlocks = kWarpgroups / kColumnBlocks;
   static constexpr bool kShareRows = kRowBlocks == 1;
 
-  using PartialOut = std::conditional_t<kShareRows, ssd::PartialOut, Empty>;
+  using PartialOut = std::conditional_t<kShareRows, chunked::PartialOut, Empty>;
 
   static __device__ __forceinline__ int column_block(int index) { return kShareRows ? index : 0; }
   static __device__ __forceinline__ int row_block(int index) { return kShareRows ? 0 : index; }
@@ -53,4 +52,4 @@ struct WarpgroupLayout {
   static __device__ __forceinline__ bool writes_out(int index) { return column_block(index) == 0; }
 };
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

@@ -1,16 +1,18 @@
 // The kernel before forward's for packed sequences: a prefix sum over their numbers of chunks, which the host does not know.
 #pragma once
 
-#include "ssd/cuda/span.cuh"
+#include "cuda/chunked/span.cuh"
+#include "cuda/constants.h"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 constexpr int kChunkStartsThreads = 1024;
 
 // Run by one block: writes Schedule::chunk_starts, each thread for some neighboring sequences. Clears the flags and the ticket
 // counter.
-static __global__ void __launch_bounds__(kChunkStartsThreads)
-    ssd_chunk_starts_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
+template <typename Params>
+__global__ void __launch_bounds__(kChunkStartsThreads)
+    chunk_starts_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   constexpr int kWarps = kChunkStartsThreads / kWarpSize;
   __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -45,4 +47,4 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
   }
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

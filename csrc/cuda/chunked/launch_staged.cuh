@@ -2,10 +2,11 @@
 // products.
 #pragma once
 
+#include "cuda/chunked/geometry.h"
 #include "cuda/launch.cuh"
-#include "ssd/cuda/toolkit.cuh"
+#include "cuda/mma_policy.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // Launches a kernel with as many stages as fit in `available` bytes of shared memory, but at least one: bytes_of(stages).
 template <typename Kernel, typename Params, typename Work, typename BytesOf>
@@ -14,8 +15,8 @@ cudaError_t launch_staged(Kernel kernel, int64_t blocks, int threads, int max_st
   work.stages = max_stages;
   while (work.stages > 1 && bytes_of(work.stages) > available) --work.stages;
   const int bytes = bytes_of(work.stages);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, threads, bytes, stream, uses_pdl, params, work);
+  if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  return launch(kernel, blocks, threads, bytes, stream, uses_pdl, params, work);
 }
 
 // Returns launch(columns, mma) for kernels with states of up to `columns` columns, at most max_columns, and an MMA policy.
@@ -23,7 +24,7 @@ template <typename Scalar, int max_columns, typename Launch>
 cudaError_t visit_kernels(int dstate, Products products, const Launch& launch) {
   const auto visit_policies = [&](auto columns) -> cudaError_t {
     if constexpr (kIsFp32<Scalar>) {
-      if (products == Products::kTf32) return launch(columns, cuda::Sm80Tf32());
+      if (products == Products::kTf32) return launch(columns, Sm80Tf32());
     } else {
       if (products == Products::kWgmma) return launch(columns, Sm90Wgmma());
     }
@@ -34,4 +35,4 @@ cudaError_t visit_kernels(int dstate, Products products, const Launch& launch) {
   return visit_policies(std::integral_constant<int, max_columns>());
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

@@ -1,10 +1,11 @@
 // The named barriers of a block whose consumer warpgroups hold a state tile each.
 #pragma once
 
+#include "cuda/chunked/geometry.h"
+#include "cuda/constants.h"
 #include "cuda/ptx/named_barrier.cuh"
-#include "ssd/cuda/toolkit.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // __syncthreads() is barrier 0.
 enum NamedBarrier : int {
@@ -12,6 +13,6 @@ enum NamedBarrier : int {
   kPartialOutIsThere = kWarpgroupBarrier + kWarpgroups,
   kPartialOutIsRead,
 };
-__device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
+__device__ __forceinline__ void sync_warpgroup(int index) { barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

@@ -17,9 +17,9 @@
 #pragma once
 
 #include "cuda/carry.cuh"
-#include "ssd/cuda/span.cuh"
+#include "cuda/chunked/span.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // A work tile: its number, and its first chunk and number of chunks among the chunks of all work tiles, fewer than 2^31. A
 // sequence without steps counts as one chunk.
@@ -61,8 +61,7 @@ __device__ __forceinline__ void take_range(int range) {
 }
 __device__ __forceinline__ void take_range(const Schedule& schedule) {
   if (threadIdx.x != 0) return;
-  ticket_of_block() =
-      schedule.ticket_counter == nullptr ? static_cast<int>(blockIdx.x) : cuda::take_ticket(schedule.ticket_counter);
+  ticket_of_block() = schedule.ticket_counter == nullptr ? static_cast<int>(blockIdx.x) : take_ticket(schedule.ticket_counter);
 }
 
 // Iterates over the segments of the block's range, from the last to the first. It keeps the end of the current segment and
@@ -126,4 +125,4 @@ __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule
   }
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

@@ -1,5 +1,9 @@
-// Chunked scans: the sizes of chunks and state tiles, and how blocks share the work. For the host, which partitions a call, and
-// for the kernels.
+// Chunked scans: the parameters that every such scan has, the sizes of chunks and state tiles, and how blocks share the work.
+// Plain data for the host, which partitions a call, and for the kernels.
+//
+// A chunked scan takes a state (headdim, dstate) of each head through a sequence, a chunk of kChunk steps at a time. Within a
+// chunk everything is a matrix product. Heads of a group share the rows that span the state's columns: B and C of SSD, keys and
+// queries of attention.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +11,39 @@
 
 #include "common/macros.h"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
+
+// A tensor (batch, seqlen, heads, row) whose rows are contiguous: rows of heads have headdim elements; rows of groups, with
+// groups in place of heads, have dstate elements. A reverse scan is a scan of views whose step 0 is the tensor's last:
+// stride_step is negative, and steps are in the scan's order everywhere else.
+struct RowsView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_step = 0, stride_head = 0;
+};
+
+// The parameters of a kernel derive from it. `Params` in this folder is such a type. It also has these members:
+//
+//   const int64_t* cu_seqlens    (batch + 1,) if sequences are packed, else null
+//   const uint8_t* resets        (batch, seqlen), or null: steps before which the state becomes zero
+//   const float* initial_states  (batch, heads, headdim, state_columns), as all states, or null: zero
+//   int64_t states_stride_entry  of all states; negative for packed sequences in reverse, which begin with the last
+struct ChunkedGeometry {
+  int64_t batch = 0;   // rows of the batch, or packed sequences
+  int64_t seqlen = 0;  // of each row, or of all packed sequences together
+  int64_t heads = 0, groups = 0;
+  int headdim = 0, dstate = 0;
+  int state_columns = 0;  // of states in memory: dstate, rounded up to an even number, in fp32 to a multiple of 4
+};
+
+// The same parameters, as types of kernels that are compiled for packed sequences alone, or for others alone.
+template <typename Params>
+struct Packed : Params {};
+template <typename Params>
+struct Unpacked : Params {};
+template <typename Params>
+constexpr bool kAreKnownPacked = false;
+template <typename Params>
+constexpr bool kAreKnownPacked<Packed<Params>> = true;
 
 constexpr int kChunk = 64;                                          // steps
 constexpr int kStateRows = 64;                                      // rows of a state tile, which four warps hold
@@ -101,4 +137,4 @@ struct Schedule : WorkPartition {
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
 };
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked
