@@ -14,9 +14,11 @@
 //    sum of step sizes, a double.
 #pragma once
 
+#include "common/activations.h"
 #include "common/integers.h"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
 #include "selective_scan/cuda/segment_maps.h"
+#include "selective_scan/cuda/states.cuh"
 
 namespace ssm_kernels::selective_scan::segment_maps {
 

@@ -11,6 +11,9 @@
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
+#include "selective_scan/cuda/states.cuh"
+#include "selective_scan/cuda/transition.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

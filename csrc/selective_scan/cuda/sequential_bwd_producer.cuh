@@ -8,8 +8,10 @@
 // at the end.
 #pragma once
 
+#include "common/activations.h"
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

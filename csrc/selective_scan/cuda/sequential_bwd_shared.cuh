@@ -4,6 +4,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "selective_scan/cuda/sequential_matrix.cuh"
 #include "selective_scan/cuda/sequential_tile.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

@@ -6,6 +6,7 @@
 // of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
+#include "common/activations.h"
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
 

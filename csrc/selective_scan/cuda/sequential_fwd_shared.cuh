@@ -3,6 +3,7 @@
 
 #include "selective_scan/cuda/sequential_matrix.cuh"
 #include "selective_scan/cuda/sequential_tile.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

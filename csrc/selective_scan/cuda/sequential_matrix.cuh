@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/shifted_io.cuh"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
 #include "selective_scan/cuda/sequential.h"
 
 namespace ssm_kernels::selective_scan::sequential {

@@ -21,7 +21,8 @@
 
 #include <utility>
 
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
+#include "selective_scan/cuda/transition.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

@@ -14,10 +14,12 @@
 // registers. The data of such a tensor points at the vector that ends at its first step.
 #pragma once
 
+#include "common/activations.h"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/shifted_io.cuh"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
 #include "selective_scan/cuda/sequential.h"
+#include "selective_scan/cuda/shared_arrays.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 

@@ -10,9 +10,12 @@
 // outputs. The time is one launch, one round of loads and the chain of states.
 #pragma once
 
+#include "common/activations.h"
 #include "cuda/lane_sums.cuh"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
 #include "selective_scan/cuda/short_scan.h"
+#include "selective_scan/cuda/states.cuh"
+#include "selective_scan/cuda/transition.cuh"
 
 namespace ssm_kernels::selective_scan::short_scan {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/integers.h"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/states.cuh"
 #include "selective_scan/cuda/summary.h"
 
 namespace ssm_kernels::selective_scan {

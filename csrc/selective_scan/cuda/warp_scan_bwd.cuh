@@ -27,6 +27,9 @@
 // The limit is the issue rate: about thirty instructions per state and step.
 #pragma once
 
+#include "common/activations.h"
+#include "selective_scan/cuda/states.cuh"
+#include "selective_scan/cuda/transition.cuh"
 #include "selective_scan/cuda/warp_scan_bwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {

@@ -1,6 +1,7 @@
 // Warp scan, backward: a block's shared memory, and how a tile of a call with shifted vectors moves.
 #pragma once
 
+#include "selective_scan/cuda/shared_arrays.cuh"
 #include "selective_scan/cuda/warp_scan_matrix.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {

@@ -18,7 +18,11 @@
 // is close.
 #pragma once
 
+#include "common/activations.h"
 #include "cuda/ptx/pdl.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
+#include "selective_scan/cuda/states.cuh"
+#include "selective_scan/cuda/transition.cuh"
 #include "selective_scan/cuda/warp_scan_matrix.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {

@@ -15,8 +15,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/activations.h"
 #include "cuda/shifted_io.cuh"
-#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/position.cuh"
+#include "selective_scan/cuda/shared_arrays.cuh"
+#include "selective_scan/cuda/transition.cuh"
 #include "selective_scan/cuda/warp_scan.h"
 
 namespace ssm_kernels::selective_scan::warp_scan {

@@ -1,0 +1,75 @@
+// The method of a kernel, known at compile time or read from its parameters, and the transition of one step.
+#pragma once
+
+#include <type_traits>
+
+#include "common/discretization.h"
+#include "cuda/opaque.cuh"
+#include "selective_scan/cuda/launch.h"
+
+namespace ssm_kernels::selective_scan {
+
+using cuda::opaque;
+
+// A is multiplied by this factor once, so that delta A is the exponent of a power of two. (ex2 is the hardware's exponential.)
+template <typename Method, typename Acc>
+constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
+
+// A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RareMethod: one that is not
+// common.
+struct RuntimeMethod {};
+struct RareMethod {};
+
+// Calls visit(Method{}), or visit(Zoh{}), visit(ZohExact{}), ... by the parameters.
+template <typename Method, typename Visitor>
+__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
+  } else if constexpr (std::is_same_v<Method, RareMethod>) {
+    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), [&](auto method) {
+      if constexpr (!kIsCommon<decltype(method)>) visit(method);
+    });
+  } else {
+    visit(Method{});
+  }
+}
+
+template <typename Method, typename Acc>
+__device__ __forceinline__ Acc scale_of_A(const SelectiveScanParams& p) {
+  Acc scale = 1;
+  visit_method<Method>(p, [&](auto method) { scale = kScaleOfA<decltype(method), Acc>; });
+  return scale;
+}
+template <typename Method>
+__device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
+  bool has = true;
+  visit_method<Method>(p, [&](auto method) { has = decltype(method)::kUnitGain; });
+  return has;
+}
+
+// z and the method's basis, computed from delta and the scaled A.
+template <typename Method, typename Acc>
+struct Transition {
+  Acc z, basis;
+
+  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A) {
+    if constexpr (Method::kExponential) {
+      const Acc exponent = delta * scaled_A;
+      basis = Math<Acc>::exp2(exponent);
+      z = exponent * Acc(kLn2);
+    } else {
+      z = delta * scaled_A;
+      basis = Method::basis(z);
+    }
+  }
+  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A, Acc known_basis) : z(delta * scaled_A), basis(known_basis) {
+    if constexpr (Method::kExponential) z *= Acc(kLn2);
+  }
+  __device__ __forceinline__ Acc abar() const { return Method::abar(z, basis); }
+  // delta u k(z), given delta u.
+  __device__ __forceinline__ Acc input(Acc delta_u) const {
+    return Method::kUnitGain ? delta_u : delta_u * current_gain(Method(), z, basis);
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan
