@@ -138,7 +138,7 @@ class LayerOperators(GroupOperators):
         return self._scan("liquid_scan", (candidate, tau, step_size("liquid_scan", dt, candidate)), h0, **options)
 
     def _scan(self, name: str, inputs: tuple[Tensor, ...], h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        h, last_state = self.recurrence(name, inputs, h0, return_last_state=True, **options)
+        h, last_state = self.recurrence(name, inputs, h0, **options)
         return h, last_state
 
     def reset_in_reverse(self, reset: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ operators of its ranks, ``LayerOperators`` of ``distributed/_layer_operators.py`
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
 __all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
 
 _ops = torch.ops.ssm_kernels
+
+# With return_last_state=True. The type of a static method takes the first of a function's overloads, which has no last state.
+_Scan = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Operators(Protocol):
@@ -61,8 +65,9 @@ class Operators(Protocol):
         reverse: bool,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,
+        return_last_state: Literal[True],
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`ssm_kernels.mingru_scan`, with the last state."""
+        """As :func:`ssm_kernels.mingru_scan`."""
 
     def minlstm_scan(
         self,
@@ -75,8 +80,9 @@ class Operators(Protocol):
         reverse: bool,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,
+        return_last_state: Literal[True],
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`ssm_kernels.minlstm_scan`, with the last state."""
+        """As :func:`ssm_kernels.minlstm_scan`."""
 
     def liquid_scan(
         self,
@@ -88,8 +94,9 @@ class Operators(Protocol):
         reverse: bool,
         cu_seqlens: Tensor | None,
         reset: Tensor | None,
+        return_last_state: Literal[True],
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`ssm_kernels.liquid_scan`, with the last state."""
+        """As :func:`ssm_kernels.liquid_scan`."""
 
     def reset_in_reverse(self, reset: Tensor) -> Tensor:
         """The mask ``reset`` of the backward direction, (batch, seqlen): the step before each reset of the forward one."""
@@ -100,41 +107,17 @@ class LocalOperators:
 
     is_local = True
 
-    # PyTorch's operators themselves, so that a call passes through no other Python function.
+    # The functions and PyTorch's operators themselves, so that a call passes through no other Python function.
+    causal_conv1d = staticmethod(causal_conv1d)
     mamba_conv = staticmethod(_ops._mamba_conv.default)
     mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
-
-    def causal_conv1d(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        activation: ConvActivation | None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        initial_state: Tensor | None = None,
-    ) -> Tensor:
-        return causal_conv1d(
-            x, weight, bias, activation=activation, seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state
-        )
+    mingru_scan = staticmethod(cast(_Scan, mingru_scan))
+    minlstm_scan = staticmethod(cast(_Scan, minlstm_scan))
+    liquid_scan = staticmethod(cast(_Scan, liquid_scan))
 
     def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)
         return results
-
-    def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        return mingru_scan(gate, candidate, h0, return_last_state=True, **options)
-
-    def minlstm_scan(
-        self, forget: Tensor, input: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        return minlstm_scan(forget, input, candidate, h0, return_last_state=True, **options)
-
-    def liquid_scan(
-        self, candidate: Tensor, tau: Tensor, dt: Tensor | float, h0: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        return liquid_scan(candidate, tau, dt, h0, return_last_state=True, **options)
 
     def reset_in_reverse(self, reset: Tensor) -> Tensor:
         # Not a slice, reset[:, 1:]: a program exported with it would refuse the sizes 1 and 2 of a dynamic seqlen.

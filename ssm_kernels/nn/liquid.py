@@ -322,7 +322,8 @@ class Liquid(RecurrentBase):
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         target, tau, dt = self._relaxation(projected, name, options["dt"])
-        return self.operators.liquid_scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset)
+        scan = self.operators.liquid_scan
+        return scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset, return_last_state=True)
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
         return liquid_step(*self._relaxation(projected, name, options["dt"]), state)

@@ -223,6 +223,7 @@ class MinGRU(_MinRNN):
             reverse=reverse,
             cu_seqlens=cu_seqlens,
             reset=reset,
+            return_last_state=True,
         )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
@@ -287,6 +288,7 @@ class MinLSTM(_MinRNN):
             reverse=reverse,
             cu_seqlens=cu_seqlens,
             reset=reset,
+            return_last_state=True,
         )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
