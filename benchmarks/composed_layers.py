@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssm_kernels import nn, selective_scan, ssd_chunk_scan
-from ssm_kernels.nn.common import wide_dtype
+from ssm_kernels._dtypes import wide_dtype
 from ssm_kernels.nn.gated_rms_norm import GatedRMSNorm
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._dtypes import wide_dtype
 from .choices import DiscretizationName
 
 __all__ = ["MAMBA2_ARGUMENTS", "Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer", "project"]
@@ -119,7 +120,7 @@ def mamba_mixer(
 
     Results of ``scan`` after the first are returned as they are.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x.dtype)
     out, *others = scan(
         x.transpose(1, 2),
         delta.transpose(1, 2),
@@ -154,7 +155,7 @@ def mamba2_mixer(
         tensors, options: the arguments of the operator.
     """
     projected, norm_weight, seq_idx = tensors.projected, tensors.norm_weight, tensors.seq_idx
-    wide = torch.promote_types(projected.dtype, torch.float32)
+    wide = wide_dtype(projected.dtype)
     z, xBC, dt = options.split(projected, tensors.dt_bias.shape[-1])
     xBC, conv_state = convolve(
         xBC,

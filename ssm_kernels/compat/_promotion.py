@@ -5,7 +5,6 @@ is never rounded to a narrower dtype, except float64 parameters beside narrower 
 from __future__ import annotations
 
 import contextlib
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,11 +12,6 @@ from torch import Tensor
 from ..ops._arguments import is_autocast_enabled
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, sums and parameters for sequences of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def common_dtype(function: str, **tensors: Tensor | None) -> torch.dtype:
@@ -41,30 +35,6 @@ def check_real(function: str, name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{function}: complex {name} is not supported, expected a real floating-point tensor")
     if tensor.dtype not in _FLOATS:
         raise RuntimeError(f"{function}: expected {name} of dtype float32, float16, bfloat16 or float64, got {tensor.dtype}")
-
-
-@overload
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor: ...
-@overload
-def cast(tensor: None, dtype: torch.dtype) -> None: ...
-@overload
-def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
-def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``tensor`` in ``dtype``; itself if it has it. Differentiable: the gradient returns in the tensor's own dtype."""
-    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
-
-
-@overload
-def readable(parameter: Tensor, dtype: torch.dtype) -> Tensor: ...
-@overload
-def readable(parameter: None, dtype: torch.dtype) -> None: ...
-@overload
-def readable(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
-def readable(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``parameter`` for operators that take it in ``dtype`` or in its wide dtype: a third dtype becomes the wide one."""
-    if parameter is None or parameter.dtype == dtype:
-        return parameter
-    return cast(parameter, wide_dtype(dtype))
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:

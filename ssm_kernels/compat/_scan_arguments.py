@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._dtypes import cast, wide_dtype
 from ._errors import check_shape
-from ._promotion import cast, common_dtype, wide_dtype
+from ._promotion import common_dtype
 
 __all__ = ["operator_arguments", "over_channels"]
 

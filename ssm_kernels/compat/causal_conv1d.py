@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import cast, readable, wide_dtype
 from .._torchscript import refuse_script
 from ..choices import ConvActivation
 from ..ops._arguments import is_traced
@@ -15,7 +16,7 @@ from ..ops.convolution import causal_conv1d
 from ..ops.convolution import causal_conv1d_update as _update
 from ._cache_rows import CacheRows, check_conv_cache
 from ._errors import ACTIVATIONS, check_activation, check_device, check_shape, peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+from ._promotion import common_dtype, no_autocast
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 

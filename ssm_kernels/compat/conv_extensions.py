@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import cast, readable
 from ._errors import check_device, check_shape, peer_arguments, unsupported_kind
-from ._promotion import cast, common_dtype, no_autocast, readable
+from ._promotion import common_dtype, no_autocast
 from .causal_conv1d import causal_conv1d_fn
 from .causal_conv1d import causal_conv1d_update as _update
 from .scan_extensions import fill

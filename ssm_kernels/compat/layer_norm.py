@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._dtypes import cast, readable, wide_dtype
 from .._torchscript import refuse_script
 from ..ops._arguments import is_autocast_enabled
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ._errors import check_device, check_shape, peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+from ._promotion import common_dtype, no_autocast
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._dtypes import cast, readable
 from .._torchscript import refuse_script
 from ..ops.norm import layer_norm_gated, rms_norm_gated
 from ._errors import peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, readable
+from ._promotion import common_dtype, no_autocast
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rmsnorm_fn"]
 

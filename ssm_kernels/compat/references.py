@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from .._dtypes import cast, wide_dtype
 from .._torchscript import refuse_script_of
 from ..choices import DiscretizationName
-from ._promotion import cast, common_dtype, wide_dtype
+from ._promotion import common_dtype
 from .causal_conv1d import write_final_states
 
 __all__ = [

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import cast, wide_dtype
 from ._errors import check_device, check_shape, peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, wide_dtype
+from ._promotion import common_dtype, no_autocast
 from ._scan_arguments import operator_arguments, over_channels
 from .selective_scan import selective_scan_fn
 
@@ -141,7 +142,7 @@ def _make_fwd(name: str, has_out_float: bool) -> Callable[..., list[Tensor]]:
         nrows: int,
         out_float: bool = False,
     ) -> list[Tensor]:
-        u_wide = u.to(torch.promote_types(u.dtype, torch.float32)) if out_float else u
+        u_wide = u.to(wide_dtype(u.dtype)) if out_float else u
         tensors = over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
         out, last_state = selective_scan_fn(*tensors[:6], None, tensors[6], delta_softplus, True)
         return [out, _saved_states(u, last_state)]

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .._dtypes import cast, readable, wide_dtype
 from ..choices import DiscretizationName
 from ..ops.norm import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+from ._promotion import common_dtype, no_autocast
 from ._scan_arguments import operator_arguments
 from .layer_norm import layer_norm_fn
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import cast, wide_dtype
 from ..choices import ExponentialDiscretizationName
 from ..ops._packing import check_same_packing, with_padding
 from ..ops.ssd import ssd_chunk_scan
 from ._errors import check_activation, check_device, check_projection, check_shape, peer_arguments
-from ._promotion import cast, common_dtype, no_autocast, wide_dtype
+from ._promotion import common_dtype, no_autocast
 from .causal_conv1d import convolve
 from .norms import rmsnorm_fn
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from .._mixers import Mamba2Options
 from ..ops.summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, mask_state
@@ -31,7 +32,7 @@ def before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
     """The gradient of a scan's outputs before the gate, in the dtype of ``grad_out``."""
     if z is None:
         return grad_out
-    wide = torch.promote_types(z.dtype, torch.float32)
+    wide = wide_dtype(z.dtype)
     return (grad_out.to(wide) * F.silu(z.to(wide))).to(grad_out.dtype)
 
 
@@ -61,7 +62,7 @@ class Mamba2Mixer(torch.autograd.Function):
         halo, steps, sources, own = Halo(group, taps), None, None, None
         if taps > 0:
             steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
-        wide = torch.promote_types(projected.dtype, torch.float32)
+        wide = wide_dtype(projected.dtype)
 
         def summarize() -> tuple[Tensor, Tensor]:
             xB = _convolved(slice(0, d_ssm + options.of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
@@ -99,7 +100,7 @@ class Mamba2Mixer(torch.autograd.Function):
         if ctx.norm is not None:
             mean_product = ctx.norm.mean_product(grad_out, y, z, norm_weight, rstd)
         if any(needs[i] for i in (0, 1, 2, 3, 5)):
-            wide = torch.promote_types(projected.dtype, torch.float32)
+            wide = wide_dtype(projected.dtype)
             states, _ = _kinds(projected, xBC, A_log, options, conv_weight.shape[-1] - 1)
 
             def initial_gradient() -> Tensor:
@@ -214,7 +215,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
 
 def _kinds(projected: Tensor, xBC: Tensor, A_log: Tensor, options: Mamba2Options, taps: int) -> list[Kind]:
     """Shapes and dtypes of a state and of a halo."""
-    batch, wide = projected.shape[0], torch.promote_types(projected.dtype, torch.float32)
+    batch, wide = projected.shape[0], wide_dtype(projected.dtype)
     states = batch, A_log.shape[0], options.headdim, options.dstate
     return [(states, wide), ((batch, xBC.shape[2], taps), projected.dtype)]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..choices import DiscretizationName
 from ..ops.summaries import (
     _linear_recurrence_initial_gradient,
@@ -251,7 +252,7 @@ class SsdChunkScan(torch.autograd.Function):
 def _recurrence_state(values: Tensor, cu_seqlens: Tensor | None) -> Kind:
     """Shape and dtype of a state of a recurrence over ``values`` and, with ``cu_seqlens``, its packed sequences."""
     rows = values.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = torch.promote_types(values.dtype, torch.float32)
+    dtype = wide_dtype(values.dtype)
     return (rows, values.shape[2]), dtype
 
 

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..choices import CandidateActivation, RecurrenceName
 from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
-from ..nn.common import PackedMixer, expanded, short_convolution, wide_dtype
+from ..nn.common import PackedMixer, expanded, short_convolution
 from ..nn.initialization import initialized, linear, uniform_rows_
 from ..nn.minrnn import MinGRU, MinLSTM
 from ..nn.naming import class_name, names_layer

@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..ops.norm import add_layer_norm, add_rms_norm
 from .checks import (
     check_bools,
@@ -30,7 +31,6 @@ from .checks import (
     check_shape,
     check_tensor,
 )
-from .common import wide_dtype
 from .initialization import linear
 from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay

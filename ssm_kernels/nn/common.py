@@ -16,6 +16,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .._dtypes import readable
 from .._torchscript import refuse_tracing
 from ..choices import RecomputeName
 from ..ops._arguments import is_autocast_enabled
@@ -26,16 +27,6 @@ from .checks import check_dtype, check_int, check_number, check_shape, check_ten
 from .initialization import initialized, reset_conv
 from .naming import class_name
 from .weight_decay import NamesNoDecay
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and of the recurrence's parameters for activations of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def readable(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter or state in a dtype that decoding steps accept with activations of ``dtype``: that or its wide dtype."""
-    return value if value.dtype in (dtype, wide_dtype(dtype)) else value.to(wide_dtype(dtype))
 
 
 def update_state(state: Tensor, dtype: torch.dtype, update: Callable[[Tensor], Tensor]) -> Tensor:

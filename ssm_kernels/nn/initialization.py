@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..choices import StepInitialization
 from .naming import class_name
 
@@ -327,7 +328,7 @@ def _bias_of_steps(log_dt: Tensor, dt_init_floor: float) -> Tensor:
 
 def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
     """Makes ``softplus(bias)`` log-uniform in [``dt_min``, ``dt_max``], but at least ``dt_init_floor``."""
-    wide = torch.float64 if bias.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(bias.dtype)
     transform = partial(_bias_of_steps, dt_init_floor=dt_init_floor)
     uniform_rows_(bias, slice(None), math.log(dt_min), math.log(dt_max), transform, wide)
 

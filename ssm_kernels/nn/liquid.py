@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._dtypes import wide_dtype
 from ..choices import LiquidActivation
 from ..ops._arguments import check_dense
 from ..ops._step_sizes import check_step_size
 from ..ops.recurrences import liquid_step
 from .checks import check_bools, check_choice, check_pair
-from .common import mark_parameters, wide_dtype
+from .common import mark_parameters
 from .initialization import inverse_softplus, uniform_rows_
 from .naming import class_name, names_layer
 from .recurrent import RecurrentBase

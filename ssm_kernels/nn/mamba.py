@@ -19,18 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
-from .common import (
-    PLAIN_TENSORS,
-    PackedMixer,
-    conv_parameters,
-    expanded,
-    is_plain_linear,
-    short_convolution,
-    wide_dtype,
-)
+from .common import PLAIN_TENSORS, PackedMixer, conv_parameters, expanded, is_plain_linear, short_convolution
 from .initialization import linear
 from .naming import name_for_operator, names_layer
 from .selective_ssm import SelectiveBase

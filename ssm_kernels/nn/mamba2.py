@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import readable, wide_dtype
 from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeName
 from ..ops import selective_state_update
 from ..ops._arguments import finite_dt_limit
@@ -59,10 +60,8 @@ from .common import (
     is_plain_linear,
     keeps_less,
     mark_parameters,
-    readable,
     short_convolution,
     update_state,
-    wide_dtype,
 )
 from .discretized import DiscretizedModule
 from .gated_rms_norm import GatedRMSNorm

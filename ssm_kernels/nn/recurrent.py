@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._dtypes import wide_dtype
 from .._warnings import warn
 from ..ops._arguments import check_dense, is_autocast_enabled
 from ..ops._masks import as_mask, read_lengths, reset_state
 from ._operators import CallsOperators
 from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
-from .common import wide_dtype
 from .initialization import uniform_
 from .naming import class_name
 from .packed import PackedOrder

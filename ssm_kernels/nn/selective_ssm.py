@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import readable, wide_dtype
 from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
 from ..ops._arguments import is_autocast_enabled
@@ -39,7 +40,7 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import is_only_a_product, mark_parameters, readable, update_state, wide_dtype
+from .common import is_only_a_product, mark_parameters, update_state
 from .discretized import DiscretizedModule
 from .initialization import fill_, initialized, linear, reset_step_projection
 from .naming import class_name, name_for_operator, names_layer

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import wide_dtype
+
 __all__ = ["check_step_size", "step_size"]
 
 
@@ -28,7 +30,7 @@ def step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
         raise TypeError(f"{operator}: expected dt to be a tensor or a number, got {got}")
     if not isinstance(candidate, Tensor):
         raise TypeError(f"{operator}: expected candidate to be a tensor, got {type(candidate).__name__}")
-    dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(candidate.dtype)
     if not is_symbol:  # whose value no trace may depend on
         check_step_size(operator, dt, dtype)
     # One value for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.

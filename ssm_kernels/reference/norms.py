@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import wide_dtype
 from ..choices import GateActivation
 from ..ops._arguments import did_you_mean
 
@@ -115,7 +116,7 @@ def _add_norm(
     residual_in_fp32: bool,
     subtract_mean: bool,
 ) -> tuple[Tensor, Tensor]:
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = wide_dtype(x.dtype)
     kept = accumulate if residual_in_fp32 else x.dtype if residual is None else residual.dtype
     new_residual = x.to(kept) if residual is None else (x + residual).to(kept)
     return _norm(new_residual, weight, bias, eps, None, subtract_mean).to(x.dtype), new_residual

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssm_kernels import nn, reference
+from ssm_kernels._dtypes import wide_dtype
 from ssm_kernels.models import MambaConfig, RecurrentMixer
-from ssm_kernels.nn.common import wide_dtype
 
 Parameters = Mapping[str, Tensor]
 
