@@ -9,7 +9,7 @@ import torch
 from mamba2_mixer_helpers import OPTIONS, RESULTS, TENSORS, make_inputs
 from torch import Tensor
 
-from ssm_kernels._vmap import _mamba2_mixer as composition
+from ssm_kernels.rules.mixers import composed_mamba2 as composition
 
 OPERATOR = "mamba2_mixer"
 ops = torch.ops.ssm_kernels

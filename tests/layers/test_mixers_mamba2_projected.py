@@ -12,7 +12,7 @@ from mamba2_mixer_helpers import OPTIONS, RESULTS, TENSORS, make_inputs
 from test_mixers_mamba2 import assert_close, assert_vmap_is_a_loop, operator
 from torch import Tensor
 
-from ssm_kernels._vmap import _mamba2_mixer_projected as composition
+from ssm_kernels.rules.mixers import composed_mamba2_projected as composition
 
 OPERATOR = "mamba2_mixer"
 ops = torch.ops.ssm_kernels

@@ -1,0 +1,138 @@
+"""Rules of the operators that layers call between their projections."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
+from . import selective_scan, ssd
+from ._batching import each_sample
+from ._decomposition import bound
+from ._table import Call, Composed, Row
+from .convolution import decomposed_convolution
+from .norm import decomposed_norm
+
+__all__ = ["ROWS", "composed_mamba2", "composed_mamba2_projected"]
+
+# In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
+# their columns does not hold whole heads; the gated norm of Mamba2 averages over all channels of a group.
+AXES = dict.fromkeys(
+    (
+        *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba
+        *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state"),  # of Mamba2
+        *("y", "rstd", "norm_mean_product"),
+    ),
+    "batch",
+)
+
+
+def _composed_mamba(*arguments: Any) -> tuple[Any, ...]:
+    return mamba_mixer(torch.ops.ssm_kernels.selective_scan, *arguments)
+
+
+def composed_mamba2(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operators = torch.ops.ssm_kernels
+    parts = operators.causal_conv1d, operators.ssd_chunk_scan, operators.rms_norm_gated
+    return mamba2_mixer(*parts, *mamba2_arguments(arguments))
+
+
+def composed_mamba2_projected(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, *states = composed_mamba2(*arguments)
+    return project(out, *arguments[MAMBA2_ARGUMENTS:]), states[0], states[1]
+
+
+def _conv_flops(call: Call) -> int:
+    return 2 * math.prod(call["xz"].shape[:-1]) * call["weight"].numel()
+
+
+def _inner_flops(call: Call) -> int:
+    steps = math.prod(call["xz"].shape[:-1])
+    products = sum(call[name].numel() for name in ("conv_weight", "x_proj", "dt_proj", "out_proj"))
+    return steps * (2 * products + 9 * call["A_log"].numel())
+
+
+def _mamba2_flops(call: Call, *, backward: bool = False) -> int:
+    batch, length, _ = call["projected"].shape
+    convolution = (1 + backward) * 2 * batch * length * call["conv_weight"].numel()
+    heads = call["A_log"].shape[0]
+    sizes = (call["ngroups"], heads, call["headdim"], call["dstate"], call["chunk_size"])
+    return convolution + ssd.chunked_flops(batch * length, length, *sizes, backward)
+
+
+def _projected_flops(call: Call, *, backward: bool = False) -> int:
+    weight = call["out_proj_weight"]
+    projection = 0 if weight is None else 2 * call["projected"].shape[0] * call["projected"].shape[1] * weight.numel()
+    return _mamba2_flops(call, backward=backward) + (1 + backward) * projection
+
+
+def _no_flops(call: Call) -> int:
+    return 0
+
+
+def _decomposed_conv(
+    xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, layer: str = "Mamba"
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, z = xz.chunk(2, dim=-1)
+    x, _ = decomposed_convolution(x, weight.flatten(1), bias, "silu", initial_state=initial_state)
+    return x, x, z
+
+
+def _decomposed_mamba(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = bound(torch.ops.ssm_kernels._mamba_mixer_fwd.default, arguments, options)
+    scan = partial(selective_scan.decomposed_scan, save_chunk_states=given.pop("save_chunk_states"))
+    out, last_state, saved = mamba_mixer(scan, **given)
+    return out, last_state, saved, saved.clone()
+
+
+def _without_norm(x: Tensor, weight: Tensor, z: Tensor, **options: Any) -> Tensor:
+    return x
+
+
+def _decomposed_mamba2(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = bound(torch.ops.ssm_kernels._mamba2_mixer_fwd.default, arguments, options)
+    norm = partial(decomposed_norm, "rms_norm_gated") if given.pop("applies_norm") else _without_norm
+    results = mamba2_mixer(decomposed_convolution, ssd.decomposed_scan, norm, *mamba2_arguments(tuple(given.values())))
+    return *results, *(given["projected"].new_zeros(0) for _ in range(3))
+
+
+def _decomposed_projected(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    given = bound(torch.ops.ssm_kernels._mamba2_mixer_projected_fwd.default, arguments, options)
+    out, *others = _decomposed_mamba2(*(*given.values(),)[:MAMBA2_ARGUMENTS])
+    return project(out, *(*given.values(),)[MAMBA2_ARGUMENTS:]), *others
+
+
+_mamba_flops = partial(selective_scan.flops, x="x", A="A_log")
+
+
+def _row(name: str, composed: Any, flops: Any, decomposition: Any) -> Row:
+    forward, backward = (name, f"{name}_fwd"), f"{name}_bwd"
+    return Row(
+        batching={name: Composed(composed), backward: each_sample(backward)},
+        flops=dict.fromkeys(forward, flops) | {backward: partial(flops, backward=True)},
+        axes=dict.fromkeys((*forward, backward), AXES),
+        decompositions={f"{name}_fwd": decomposition},
+    )
+
+
+ROWS = {
+    "_mamba_conv": Row(
+        batching={"_mamba_conv": Composed()},
+        flops={"_mamba_conv": _conv_flops},
+        axes={"_mamba_conv": AXES},
+        decompositions={"_mamba_conv": _decomposed_conv},
+    ),
+    "_mamba_mixer": _row("_mamba_mixer", _composed_mamba, _mamba_flops, _decomposed_mamba),
+    "_mamba2_mixer": _row("_mamba2_mixer", composed_mamba2, _mamba2_flops, _decomposed_mamba2),
+    "_mamba2_mixer_projected": _row(
+        "_mamba2_mixer_projected", composed_mamba2_projected, _projected_flops, _decomposed_projected
+    ),
+    # Parts of layers' forward under torch.no_grad, and of their backward.
+    "_mamba_inner": Row(flops={"_mamba_inner": _inner_flops}),
+    "_mixer_parameters": Row(flops={"_mixer_parameters": _no_flops}),
+    "_copy_rows": Row(flops={"_copy_rows": _no_flops}),
+}

@@ -1,0 +1,116 @@
+"""Rules of the scan of the state-space dual form and of its summary."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from .._dtypes import wide_dtype
+from ..choices import DiscretizationName
+from ..reference.sequences import step_sizes
+from ._batching import each_sample, fold
+from ._decomposition import in_dtype, kept_states, refuse_packed, scan_states, skip_and_gate
+from ._table import Call, Composed, Row
+
+__all__ = ["ROWS", "chunked_flops", "decomposed_scan"]
+
+AXES = {
+    **dict.fromkeys(("x", "z", "out"), "batch seqlen channels headdim"),
+    **dict.fromkeys(("B", "C"), "batch seqlen groups dstate"),
+    **dict.fromkeys(("A", "dt_bias"), "channels"),
+    **dict.fromkeys(("initial_states", "final_states"), "batch channels headdim dstate"),
+    "D": "channels headdim",
+    "dt": "batch seqlen channels",
+    "decay": "batch channels",
+    "seq_idx": "batch seqlen",
+    "states": "batch positions channels headdim dstate",
+}
+_HEADS = dict.fromkeys(("x", "dt", "B", "C", "z"), 2) | {"initial_states": 1}
+
+DEFAULT_CHUNK = 64
+
+
+def chunked_flops(
+    steps: int, length: int, groups: int, heads: int, headdim: int, dstate: int, chunk: int | None, backward: bool
+) -> int:
+    chunk = min(chunk or DEFAULT_CHUNK, length)
+    within, values, states = groups * chunk * dstate, heads * chunk * headdim, heads * headdim * dstate
+    if backward:  # of every factor; C B^T and the states are computed again
+        return 2 * steps * (3 * within + 2 * values + 5 * states)
+    return 2 * steps * (within + values + 2 * states)
+
+
+def _flops(call: Call, *, backward: bool = False) -> int:
+    batch, length, heads, headdim = call["x"].shape
+    groups, dstate = call["B"].shape[-2:]
+    return chunked_flops(batch * length, length, groups, heads, headdim, dstate, call["chunk_size"], backward)
+
+
+def _summary_flops(call: Call, *, matrix: str = "B", backward: bool = False) -> int:
+    heads = next(call[name] for name in ("x", "grad_out") if call.get(name) is not None)
+    return (1 + 2 * backward) * 2 * heads.numel() * call[matrix].shape[-1]
+
+
+def decomposed_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    discretization: DiscretizationName = "zoh",
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    refuse_packed("ssd_chunk_scan", cu_seqlens)
+    batch, _, heads, headdim = x.shape
+    if reverse:
+        x, dt, B, C = (sequence.flip(1) for sequence in (x, dt, B, C))
+        z, seq_idx = (None if sequence is None else sequence.flip(1) for sequence in (z, seq_idx))
+    wide, dt, A, B, C, D, z, bias, states = in_dtype(wide_dtype(x.dtype), x, dt, A, B, C, D, z, dt_bias, initial_states)
+    dt = step_sizes(dt, bias, dt_softplus, dt_limit)
+    states = wide.new_zeros(batch, heads, headdim, B.shape[3]) if states is None else states
+    x_t, dt_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, dt, B, C))
+    y, states = scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, kept_states(seq_idx, wide.dtype))
+    D = D[:, None] if D is not None and D.dim() == 1 else D
+    out = skip_and_gate(y.transpose(0, 1), wide, D, z).to(x.dtype)
+    return out.flip(1) if reverse else out, states
+
+
+_FORWARD = ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd")
+_BACKWARD = ("_ssd_chunk_scan_bwd", "_ssd_chunk_scan_states_bwd")
+_SUMMARY = ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_scan_summary_fwd")
+
+ROWS = {
+    "ssd_chunk_scan": Row(
+        batching={
+            "ssd_chunk_scan": Composed(),
+            "_ssd_chunk_scan": fold("_ssd_chunk_scan", _HEADS, ("A", "D", "dt_bias"), (2, 1)),
+            **{name: each_sample(name) for name in _BACKWARD},
+        },
+        flops=dict.fromkeys(_FORWARD, _flops) | dict.fromkeys(_BACKWARD, partial(_flops, backward=True)),
+        axes=dict.fromkeys((*_FORWARD, *_BACKWARD), AXES),
+        decompositions={"ssd_chunk_scan": decomposed_scan},
+    ),
+    "ssd_chunk_scan_summary": Row(
+        batching={
+            "ssd_chunk_scan_summary": Composed(),
+            "_ssd_chunk_scan_summary": fold("_ssd_chunk_scan_summary", _HEADS, ("A", "dt_bias"), (1, 1)),
+            "_ssd_chunk_scan_summary_bwd": each_sample("_ssd_chunk_scan_summary_bwd"),
+        },
+        flops=dict.fromkeys(_SUMMARY, _summary_flops)
+        | {
+            "_ssd_chunk_scan_initial_gradient": partial(_summary_flops, matrix="C"),
+            "_ssd_chunk_scan_summary_bwd": partial(_summary_flops, backward=True),
+        },
+        axes=dict.fromkeys((*_SUMMARY, "_ssd_chunk_scan_summary_bwd"), AXES),
+    ),
+}
