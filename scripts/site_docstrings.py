@@ -7,6 +7,7 @@ References such as :func:`linear_scan` become links where docs/api has the name,
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,12 @@ from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from site_hooks import api_names
+
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
-NAMES = {line[4:].strip() for page in PAGES.glob("*.md") for line in page.read_text().splitlines() if line.startswith("::: ")}
+NAMES = {name for page in PAGES.glob("*.md") for line in page.read_text().splitlines() for name in api_names(line)}
 
 # A name after a tilde is shown without the modules before it.
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`+)(?:~[\w.]*\.(?=\w))?\.?([\w.]+)\1")

@@ -3,6 +3,7 @@
 * Pages outside of docs/, such as CONTRIBUTING.md, become pages of the site.
 * A link to any other file of the repository leads to a page with its text; one to a folder becomes text.
 * Formulas become MathML, which browsers show without a script.
+* A line of docs/api/ with an asterisk becomes a line for each recurrence.
 * Lists and <details> follow GitHub's rules, not Python-Markdown's.
 """
 
@@ -112,6 +113,22 @@ def with_wide_indents(markdown: str) -> str:
     return "\n".join(result)
 
 
+def api_names(line: str) -> list[str]:
+    """The public names that a line of a page in docs/api/ shows. An asterisk stands for each recurrence."""
+    name = line.removeprefix("::: ").strip() if line.startswith("::: ") else ""
+    if "*" not in name:
+        return [name] if name else []
+    stub = (ROOT / "ssm_kernels" / "ops" / "recurrences.pyi").read_text()
+    recurrences = list(dict.fromkeys(re.findall(r"^def (\w+)_scan\(", stub, flags=re.MULTILINE)))
+    return [name.replace("*", recurrence) for recurrence in recurrences]
+
+
+def with_api_names(markdown: str) -> str:
+    """A page of docs/api/ with a line for each name."""
+    lines = markdown.split("\n")
+    return "\n".join("\n".join(f"::: {name}" for name in api_names(line)) or line for line in lines)
+
+
 def with_mathml(page: str) -> str:
     """HTML with each formula as MathML."""
     from latex2mathml.converter import convert
@@ -152,7 +169,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if src_uri.startswith("source/"):
         return markdown
     repository_path = next((path for path, name in OUTSIDE.items() if name == src_uri), f"docs/{src_uri}")
-    markdown = with_site_links(markdown, repository_path, src_uri)
+    markdown = with_api_names(with_site_links(markdown, repository_path, src_uri))
     return with_wide_indents(markdown).replace("<details>", '<details markdown="1">')
 
 

@@ -15,52 +15,33 @@ In the state-space dual form the state is a matrix, headdim x dstate, and the wh
 
 from .._submodules import public_names
 from .._torchscript import refuse_script_of
+from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
-from .recurrences import (
-    CANDIDATE_ACTIVATIONS,
-    RECURRENCES,
-    diag_linear_scan,
-    elu_gru_scan,
-    hgrn_scan,
-    linear_scan,
-    liquid_scan,
-    mingru_scan,
-    minlstm_scan,
-    rglru_scan,
-)
+from .recurrences import *  # noqa: F403
 from .selective_scan import selective_scan
 from .ssd import ssd_chunk_scan
 from .state_update import selective_state_update
 
 __all__ = [
     "ALIASES",
-    "CANDIDATE_ACTIVATIONS",
     "DISCRETIZATIONS",
     "GATE_ACTIVATIONS",
-    "RECURRENCES",
     "Discretization",
     "add_layer_norm",
     "add_rms_norm",
     "causal_conv1d",
     "causal_conv1d_update",
     "coefficients",
-    "diag_linear_scan",
-    "elu_gru_scan",
-    "hgrn_scan",
     "layer_norm_gated",
-    "linear_scan",
-    "liquid_scan",
-    "mingru_scan",
-    "minlstm_scan",
     "phi1",
-    "rglru_scan",
     "rms_norm_gated",
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",
 ]
+__all__ += recurrences.__all__
 
 __dir__ = public_names(__name__)
 
