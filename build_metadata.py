@@ -39,6 +39,11 @@ def source_version() -> str:
     return re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
+def kernel_abi() -> int:
+    """The number of the boundary between ``_ops`` and the kernel libraries."""
+    return int(re.search(r"\bkKernelAbi = (\d+);", (ROOT / "csrc" / "common" / "kernel_abi.h").read_text())[1])
+
+
 def build_kind(torch_version: str, cuda: str | None) -> tuple[str, str]:
     """The minor version of torch, and ``cpu`` or ``cu130``: they tell apart two wheels of the same version."""
     return re.match(r"\d+\.\d+", torch_version)[0], f"cu{cuda.replace('.', '')}" if cuda else "cpu"

@@ -1,4 +1,5 @@
-"""Builds ``_ops``, the library of every operator, and ``_build_facts.py``, the module of facts about the build.
+"""Builds ``_ops``, the library of every operator, the kernel libraries that it needs, and ``_build_facts.py``, the module of
+facts about the build.
 
 Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
 ``CXX``; see docs/installation.md.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-import platform
+import re
 import shutil
 import sys
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -26,19 +27,13 @@ from build_backend import stop
 if int(setuptools.__version__.split(".")[0]) < 77:
     stop(f"expected setuptools>=77, got setuptools {setuptools.__version__}: pip install 'setuptools>=77,<82' wheel ninja")
 
+import build_kernels
 import build_metadata
+from build_kernels import CPU_CAPABILITIES, CPU_LIBRARY, CUDA_LIBRARY, Library
 from build_linking import check_library, link_arguments
 
 ROOT = Path(__file__).parent.resolve()
 OPS = "ssm_kernels._ops"
-
-# Hot CPU loops, cpu/*kernel.cpp, are compiled once per capability and selected at run time, like PyTorch's own.
-CPU_CAPABILITIES = {"DEFAULT": ["-O3"]}
-if platform.machine() in ("x86_64", "AMD64"):
-    CPU_CAPABILITIES["AVX2"] = ["-O3", "-mavx2", "-mfma", "-mf16c"]
-    CPU_CAPABILITIES["AVX512"] = [*CPU_CAPABILITIES["AVX2"], "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-    # Here DEFAULT serves only processors without AVX2, from before 2013: -O2 compiles it in two thirds of the time.
-    CPU_CAPABILITIES["DEFAULT"] = ["-O2"]
 
 # The starts of the names of objects that take longest, in this order (scripts/compile_report.py).
 SLOW_OBJECTS = ("cuda/selective_scan", "host/", "cpu_", "cuda/ssd", "cuda/linear_scan")
@@ -84,6 +79,7 @@ if plan.decision == "fetch":
         stop(f"{build_backend.REQUESTED}, but no nvcc was found: {advice}")
     plan = build_backend.CudaPlan("no", f"no nvcc was found ({advice})")
 WITH_CUDA = plan.decision == "yes"
+LIBRARIES = (CPU_LIBRARY, *([CUDA_LIBRARY] if WITH_CUDA else []))
 is_wheel = not build_metadata.WHEEL_COMMANDS.isdisjoint(sys.argv)
 distribution = build_metadata.distribution_class(
     torch_found.version if is_wheel else None, toolkit.version if WITH_CUDA else None
@@ -98,7 +94,7 @@ if WITH_CUDA:
     os.environ["CUDA_HOME"] = str(toolkit.home)
 
 import torch  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension, _get_cuda_arch_flags  # noqa: E402
 
 
 def cuda_architectures() -> str:
@@ -149,11 +145,12 @@ def write_units(sources: list[str], name: str) -> list[str]:
 
 
 class BuildLibraries(BuildExtension):
-    """BuildExtension that compiles the CPU kernels per capability and keeps the objects for incremental rebuilds."""
+    """BuildExtension that builds the kernel libraries before ``_ops``, and keeps the objects for incremental rebuilds."""
 
     def finalize_options(self):
         super().finalize_options()
-        # Not the default, a temporary folder in an editable install. Each version of torch and Python needs its own objects.
+        # Not the default, a temporary folder in an editable install. Each version of torch and Python needs its own objects of
+        # the host's files; those of kernels are in build_kernels.OBJECTS.
         name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
         self.build_temp = str(ROOT / "build" / name)
 
@@ -165,70 +162,91 @@ class BuildLibraries(BuildExtension):
             print(build_backend.cpu_only_notice(plan, ROOT))
 
     def copy_extensions_to_source(self):
-        # Never the facts of one build beside the library of another.
-        facts = ROOT / "ssm_kernels" / build_metadata.FACTS
-        facts.unlink(missing_ok=True)
+        # Never the facts of one build beside the library of another, nor CUDA kernels beside a library that has none.
+        package = ROOT / "ssm_kernels"
+        for name in (build_metadata.FACTS, CPU_LIBRARY.file, CUDA_LIBRARY.file):
+            (package / name).unlink(missing_ok=True)
         super().copy_extensions_to_source()
-        build_metadata.write_facts(facts.parent, build_facts())
+        for library in LIBRARIES:
+            shutil.copy(Path(self.build_lib) / "ssm_kernels" / library.file, package)
+        build_metadata.write_facts(package, build_facts())
+
+    def get_outputs(self):
+        return [*super().get_outputs(), *(os.path.join(self.build_lib, "ssm_kernels", one.file) for one in LIBRARIES)]
 
     def build_extension(self, ext):
+        folder = Path(self.get_ext_fullpath(ext.name)).parent
         try:
             # Change a copy, so that source distributions list the sources and not the units.
             ext = copy.copy(ext)
-            ext.extra_objects = self.compile_sources(ext, number_of_jobs())
+            ext.extra_objects, kernels = self.compile_sources(ext, number_of_jobs())
             ext.sources = []
+            folder.mkdir(parents=True, exist_ok=True)
+            for library in LIBRARIES:
+                self.link_kernels(library, kernels[library], folder, ext)
+            ext.library_dirs = [str(folder), *ext.library_dirs]
             # ninja refuses an empty list.
             self.compiler.compile = lambda *arguments, **keywords: []
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:
             stop(f"building {ext.name} failed ({error}); the compiler's messages are above.")
-        check_library(Path(self.get_ext_fullpath(ext.name)), compiler.command)
+        for name in (*(library.file for library in LIBRARIES), Path(self.get_ext_fullpath(ext.name)).name):
+            check_library(folder / name, compiler.command)
 
-    def compile_sources(self, ext, jobs: int) -> list[str]:
-        """Compiles CUDA files, the host's units and, for each capability, those of the CPU kernels, ``jobs`` at a time."""
+    def compile_sources(self, ext, jobs: int) -> tuple[list[str], dict[Library, list[str]]]:
+        """Compiles the host's units and the kernels, ``jobs`` at a time.
+
+        Returns:
+            the objects of ``_ops``, and those of each kernel library.
+        """
         compile_with_ninja = self.compiler.compile
         host_flags = ext.extra_compile_args["cxx"]
-        cuda_files = [source for source in ext.sources if source.endswith(".cu")]
-        host_units = write_units([source for source in ext.sources if source.endswith(".cpp")], "host")
-        kernels = write_units(CPU_KERNELS, "kernels")
-        tasks = [(f"cuda/{cuda_name(source)}", source, copy.deepcopy(ext.extra_compile_args)) for source in cuda_files]
-        tasks += [(f"host/{Path(unit).stem}", unit, host_flags) for unit in host_units]
-        tasks += [
-            (f"cpu_{capability.lower()}/{Path(unit).stem}", unit, [*host_flags, *flags, *capability_macros(capability)])
-            for capability, flags in CPU_CAPABILITIES.items()
-            for unit in kernels
-        ]
 
-        def compile_one(folder: str, source: str, flags: dict[str, list[str]] | list[str]) -> list[str]:
+        def compile_host(unit: str) -> str:
             # A folder of its own, because ninja's file is in it.
-            output = os.path.join(self.build_temp, folder)
-            return compile_with_ninja([source], output_dir=output, include_dirs=ext.include_dirs, extra_postargs=flags)
+            output = os.path.join(self.build_temp, "host", Path(unit).stem)
+            (found,) = compile_with_ninja([unit], output_dir=output, include_dirs=ext.include_dirs, extra_postargs=host_flags)
+            return found
 
+        cpu_compiler = [*compiler.command.split(), *self.compiler.compiler_so[1:]]
+        units = write_units(CPU_KERNELS, "kernels")
+        build_kernels.point_at_torch_headers(Path(torch.__file__).parent)
+        kernels = {CPU_LIBRARY: build_kernels.cpu_tasks(units, cpu_compiler, warning_flags())}
+        if WITH_CUDA:
+            kernels[CUDA_LIBRARY] = cuda_tasks()
+        host_units = write_units(ext.sources, "host")
+        calls = {f"host/{Path(unit).stem}": (compile_host, unit) for unit in host_units}
+        calls |= {task.folder: (build_kernels.compile_task, task) for tasks in kernels.values() for task in tasks}
         os.environ["MAX_JOBS"] = "1"
         with ThreadPoolExecutor(jobs) as pool:
             # The slowest begin, so that none of them is left alone at the end.
-            started = {task[0]: pool.submit(compile_one, *task) for task in sorted(tasks, key=by_time)}
+            started = {name: pool.submit(*calls[name]) for name in sorted(calls, key=by_time)}
             done, _ = wait(started.values(), return_when=FIRST_EXCEPTION)
             pool.shutdown(wait=False, cancel_futures=True)
             for one in done:
                 one.result()
-            # Host files and DEFAULT come first in the link: the linker keeps the first copy of an inline function.
-            return [obj for folder, _, _ in tasks for obj in started[folder].result()]
+        # DEFAULT comes first in the link: the linker keeps the first copy of an inline function.
+        objects = {library: [started[task.folder].result() for task in tasks] for library, tasks in kernels.items()}
+        return [started[f"host/{Path(unit).stem}"].result() for unit in host_units], objects
+
+    def link_kernels(self, library: Library, objects: list[str], folder: Path, ext) -> None:
+        arguments = ["-Wl,--no-undefined", f"-Wl,-soname,{library.file}", *link_arguments(library.exports)]
+        # Sleef is in libtorch_cpu.so, under the same names in every version.
+        libraries = ["cudart"] if library is CUDA_LIBRARY else ["torch_cpu"]
+        self.compiler.link_shared_object(
+            objects,
+            str(folder / library.file),
+            libraries=libraries,
+            library_dirs=ext.library_dirs,
+            extra_postargs=arguments,
+            target_lang="c++",
+        )
 
 
-def cuda_name(source: str) -> str:
-    """The name of a CUDA file's folder of objects: csrc/ssd/cuda/instantiations/bwd_f32.cu is ssd_bwd_f32."""
-    return f"{Path(source).parts[1]}_{Path(source).stem}"
-
-
-def by_time(task: tuple) -> int:
-    """Orders tasks by the compile time of their kind, the longest first."""
-    folder = task[0]
-    return next((place for place, start in enumerate(SLOW_OBJECTS) if folder.startswith(start)), len(SLOW_OBJECTS))
-
-
-def capability_macros(capability: str) -> list[str]:
-    return [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+def by_time(name: str) -> int:
+    """Orders objects by the compile time of their kind, the longest first. The name of a CUDA object has nvcc's version."""
+    name = re.sub(r"^cuda_[\d.]+/", "cuda/", name)
+    return next((place for place, start in enumerate(SLOW_OBJECTS) if name.startswith(start)), len(SLOW_OBJECTS))
 
 
 class CleanBuild(build):
@@ -239,45 +257,56 @@ class CleanBuild(build):
         super().run()
 
 
+def warning_flags() -> list[str]:
+    flags = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
+    if compiler.name == "GCC":
+        flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
+    return flags
+
+
 def ops_extension() -> Extension:
     """``_ops``: py_limited_api keeps libtorch_python out, and with it every Python symbol."""
     # Host files only check, allocate and launch; the loops are in the CPU kernels. -O1 saves a fifth of their compile time.
-    host_flags = ["-O1", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
+    host_flags = ["-O1", "-g0", "-fopenmp", "-fvisibility=hidden", *warning_flags()]
     # The paths of the build machine, in the messages of checks: csrc/... and torch/include/... remain.
-    paths = [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, Path(torch.__file__).parents[1])]
-    host_flags += paths
+    host_flags += [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, Path(torch.__file__).parents[1])]
     host_flags.append("-DAT_PER_OPERATOR_HEADERS")  # fewer headers to parse: saves a twentieth of a CPU build
     if compiler.name == "GCC":
-        host_flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
         host_flags += ["-finline-small-functions", "-findirect-inlining"]  # Clang does this at -O1
     host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
-    sources = set(find_sources("csrc/**/*.cpp")) - set(CPU_KERNELS)
+    sources = sorted(set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, *find_sources("csrc/cpu/kernel_abi.cpp")})
     options = {
         "include_dirs": [str(ROOT / "csrc")],
+        "libraries": [library.name for library in LIBRARIES],
+        # The kernel libraries are in the folder of `_ops`, wherever that is.
+        "runtime_library_dirs": ["$ORIGIN"],
         "extra_link_args": ["-fopenmp", "-Wl,--no-undefined", *link_arguments("ops.exports")],
         "py_limited_api": True,
     }
     if not WITH_CUDA:
-        return CppExtension(OPS, sorted(sources), extra_compile_args={"cxx": host_flags}, **options)
+        return CppExtension(OPS, sources, extra_compile_args={"cxx": host_flags}, **options)
 
     host_flags.append("-DSSM_KERNELS_WITH_CUDA")
-    # ptxas prints the registers and spills of every kernel; compression makes the library a sixth of the size.
-    nvcc_flags = ["-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xfatbin", "-compress-all"]
-    for flag in ("-fvisibility=hidden", *paths):
-        nvcc_flags += ["-Xcompiler", flag]
-    if os.environ.get("CXX") and not os.environ.get("CC"):
-        # torch passes only CC to nvcc; without CC and CXX, both find the same default.
-        nvcc_flags += ["-ccbin", shutil.which(compiler.command.split()[-1])]
+    options["include_dirs"] += packaged_headers()
+    if toolkit.is_packaged:
+        options["library_dirs"] = [linkable_runtime(toolkit.home / "lib")]
+    return CUDAExtension(OPS, sources, extra_compile_args={"cxx": host_flags}, **options)
+
+
+def packaged_headers() -> list[str]:
+    """Folders of the toolkit's headers. Some come with torch's own requirements, which may be in another folder than nvcc."""
     homes = [toolkit.home]
     if toolkit.is_packaged:
-        # Some headers come with torch's own requirements, which may be in another folder than nvcc.
         homes += [home for path in sys.path for home in Path(path).glob("nvidia/cu[0-9]*") if home != toolkit.home]
-        options["library_dirs"] = [linkable_runtime(toolkit.home / "lib")]
     folders = [folder for home in homes for folder in build_backend.cuda_include_dirs(home)]
-    options["include_dirs"] += [folder for folder in folders if folder != "/usr/include"]
-    sources |= set(find_sources("csrc/**/*.cu"))
-    return CUDAExtension(OPS, sorted(sources), extra_compile_args={"cxx": host_flags, "nvcc": nvcc_flags}, **options)
+    return [folder for folder in folders if folder != "/usr/include"]
+
+
+def cuda_tasks() -> list[build_kernels.Task]:
+    # Without this option nvcc takes the g++ of PATH.
+    options = ["-ccbin", shutil.which(compiler.command.split()[-1]), *_get_cuda_arch_flags()]
+    nvcc = toolkit.home / "bin" / "nvcc"
+    return build_kernels.cuda_tasks(find_sources("csrc/**/*.cu"), nvcc, toolkit.version, options, packaged_headers())
 
 
 def linkable_runtime(lib: Path) -> str:
@@ -300,6 +329,7 @@ def build_facts() -> dict[str, object]:
         "architectures": tuple(filter(None, architectures.split(";"))),
         "cpu_capabilities": tuple(CPU_CAPABILITIES),
         "compiler": f"{compiler.name} {compiler.version}",
+        "kernel_abi": build_metadata.kernel_abi(),
     }
 
 

@@ -254,6 +254,7 @@ def wheel(session):
     contents = session.run([builder.python, "-m", "zipfile", "-l", built])
     for name in (
         "ssm_kernels/_ops.abi3.so",
+        "ssm_kernels/libssm_kernels_cpu.so",
         "ssm_kernels/_build_facts.py",
         "ssm_kernels/py.typed",
         "ssm_kernels/ops/ssd.pyi",

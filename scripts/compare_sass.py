@@ -2,8 +2,8 @@
 
     python scripts/compare_sass.py [--ignore-parameters] OLD NEW
 
-OLD and NEW are libraries or objects (`_ops.abi3.so`, `*.o`). Needs cuobjdump from the CUDA toolkit. Exits with 1 if any kernel
-of one build has no equal kernel in the other.
+OLD and NEW are libraries or objects (`libssm_kernels_cuda.so`, `*.o`). Needs cuobjdump from the CUDA toolkit. Exits with 1 if
+any kernel of one build has no equal kernel in the other.
 
 Kernels read their parameters from constant bank 0. `--ignore-parameters` ignores the offsets of these reads, and the low half
 of their encodings, which contains the offset: for changes of the order of parameters. The high half, which contains the

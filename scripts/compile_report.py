@@ -20,7 +20,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.resolve()
-LIBRARY = ROOT / "ssm_kernels" / "_ops.abi3.so"
+LIBRARY = ROOT / "ssm_kernels" / "libssm_kernels_cuda.so"  # absent in a build without CUDA kernels
+KERNELS = ROOT / "build" / "kernels"
 PAGE = ROOT / "docs" / "installation.md"
 BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 
@@ -155,7 +156,7 @@ def seconds_tables(objects: dict[str, float], torch_version: str) -> str:
     lines += ["", "<details><summary>Seconds per object</summary>", "", "| object | seconds |", "|---|---:|"]
     # Without the folder that each object has for its ninja file; that of a CPU kernel names the instruction set.
     lines += [
-        f"| `{re.sub('^(cuda|host)/[^/]+/', '', name)}` | {time:.1f} |"
+        f"| `{re.sub('^(cuda_[^/]+|cpu_common|host)/[^/]+/', '', name)}` | {time:.1f} |"
         for name, time in sorted(objects.items(), key=lambda item: -item[1])
     ]
     lines += ["", "</details>"]
@@ -169,18 +170,19 @@ def write(page: str, text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("build", nargs="?", type=Path, help="a folder in build/; by default the one built last")
+    parser.add_argument("build", nargs="?", type=Path, help="a folder of the host's objects in build/; by default the last")
     parser.add_argument("--kernels", action="store_true", help="kernels only, no seconds")
     parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    counts = kernels_per_operator(kernel_names(LIBRARY.read_bytes()))
+    counts = kernels_per_operator(kernel_names(LIBRARY.read_bytes())) if LIBRARY.exists() else {}
     tables = [kernel_table(counts)] if counts else []
     if not arguments.kernels:
-        logs = sorted((ROOT / "build").rglob(".ninja_log"), key=lambda log: log.stat().st_mtime)
+        logs = sorted((ROOT / "build").glob("*-*/**/.ninja_log"), key=lambda log: log.stat().st_mtime)
         if arguments.build is None and not logs:
             sys.exit("expected ninja's log in a folder of build/, found none: build first")
         build = (arguments.build or ROOT / "build" / logs[-1].relative_to(ROOT / "build").parts[0]).resolve()
-        tables.append(seconds_tables(read_objects(build), build.name.split("-")[0]))
+        objects = read_objects(KERNELS) | read_objects(build)
+        tables.append(seconds_tables(objects, build.name.split("-")[0]))
     text = "\n\n".join(tables)
     print(text)
     if arguments.write:

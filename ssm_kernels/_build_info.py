@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 from pathlib import Path
@@ -82,8 +83,39 @@ def check_torch(built: str, running: str, cuda: str | None = None, running_cuda:
         )
 
 
+def _missing(library: Path) -> ImportError:
+    return ImportError(f"ssm_kernels has not been built: {library} is missing. Build it: {rebuild_command()}")
+
+
+def _does_not_load(library: Path, error: OSError, built: str) -> ImportError:
+    # Newer versions of PyTorch keep the loader's own message, with the undefined symbol, in the cause.
+    reason = str(error.__cause__ or error).removeprefix(f"{library}: ")
+    return ImportError(f"{library} does not load under torch {torch.__version__}: {reason}. {remedy(built)}")
+
+
+def _check_kernel_library(kind: str, facts: ModuleType) -> None:
+    """Raises ImportError unless the kernel library ``kind`` has the boundary that ``_ops`` was compiled for.
+
+    ``_ops`` compares the numbers too, for C++ programs, and can only end the process.
+    """
+    path = PACKAGE / f"libssm_kernels_{kind}.so"
+    if not path.exists():
+        raise _missing(path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _does_not_load(path, error, facts.torch) from error
+    function = getattr(library, f"ssm_kernels_{kind}_abi", None)
+    got = None if function is None else function()
+    if got != facts.kernel_abi:
+        raise ImportError(
+            f"{path} is of another build than _ops.abi3.so: expected kernel ABI {facts.kernel_abi}, got {got}. "
+            f"Build both: {rebuild_command()}"
+        )
+
+
 def load_operators() -> None:
-    """Loads ``_ops``, which registers ``torch.ops.ssm_kernels.*``.
+    """Loads ``_ops``, which registers ``torch.ops.ssm_kernels.*``, and the kernel libraries beside it.
 
     Raises:
         ImportError: the package is not built, or was built with another torch; the message has the command that fixes it.
@@ -92,15 +124,13 @@ def load_operators() -> None:
     check_torch(facts.torch, torch.__version__, facts.cuda, torch.version.cuda)
     library = PACKAGE / "_ops.abi3.so"
     if not library.exists():
-        raise ImportError(f"ssm_kernels has not been built: {library} is missing. Build it: {rebuild_command()}")
+        raise _missing(library)
+    for kind in ("cpu",) if facts.cuda is None else ("cpu", "cuda"):
+        _check_kernel_library(kind, facts)
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        # Newer versions of PyTorch keep the loader's own message, with the undefined symbol, in the cause.
-        reason = str(error.__cause__ or error).removeprefix(f"{library}: ")
-        raise ImportError(
-            f"{library} does not load under torch {torch.__version__}: {reason}. {remedy(facts.torch)}"
-        ) from error
+        raise _does_not_load(library, error, facts.torch) from error
 
 
 def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:

@@ -20,6 +20,7 @@
 #include <limits>
 
 #include "common/decoding_rows.h"
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 #include "common/scalar_kind.h"
 
@@ -153,5 +154,10 @@ SSM_HOST_DEVICE Roll roll_of(const ConvUpdateParams& p, const DecodingRows& rows
   const int64_t accepted = rows.accepted(b, p.state_length - p.width + 2), count = p.width - 2 + tokens;
   return {accepted + p.width - 2, accepted, count < p.state_length ? count : p.state_length};
 }
+
+SSM_KERNEL_STRUCT(ConvFwdParams, 264);
+SSM_KERNEL_STRUCT(ConvBwdParams, 376);
+SSM_KERNEL_STRUCT(ConvUpdateParams, 248);
+SSM_KERNEL_STRUCT(ConvTokenParams, 296);
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 
+#include "common/kernel_abi.h"
+
 namespace ssm_kernels {
 
 // ROW(capability) for each set that is built, narrowest first.
@@ -20,10 +22,10 @@ namespace ssm_kernels {
 size_t cpu_capability_index();
 
 // In an operator's namespace: defines cpu_kernels(), the operator's CpuKernels for this processor. Each cpu/*kernel.cpp ends
-// with `const CpuKernels& kernels()` in the namespace of its instruction set.
-#define SSM_DECLARE_KERNELS(CAPABILITY) \
-  namespace CAPABILITY {                \
-  const CpuKernels& kernels();          \
+// with `SSM_KERNEL_API const CpuKernels& kernels()` in the namespace of its instruction set, in libssm_kernels_cpu.so.
+#define SSM_DECLARE_KERNELS(CAPABILITY)       \
+  namespace CAPABILITY {                      \
+  SSM_KERNEL_API const CpuKernels& kernels(); \
   }
 #define SSM_KERNELS_OF(CAPABILITY) &CAPABILITY::kernels,
 #define SSM_DEFINE_CPU_KERNELS()                                                               \

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "common/integers.h"
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 #include "cuda/divisor.h"
 
@@ -89,6 +90,8 @@ inline bool RowCopies::add(const RowCopy& copy) {
 }
 
 // Queues the kernel; no source may overlap with a target.
-cudaError_t launch_row_copies(const RowCopies& copies, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_row_copies(const RowCopies& copies, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(RowCopies, 1488);
 
 }  // namespace ssm_kernels::cuda

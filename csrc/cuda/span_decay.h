@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "common/integers.h"
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 
 namespace ssm_kernels::cuda {
@@ -35,6 +36,8 @@ struct SpanDecay {
 
 // Queues the kernels. Scalar is the type of delta; bias, A and decay have its accumulation type.
 template <typename Scalar>
-cudaError_t launch_span_decay(const SpanDecay& span, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_span_decay(const SpanDecay& span, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(SpanDecay, 144);
 
 }  // namespace ssm_kernels::cuda

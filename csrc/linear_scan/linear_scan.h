@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 #include "common/recurrences.h"
 #include "common/scalar_kind.h"
@@ -90,5 +91,9 @@ struct LinearScanBwdParams : LinearScanParams {
   // beginning to row b * seqlen + t instead if there is a reset mask.
   StateView grad_initial_state;
 };
+
+SSM_KERNEL_STRUCT(LinearScanFwdParams, 320);
+SSM_KERNEL_STRUCT(LinearScanBwdParams, 544);
+SSM_KERNEL_STRUCT(LinearScanSummaryParams, 344);
 
 }  // namespace ssm_kernels::linear_scan

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 #include "common/scalar_kind.h"
 #include "norm/gate_activation.h"
@@ -79,5 +80,8 @@ struct NormBwdParams : NormParams {
   void *partial_weight = nullptr, *partial_bias = nullptr;
   int64_t partials = 0;
 };
+
+SSM_KERNEL_STRUCT(NormFwdParams, 280);
+SSM_KERNEL_STRUCT(NormBwdParams, 432);
 
 }  // namespace ssm_kernels::norm

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "common/kernel_abi.h"
 #include "common/limits.h"
 
 namespace ssm_kernels::selective_scan {
@@ -153,5 +154,9 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
   void* grad_delta_bias = nullptr;
   void* grad_initial_state = nullptr;
 };
+
+SSM_KERNEL_STRUCT(SelectiveScanFwdParams, 432);
+SSM_KERNEL_STRUCT(SelectiveScanBwdParams, 704);
+SSM_KERNEL_STRUCT(SelectiveScanSummaryParams, 408);
 
 }  // namespace ssm_kernels::selective_scan

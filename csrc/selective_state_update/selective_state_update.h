@@ -14,6 +14,7 @@
 
 #include "common/decoding_rows.h"
 #include "common/discretization.h"
+#include "common/kernel_abi.h"
 #include "common/limits.h"
 #include "common/scalar_kind.h"
 
@@ -79,5 +80,8 @@ struct TokenParams {
   int64_t intermediate_token = 0;
   int64_t intermediate_row = 0;  // elements between the rows of neighboring channels. Set by CUDA's entry point
 };
+
+SSM_KERNEL_STRUCT(StateUpdateParams, 448);
+SSM_KERNEL_STRUCT(TokenParams, 360);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "common/kernel_abi.h"
 #include "cuda/chunked/geometry.h"
 #include "cuda/tma_descriptor.h"
 
@@ -59,5 +60,8 @@ struct SsdFwdParams : SsdParams {
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
 };
+
+SSM_KERNEL_STRUCT(SsdFwdParams, 640);
+SSM_KERNEL_STRUCT(SsdBwdParams, 624);
 
 }  // namespace ssm_kernels::ssd

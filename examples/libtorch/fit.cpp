@@ -3,6 +3,8 @@
 //
 //   fit path/to/ssm_kernels/_ops.abi3.so [cpu|cuda]
 //
+// The folder of _ops.abi3.so has the kernel libraries that it loads.
+//
 // Prints the loss, and exits with 1 if it has not fallen to a hundredth.
 
 #include <ATen/core/dispatch/Dispatcher.h>

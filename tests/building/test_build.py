@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import FACTS, OPS, PACKAGE, ROOT, binutil, needed_libraries, run_python
+from build_helpers import (
+    CPU_LIBRARY,
+    CUDA_LIBRARY,
+    FACTS,
+    KERNEL_LIBRARIES,
+    LIBRARIES,
+    OPS,
+    PACKAGE,
+    ROOT,
+    binutil,
+    needed_libraries,
+    run_python,
+)
 from recurrence_helpers import RECURRENCES
 
 import build_backend
@@ -46,8 +58,26 @@ print(len(set(re.findall(r"\S*/lib(?:g|i|)omp5?[-.]\S*", open("/proc/self/maps")
 def test_operators_hold_no_python_symbol():
     symbols = [line.split()[-1] for line in binutil("nm", "-D", OPS).splitlines()]
     assert any("TORCH_LIBRARY" in s or "torch7Library" in s for s in symbols), "nm shows nothing of torch: wrong file?"
-    assert [s for s in symbols if re.match(r"_?Py", s)] == []
-    assert not [lib for lib in needed_libraries(OPS) if "python" in lib]
+    for library in LIBRARIES:
+        symbols = [line.split()[-1] for line in binutil("nm", "-D", library).splitlines()]
+        assert [s for s in symbols if re.match(r"_?Py", s)] == []
+        assert not [lib for lib in needed_libraries(library) if "python" in lib]
+
+
+@pytest.mark.parametrize("library", KERNEL_LIBRARIES, ids=lambda library: library.name)
+def test_kernel_libraries_use_nothing_of_one_version_of_torch(library):
+    """They serve every version: of PyTorch's libraries they need Sleef's functions alone, whose names stay."""
+    undefined = [line.split()[-1] for line in binutil("nm", "-D", "--undefined-only", library).splitlines()]
+    assert [name for name in undefined if re.search(r"c10|2at|5torch|ssm_kernels", name)] == []
+    torch_libraries = {lib for lib in needed_libraries(library) if "torch" in lib or "c10" in lib}
+    assert torch_libraries <= ({"libtorch_cpu.so"} if library == CPU_LIBRARY else set())
+    assert torch.__version__.encode() not in library.read_bytes()
+
+
+def test_operators_hold_no_kernel_and_find_the_kernel_libraries_in_their_folder():
+    assert {library.name for library in KERNEL_LIBRARIES} <= set(needed_libraries(OPS))
+    assert re.search(r"R(UN)?PATH\).*\[\$ORIGIN[\]:]", binutil("readelf", "-d", OPS))
+    assert ".nv_fatbin" not in binutil("readelf", "-SW", OPS)
 
 
 def test_messages_name_no_folder_of_the_build_machine(tmp_path):
@@ -55,17 +85,18 @@ def test_messages_name_no_folder_of_the_build_machine(tmp_path):
 
     The binaries of CUDA kernels keep their full paths, by which profilers find the lines of sources (-lineinfo).
     """
-    host_code = tmp_path / OPS.name
-    binutil("objcopy", "--remove-section=.nv_fatbin", OPS, host_code)
-    contents = host_code.read_bytes()
-    assert b"csrc/" in contents
-    for folder in (ROOT, Path(torch.__file__).parents[1]):
-        assert f"{folder}/".encode() not in contents
+    assert b"csrc/" in OPS.read_bytes()
+    for library in LIBRARIES:
+        host_code = tmp_path / library.name
+        binutil("objcopy", "--remove-section=.nv_fatbin", library, host_code)
+        contents = host_code.read_bytes()
+        for folder in (ROOT, Path(torch.__file__).parents[1]):
+            assert f"{folder}/".encode() not in contents
 
 
 def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
-    has_runtime = any("cudart" in lib for lib in needed_libraries(OPS))
-    assert has_runtime == (ssm_kernels.build_info()["cuda"] is not None)
+    has_runtime = any("cudart" in lib for library in LIBRARIES for lib in needed_libraries(library))
+    assert has_runtime == CUDA_LIBRARY.exists() == (ssm_kernels.build_info()["cuda"] is not None)
 
 
 def test_one_openmp_runtime(bare_process):
@@ -325,6 +356,9 @@ REASONS = {
     "no operators": "missing",
     "unloadable operators": "file too short|invalid ELF header",
     "undefined symbol": "undefined symbol: .*absent",
+    "no kernels": "libssm_kernels_cpu.so is missing",
+    "other kernels": r"is of another build than _ops\.abi3\.so: expected kernel ABI \d+, got 999\.",
+    "no kernels of this package": r"expected kernel ABI \d+, got None\.",
 }
 
 
@@ -337,11 +371,24 @@ def test_incomplete_build_is_an_import_error(tmp_path):
         copy.mkdir(parents=True)
         for source in PACKAGE.glob("*.py"):
             shutil.copy(source, copy)
+        for library in KERNEL_LIBRARIES:
+            (copy / library.name).symlink_to(library)
     (tmp_path / "nothing built" / "ssm_kernels" / FACTS.name).unlink()
     (tmp_path / "unloadable operators" / "ssm_kernels" / OPS.name).write_bytes(b"not a library")
     (tmp_path / "library.cpp").write_text("void absent_function(); void call() { absent_function(); }")
     library = tmp_path / "undefined symbol" / "ssm_kernels" / OPS.name
     subprocess.run(["c++", "-shared", "-fPIC", tmp_path / "library.cpp", "-o", library], check=True)
+    for state, source in (
+        ("no kernels", None),
+        ("other kernels", 'extern "C" int ssm_kernels_cpu_abi() { return 999; }'),
+        ("no kernels of this package", "void function() {}"),
+    ):
+        (tmp_path / state / "ssm_kernels" / OPS.name).write_bytes(b"not a library")
+        library = tmp_path / state / "ssm_kernels" / CPU_LIBRARY.name
+        library.unlink()
+        if source is not None:
+            (tmp_path / "library.cpp").write_text(source)
+            subprocess.run(["c++", "-shared", "-fPIC", tmp_path / "library.cpp", "-o", library], check=True)
     script = """
 import json, sys
 messages = []

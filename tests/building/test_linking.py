@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import OPS, exported_symbols, needed_libraries
+from build_helpers import KERNEL_LIBRARIES, LIBRARIES, OPS, ROOT, exported_symbols, needed_libraries
 from torch.autograd import forward_ad
 
 import build_linking
@@ -59,8 +60,24 @@ def test_library_exports_nothing():
     assert build_linking.read_shared_library(OPS).exported == [] == exported_symbols(OPS)
 
 
-def test_library_uses_the_shared_libstdcxx():
-    assert "libstdc++.so.6" in build_linking.read_shared_library(OPS).needed
+@pytest.mark.parametrize("library", KERNEL_LIBRARIES, ids=lambda library: library.name)
+def test_kernel_library_exports_its_boundary_alone(library):
+    """The functions marked SSM_KERNEL_API: of the CPU, the kernels of each operator and instruction set."""
+    exported = build_linking.read_shared_library(library).exported
+    kind = library.stem.removeprefix("libssm_kernels_")
+    assert sorted(exported) == sorted(exported_symbols(library)) and f"ssm_kernels_{kind}_abi" in exported
+    functions = [name for name in exported if name != f"ssm_kernels_{kind}_abi"]
+    expected = r"7kernelsEv$" if kind == "cpu" else r"launch|\d(count_norm|shared_bytes|has_wgmma_kernels)"
+    assert functions and [name for name in functions if not re.search(expected, name)] == []
+    if kind == "cpu":
+        built = ssm_kernels.build_info()["cpu_capabilities"]
+        kernels = [path for path in (ROOT / "csrc").glob("*/cpu/*kernel.cpp") if "& kernels() {" in path.read_text()]
+        assert len(functions) == len(kernels) * len(built)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_library_uses_the_shared_libstdcxx(library):
+    assert "libstdc++.so.6" in build_linking.read_shared_library(library).needed
 
 
 def test_exceptions_cross_the_library_that_exports_no_typeinfo():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import FACTS, OPS, ROOT, run_python, skip_without_build_requirements
+from build_helpers import CPU_LIBRARY, FACTS, OPS, ROOT, run_python, skip_without_build_requirements
 from forked_scripts import run_scripts
 from stub_build import build_environment, copy_sources, make_stub, run
 
@@ -36,7 +36,7 @@ def compilers_at_a_time(log: Path) -> int:
     events = [line.split(maxsplit=1) for line in log.read_text().splitlines()]
     running = [sum(1 if sign == "+" else -1 for sign, _ in events[: i + 1]) for i in range(len(events))]
     units = {f"{name}_{number}" for name, count in build_backend.UNITS.items() for number in range(1, count + 1)}
-    assert running[-1] == 0 and {Path(source).stem for _, source in events} == units
+    assert running[-1] == 0 and {Path(source).stem for _, source in events} == {*units, "kernel_abi"}
     return max(running)
 
 
@@ -81,15 +81,15 @@ def test_setup_links_the_shared_libstdcxx_and_checks_it(sources, tmp_path):
 
     linked = build_in_place(sources, stub)
     assert linked.returncode == 0, linked.stdout + linked.stderr
-    library = build_linking.read_shared_library(sources / "ssm_kernels" / OPS.name)
-    assert library.exported == [] and "libstdc++.so.6" in library.needed
-
-    (sources / "ssm_kernels" / OPS.name).unlink()
+    for name in (OPS.name, CPU_LIBRARY.name):
+        library = build_linking.read_shared_library(sources / "ssm_kernels" / name)
+        assert library.exported == [] and "libstdc++.so.6" in library.needed
+        (sources / "ssm_kernels" / name).unlink()
     text = (sources / "build_linking.py").read_text()
     (sources / "build_linking.py").write_text(text.replace("*SHARED_LIBSTDCXX,", '"-lstdc++",'))
     stopped = build_in_place(sources, stub)
     assert stopped.returncode == 1 and "Traceback" not in stopped.stderr, stopped.stdout + stopped.stderr
-    assert re.search(r"ssm_kernels: expected _ops\.abi3\.so to use the shared libstdc\+\+\.so\.6", stopped.stderr)
+    assert re.search(r"ssm_kernels: expected libssm_kernels_cpu\.so to use the shared libstdc\+\+\.so\.6", stopped.stderr)
     assert not list((sources / "ssm_kernels").glob("*.so"))
 
 

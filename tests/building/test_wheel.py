@@ -120,6 +120,7 @@ def test_source_distribution_has_every_file(tmp_path):
     left = (
         "ssm_kernels/_build_facts.py",
         "ssm_kernels/_ops.abi3.so",
+        "ssm_kernels/libssm_kernels_cpu.so",
         "tests/__pycache__/a.cpython-311.pyc",
         "build/units/a.cpp",
     )

@@ -17,6 +17,10 @@ import ssm_kernels
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(ssm_kernels.__file__).parent
 OPS = PACKAGE / "_ops.abi3.so"
+CPU_LIBRARY, CUDA_LIBRARY = PACKAGE / "libssm_kernels_cpu.so", PACKAGE / "libssm_kernels_cuda.so"
+# The kernel libraries that were built, and all libraries.
+KERNEL_LIBRARIES = [CPU_LIBRARY, *([CUDA_LIBRARY] if ssm_kernels.build_info()["cuda"] is not None else [])]
+LIBRARIES = [OPS, *KERNEL_LIBRARIES]
 FACTS = PACKAGE / "_build_facts.py"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from build_helpers import FACTS, OPS, ROOT
 
-BUILD_FILES = ("build_backend.py", "build_linking.py", "build_metadata.py", "pyproject.toml", "setup.py")
+BUILD_FILES = ("build_backend.py", "build_kernels.py", "build_linking.py", "build_metadata.py", "pyproject.toml", "setup.py")
 DOCUMENTS = ("README.md", "LICENSE", "MANIFEST.in")
 
 # Logs when a compilation starts and ends. Other calls go to the real compiler, except for a link that a copy replaces.
@@ -18,7 +18,9 @@ STUB = """#!{python}
 import os, shutil, sys, time
 arguments = sys.argv[1:]
 if "-shared" in arguments and {library!r} is not None:
-    shutil.copy({library!r}, arguments[arguments.index("-o") + 1])
+    target = arguments[arguments.index("-o") + 1]
+    beside = os.path.join(os.path.dirname({library!r}), os.path.basename(target))
+    shutil.copy(beside if os.path.exists(beside) else {library!r}, target)
     sys.exit()
 if "-c" not in arguments:
     os.execvp({compiler!r}, [{compiler!r}, *arguments])
@@ -49,7 +51,7 @@ def make_stub(folder: Path, *, compiler: str = "c++", library: Path | None = OPS
 
     Args:
         compiler: the compiler that probes and links.
-        library: what is copied in place of a link; None: link.
+        library: what is copied in place of a link, or the file beside it of the linked one's name; None: link.
         seconds: how long a compilation takes at least.
     """
     path = folder / "stub"

@@ -38,6 +38,7 @@ class Tree:
             shutil.copy(ROOT / name, folder / name)
         for name in (
             "ssm_kernels/_ops.abi3.so",
+            "ssm_kernels/libssm_kernels_cpu.so",
             "ssm_kernels/__pycache__/ops.pyc",
             "build/csrc/x.o",
             "profile_discretization.png",

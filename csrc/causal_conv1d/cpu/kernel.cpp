@@ -432,7 +432,7 @@ void update_task(const ConvUpdateParams& p, const ConvTokenParams* tokens, const
   visit_scalar(p.kind, [&](auto input) { update<decltype(input)>(p, tokens, tasks, task, scratch); });
 }
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&scratch_bytes, &sum_bytes, &fwd_task, &bwd_task, &finish, &update_task};
   return kKernels;
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "causal_conv1d/causal_conv1d.h"
+#include "common/kernel_abi.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -60,5 +61,8 @@ inline ConvFwdParams conv_params(const ConvUpdateParams& p) {
   params.out = p.out;
   return params;
 }
+
+SSM_KERNEL_STRUCT(Tasks, 24);
+SSM_KERNEL_STRUCT(CpuKernels, 48);
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "causal_conv1d/causal_conv1d.h"
+#include "common/kernel_abi.h"
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
 
@@ -81,14 +82,17 @@ struct BwdWorkspace {
 // Launch the kernels on the stream. Instantiated in instantiations/ for float, __half, __nv_bfloat16 and double; double has
 // general kernels only.
 template <typename Scalar>
-cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
-                       cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling,
+                                      const BwdWorkspace& workspace, cudaStream_t stream);
 // The second kernel of `sums` alone, for `tiles` rows of them.
 template <typename Scalar>
-cudaError_t launch_bwd_reduce(const ConvBwdParams& params, const void* sums, int64_t tiles, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_bwd_reduce(const ConvBwdParams& params, const void* sums, int64_t tiles, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams* tokens, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams* tokens, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(Tiling, 64);
+SSM_KERNEL_STRUCT(BwdWorkspace, 40);
 
 }  // namespace ssm_kernels::causal_conv1d

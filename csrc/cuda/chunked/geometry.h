@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 
 namespace ssm_kernels::cuda::chunked {
@@ -136,5 +137,8 @@ struct Schedule : WorkPartition {
   int* ticket_counter = nullptr;   // if blocks wait for one another's states; zero before the kernel
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
 };
+
+SSM_KERNEL_STRUCT(Schedule, 120);
+SSM_KERNEL_STRUCT(WorkPartition, 72);
 
 }  // namespace ssm_kernels::cuda::chunked

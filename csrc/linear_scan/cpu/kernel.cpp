@@ -383,7 +383,7 @@ void summary_task(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks
              [&](auto acc, auto variant) { summary<decltype(acc), decltype(variant)>(p, kind, tasks, task, scratch); });
 }
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&fwd_task, &bwd_task, &summary_task};
   return kKernels;
 }

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "linear_scan/linear_scan.h"
 
 namespace ssm_kernels::linear_scan {
@@ -36,5 +37,8 @@ struct CpuKernels {
   void (*bwd_task)(const LinearScanBwdParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
   void (*summary_task)(const LinearScanSummaryParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
 };
+
+SSM_KERNEL_STRUCT(Tasks, 24);
+SSM_KERNEL_STRUCT(CpuKernels, 24);
 
 }  // namespace ssm_kernels::linear_scan

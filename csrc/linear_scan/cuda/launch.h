@@ -18,6 +18,7 @@
 #include <limits>
 
 #include "common/integers.h"
+#include "common/kernel_abi.h"
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "linear_scan/linear_scan.h"
@@ -61,7 +62,8 @@ constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
 // The tiles of a chain form groups. A tile reads the state after the previous group and the maps of the earlier tiles of its
-// own group (tile_carry.cuh). Each thread holds the words of half a group in registers, so groups are shorter if words are longer.
+// own group (tile_carry.cuh). Each thread holds the words of half a group in registers, so groups are shorter if words are
+// longer.
 constexpr uint32_t group_tiles_log2(int accumulate_bytes) { return accumulate_bytes == 8 ? 3 : 5; }
 
 // 64-bit words of a published state, and of a published map.
@@ -168,22 +170,28 @@ inline int sequential_warps(const SequentialPartition& partition, int most_warps
 }
 
 // Queues a kernel that sets the carry's words to zero. The next kernel may start by PDL if it waits for this one.
-cudaError_t launch_clear_words(const Partition& partition, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_clear_words(const Partition& partition, cudaStream_t stream);
 
 // Queue a kernel on the stream. Instantiated for float, double, __half and __nv_bfloat16; the sequential kernels not for
 // double.
 template <typename Scalar>
-cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition,
+                                                  cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition,
+                                                  cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
-                                              cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params,
+                                                             const SequentialPartition& partition, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
-                                              cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params,
+                                                             const SequentialPartition& partition, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, const SummaryPartition& partition,
-                                       cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, const SummaryPartition& partition,
+                                                      cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(Partition, 104);
+SSM_KERNEL_STRUCT(SummaryPartition, 152);
+SSM_KERNEL_STRUCT(SequentialPartition, 56);
 
 }  // namespace ssm_kernels::linear_scan

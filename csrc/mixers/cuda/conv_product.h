@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "causal_conv1d/cuda/launch.h"
+#include "common/kernel_abi.h"
 #include "cuda/constants.h"
 
 namespace ssm_kernels::mixers {
@@ -44,7 +45,9 @@ struct ConvProductMemory {
 // tiling: steps is a multiple of kProductSteps; a tile is `warps` * steps steps. sums: (batch, tiles, width + 1, channels),
 // null if no parameter needs a gradient.
 template <typename Scalar>
-cudaError_t launch_conv_product(const ConvProductParams& params, const causal_conv1d::Tiling& tiling, int warps, float* sums,
-                                cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_conv_product(const ConvProductParams& params, const causal_conv1d::Tiling& tiling, int warps,
+                                               float* sums, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(ConvProductParams, 408);
 
 }  // namespace ssm_kernels::mixers

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "common/scalar_kind.h"
 
 namespace ssm_kernels::mixers {
@@ -24,6 +25,8 @@ struct MixerParametersParams {
 };
 
 template <typename Acc>
-cudaError_t launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(MixerParametersParams, 80);
 
 }  // namespace ssm_kernels::mixers

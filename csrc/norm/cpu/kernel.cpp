@@ -247,7 +247,7 @@ void sum_partials(const NormBwdParams& p) {
   });
 }
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&fwd_row, &bwd_rows, &sum_partials};
   return kKernels;
 }

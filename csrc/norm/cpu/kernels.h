@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "norm/norm.h"
 
 namespace ssm_kernels::norm {
@@ -31,5 +32,8 @@ struct CpuKernels {
   void (*bwd_rows)(const NormBwdParams&, const RowTasks&, int64_t task, std::byte* scratch);
   void (*sum_partials)(const NormBwdParams&);
 };
+
+SSM_KERNEL_STRUCT(RowTasks, 24);
+SSM_KERNEL_STRUCT(CpuKernels, 24);
 
 }  // namespace ssm_kernels::norm

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "common/macros.h"
 #include "cuda/constants.h"
 #include "norm/norm.h"
@@ -117,14 +118,18 @@ constexpr int kSumAccesses = std::max<int>(1, size * sizeof(Acc) / kVectorBytes)
 
 // Instantiated in instantiations/, for float, double, __half and __nv_bfloat16.
 template <typename Scalar>
-cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream);
 // How many clusters are resident on the current device, 0 if the query fails. Instantiated for the same types but double.
 template <typename Scalar>
-int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan);
+SSM_KERNEL_API int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan);
 // For float and double.
 template <typename Acc>
-cudaError_t launch_norm_sum(const NormBwdParams& params, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_norm_sum(const NormBwdParams& params, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(FwdPlan, 72);
+SSM_KERNEL_STRUCT(BwdPlan, 100);
+SSM_KERNEL_STRUCT(RmsPlan, 24);
 
 }  // namespace ssm_kernels::norm

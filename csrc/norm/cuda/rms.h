@@ -2,6 +2,7 @@
 // without bias whose groups take whole warps and fit into one block or cluster.
 #pragma once
 
+#include "common/kernel_abi.h"
 #include "norm/cuda/launch.h"
 
 namespace ssm_kernels::norm {
@@ -108,13 +109,13 @@ inline RmsFwdParams make_rms_fwd_params(const NormFwdParams& params, const RmsPl
 
 // Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
-cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan, cudaStream_t stream);
 // How many clusters of a plan are resident on the current device, 0 if the query fails. Instantiated for the same types.
 template <typename Scalar>
-int count_norm_rms_fwd_clusters(const RmsPlan& plan);
+SSM_KERNEL_API int count_norm_rms_fwd_clusters(const RmsPlan& plan);
 template <typename Scalar>
-int count_norm_rms_bwd_clusters(const RmsPlan& plan);
+SSM_KERNEL_API int count_norm_rms_bwd_clusters(const RmsPlan& plan);
 
 }  // namespace ssm_kernels::norm

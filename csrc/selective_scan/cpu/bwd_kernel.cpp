@@ -346,7 +346,7 @@ int64_t vector_bytes();
 int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);
 void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&vector_bytes, &fwd_scratch_bytes, &bwd_scratch_bytes,
                                        &fwd_task,     &bwd_task,          &bwd_reduce};
   return kKernels;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "common/kernel_abi.h"
 #include "common/scalar_kind.h"
 #include "selective_scan/selective_scan.h"
 
@@ -109,5 +110,9 @@ struct CpuKernels {
   void (*bwd_reduce)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t row,
                      int64_t chunk, std::byte* scratch);
 };
+
+SSM_KERNEL_STRUCT(Blocking, 72);
+SSM_KERNEL_STRUCT(BwdWorkspace, 56);
+SSM_KERNEL_STRUCT(CpuKernels, 48);
 
 }  // namespace ssm_kernels::selective_scan

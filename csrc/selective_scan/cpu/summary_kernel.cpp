@@ -262,7 +262,7 @@ void task(const SelectiveScanSummaryParams& p, const Blocking& blocking, ScalarK
   visit_scalar(kind, [&](auto scalar) { run_task<decltype(scalar)>(p, blocking, index, scratch); });
 }
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&vector_bytes, &scratch_bytes, &task};
   return kKernels;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "selective_scan/cpu/kernels.h"
 
 namespace ssm_kernels::selective_scan::summary {
@@ -14,5 +15,7 @@ struct CpuKernels {
   int64_t (*scratch_bytes)(const SelectiveScanSummaryParams&, const Blocking&, ScalarKind);
   void (*task)(const SelectiveScanSummaryParams&, const Blocking&, ScalarKind, int64_t task, std::byte* scratch);
 };
+
+SSM_KERNEL_STRUCT(CpuKernels, 24);
 
 }  // namespace ssm_kernels::selective_scan::summary

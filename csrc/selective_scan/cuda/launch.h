@@ -29,6 +29,7 @@
 #include <type_traits>
 
 #include "common/discretization.h"
+#include "common/kernel_abi.h"
 #include "cuda/constants.h"
 #include "selective_scan/selective_scan.h"
 
@@ -99,5 +100,7 @@ struct PartialSums {
   void* grad_D = nullptr;
   void* grad_delta_bias = nullptr;
 };
+
+SSM_KERNEL_STRUCT(PartialSums, 112);
 
 }  // namespace ssm_kernels::selective_scan

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/kernel_abi.h"
 #include "selective_scan/cuda/launch.h"
 #include "selective_scan/cuda/sequential.h"
 #include "selective_scan/cuda/short_scan.h"
@@ -77,18 +78,20 @@ void point_at_vectors(Params& params, Plan& plan);
 
 // Queue the plan's kernels on the stream.
 template <typename Scalar>
-cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& partial_sums,
-                       cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& partial_sums,
+                                      cudaStream_t stream);
 // The plan is that of plan_carry_pass, with memory for its maps.
 template <typename Scalar>
-cudaError_t launch_carry_pass(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_carry_pass(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream);
 
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const SelectiveScanParams& params, const sequential::ScanPlan& plan);
+
+SSM_KERNEL_STRUCT(Plan, 384);
 
 }  // namespace ssm_kernels::selective_scan

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/integers.h"
+#include "common/kernel_abi.h"
 #include "selective_scan/cuda/launch.h"
 
 namespace ssm_kernels::selective_scan::segment_maps {
@@ -67,6 +68,8 @@ bool supports(const SelectiveScanParams& params, const MatrixView& matrix) {
 
 // Queues the kernels.
 template <typename Scalar>
-cudaError_t launch(const Params& params, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch(const Params& params, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(Params, 368);
 
 }  // namespace ssm_kernels::selective_scan::segment_maps

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "selective_scan/cuda/launch.h"
 
 namespace ssm_kernels::selective_scan::sequential {
@@ -36,8 +37,8 @@ struct ScanPlan : ChannelPartition {
 
 // Bytes of shared memory of a block.
 template <typename Scalar>
-int64_t shared_bytes(const SelectiveScanFwdParams& params);
+SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanFwdParams& params);
 template <typename Scalar>
-int64_t shared_bytes(const SelectiveScanBwdParams& params);
+SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanBwdParams& params);
 
 }  // namespace ssm_kernels::selective_scan::sequential

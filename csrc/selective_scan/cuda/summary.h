@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "selective_scan/cuda/launch.h"
 
 namespace ssm_kernels::selective_scan {
@@ -24,6 +25,8 @@ struct SegmentFold {
   void* product = nullptr;
 };
 template <typename Acc>
-cudaError_t launch_fold(const SelectiveScanParams& params, const SegmentFold& fold, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_fold(const SelectiveScanParams& params, const SegmentFold& fold, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(SegmentFold, 48);
 
 }  // namespace ssm_kernels::selective_scan

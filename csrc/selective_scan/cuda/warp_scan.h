@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/discretization.h"
+#include "common/kernel_abi.h"
 #include "cuda/divisor.h"
 #include "selective_scan/cuda/launch.h"
 
@@ -75,8 +76,8 @@ struct ScanPlan : ChannelPartition {
 
 // Bytes of shared memory of a block.
 template <typename Scalar>
-int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
+SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
 template <typename Scalar>
-int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
+SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -275,7 +275,7 @@ void update_blocks(const StateUpdateParams& p, const TokenParams* tokens, const 
   visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, tokens, blocking, begin, end); });
 }
 
-const CpuKernels& kernels() {
+SSM_KERNEL_API const CpuKernels& kernels() {
   static constexpr CpuKernels kKernels{&vector_size, &update_blocks};
   return kKernels;
 }

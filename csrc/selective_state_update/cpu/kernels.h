@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "selective_state_update/selective_state_update.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -26,5 +27,8 @@ struct CpuKernels {
   // `tokens` is null where each row has one token and one slot.
   void (*update_blocks)(const StateUpdateParams&, const TokenParams* tokens, const Blocking&, int64_t begin, int64_t end);
 };
+
+SSM_KERNEL_STRUCT(Blocking, 32);
+SSM_KERNEL_STRUCT(CpuKernels, 16);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "selective_state_update/selective_state_update.h"
@@ -107,12 +108,16 @@ struct StepTiling {
 };
 
 template <typename Input, typename State>
-cudaError_t launch_step(const StepParams& params, const StepTiling& tiling, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_step(const StepParams& params, const StepTiling& tiling, cudaStream_t stream);
 
 // Input is the type of x, dt, B, C, z and out. `tokens` is null where each row has one token and one slot. Instantiated in
 // instantiations/.
 template <typename Input, typename State>
-cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling,
-                                          cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens,
+                                                         const Tiling& tiling, cudaStream_t stream);
+
+SSM_KERNEL_STRUCT(Tiling, 128);
+SSM_KERNEL_STRUCT(StepParams, 240);
+SSM_KERNEL_STRUCT(StepTiling, 16);
 
 }  // namespace ssm_kernels::selective_state_update

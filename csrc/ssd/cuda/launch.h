@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/kernel_abi.h"
 #include "cuda/chunked/geometry.h"
 #include "cuda/divisor.h"
 #include "ssd/ssd.h"
@@ -44,21 +45,23 @@ struct GateBwdParams {
 
 // Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
-                           cudaStream_t stream);
-cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
+SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
-                           cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
 // Writes the states after a span, begun with the initial states, in the partition's one direction: (batch, heads, headdim,
 // dstate).
 template <typename Scalar>
-cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
-                                   int max_shared_bytes, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states,
+                                                  Products products, int max_shared_bytes, cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);
 
 // Whether the library has kernels with wgmma, of fp16 and bf16, for the current device.
-bool has_wgmma_kernels();
+SSM_KERNEL_API bool has_wgmma_kernels();
+
+SSM_KERNEL_STRUCT(GateBwdParams, 216);
 
 }  // namespace ssm_kernels::ssd
