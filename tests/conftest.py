@@ -175,19 +175,6 @@ def kernels_by_layout():
         yield
 
 
-@pytest.fixture(params=["wgmma", "mma"])
-def each_products(request):
-    """Runs the test with either MMA preference of ssd_chunk_scan; float32 and float64 have one kind of products."""
-    import torch
-    from ssd_helpers import preferred_products
-
-    dtype = request.node.callspec.params.get("dtype")
-    if request.param == "mma" and dtype in (torch.float32, torch.float64):
-        pytest.skip(f"{dtype} has one kind of products")
-    with preferred_products(request.param):
-        yield
-
-
 @functools.cache
 def _why_no_cuda() -> str | None:
     if not _has_gpu():

@@ -118,7 +118,7 @@ every_operator = calls((operator, {"default": {}}) for operator, _ in CALLS)
 
 
 def in_dtypes() -> Iterator[tuple[OperatorSpec, Mapping[str, Inputs]]]:
-    """All calls in every dtype. In float64 ssd_chunk_scan is matmuls; test_ssd_cuda_variants.py has its other dtypes."""
+    """All calls in every dtype. In float64 ssd_chunk_scan is matmuls; test_ssd_cuda_grad.py has its other dtypes."""
     for operator, table in CALLS[3:]:  # of the recurrences one
         more = {"longest": {"batch": 1, "channels": 32, "seqlen": 65536}} if operator is RGLRU else {}
         dtypes = [torch.bfloat16, torch.float16] if operator is SSD else DTYPES
