@@ -41,7 +41,7 @@ ALLOWED_SPILLS = {
     re.compile(r"causal_conv1d::conv_fwd_channels_first_shifted_kernel<\w+>@sm_90a"): 16,
     re.compile(r"causal_conv1d::conv_fwd_channels_(first|first_shifted|last_run)_kernel<\w+>@(?!sm_90a)"): 80,
     re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<.*>@sm_90a"): 32,
-    re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<double, selective_scan::RareMethod, .*>@"): 640,
+    re.compile(r"selective_scan::warp_scan::warp_scan_bwd_kernel<double, selective_scan::RareMethod, .*>@sm_90a"): 640,
     re.compile(r"selective_scan::sequential::sequential_bwd_kernel<\w+, TruncatedPhi1<2> ?>@sm_90a"): 16,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,

@@ -127,6 +127,104 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   }
 }
 
+// What a block's functions share.
+template <typename TileConfig>
+struct BwdBlock {
+  using Scalar = typename TileConfig::Scalar;
+  using Sequence = SequenceTile<TileConfig>;
+
+  const SelectiveScanBwdParams& p;
+  const ScanPlan& plan;
+  const BwdShared<TileConfig>& shared;
+  const Position& at;
+  const BwdRows<Scalar>& rows;
+  int arguments;  // their place in shared memory
+  bool carry_pass;
+
+  __device__ __forceinline__ Sequence u() const { return {shared.u, plan.u}; }
+  __device__ __forceinline__ Sequence delta() const { return {shared.delta, plan.delta}; }
+  __device__ __forceinline__ Sequence z() const { return {shared.z, plan.z}; }
+  __device__ __forceinline__ Sequence grad_out() const { return {shared.grad_out, plan.grad_out}; }
+};
+
+// Starts the copies of a tile's sequences, and loads the states before it.
+template <typename TileConfig>
+__device__ __forceinline__ void load_tile(const BwdBlock<TileConfig>& block, int64_t t0, int steps) {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using AnyTile = AnyBwdTile<TileConfig>;
+  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
+  if (has_shifted_vectors<Scalar>(plan)) {
+    AnyTile::load(arguments, t0);
+  } else {
+    block.delta().load(p.delta, rows.delta, t0, at.channels, steps);
+    if (p.grad_out.data != nullptr) block.grad_out().load(p.grad_out, rows.grad_out, t0, at.channels, steps);
+    if (p.z.data != nullptr) block.z().load(p.z, rows.z, t0, at.channels, steps);
+    if (!carry_pass) block.u().load(p.u, rows.u, t0, at.channels, steps);
+  }
+  if (!carry_pass) {
+    const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
+    const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
+    load_states_before<TileConfig>(p, plan, shared, source, at.channels);
+  }
+}
+
+// Waits for the copies of a tile's sequences. The block synchronizes next.
+template <typename TileConfig>
+__device__ __forceinline__ void finish_load(const BwdBlock<TileConfig>& block, int64_t t0) {
+  using Scalar = typename TileConfig::Scalar;
+  using AnyTile = AnyBwdTile<TileConfig>;
+  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
+  cuda::cp_async_wait();
+  if (has_shifted_vectors<Scalar>(plan)) {
+    AnyTile::finish_load(arguments, t0);
+  } else {
+    block.delta().finish_load();
+    if (p.grad_out.data != nullptr) block.grad_out().finish_load();
+    if (p.z.data != nullptr) block.z().finish_load();
+    if (!carry_pass) block.u().finish_load();
+  }
+}
+
+// Stores the block's sums over time: the gradients of A, constant B and C, D, delta_bias and the initial state; or the map of
+// the segment.
+template <typename TileConfig>
+__device__ __forceinline__ void store_sums(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                           const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
+                                           const Position& at, const Lane<TileConfig>& lane, bool is_channel, bool carry_pass) {
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA, kPerState = Shared::kPerState;
+  const int64_t segment_row = at.row * plan.segments + at.segment;
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
+    const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
+    if (carry_pass) {
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
+      static_cast<Acc*>(plan.offset)[target] = shared.states[index * kPerState + kAdjoint];
+      return;
+    }
+    const auto store = [&](void* sums, Acc sum) {
+      if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
+    };
+    store(partial_sums.grad_A, shared.states[index * kPerState + kGradA]);
+    store(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[index]);
+    store(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[index]);
+    if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {
+      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.initial, at.first_channel + channel, state)] =
+          shared.states[index * kPerState + kAdjoint];
+    }
+  });
+  if (!carry_pass) {
+    const Acc grad_D = sum_over_time_lanes<TileConfig>(shared.grad_channel[threadIdx.x]);
+    const Acc grad_bias = sum_over_time_lanes<TileConfig>(shared.grad_channel[TileConfig::kThreads + threadIdx.x]);
+    if (lane.is_first() && is_channel) {
+      const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
+      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
+      if (partial_sums.grad_delta_bias != nullptr) static_cast<Acc*>(partial_sums.grad_delta_bias)[target] = grad_bias;
+    }
+  }
+}
+
 template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory) {
@@ -182,25 +280,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
   };
   const MatrixSlice<TileConfig, Shared::kMaxSlice> B{shared.B}, C{shared.C};
-  const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
-      grad_out_tile{shared.grad_out, plan.grad_out};
+  const BwdBlock<TileConfig> block{p, plan, shared, at, rows, arguments, carry_pass};
+  const auto u_tile = block.u(), delta_tile = block.delta(), z_tile = block.z(), grad_out_tile = block.grad_out();
 
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    if (has_shifted_vectors<Scalar>(plan)) {
-      AnyTile::load(arguments, t0);
-    } else {
-      delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
-      if (p.grad_out.data != nullptr) grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
-      if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
-      if (!carry_pass) u_tile.load(p.u, rows.u, t0, at.channels, steps);
-    }
-    if (!carry_pass) {
-      const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
-      const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
-      load_states_before<TileConfig>(p, plan, shared, source, at.channels);
-    }
+    load_tile(block, t0, steps);
 
     const int valid = is_channel ? steps - first_step : 0;
     // u itself if the gain is not one: the gradient needs it.
@@ -217,17 +303,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
         if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
-      if (first_state == 0) {
-        cuda::cp_async_wait();
-        if (has_shifted_vectors<Scalar>(plan)) {
-          AnyTile::finish_load(arguments, t0);
-        } else {
-          delta_tile.finish_load();
-          if (p.grad_out.data != nullptr) grad_out_tile.finish_load();
-          if (p.z.data != nullptr) z_tile.finish_load();
-          if (!carry_pass) u_tile.finish_load();
-        }
-      }
+      if (first_state == 0) finish_load(block, t0);
       __syncthreads();
 
       if (first_state == 0) {
@@ -450,34 +526,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   }
 
   if (at.begin >= at.end) __syncthreads();
-  const int64_t segment_row = at.row * plan.segments + at.segment;
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
-    const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
-    if (carry_pass) {
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
-      static_cast<Acc*>(plan.offset)[target] = shared.states[index * kPerState + kAdjoint];
-      return;
-    }
-    const auto store = [&](void* sums, Acc sum) {
-      if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
-    };
-    store(partial_sums.grad_A, shared.states[index * kPerState + kGradA]);
-    store(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[index]);
-    store(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[index]);
-    if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {
-      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.initial, at.first_channel + channel, state)] =
-          shared.states[index * kPerState + kAdjoint];
-    }
-  });
-  if (!carry_pass) {
-    const Acc grad_D = sum_over_time_lanes<TileConfig>(shared.grad_channel[threadIdx.x]);
-    const Acc grad_bias = sum_over_time_lanes<TileConfig>(shared.grad_channel[TileConfig::kThreads + threadIdx.x]);
-    if (is_first && is_channel) {
-      const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
-      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
-      if (partial_sums.grad_delta_bias != nullptr) static_cast<Acc*>(partial_sums.grad_delta_bias)[target] = grad_bias;
-    }
-  }
+  store_sums<TileConfig>(p, plan, partial_sums, shared, at, lane, is_channel, carry_pass);
 }
 
 // Warps per multiprocessor: 16 allow a thread 128 registers; doubles and Pass::kAny need more, the carry pass fewer.
