@@ -28,9 +28,9 @@ __all__ = [
     "MambaConv",
     "add_to_last_steps",
     "gate_gradient",
+    "halo_mask",
     "is_gate",
     "last_steps",
-    "own_steps",
 ]
 
 _ops = torch.ops.ssm_kernels
@@ -58,7 +58,7 @@ class Halo:
         return Gathering([tail, is_step], self._group, "causal_conv1d: halo")
 
     def end(
-        self, gathering: Gathering | None, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
+        self, gathering: Gathering | None, initial_state: Tensor | None, steps_before: Tensor | None, needs_final: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Receives the last steps of all ranks.
 
@@ -78,7 +78,7 @@ class Halo:
             # The halo at a border reads the last `taps` of the places before it that are steps.
             wanted = count[taps - 1 :: taps, None] + torch.arange(1 - taps, 1, device=places.device)
             sources = torch.searchsorted(count, wanted)
-            own = own_steps(past, slice(None), taps)
+            own = halo_mask(steps_before, slice(None), taps)
 
             def read(border: int) -> Tensor:
                 return _masked(places.index_select(2, sources[border]), _at(own, border))
@@ -138,7 +138,7 @@ class ChainHalo:
         return x
 
     def end(
-        self, x: Tensor, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
+        self, x: Tensor, initial_state: Tensor | None, steps_before: Tensor | None, needs_final: bool = False
     ) -> tuple[Tensor, None, None, Tensor | None]:
         """Receives the halo. Returns it, and which of its steps belong to the sequence after it; the others are for gathers."""
         assert not needs_final
@@ -149,7 +149,7 @@ class ChainHalo:
             halo = x.new_zeros(shape) if initial_state is None else initial_state
         if x.shape[1] < self._taps:
             self._chain.send([last_steps(halo, x, self._taps)])
-        own = own_steps(past, self._group.rank, self._taps)
+        own = halo_mask(steps_before, self._group.rank, self._taps)
         return _masked(halo, own), None, None, own
 
     def depend_on_halo(self, x: Tensor, tensor: Tensor) -> Tensor:
@@ -205,18 +205,18 @@ def add_to_last_steps(grad_halo: Tensor, grad_x: Tensor | None, grad_tail: Tenso
     return grad_halo if head == taps else grad_halo + F.pad(grad_tail[..., : taps - head], (head, 0))
 
 
-def own_steps(past: Tensor | None, border: int | slice, taps: int) -> Tensor | None:
+def halo_mask(steps_before: Tensor | None, border: int | slice, taps: int) -> Tensor | None:
     """Mask of the halo's steps that belong to the sequence at a border, (..., batch, 1, taps); None: all do."""
-    if past is None:
+    if steps_before is None:
         return None
-    lags = torch.arange(taps, 0, -1, device=past.device)
-    return (past[border, :, None] >= lags)[..., None, :]
+    lags = torch.arange(taps, 0, -1, device=steps_before.device)
+    return (steps_before[border, :, None] >= lags)[..., None, :]
 
 
 class CausalConv1d(torch.autograd.Function):
     """``out`` and, with ``needs_final``, the state after the last rank's span.
 
-    ``past`` is that of :class:`._packed_sequences.Packing`, or None for sequences that are not packed.
+    ``steps_before`` is that of :class:`._packed_sequences.Packing`, or None for sequences that are not packed.
     """
 
     @staticmethod
@@ -227,14 +227,14 @@ class CausalConv1d(torch.autograd.Function):
         bias: Tensor | None,
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
-        past: Tensor | None,
+        steps_before: Tensor | None,
         activation: ConvActivation | None,
         needs_final: bool,
         chain: Call | None,
         group: Group,
     ) -> Any:
         halo = _halo(group, weight.shape[1] - 1, chain)
-        out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, past, activation, needs_final, halo, group)
+        out, final = _convolve(ctx, x, weight, bias, initial_state, seq_idx, steps_before, activation, needs_final, halo, group)
         return (out, final) if needs_final else out
 
     @staticmethod
@@ -322,7 +322,7 @@ def _convolve(
     bias: Tensor | None,
     initial_state: Tensor | None,
     seq_idx: Tensor | None,
-    past: Tensor | None,
+    steps_before: Tensor | None,
     activation: ConvActivation | None,
     needs_final: bool,
     halo: Halo | ChainHalo,
@@ -333,7 +333,7 @@ def _convolve(
     head = min(x.shape[1], taps)
     exchanged: Any = halo.begin(x)
     out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
-    steps, final, sources, own = halo.end(exchanged, initial_state, past, needs_final)
+    steps, final, sources, own = halo.end(exchanged, initial_state, steps_before, needs_final)
     if head == 0:
         out = halo.depend_on_halo(exchanged, out)
     elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():

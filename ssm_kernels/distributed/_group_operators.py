@@ -125,9 +125,9 @@ class GroupOperators:
         if self.group.size == 1:
             return ops.selective_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         matrices = {name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2}
-        of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
+        time_axes = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
         tensors = Autocast(u).cast(tensors, lower=("u", "delta", "z", *matrices))
-        self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
+        self._agree("selective_scan", ops.selective_scan, tensors, options, time_axes, cu_seqlens)
         numbers, packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
         return SelectiveScan.apply(
@@ -177,9 +177,9 @@ class GroupOperators:
         }
         if self.group.size == 1:
             return ssd.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
-        of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+        time_axes = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
         tensors = Autocast(x).cast(tensors, lower=("x", "dt", "B", "C", "z"))
-        self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
+        self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, time_axes, cu_seqlens)
         numbers, packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
@@ -226,7 +226,7 @@ class GroupOperators:
             bias,
             initial_state,
             numbers,
-            None if packing is None else packing.past,
+            None if packing is None else packing.steps_before,
             activation,
             return_final_state,
             self._chain(return_final_state),
@@ -262,8 +262,8 @@ class GroupOperators:
         to = Autocast(inputs[0])
         named = {key: to.to_float(value) if key in row.broadcast else to.to_lower(value) for key, value in named.items()}
         tensors = named | {"h0": to.to_float(h0), "reset": reset}
-        of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
-        self._agree(name, local, tensors, options, of_steps, cu_seqlens, row.broadcast)
+        time_axes = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
+        self._agree(name, local, tensors, options, time_axes, cu_seqlens, row.broadcast)
         if cu_seqlens is not None:
             cu_seqlens = self._split(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens(cu_seqlens)
         first = named[row.inputs[0]]
@@ -355,8 +355,8 @@ class GroupOperators:
         cu_seqlens: Tensor | None = None,
     ) -> None:
         tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
-        of_steps = {"x": 1, "seq_idx": 1}
-        self._agree("causal_conv1d", convolutions.causal_conv1d, tensors, options, of_steps, cu_seqlens)
+        time_axes = {"x": 1, "seq_idx": 1}
+        self._agree("causal_conv1d", convolutions.causal_conv1d, tensors, options, time_axes, cu_seqlens)
 
     def _agree(
         self,
@@ -364,7 +364,7 @@ class GroupOperators:
         local: Callable[..., Any],
         tensors: Mapping[str, Tensor | None],
         options: Mapping[str, Any],
-        of_steps: Mapping[str, int],
+        time_axes: Mapping[str, int],
         cu_seqlens: Tensor | None = None,
         broadcast: Sequence[str] = (),
     ) -> None:
@@ -375,7 +375,7 @@ class GroupOperators:
             local: the operator for one rank, which checks the arguments, ``cu_seqlens`` included.
             tensors: arguments by name.
             options: the others.
-            of_steps: the axis of time of the tensors that have one.
+            time_axes: the axis of time of the tensors that have one.
             cu_seqlens: of the whole sequence.
             broadcast: tensors whose axis of time may have the size 1.
         """
@@ -386,7 +386,7 @@ class GroupOperators:
             return
 
         def description() -> dict[str, Any]:
-            described: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
+            described: dict[str, Any] = {name: describe(value, time_axes.get(name)) for name, value in tensors.items()}
             # The number of packed sequences changes from call to call: SequenceSplit compares it.
             ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
             described |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
@@ -395,7 +395,7 @@ class GroupOperators:
                 described["h0"] = describe(h0, 0, "sequences")
             described |= {name: str(value) for name, value in options.items()}
             described |= {"exchange": self.exchange, "layer": self._layer or None}
-            sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
+            sized = [(tensors[name], axis) for name, axis in time_axes.items() if name not in broadcast]
             lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
             described["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
             return described

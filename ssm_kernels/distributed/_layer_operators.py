@@ -116,7 +116,7 @@ class LayerOperators(GroupOperators):
         out: Tensor = node.apply(
             to.to_lower(given.projected),
             *map(to.to_float, given[1:7]),
-            *((None,) * 3 if packing is None else (numbers, packing.past, packing.carry_mask)),
+            *((None,) * 3 if packing is None else (numbers, packing.steps_before, packing.carry_mask)),
             options,
             self.group,
             norm,

@@ -18,7 +18,7 @@ from .._mixers import Mamba2Options
 from ..ops.summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import SummaryCarry, mask_state
 from ._collectives import Kind, depend_on
-from ._convolution import Halo, add_to_last_steps, last_steps, own_steps
+from ._convolution import Halo, add_to_last_steps, halo_mask, last_steps
 from ._group import Group
 from ._messages import Call, Chain
 from ._split_norm import SplitNorm
@@ -37,7 +37,7 @@ def before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
 
 
 class Mamba2Mixer(torch.autograd.Function):
-    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``carry_mask`` are those of ``Packing``."""
+    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``Packing`` has ``steps_before`` and ``carry_mask``."""
 
     @staticmethod
     def forward(
@@ -50,7 +50,7 @@ class Mamba2Mixer(torch.autograd.Function):
         dt_bias: Tensor,
         norm_weight: Tensor | None,
         seq_idx: Tensor | None,
-        past: Tensor | None,
+        steps_before: Tensor | None,
         carry_mask: Tensor | None,
         options: Mamba2Options,
         group: Group,
@@ -61,7 +61,7 @@ class Mamba2Mixer(torch.autograd.Function):
         d_ssm = z.shape[-1]
         halo, steps, sources, own = Halo(group, taps), None, None, None
         if taps > 0:
-            steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
+            steps, _, sources, own = halo.end(halo.begin(xBC), None, steps_before)
         wide = wide_dtype(projected.dtype)
 
         def summarize() -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
         dt_bias: Tensor,
         norm_weight: Tensor | None,
         seq_idx: Tensor | None,
-        past: Tensor | None,
+        steps_before: Tensor | None,
         carry_mask: Tensor | None,
         options: Mamba2Options,
         group: Group,
@@ -168,7 +168,7 @@ class ChainedMamba2Mixer(torch.autograd.Function):
             halo = projected.new_zeros(ctx.kinds[1][0])
         else:
             initial, halo = ctx.chain.receive(ctx.kinds, projected)
-            own = own_steps(past, group.rank, taps)
+            own = halo_mask(steps_before, group.rank, taps)
             border_mask = None if carry_mask is None else carry_mask[0, group.rank]
             initial = mask_state(initial, border_mask)
             if taps > 0:

@@ -121,9 +121,9 @@ class Packing:
     Attributes:
         numbers: with ``of_split``, a number for each of this rank's steps that changes where a sequence begins, and is negative
             where ``seq_idx`` is. Else None: ``seq_idx`` itself, which this object does not keep alive.
-        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
-            one of its numbers is negative, which is padding for convolutions. The last row is of the border after the last
-            rank: the steps of the last sequence. A span without steps has the numbers of the border after it.
+        steps_before: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step;
+            zero if one of its numbers is negative, which is padding for convolutions. The last row is of the border after the
+            last rank: the steps of the last sequence. A span without steps has the numbers of the border after it.
         carry_mask: (2, ranks, batch), bool: whether a sequence goes on at the border before a rank, and whether it also goes on
             at the end of the rank's span. For scans, to which a negative number is one like others. ``carry_mask_in_reverse``
             has the same for scans that run backwards in time.
@@ -151,19 +151,19 @@ class Packing:
         for of_rank in table.unbind(0):
             first, last, (trailing, lengths) = of_rank.split([len(numbers), len(numbers), 2])
             is_empty = lengths == 0
-            past = torch.where(is_empty | ~is_begun | (first == number).all(0), run, 0)
-            rows.append(past)
+            steps_before = torch.where(is_empty | ~is_begun | (first == number).all(0), run, 0)
+            rows.append(steps_before)
             paddings.append((torch.where(is_empty, number, first) < 0).any(0))
             goes_through.append(trailing == lengths)
             empties.append(is_empty)
-            run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
+            run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, steps_before, 0))
             number = torch.where(is_empty, number, last)
             is_begun = is_begun | ~is_empty
-        past = torch.stack([*rows, run])
-        goes_on = past[:-1] > 0
+        steps_before = torch.stack([*rows, run])
+        goes_on = steps_before[:-1] > 0
         self._is_one_sequence = torch.stack(goes_through)
         self.carry_mask = torch.stack([goes_on, goes_on & self._is_one_sequence])
-        self.past = torch.where(torch.stack([*paddings, (number < 0).any(0)]), 0, past)
+        self.steps_before = torch.where(torch.stack([*paddings, (number < 0).any(0)]), 0, steps_before)
         self._is_empty = torch.stack(empties)
         self._carry_mask_in_reverse: Tensor | None = None
 
