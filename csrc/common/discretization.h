@@ -17,9 +17,9 @@
 //   d Abar / d delta = A Abar'          d Abar / d A = delta Abar'
 //   d (delta k) / d delta = (z k)'      d (delta k) / d A = delta^2 k'
 //
-// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py and a row in the tests'
-// table. docs/discretizations.md has the formulas and their properties. selective_scan/cuda/sequential_step.cuh may have a form
-// of it with fewer instructions.
+// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference/discretizations.py and a
+// row in the tests' table. docs/discretizations.md has the formulas and their properties.
+// selective_scan/cuda/sequential_step.cuh may have a form of it with fewer instructions.
 #pragma once
 
 #include <string_view>

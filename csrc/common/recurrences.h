@@ -20,8 +20,8 @@
 // Options that change the formulas are a base class. Kernels for calls without options know DefaultOptions at compile time;
 // other kernels read RuntimeOptions.
 //
-// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference_recurrences.py, a row in the
-// tests' table and the documented function in ssm_kernels/recurrences.py. docs/recurrences.md has the formulas and their
+// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference/recurrences.py, a row in the
+// tests' table and the documented function in ssm_kernels/ops/recurrences.py. docs/recurrences.md has the formulas and their
 // sources.
 #pragma once
 

@@ -1,6 +1,6 @@
 """The recurrences over the ranks of a group, with the arguments of the functions of the same names in ``ssm_kernels``.
 
-A loop makes them from the table of recurrences. ``_recurrences.pyi`` has the types, and ``scripts/stubs.py`` writes it.
+A loop makes them from the table of recurrences. ``scripts/generate_stubs.py`` writes their types to ``_recurrences.pyi``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gated linear recurrences: a documented scan for each row of ``csrc/common/recurrences.h``.
 
 A loop at the end of the module makes the steps and the summaries from the scans. ``recurrences.pyi`` has the types:
-``scripts/stubs.py`` writes it.
+``scripts/generate_stubs.py`` writes it.
 """
 
 from __future__ import annotations
