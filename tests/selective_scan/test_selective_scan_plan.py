@@ -205,7 +205,7 @@ def test_other_calls_have_lanes_in_time(options):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("discretization", "dtype", "kernel"),
+    ("discretization", "dtype", "chosen"),
     [
         ("bilinear", torch.float16, "sequential"),
         ("rk4", torch.bfloat16, "sequential"),
@@ -214,10 +214,10 @@ def test_other_calls_have_lanes_in_time(options):
     ],
     ids=str,
 )
-def test_rare_methods_have_no_sequential_scan_in_float16(discretization, dtype, kernel):
+def test_rare_methods_have_no_sequential_scan_in_float16(discretization, dtype, chosen):
     sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": 16}
     inputs = make_inputs(**sizes, dtype=dtype, discretization=discretization, device="cuda")
-    assert kernels_of(inputs) == (kernel, kernel)
+    assert kernels_of(inputs) == (chosen, chosen)
 
 
 @pytest.mark.cuda
