@@ -13,9 +13,46 @@
 #include "torch/choices.h"
 #include "torch/memory_overlap.h"
 #include "torch/packed_sequences.h"
+#include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::causal_conv1d {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // Depthwise convolution over the last `width` steps: act(bias + sum_l weight[:, width - 1 - l] x_{t-l}).
+  schemas.def(
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? seq_idx=None, "
+      "Tensor? cu_seqlens=None, Tensor? initial_state=None) -> (Tensor out, Tensor final_state)");
+  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone.
+  const std::string convolution_arguments =
+      "(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, "
+      "str? activation) -> (Tensor out, Tensor final_state)";
+  schemas.def("_causal_conv1d" + convolution_arguments);
+  schemas.kernels("_causal_conv1d_fwd" + convolution_arguments);
+  // Its adjoint. Gradients that are absent or not needed have no elements; the last of needs_grad is of initial_state. The
+  // second form writes the first gradient where it is told to: into columns of a wider tensor, for instance.
+  schemas.kernels(
+      "_causal_conv1d_bwd(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, str layer='causal_conv1d') "
+      "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)");
+  schemas.kernels(
+      "_causal_conv1d_bwd_out(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
+      "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, Tensor(a!) grad_x, "
+      "Tensor? grad_out_2=None) -> (Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)");
+  // A step of it or a few, the state rolled in place.
+  schemas.in_place(
+      "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, str? activation=None, "
+      "Tensor? state_batch_indices=None) -> Tensor");
+  // The same for servers: into `out`, packed tokens, slots to read from and slots to write to.
+  schemas.in_place(
+      "causal_conv1d_update_out(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation, "
+      "Tensor? state_batch_indices, Tensor(b!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, "
+      "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, Tensor(c!)? intermediate_conv_window=None, "
+      "Tensor? intermediate_state_indices=None, bool disable_state_update=False) -> ()");
+}
+
 namespace {
 
 constexpr char kOp[] = "causal_conv1d", kUpdateOp[] = "causal_conv1d_update";
@@ -344,6 +381,9 @@ CausalConv1d::Result causal_conv1d(const PublicInputs& in) {
 
 struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
   static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update";
+  static constexpr const char *kName = kUpdateOp, *kScan = kOp;
+
+  static auto tensors(const UpdateInputs& in) { return std::tie(in.conv_state, in.x, in.weight, in.bias); }
 
   static void count_writes(const UpdateInputs& in) { torch::autograd::increment_version(in.conv_state); }
 
@@ -352,15 +392,20 @@ struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
     to.to_lower(in.x);
     to.to_float(in.weight, in.bias);
   }
-};
 
-at::Tensor update_autograd(c10::DispatchKeySet keys, const UpdateInputs& in) {
-  operator_of<CausalConv1dUpdate>().check(in);
-  return step_below_autograd<CausalConv1dUpdate>(kUpdateOp, kOp, keys, in, in.conv_state, in.x, in.weight, in.bias);
-}
+  static at::Tensor meta(const UpdateInputs& in) {
+    check_update_inputs(in);
+    return allocate_update(in);
+  }
+};
 
 struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
   static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update_out";
+  static constexpr const char *kName = kUpdateOp, *kScan = kOp;
+
+  static auto tensors(const UpdateOutInputs& in) {
+    return std::tie(in.conv_state, in.x, in.weight, in.bias, in.out, in.intermediate_conv_window);
+  }
 
   static void count_writes(const UpdateOutInputs& in) {
     if (!in.disable_state_update) torch::autograd::increment_version(in.conv_state);
@@ -369,18 +414,12 @@ struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
   }
 
   static void cast(UpdateOutInputs& in, const Autocast& to) { CausalConv1dUpdate::cast(in, to); }
+
+  static NoResult meta(const UpdateOutInputs& in) {
+    check_update_out_inputs(in);
+    return {};
+  }
 };
-
-NoResult update_out_autograd(c10::DispatchKeySet keys, const UpdateOutInputs& in) {
-  operator_of<CausalConv1dUpdateOut>().check(in);
-  return step_into_arguments_below_autograd<CausalConv1dUpdateOut>(kUpdateOp, kOp, keys, in, in.x, in.conv_state, in.weight,
-                                                                   in.bias, in.out, in.intermediate_conv_window);
-}
-
-NoResult update_out_meta(const UpdateOutInputs& in) {
-  check_update_out_inputs(in);
-  return {};
-}
 
 }  // namespace
 
@@ -388,17 +427,11 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&causa
 
 SSM_DIFFERENTIABLE_OPERATOR(CausalConv1d)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  implement<&update_autograd>(m, "causal_conv1d_update");
-  implement<&update_out_autograd>(m, "causal_conv1d_update_out");
-}
-
 SSM_IN_PLACE_OPERATOR(CausalConv1dUpdate)
 SSM_IN_PLACE_OPERATOR(CausalConv1dUpdateOut)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  register_kernels<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>,
-                   &meta<check_update_inputs, allocate_update, UpdateInputs>, &update_out_meta>(m);
+  register_convolution<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);
 }
 
 }  // namespace ssm_kernels::causal_conv1d

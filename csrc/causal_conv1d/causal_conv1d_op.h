@@ -131,14 +131,12 @@ BwdOutGrads bwd_out(BwdOutInputs& in) {
   return {std::move(grads[kGradWeight]), std::move(grads[kGradBias]), std::move(grads[kGradInitialState])};
 }
 
-template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&), at::Tensor (*update)(const UpdateInputs&),
-          NoResult (*update_out)(const UpdateOutInputs&)>
-void register_kernels(torch::Library& m) {
+// Registers the kernels of the convolution itself, without those of its steps.
+template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&)>
+void register_convolution(torch::Library& m) {
   implement<fwd>(m, "_causal_conv1d_fwd");
   implement<bwd>(m, "_causal_conv1d_bwd");
   implement<&bwd_out<bwd>>(m, "_causal_conv1d_bwd_out");
-  implement<update>(m, "causal_conv1d_update");
-  implement<update_out>(m, "causal_conv1d_update_out");
 }
 
 // The operators' kernels for a device. Device has Guard, which is constructed from the inputs and lives during the call;
@@ -192,7 +190,11 @@ struct Kernels {
     return {};
   }
 
-  static void register_in(torch::Library& m) { register_kernels<&fwd, &bwd, &update, &update_out>(m); }
+  static void register_in(torch::Library& m) {
+    register_convolution<&fwd, &bwd>(m);
+    implement<&update>(m, "causal_conv1d_update");
+    implement<&update_out>(m, "causal_conv1d_update_out");
+  }
 };
 
 }  // namespace ssm_kernels::causal_conv1d

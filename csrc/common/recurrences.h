@@ -20,9 +20,8 @@
 // Options that change the formulas are a base class. Kernels for calls without options know DefaultOptions at compile time;
 // other kernels read RuntimeOptions.
 //
-// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference/recurrences.py, a row in the
-// tests' table and the documented function in ssm_kernels/ops/recurrences.py. docs/recurrences.md has the formulas and their
-// sources.
+// docs/recurrences.md has the formulas and their sources, and the recipe for a new member: a struct and a row of
+// SSM_RECURRENCES here, and rows in other files that tests compare with this table.
 #pragma once
 
 #include <array>

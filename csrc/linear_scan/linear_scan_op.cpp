@@ -15,12 +15,41 @@
 #include "torch/arguments.h"
 #include "torch/autocast.h"
 #include "torch/autograd_op.h"
+#include "torch/batched_gradients.h"
 #include "torch/checks.h"
 #include "torch/choices.h"
 #include "torch/packed_sequences.h"
+#include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::linear_scan {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The family of h_t = a_t h_{t-1} + b_t: linear_scan, linear_step and linear_scan_summary, mingru_scan, ..., a scan, a step
+  // of it and its summary for each row of common/recurrences.h.
+  for (const PublicOperator& op : public_operators()) {
+    schemas.def(op.schema());
+  }
+  // Any of them, by name, a step with an axis of time of size 1; what does not matter to it is ignored.
+  schemas.def(
+      "_linear_recurrence(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, Tensor? reset, str recurrence, "
+      "str candidate_activation, bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
+  schemas.kernels(
+      "_linear_recurrence_fwd(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, Tensor? reset, str recurrence, "
+      "str candidate_activation, bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
+  // Its adjoint. Gradients that are not needed have no elements; the last of needs_grad is of h0.
+  schemas.kernels(
+      "_linear_recurrence_bwd(Tensor? grad_h, Tensor? grad_last_state, Tensor[] inputs, Tensor h, Tensor? h0, "
+      "Tensor? cu_seqlens, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, "
+      "bool[5] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
+
+  for (const char* name : {"_linear_recurrence", "_linear_recurrence_bwd"}) {
+    implement_boxed<&call_each_sample>(library, name, at::DispatchKey::Batched);
+  }
+}
+
 namespace {
 
 constexpr std::string_view kActivationNames[] = {"none", "g", "tanh"};

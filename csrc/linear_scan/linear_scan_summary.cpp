@@ -14,9 +14,29 @@
 #include <vector>
 
 #include "linear_scan/linear_scan_op.h"
+#include "torch/batched_gradients.h"
 #include "torch/checks.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::linear_scan {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The summary of any of them: the last state from zero, and the product of all a, zero where a reset is. And its adjoint.
+  const std::string summary_arguments =
+      "Tensor[] inputs, Tensor? cu_seqlens, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, "
+      "bool reverse";
+  schemas.def("_linear_recurrence_summary(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  schemas.kernels("_linear_recurrence_summary_fwd(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  schemas.kernels("_linear_recurrence_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + summary_arguments +
+                  ", bool[4] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3)");
+
+  for (const char* name : {"_linear_recurrence_summary", "_linear_recurrence_summary_bwd"}) {
+    implement_boxed<&call_each_sample>(library, name, at::DispatchKey::Batched);
+  }
+}
+
 namespace {
 
 const Operator<FwdOutputs, Inputs>& fwd_of_scan() {

@@ -18,8 +18,17 @@
 
 #include "torch/allocation.h"
 #include "torch/dispatch.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::copy_rows {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // A contiguous copy of the first columns of a tensor, or of all and columns of zeros behind them.
+  schemas.kernels("_copy_rows(Tensor source, SymInt columns) -> Tensor");
+}
+
 namespace {
 
 struct Inputs {

@@ -37,8 +37,50 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::mamba2_mixer {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The Mamba-2 mixer between its projections: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
+  // has the formulas. Forward alone also returns what it saves for backward.
+  const std::string mixer_arguments =
+      "Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor dt_bias, Tensor? norm_weight, "
+      "Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, Tensor? cu_seqlens, int headdim, int ngroups, int dstate, "
+      "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization";
+  const std::string mixer_results = ") -> (Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
+  schemas.def("_mamba2_mixer(" + mixer_arguments + ", str layer='Mamba2'" + mixer_results + ")");
+  // Without applies_norm, `out` is y, before the gate and a norm whose groups continue on other devices; the results y and rstd
+  // are empty.
+  schemas.below_autograd("_mamba2_mixer_fwd(" + mixer_arguments + ", bool applies_norm=True" + mixer_results +
+                         ", Tensor y, Tensor rstd, Tensor parameters)");
+  // norm_mean_product is mean_product of _norm_gated_bwd.
+  schemas.below_autograd(
+      "_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
+      "Tensor rstd, Tensor parameters, bool[9] needs_grad, " +
+      mixer_arguments +
+      ", Tensor? norm_mean_product=None, str layer='Mamba2') -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor "
+      "grad_conv_bias, "
+      "Tensor grad_A_log, Tensor grad_D, Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, "
+      "Tensor grad_ssm_state)");
+  // The same with the out-projection, if its weight is given, and without y among what backward keeps.
+  const std::string projected_arguments =
+      mixer_arguments +
+      ", Tensor? out_proj_weight, Tensor? out_proj_bias, bool recomputes_scan, str layer='Mamba2', bool casts_projection=False";
+  schemas.def("_mamba2_mixer_projected(" + projected_arguments + mixer_results + ")");
+  schemas.below_autograd("_mamba2_mixer_projected_fwd(" + projected_arguments + mixer_results +
+                         ", Tensor y, Tensor rstd, Tensor parameters)");
+  schemas.below_autograd(
+      "_mamba2_mixer_projected_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
+      "Tensor rstd, Tensor parameters, bool[11] needs_grad, " +
+      projected_arguments +
+      ") -> (Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, "
+      "Tensor grad_D, Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state, "
+      "Tensor grad_out_proj_weight, Tensor grad_out_proj_bias)");
+}
+
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;

@@ -34,8 +34,20 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::mamba_conv {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The convolution of a Mamba mixer, with SiLU, on the left half of the columns: x twice, with a gradient each, and the right
+  // half. mixers/mamba_conv_op.cpp says why. Errors about double backward name `layer`.
+  schemas.def(
+      "_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state, str layer='Mamba') "
+      "-> (Tensor, Tensor, Tensor z)");
+}
+
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;

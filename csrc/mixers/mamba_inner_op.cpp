@@ -41,8 +41,21 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::mamba_inner {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The Mamba mixer from the in-projection's output to the layer's, with the other projections: mixers/mamba_inner_op.cpp. Of
+  // what backward needs, recompute="cheap" keeps xz, the output of x_proj and the chunk states, "all" no chunk states.
+  schemas.def(
+      "_mamba_inner(Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, Tensor? delta_bias, "
+      "Tensor A_log, Tensor? D, Tensor out_proj, Tensor? out_bias, Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, str discretization, str recompute='cheap', str layer='Mamba') -> (Tensor out, Tensor last_state)");
+}
+
 namespace {
 
 using mixers::transposed;

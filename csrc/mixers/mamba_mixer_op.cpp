@@ -19,8 +19,32 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::mamba_mixer {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The selective scan between the projections of a Mamba mixer, of (batch, seqlen, ...) sequences: A = -e^A_log, and a
+  // softplus on delta. Forward alone also returns what it saves for backward: the last is of _mixer_parameters. Errors about
+  // double backward name `layer`.
+  const std::string scan_arguments =
+      "Tensor x, Tensor delta, Tensor A_log, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, ";
+  schemas.def("_mamba_mixer(" + scan_arguments +
+              "Tensor? initial_state, str discretization, Tensor? seq_idx=None, Tensor? cu_seqlens=None, str layer='Mamba') "
+              "-> (Tensor out, Tensor last_state)");
+  schemas.below_autograd("_mamba_mixer_fwd(" + scan_arguments +
+                         "Tensor? initial_state, str discretization, bool save_chunk_states, Tensor? seq_idx=None, "
+                         "Tensor? cu_seqlens=None) -> (Tensor out, Tensor last_state, Tensor chunk_states, Tensor parameters)");
+  schemas.below_autograd(
+      "_mamba_mixer_bwd(Tensor? grad_out, Tensor? grad_last_state, " + scan_arguments +
+      "Tensor chunk_states, Tensor parameters, str discretization, bool[9] needs_grad, Tensor? initial_state=None, "
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str layer='Mamba') -> (Tensor grad_x, Tensor grad_delta, "
+      "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
+      "Tensor grad_initial_state)");
+}
+
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;

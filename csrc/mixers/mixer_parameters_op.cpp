@@ -19,8 +19,17 @@
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::mixers {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // -e^A_log and the other parameters in the accumulation type, one after another in one tensor: one kernel on a GPU.
+  schemas.kernels("_mixer_parameters(Tensor A_log, Tensor? bias, Tensor? D, ScalarType dtype) -> Tensor");
+}
+
 namespace {
 
 struct Inputs {

@@ -7,8 +7,26 @@
 #include <array>
 
 #include "norm/norm_call.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::norm {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  const std::string add_arguments =
+      "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, SymInt? group_size, bool residual_in_fp32, "
+      "bool subtract_mean) -> (Tensor normed, Tensor new_residual";
+  schemas.def("_add_norm" + add_arguments + ")");
+  schemas.kernels("_add_norm_fwd" + add_arguments + ", Tensor rstd, Tensor mean)");
+  // grad_residual has the accumulation type; a residual in the dtype of x has the gradient of x. needs_grad: x, residual,
+  // weight, bias.
+  schemas.kernels(
+      "_add_norm_bwd(Tensor grad_normed, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor? bias, "
+      "Tensor mean, Tensor rstd, SymInt? group_size, bool subtract_mean, bool[4] needs_grad) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
+}
+
 namespace {
 
 const char* add_name(bool subtract_mean) { return subtract_mean ? "add_layer_norm" : "add_rms_norm"; }

@@ -10,8 +10,42 @@
 
 #include "norm/norm_call.h"
 #include "torch/choices.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::norm {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // Both norms, differentiable; and forward alone, with rstd and mean of each row's groups. RMSNorm's mean has no elements.
+  const std::string gated_arguments =
+      "(Tensor x, Tensor? weight, Tensor? z, Tensor? bias, float eps, SymInt? group_size, bool norm_before_gate, "
+      "str activation, bool subtract_mean";
+  schemas.def("_norm_gated" + gated_arguments + ") -> Tensor");
+  // mean_square, (rows, groups) in the accumulation type, takes the place of the mean over a group of v^2.
+  schemas.kernels("_norm_gated_fwd" + gated_arguments +
+                  ", Tensor? mean_square=None) -> (Tensor out, Tensor rstd, Tensor mean)");
+  // Its adjoint. Gradients that are absent or not needed have no elements; needs_grad: x, weight, z, bias. mean_product takes
+  // the place of the mean over a group of gy weight y.
+  const std::string gated_bwd_arguments =
+      "(Tensor grad_out, Tensor x, Tensor? weight, Tensor? z, Tensor? bias, Tensor mean, Tensor rstd, SymInt? group_size, "
+      "bool norm_before_gate, str activation, bool subtract_mean, ";
+  schemas.kernels("_norm_gated_bwd" + gated_bwd_arguments +
+                  "bool[4] needs_grad, Tensor? mean_product=None) -> "
+                  "(Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)");
+  // The same into buffers, which may be column slices of wider tensors. needs_grad: weight, bias. `out` gets the
+  // result of _norm_gated_fwd with `eps` once more, with the same bits.
+  schemas.kernels("_norm_gated_bwd_out" + gated_bwd_arguments +
+                  "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor? mean_product=None, "
+                  "Tensor(c!)? out=None, float eps=0) -> (Tensor grad_weight, Tensor grad_bias)");
+  // For an RMSNorm whose groups are on several devices: the sums, (rows, groups) in the accumulation type, of v^2 and of
+  // gy weight y. The z of the first is a gate before the norm.
+  schemas.kernels("_norm_gated_squares(Tensor x, Tensor? z, SymInt? group_size, str activation) -> Tensor");
+  schemas.kernels(
+      "_norm_gated_products(Tensor grad_out, Tensor x, Tensor? weight, Tensor? z, Tensor rstd, SymInt? group_size, "
+      "bool norm_before_gate, str activation) -> Tensor");
+}
+
 namespace {
 
 constexpr std::string_view kActivationNames[] = {"silu", "gelu", "gelu_tanh", "sigmoid", "none"};

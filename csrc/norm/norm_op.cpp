@@ -9,8 +9,27 @@
 #include "norm/norm_call.h"
 #include "torch/arguments.h"
 #include "torch/dispatch.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::norm {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
+  for (const std::string name : {"rms_norm_gated", "layer_norm_gated"}) {
+    schemas.def(name +
+                "(Tensor x, Tensor? weight, Tensor? z=None, Tensor? bias=None, *, float eps=1e-05, SymInt? group_size=None, "
+                "bool norm_before_gate=False, str activation='silu') -> Tensor");
+  }
+  for (const std::string name : {"add_rms_norm", "add_layer_norm"}) {
+    schemas.def(
+        name +
+        "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias=None, *, float eps=1e-05, bool residual_in_fp32=False) "
+        "-> (Tensor normed, Tensor new_residual)");
+  }
+}
+
 namespace {
 
 // Implements every public operator; the handle has its name.

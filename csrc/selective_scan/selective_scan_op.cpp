@@ -13,9 +13,59 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
+#include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z). With
+  // reverse, h_t follows from h_{t+1}.
+  schemas.def(
+      "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+      "Tensor? delta_bias=None, Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, "
+      "str discretization='zoh', bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor last_state)");
+  // The scan, and the state at each chunk boundary, from which backward recomputes the states inside it.
+  schemas.kernels(
+      "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+      "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states, Tensor? seq_idx=None, "
+      "Tensor? cu_seqlens=None, bool reverse=False) -> (Tensor out, Tensor last_state, Tensor chunk_states)");
+  // The kernels that forward and backward of a call take, "name, channels of a block, segments and spans of time". For tests.
+  schemas.kernels(
+      "_selective_scan_plan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+      "Tensor? initial_state, str discretization, bool delta_softplus, Tensor? seq_idx=None, Tensor? cu_seqlens=None, "
+      "bool reverse=False) -> (str forward, str backward)");
+  // The scan's adjoint. Gradients that are absent or not needed have no elements; the last of needs_grad is of initial_state,
+  // an argument of packed calls: chunk_states have that of others.
+  schemas.kernels(
+      "_selective_scan_bwd(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
+      "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, str discretization, bool delta_softplus, "
+      "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool reverse, bool[9] needs_grad) "
+      "-> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+      "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)");
+  // The same for the last reader of chunk_states, which may lose their values.
+  schemas.kernels(
+      "_selective_scan_bwd_last(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor "
+      "C, "
+      "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor(a!) chunk_states, str discretization, bool delta_softplus, "
+      "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool reverse, bool[9] needs_grad) "
+      "-> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+      "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)");
+  // As _selective_scan_bwd, but writes grad_z, and grad_delta if given, into the caller's tensors, which may be column slices.
+  // The second result then has no elements. chunk_states lose their values only with reuses_chunk_states. `out` receives the
+  // outputs of forward; a copy of grad_out precedes them unless it is the memory of grad_out.
+  schemas.kernels(
+      "_selective_scan_bwd_out(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, "
+      "Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor(c!) chunk_states, str discretization, bool delta_softplus, "
+      "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool reverse, bool[9] needs_grad, Tensor(a!) grad_z, "
+      "Tensor(b!)? grad_delta=None, bool reuses_chunk_states=False, Tensor(d!)? out=None) "
+      "-> (Tensor grad_u, Tensor, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor "
+      "grad_initial_state)");
+  schemas.refuse_nested("selective_scan");
+}
+
 namespace {
 
 constexpr char kOp[] = "selective_scan";

@@ -25,8 +25,31 @@
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::selective_scan {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The summary of a span of steps: the last state from zero, and the product of all Abar. Forward alone, and its adjoint.
+  schemas.def(
+      "selective_scan_summary(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor? delta_bias=None, *, "
+      "str discretization='zoh', bool delta_softplus=False) -> (Tensor last_state, Tensor decay)");
+  const std::string scan_summary_arguments =
+      "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor? delta_bias, str discretization, bool delta_softplus";
+  schemas.kernels("_selective_scan_summary_fwd(" + scan_summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  schemas.kernels("_selective_scan_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + scan_summary_arguments +
+                  ", bool[5] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor "
+                  "grad_delta_bias)");
+  // The gradient of the state before a span, from the gradients of <C, h> silu(z): sum over t of (product of Abar up to t) C_t
+  // grad_out_t silu(z_t).
+  schemas.kernels(
+      "_selective_scan_initial_gradient(Tensor grad_out, Tensor delta, Tensor A, Tensor C, Tensor? z, Tensor? delta_bias, "
+      "str discretization, bool delta_softplus) -> Tensor");
+  schemas.refuse_nested("selective_scan_summary");
+}
+
 namespace {
 
 constexpr char kSummaryOp[] = "selective_scan_summary";

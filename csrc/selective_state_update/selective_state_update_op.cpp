@@ -10,9 +10,28 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/memory_overlap.h"
+#include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_state_update {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // One step of the scan, the state updated in place.
+  schemas.in_place(
+      "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
+      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
+      "str discretization='zoh', float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
+  // The same for servers: into `out`, several tokens a row, slots to read from and slots to write to.
+  schemas.in_place(
+      "selective_state_update_out(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+      "Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices, str discretization, float[]? dt_limit, bool A_is_log, "
+      "Tensor(b!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, Tensor? num_accepted_tokens=None, "
+      "Tensor? cu_seqlens=None, Tensor(c!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None, "
+      "bool disable_state_update=False) -> ()");
+}
+
 namespace {
 
 constexpr char kOp[] = "selective_state_update", kScan[] = "selective_scan";
@@ -303,6 +322,9 @@ namespace {
 
 struct SelectiveStateUpdate : InPlaceOp<Inputs> {
   static constexpr char kSchema[] = "ssm_kernels::selective_state_update";
+  static constexpr const char *kName = kOp, *kScan = selective_state_update::kScan;
+
+  static auto tensors(const Inputs& in) { return std::tie(in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias); }
 
   static void count_writes(const Inputs& in) { torch::autograd::increment_version(in.state); }
 
@@ -311,16 +333,20 @@ struct SelectiveStateUpdate : InPlaceOp<Inputs> {
     to.to_lower(in.x, in.dt, in.B, in.C, in.z);
     to.to_float(in.A, in.D, in.dt_bias);
   }
-};
 
-at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
-  operator_of<SelectiveStateUpdate>().check(in);
-  return step_below_autograd<SelectiveStateUpdate>(kOp, kScan, keys, in, in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z,
-                                                   in.dt_bias);
-}
+  static at::Tensor meta(const Inputs& in) {
+    check_inputs(in);
+    return allocate_out(in);
+  }
+};
 
 struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
   static constexpr char kSchema[] = "ssm_kernels::selective_state_update_out";
+  static constexpr const char *kName = kOp, *kScan = selective_state_update::kScan;
+
+  static auto tensors(const OutInputs& in) {
+    return std::tuple_cat(SelectiveStateUpdate::tensors(in), std::tie(in.out, in.intermediate_states_buffer));
+  }
 
   static void cast(OutInputs& in, const Autocast& to) { SelectiveStateUpdate::cast(in, to); }
 
@@ -329,33 +355,16 @@ struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
     torch::autograd::increment_version(in.out);
     if (is_present(in.intermediate_states_buffer)) torch::autograd::increment_version(*in.intermediate_states_buffer);
   }
+
+  static NoResult meta(const OutInputs& in) {
+    check_out_inputs(in);
+    return {};
+  }
 };
-
-NoResult out_autograd(c10::DispatchKeySet keys, const OutInputs& in) {
-  operator_of<SelectiveStateUpdateOut>().check(in);
-  return step_into_arguments_below_autograd<SelectiveStateUpdateOut>(kOp, kScan, keys, in, in.state, in.x, in.dt, in.A, in.B,
-                                                                     in.C, in.D, in.z, in.dt_bias, in.out,
-                                                                     in.intermediate_states_buffer);
-}
-
-NoResult out_meta(const OutInputs& in) {
-  check_out_inputs(in);
-  return {};
-}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  implement<&autograd>(m, "selective_state_update");
-  implement<&out_autograd>(m, "selective_state_update_out");
-}
-
 SSM_IN_PLACE_OPERATOR(SelectiveStateUpdate)
 SSM_IN_PLACE_OPERATOR(SelectiveStateUpdateOut)
-
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  implement<&meta<check_inputs, allocate_out, Inputs>>(m, "selective_state_update");
-  implement<&out_meta>(m, "selective_state_update_out");
-}
 
 }  // namespace ssm_kernels::selective_state_update

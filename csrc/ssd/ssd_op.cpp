@@ -11,8 +11,46 @@
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::ssd {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The scan in chunks (SSD, Mamba-2), which mamba_ssm calls mamba_chunk_scan_combined: S_t = e^zeta_t S_{t-1} + d_t k(zeta_t)
+  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). With reverse, S_t follows from S_{t+1}. dt_limit
+  // absent: no limits, as in selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
+  schemas.def(
+      "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
+      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False) "
+      "-> (Tensor out, Tensor final_states)");
+  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone. Also, for tests, the kernel
+  // that a call takes: "kernel=<aten, short, sm80 or sm90> products=... chunk=..." and how the work is divided.
+  const std::string ssd_arguments =
+      "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
+      "bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
+      "str discretization, bool reverse";
+  const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
+  schemas.def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
+  schemas.kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
+  schemas.def("_ssd_chunk_scan_plan" + ssd_arguments + ", bool is_backward) -> str");
+  // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
+  const std::string ssd_inputs = ssd_arguments.substr(1);
+  const std::string ssd_gradients =
+      ", bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
+      "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states)";
+  schemas.kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
+  // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending. On CUDA forward
+  // takes the kernels of the scan; backward is matmuls on any device.
+  const std::string ssd_states = ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)";
+  schemas.def("_ssd_chunk_scan_states" + ssd_arguments + ssd_states);
+  schemas.kernels("_ssd_chunk_scan_states_fwd" + ssd_arguments + ssd_states);
+  schemas.kernels("_ssd_chunk_scan_states_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor? grad_states, " + ssd_inputs +
+                  ", int[] states_at" + ssd_gradients);
+}
+
 namespace {
 
 constexpr char kOp[] = "ssd_chunk_scan";
@@ -175,19 +213,19 @@ struct DifferentiableInputs {
   }
 };
 
-struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdResult>, DifferentiableInputs {
+struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdOutputs>, DifferentiableInputs {
   static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan";
   static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_fwd", kBackward[] = "ssm_kernels::_ssd_chunk_scan_bwd";
 };
 
-struct SsdChunkScanStates : DifferentiableOp<SsdChunkScanStates, StatesBwdInputs, StatesResult>, DifferentiableInputs {
+struct SsdChunkScanStates : DifferentiableOp<SsdChunkScanStates, StatesBwdInputs, StatesOutputs>, DifferentiableInputs {
   static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan_states";
   static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_states_fwd";
   static constexpr char kBackward[] = "ssm_kernels::_ssd_chunk_scan_states_bwd";
 };
 
-FwdResult ssd_chunk_scan(PublicInputs& in) {
-  static const Operator<FwdResult, PublicInputs> op("ssm_kernels::ssd_chunk_scan");
+FwdOutputs ssd_chunk_scan(PublicInputs& in) {
+  static const Operator<FwdOutputs, PublicInputs> op("ssm_kernels::ssd_chunk_scan");
   op.check(in);
   std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kOp, in.dt_limit));
   return operator_of<SsdChunkScan>()(in);

@@ -46,7 +46,6 @@ struct FwdOutputs {
 
   auto fields() { return std::tie(out, final_states); }
 };
-using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 // Uninitialized, on the device of x (the Meta device included).
 FwdOutputs allocate_fwd(const Inputs& in);
 
@@ -61,7 +60,6 @@ struct StatesOutputs : FwdOutputs {
 
   auto fields() { return std::tie(out, final_states, states); }
 };
-using StatesResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Discretization check_states_inputs(const StatesInputs& in);
 StatesOutputs allocate_states(const StatesInputs& in);
 

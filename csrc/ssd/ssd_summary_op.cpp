@@ -8,8 +8,35 @@
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/schemas.h"
 
 namespace ssm_kernels::ssd {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The summary of a span of steps: the final states from zero, and the decay e^(sum of zeta), zero where a sequence begins.
+  // The same with all arguments positional, forward alone, and its adjoint.
+  const std::string ssd_summary_results = " -> (Tensor final_states, Tensor decay)";
+  schemas.def(
+      "ssd_chunk_scan_summary(Tensor x, Tensor dt, Tensor A, Tensor B, *, Tensor? dt_bias=None, bool dt_softplus=False, "
+      "float[]? dt_limit=None, str discretization='zoh', Tensor? seq_idx=None)" +
+      ssd_summary_results);
+  const std::string ssd_summary_arguments =
+      "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
+      "Tensor? seq_idx, str discretization";
+  schemas.def("_ssd_chunk_scan_summary(" + ssd_summary_arguments + ")" + ssd_summary_results);
+  schemas.kernels("_ssd_chunk_scan_summary_fwd(" + ssd_summary_arguments + ")" + ssd_summary_results);
+  schemas.kernels(
+      "_ssd_chunk_scan_summary_bwd(Tensor? grad_final_states, Tensor? grad_decay, " + ssd_summary_arguments +
+      ", bool[5] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_dt_bias)");
+  // The gradient of the states before a span, from the gradients of S C: sum over t of e^(sum of zeta up to t) grad_out_t
+  // C_t^T, over the steps of the first sequence.
+  schemas.kernels(
+      "_ssd_chunk_scan_initial_gradient(Tensor grad_out, Tensor dt, Tensor A, Tensor C, Tensor? dt_bias, bool dt_softplus, "
+      "float dt_min, float dt_max, Tensor? seq_idx, str discretization) -> Tensor");
+}
+
 namespace {
 
 constexpr char kSummaryOp[] = "ssd_chunk_scan_summary";

@@ -53,6 +53,16 @@ inline bool needs_autograd(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return needs_autograd(tensor); });
 }
 
+// The tensors of an operator's results: a tuple, or a struct that lists them as fields().
+template <typename... Tensors>
+std::tuple<Tensors...>& tensors_of(std::tuple<Tensors...>& result) {
+  return result;
+}
+template <typename Result>
+auto tensors_of(Result& result) -> decltype(result.fields()) {
+  return result.fields();
+}
+
 // Defaults of an operator's description.
 template <typename Op, typename BwdInputsType, typename ResultType>
 struct DifferentiableOp {
@@ -131,7 +141,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     if constexpr (std::is_same_v<typename Op::Result, at::Tensor>) {
       return {std::move(result)};
     } else {
-      return std::apply([](auto&... tensors) { return variable_list{std::move(tensors)...}; }, result);
+      return std::apply([](auto&... tensors) { return variable_list{std::move(tensors)...}; }, tensors_of(result));
     }
   }
 
@@ -237,7 +247,7 @@ typename Op::Result with_graph(typename Op::Inputs& in) {
         } else {
           typename Op::Result result;
           auto next = results.begin();
-          std::apply([&](auto&... each) { ((each = std::move(*next++)), ...); }, result);
+          std::apply([&](auto&... each) { ((each = std::move(*next++)), ...); }, tensors_of(result));
           return result;
         }
       },
@@ -253,8 +263,18 @@ typename Op::Result under_autocast(typename Op::Inputs& in) {
   return operator_of<Op>()(in);
 }
 
-// Defaults of the description of an operator that writes to arguments, whose versions count_writes(in) increments, and returns
-// another tensor or nothing.
+// The mechanism of a decoding operator, which writes to arguments, returns another tensor or nothing, and has no gradients. A
+// struct Op describes it:
+//
+//   struct Op : InPlaceOp<Inputs> {  // or InPlaceOp<Inputs, NoResult>
+//     static constexpr char kSchema[] = "ssm_kernels::op";
+//     static constexpr const char *kName, *kScan;      // for messages: the operator, and the one to train with
+//     static auto tensors(const Inputs& in);           // std::tie of what may require a gradient, the state first
+//     static void count_writes(const Inputs& in);      // increments the versions of the arguments that it writes to
+//     static void cast(Inputs& in, const Autocast& to);
+//     static at::Tensor meta(const Inputs& in);        // checks the inputs and allocates the result
+//   };
+//   SSM_IN_PLACE_OPERATOR(Op)
 template <typename InputsType, typename ResultType = at::Tensor>
 struct InPlaceOp {
   using Inputs = InputsType;
@@ -320,6 +340,21 @@ at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKe
   return out;
 }
 
+// The Autograd kernel of an in-place operator.
+template <typename Op>
+typename Op::Result in_place_below_autograd(c10::DispatchKeySet keys, const typename Op::Inputs& in) {
+  operator_of<Op>().check(in);
+  return std::apply(
+      [&](const auto&... tensors) {
+        if constexpr (std::is_same_v<typename Op::Result, NoResult>) {
+          return step_into_arguments_below_autograd<Op>(Op::kName, Op::kScan, keys, in, tensors...);
+        } else {
+          return step_below_autograd<Op>(Op::kName, Op::kScan, keys, in, tensors...);
+        }
+      },
+      Op::tensors(in));
+}
+
 #define SSM_AUTOCAST_OPERATOR(Op)                                                                               \
   TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { implement<&under_autocast<Op, at::kCPU>>(m, Op::kSchema); } \
   TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { implement<&under_autocast<Op, at::kCUDA>>(m, Op::kSchema); }
@@ -329,10 +364,12 @@ at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKe
   TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&with_graph<Op>>(m, Op::kSchema); }                     \
   SSM_AUTOCAST_OPERATOR(Op)
 
-#define SSM_IN_PLACE_OPERATOR(Op)                                                                        \
-  TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { implement<&count_version<Op>>(m, Op::kSchema); } \
-  TORCH_LIBRARY_IMPL(ssm_kernels, Negative, m) { read_lazy_views(m, Op::kSchema); }                      \
-  TORCH_LIBRARY_IMPL(ssm_kernels, Conjugate, m) { read_lazy_views(m, Op::kSchema); }                     \
+#define SSM_IN_PLACE_OPERATOR(Op)                                                                           \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&in_place_below_autograd<Op>>(m, Op::kSchema); } \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&Op::meta>(m, Op::kSchema); }                        \
+  TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { implement<&count_version<Op>>(m, Op::kSchema); }    \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Negative, m) { read_lazy_views(m, Op::kSchema); }                         \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Conjugate, m) { read_lazy_views(m, Op::kSchema); }                        \
   SSM_AUTOCAST_OPERATOR(Op)
 
 }  // namespace ssm_kernels

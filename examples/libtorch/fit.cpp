@@ -21,7 +21,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// ssm_kernels::selective_scan, its arguments in the order of the schema, which csrc/registration.cpp declares.
+// ssm_kernels::selective_scan, its arguments in the order of the schema, which docs/torch_ops.md lists.
 std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                   const at::Tensor& B, const at::Tensor& C, std::string_view discretization) {
   using Signature = std::tuple<at::Tensor, at::Tensor>(
