@@ -58,7 +58,7 @@ class Task(NamedTuple):
     folder: str
     source: str
     command: list[str]
-    # The options with which the compiler writes the names of the headers that are not of a system or toolkit.
+    # The options with which the compiler writes the names of the headers that ninja tracks.
     dependencies: str
 
 
@@ -115,7 +115,7 @@ def cuda_tasks(sources: list[str], nvcc: Path, version: str, options: list[str],
     for folder in include_dirs:
         flags += ["-isystem", folder]
     command = [*wrapped([str(nvcc)]), *flags, *options]
-    dependencies = "--generate-nonsystem-dependencies-with-compile --dependency-output $out.d"
+    dependencies = "--generate-dependencies-with-compile --dependency-output $out.d"
     return [Task(f"cuda_{version}/{cuda_name(source)}", source, command, dependencies) for source in sources]
 
 
