@@ -31,10 +31,11 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # methods with a gain a word or two of a tile, that of float64 for rare methods 40 doubles, the sequential scan's of highorder a
 # word, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile.
 ALLOWED_SPILLS = {
-    re.compile(r"ssd::ssd_(bwd_chunks|state_passing)_kernel<\w+, 128, .*cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 200,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80(Mma|Tf32)>@(?!sm_90a)"): 700,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma>@sm_90a"): 32,
-    re.compile(r"ssd::ssd_state_passing_kernel<float, \d+, .*cuda::Sm80Tf32>@"): 200,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
+    re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<\w+, 128, .*cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 700,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma, .*>@sm_90a"): 32,
+    re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<float, \d+, .*cuda::Sm80Tf32, .*>@"): 200,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::\w+, .*>@(?!sm_90a)"): 144,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 80,

@@ -225,7 +225,7 @@ def test_kernels_run(kibibytes, variant):
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
     columns = 64 if kibibytes == 163 else min(variant.dstate, 128)
-    kernels = [f"{name}<float, {columns}," for name in ("ssd_state_passing_kernel", "ssd_bwd_chunks_kernel")]
+    kernels = [f"{name}<float, {columns}," for name in ("StatePassing", "ssd_bwd_chunks_kernel")]
     if kibibytes == 227 or variant.dstate <= 128:
         kernels.append(f"ssd_fwd_sm80_kernel<float, {variant.dstate},")
     for kernel in kernels:

@@ -95,10 +95,10 @@ struct WorkPartition {
   int segments = 1;                           // of each work tile, in backward
   Directions directions = Directions::kBoth;  // of backward's states
   // If work tiles have several segments: for each of these, and for each state tile, the state at its end, in the order of the
-  // threads' registers, (segments, kWarpgroups, tile_columns / 8, threads, 4), and its decay, (segments, kWarpgroups). Forward
-  // has one for each block (scheduler.cuh), backward all but the last of a work tile, and the states after a span
-  // (span_states.cuh) all.
-  float *states = nullptr, *decays = nullptr;
+  // threads' registers, (segments, kWarpgroups, tile_columns / 8, threads, 4), and the segment's map (span_map.cuh), (segments,
+  // kWarpgroups). Forward has one for each block (scheduler.cuh), backward all but the last of a work tile, and the states
+  // after a span (ssd/cuda/span_states.cuh) all.
+  float *states = nullptr, *maps = nullptr;
   int stages = 1;  // of a kernel's pipeline, as many as fit in shared memory: set at its launch
 };
 

@@ -33,17 +33,21 @@
 
 #include "ssd/cuda/bwd_chunks.cuh"
 #include "ssd/cuda/bwd_gate.cuh"
+#include "ssd/cuda/discretized_gates.cuh"
+#include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
 
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
+  using Gates = DiscretizedGates<Scalar>;
   return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
-    using Chunks = BwdChunks<Scalar, kColumns, Mma>;
-    using States = StatePassing<Scalar, kColumns, StatesPass::kBwd, Mma>;
+    using Chunks = BwdChunks<Scalar, kColumns, Mma, Gates>;
+    using States = SsdStatePassing<Scalar, kColumns, StatesPass::kBwd, Mma, Gates>;
+    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kBwdSummary, Mma, Gates>;
     using SharedOfChunks = typename Chunks::Shared;
     using SharedOfStates = typename States::Shared;
     constexpr int kCertain = certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/true);
@@ -54,15 +58,15 @@ cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& part
     const int64_t blocks = partition.work_tiles * kDirections;  // for one segment of each work tile
     const bool has_summaries = partition.segments > 1;
     if (has_summaries) {
-      const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwdSummary, Mma>(
-          blocks * (partition.segments - 1), available, stream, params, partition);
+      const cudaError_t error =
+          launch_state_passing<Summaries>(blocks * (partition.segments - 1), available, stream, params, partition);
       if (error != cudaSuccess) return error;
     }
     // Devices with wgmma have PDL, too.
-    const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwd, Mma>(
-        blocks * partition.segments, available, stream, params, partition, /*uses_pdl=*/has_summaries && Mma::kIsAsync);
+    const cudaError_t error = launch_state_passing<States>(blocks * partition.segments, available, stream, params, partition,
+                                                           /*uses_pdl=*/has_summaries && Mma::kIsAsync);
     if (error != cudaSuccess) return error;
-    return launch_staged(ssd_bwd_chunks_kernel<Scalar, kColumns, Mma>, params.num_chunks * params.groups * params.splits,
+    return launch_staged(ssd_bwd_chunks_kernel<Scalar, kColumns, Mma, Gates>, params.num_chunks * params.groups * params.splits,
                          Chunks::kThreads, SharedOfChunks::kMaxStages, &SharedOfChunks::bytes, available, stream, params,
                          partition, /*uses_pdl=*/Mma::kIsAsync);
   });

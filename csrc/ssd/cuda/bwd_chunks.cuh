@@ -20,23 +20,23 @@
 // one another once more before they overwrite it.
 #pragma once
 
+#include "cuda/chunked/state_passing.cuh"
 #include "cuda/ptx/mma_sm80.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/bwd_pairs.cuh"
-#include "ssd/cuda/state_passing.cuh"
 
 namespace ssm_kernels::ssd {
 
 static_assert(kStateRows == kChunk, "tiles of x and g, of M^T, and of S and T have equally many rows");
 
-template <typename Scalar, int dstate>
+template <typename Scalar, int dstate, typename Gates>
 struct ChunksStage {
   SmemTile<kStateRows, sizeof(Scalar)> x, g;
   SmemTile<dstate, sizeof(Scalar)> S, T;
-  TileTables<Scalar> tables;
+  TileTables<Gates> tables;
   StepSums<Scalar> sums;
 };
 // A block's work.
@@ -56,8 +56,9 @@ struct ChunksOnce {
   Mbarrier tables_empty[kChunksStages];
   BlockOfChunks block;
 };
-template <typename Scalar, int dstate, typename Mma>
-using ChunksShared = StagedShared<ChunksOnce<Scalar, dstate, Mma::kIsAsync>, ChunksStage<Scalar, dstate>, Mma, kChunksStages>;
+template <typename Scalar, int dstate, typename Mma, typename Gates>
+using ChunksShared =
+    StagedShared<ChunksOnce<Scalar, dstate, Mma::kIsAsync>, ChunksStage<Scalar, dstate, Gates>, Mma, kChunksStages>;
 
 // Iterates over the block's state tiles: the row blocks of one head after another.
 struct TileCursor {
@@ -73,11 +74,12 @@ struct TileCursor {
   }
 };
 
-template <typename Scalar, int dstate, typename Mma>
+template <typename Scalar, int dstate, typename Mma, typename Gates>
 struct BwdChunks {
-  using Shared = ChunksShared<Scalar, dstate, Mma>;
+  using Params = typename Gates::BwdParams;
+  using Shared = ChunksShared<Scalar, dstate, Mma, Gates>;
   using Stage = typename Shared::Stage;
-  using Tables = TileTables<Scalar>;
+  using Tables = TileTables<Gates>;
   using SwizzledState = SmemTile<dstate, sizeof(Scalar)>;
   using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
   using PairTile = SmemTile<kChunk, sizeof(Scalar)>;
@@ -103,14 +105,14 @@ struct BwdChunks {
   // Named barriers. Number 0 is __syncthreads.
   enum Barrier : int { kConsumerBarrier = 1 };
 
-  const SsdBwdParams& p;
+  const Params& p;
   const WorkPartition& partition;
   Shared& shared;
   // In shared memory where registers are few: warps read little of it, and seldom.
   const std::conditional_t<Mma::kIsAsync, BlockOfChunks, BlockOfChunks&> block;
 
   // Called by all threads before a __syncthreads().
-  static __device__ __forceinline__ BwdChunks make(const SsdBwdParams& p, const WorkPartition& partition, Shared& shared,
+  static __device__ __forceinline__ BwdChunks make(const Params& p, const WorkPartition& partition, Shared& shared,
                                                    const BlockOfChunks& block) {
     if constexpr (Mma::kIsAsync) {
       return {p, partition, shared, block};
@@ -455,26 +457,26 @@ struct BwdChunks {
   __device__ __forceinline__ void produce_cumsum(const FragmentLane& lane) const {
     TileCursor next{block.first_head}, cursor{block.first_head};
     PipelineState pipeline;
-    using Fetched = FetchedSteps<Scalar>;
+    using Fetched = FetchedSteps<Gates>;
     cuda::produce_tables<1, Fetched>(
         block.state_tiles, WarpShare<1>(), stages(), pipeline, shared.full, shared.tables_empty,
         [&](int, Fetched& fetched) {
-          fetched.fetch(p, block.at.template rows<const Scalar>(p.dt, next.head, 0), block.at.resets(p, 0), block.steps);
+          fetched.fetch(p, Gates::source(p, block.at, next.head, 0), block.at.resets(p, 0), block.steps);
           next.advance(row_blocks());
         },
         [&](const Fetched* fetched) {
-          ChunkCumsum<1, Scalar> made;
-          made.make(p, HeadSteps(p, cursor.head), fetched);
+          ChunkCumsum<1, Gates> made;
+          made.make(p, Gates(p, cursor.head), fetched);
           return made;
         },
-        [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Scalar>& made, int k) {
+        [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Gates>& made, int k) {
           Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
-          if (lane.index == 0) tables.head = HeadSteps(p, cursor.head);
+          if (lane.index == 0) tables.gates = Gates(p, cursor.head);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = cursor.row_block * kStateRows + element;
-            tables.dt[element] = cuda::to_accumulate(fetched.dt[i]);
+            tables.kept[element] = Gates::keep(fetched.loaded[i]);
             tables.D[element] =
                 p.D != nullptr && row < p.headdim ? p.D[cursor.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
           }
@@ -492,12 +494,13 @@ struct BwdChunks {
   }
 
   __device__ __forceinline__ void reduce_step_gradients(const FragmentLane& lane) const {
-    StepGradients grads = {};
+    GateGradients grads = {};
     for_each_tile(shared.empty, shared.tables_empty, [&](int, const Stage& stage, const TileCursor& cursor) {
       const Tables& tables = stage.tables;
       add_step_gradients<Scalar>(tables.steps, stage.sums, lane, grads);
       if (cursor.is_last_of_head(row_blocks())) {
-        write_step_gradients<Scalar>(p, block.at, block.steps, block.chunk_index, cursor.head, tables, lane, grads);
+        tables.gates.write_gradients(p, block.at, block.steps, block.chunk_index, cursor.head, tables.kept, lane, grads);
+        grads = {};
       }
     });
   }
@@ -511,11 +514,12 @@ struct BwdChunks {
   }
 };
 
-template <typename Scalar, int dstate, typename Mma>
-__global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, Mma>::kThreads : kWarpSize, 1)
-    ssd_bwd_chunks_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ WorkPartition partition) {
+template <typename Scalar, int dstate, typename Mma, typename Gates>
+__global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, Mma, Gates>::kThreads : kWarpSize, 1)
+    ssd_bwd_chunks_kernel(const __grid_constant__ typename Gates::BwdParams p,
+                          const __grid_constant__ WorkPartition partition) {
   if constexpr (Mma::kAreCompiled) {
-    using Chunks = BwdChunks<Scalar, dstate, Mma>;
+    using Chunks = BwdChunks<Scalar, dstate, Mma, Gates>;
     extern __shared__ unsigned char unaligned_memory[];
     auto& shared = Chunks::Shared::at(unaligned_memory);
 

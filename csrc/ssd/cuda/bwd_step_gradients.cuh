@@ -1,9 +1,9 @@
-// SSD backward: the gradients of dt, A and dt_bias from the sums that a state tile's products leave for each step, computed by
-// one warp. A lane has two steps. See bwd.cuh for the formulas.
+// SSD backward: the gradients of the log decays and the gains from the sums that a state tile's products leave for each step,
+// computed by one warp. A lane has two steps. See bwd.cuh for the formulas. The gates turn them into gradients of their inputs.
 #pragma once
 
-#include "common/limits.h"
-#include "ssd/cuda/chunk_tables.cuh"
+#include "cuda/chunked/chunk_tables.cuh"
+#include "ssd/cuda/toolkit.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -25,13 +25,13 @@ struct StepSums {
   float states;                       // <S, T>
 };
 
-// The tables of a state tile: of the chunk's steps, of D and of the head.
-template <typename Scalar>
+// The tables of a state tile: of the chunk's steps, of the gates' inputs, of D and of the head.
+template <typename Gates>
 struct TileTables {
-  TablesOf<Scalar> steps;
-  float dt[kChunk];
+  TablesOf<typename Gates::Scalar> steps;
+  typename Gates::Kept kept[kChunk];
   float D[kStateRows];
-  HeadSteps head;
+  Gates gates;
 };
 
 // The decay from a step to the chunk's last: zero if a sequence begins in between.
@@ -41,21 +41,10 @@ __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int st
   return step >= tables.first[kChunk - 1] ? decay : 0.0f;
 }
 
-__device__ __forceinline__ float sum_over_warp(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-  return value;
-}
-
-// Gradients of zeta and the gain for a lane's two steps of one head, summed over the head's state tiles.
-struct StepGradients {
-  float zeta[2], gain[2];
-};
-
 // Adds the gradients from one state tile.
 template <typename Scalar>
 __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
-                                                   const FragmentLane& lane, StepGradients& grads) {
+                                                   const FragmentLane& lane, GateGradients& grads) {
   using Sum = PairSum<Scalar>;
   // After a step whose decay is below 2 to this power, the running sums over pairs are smaller than their rounding errors.
   constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
@@ -105,50 +94,8 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
   const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
-  grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_suffix + through);
-  grads.zeta[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
-}
-
-// For one chunk and head: writes the gradient of dt, and the chunk's part of the gradients of A and dt_bias. Then clears grads.
-template <typename Scalar>
-__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const ChunkSpan& at, int steps, int64_t chunk_index,
-                                                     int64_t head, const TileTables<Scalar>& tables, const FragmentLane& lane,
-                                                     StepGradients& grads) {
-  const HeadSteps& head_steps = tables.head;
-  // From this rate on every state has decayed to zero: the gradient through the decay is zero, not A times a rounding error.
-  const bool has_decayed = !(fabsf(head_steps.A) < kLargestRate<float>);
-  float grad_A = 0, grad_bias = 0;
-  Scalar* const target = at.rows<Scalar>(p.grad_dt, head, 0);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int step = 2 * lane.index + i;
-    const float dt = tables.dt[step], unlimited = head_steps.before_limits(p, dt), d = head_steps.step_size(p, dt);
-    const float zeta = d * head_steps.A;
-    // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
-    float by_size = 0, by_A = 0;
-    visit_exponential(p.discretization, [&](auto method) {
-      using Method = decltype(method);
-      const float basis = Method::basis(zeta);
-      const auto derivatives = Method::derivatives(zeta, basis, current_gain(Method(), zeta, basis));
-      by_size = grads.gain[i] * derivatives.z_gain;
-      if (!has_decayed) by_size = fmaf(grads.zeta[i], head_steps.A, by_size);
-      by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
-    });
-    float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
-    if (p.dt_softplus) grad *= softplus_derivative(dt + head_steps.dt_bias);
-    if (step < steps) {
-      grad_A += by_A;
-      grad_bias += grad;
-      if (p.grad_dt.data != nullptr) target[step * p.grad_dt.stride_step] = cuda::from_accumulate<Scalar>(grad);
-    }
-  }
-  grads = {};
-  grad_A = sum_over_warp(grad_A);
-  grad_bias = sum_over_warp(grad_bias);
-  if (lane.index == 0) {
-    p.grad_A_parts[chunk_index * p.parts_heads + head] = grad_A;
-    p.grad_bias_parts[chunk_index * p.parts_heads + head] = grad_bias;
-  }
+  grads.log_decay[0] += static_cast<float>(pairs_before) + (sum_before + from_suffix + through);
+  grads.log_decay[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
 }
 
 }  // namespace ssm_kernels::ssd

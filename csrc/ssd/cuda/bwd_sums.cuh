@@ -2,6 +2,7 @@
 // products of two tiles.
 #pragma once
 
+#include "cuda/lane_sums.cuh"
 #include "cuda/ptx/mma_sm80.cuh"
 #include "ssd/cuda/bwd_step_gradients.cuh"
 
@@ -90,7 +91,7 @@ __device__ __forceinline__ float inner_product(const SmemTile<columns, 4>& first
     const float4 a = first_vectors[i], b = second_vectors[i];
     sums = {fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z), fmaf(a.w, b.w, sums.w)};
   }
-  return sum_over_warp((sums.x + sums.y) + (sums.z + sums.w));
+  return cuda::sum_over_warp((sums.x + sums.y) + (sums.z + sums.w));
 }
 template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTile<columns>& second, const FragmentLane& lane) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTil
     }
   }
   const float2 even = diagonal(products[0], lane), odd = diagonal(products[1], lane);
-  return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
+  return cuda::sum_over_warp((even.x + even.y) + (odd.x + odd.y));
 }
 
 // Writes the column sums of the elementwise product of two tiles, by one warp, for the first `columns`, in fp32 rounded up

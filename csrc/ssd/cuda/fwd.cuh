@@ -30,14 +30,17 @@
 #pragma once
 
 #include "cuda/chunked/chunk_starts.cuh"
+#include "cuda/chunked/state_passing.cuh"
+#include "ssd/cuda/discretized_gates.cuh"
 #include "ssd/cuda/fwd_sm80.cuh"
 #include "ssd/cuda/fwd_sm90.cuh"
-#include "ssd/cuda/state_passing.cuh"
+#include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
 
-template <typename Scalar, int dstate, typename Mma>
-cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int available, cudaStream_t stream) {
+template <typename Scalar, int dstate, typename Mma, typename Gates>
+cudaError_t launch_ssd_fwd_kernel(const typename Gates::FwdParams& params, const Schedule& schedule, int available,
+                                  cudaStream_t stream) {
   using Shared = std::conditional_t<Mma::kIsAsync, Sm90Shared<dstate>, Sm80Shared<Scalar, dstate>>;
   static_assert(Shared::bytes(1, true) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(dstate, /*is_backward=*/false),
                 "a launch needs no more");
@@ -47,18 +50,19 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
                          schedule);
   };
   if constexpr (Mma::kIsAsync) {
-    constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
+    constexpr int kThreads = FwdSm90<Scalar, dstate, true, Gates>::kThreads;
     const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
-    const auto kernel = has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
+    const auto kernel =
+        has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true, Gates> : ssd_fwd_sm90_kernel<Scalar, dstate, false, Gates>;
     return launch(kernel, kThreads, params);
   } else {
     const auto launch_sm80 = [&](const auto& call_params) {
       using Params = std::decay_t<decltype(call_params)>;
-      return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params, Mma>, kWarpgroups * kWarpgroupThreads, call_params);
+      return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params, Mma, Gates>, kWarpgroups * kWarpgroupThreads, call_params);
     };
     if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
-      return params.cu_seqlens != nullptr ? launch_sm80(Packed<SsdFwdParams>{params})
-                                          : launch_sm80(Unpacked<SsdFwdParams>{params});
+      return params.cu_seqlens != nullptr ? launch_sm80(Packed<typename Gates::FwdParams>{params})
+                                          : launch_sm80(Unpacked<typename Gates::FwdParams>{params});
     } else {
       return launch_sm80(params);
     }
@@ -68,6 +72,7 @@ cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& sc
 template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
+  using Gates = DiscretizedGates<Scalar>;
   if (params.cu_seqlens != nullptr) {
     chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
@@ -75,17 +80,16 @@ cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule,
   return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
-    constexpr StatesPass kSummary = StatesPass::kFwdSummary;
-    static_assert(StatesShared<Scalar, kColumns, kSummary, Mma>::bytes(1) + kTicketBytes <=
-                      certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/false),
-                  "a launch needs no more");
+    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kFwdSummary, Mma, Gates>;
+    static_assert(
+        Summaries::Shared::bytes(1) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/false),
+        "a launch needs no more");
     const int available = max_shared_bytes - kTicketBytes;
     if (schedule.splits_work_tiles) {
-      const cudaError_t error =
-          launch_state_passing<Scalar, kColumns, kSummary, Mma>(schedule.blocks, available, stream, params, schedule);
+      const cudaError_t error = launch_state_passing<Summaries>(schedule.blocks, available, stream, params, schedule);
       if (error != cudaSuccess) return error;
     }
-    return launch_ssd_fwd_kernel<Scalar, kColumns, Mma>(params, schedule, available, stream);
+    return launch_ssd_fwd_kernel<Scalar, kColumns, Mma, Gates>(params, schedule, available, stream);
   });
 }
 

@@ -10,10 +10,11 @@
 // through the tile of M^T, before the state is updated (chunk_state).
 #pragma once
 
+#include "cuda/chunked/decay_mask.cuh"
+#include "cuda/chunked/epilogue.cuh"
+#include "cuda/chunked/state_carry.cuh"
 #include "cuda/chunked/warpgroup_layout.cuh"
-#include "ssd/cuda/decay_mask.cuh"
-#include "ssd/cuda/epilogue.cuh"
-#include "ssd/cuda/state_carry.cuh"
+#include "ssd/cuda/skip_and_gate.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -53,59 +54,12 @@ struct alignas(128) Sm80Shared {
   }
 };
 
-// The epilogue, chunk by chunk: each warp writes its columns of out, through the same columns of a tile, which no other warp
-// uses.
-template <typename Scalar>
-class RegisterEpilogue {
- public:
-  using OutTile = SmemTile<kStateRows, sizeof(Scalar)>;
-
-  __device__ __forceinline__ RegisterEpilogue(const SsdFwdParams& p, const WorkSpan& at, const StateTile& state_tile,
-                                              const FragmentLane& lane)
-      : p_(p), D_(load_D(p, state_tile, lane)) {
-    const int column = vector(lane) * OutTile::kVectorElements;
-    is_there_ = column < state_tile.rows;
-    target_ = at.rows<Scalar>(p.out, state_tile.head, 0) + state_tile.first_row + column + row(lane) * p.out.stride_step;
-  }
-
-  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const cuda::OperandA<Scalar> (&x)[kStepGroups],
-                                        OutTile* z_tile, OutTile& tile, const FragmentLane& lane, int steps) {
-    round_out<Scalar, InOrder>(y, x, D_, z_tile, tile, lane);
-    __syncwarp();
-    const uint4* const source = tile.vector(row(lane), vector(lane));
-    const int rows = is_there_ ? steps - row(lane) : 0;
-    uint4 vectors[kChunk / kRows];
-#pragma unroll
-    for (int i = 0; i < kChunk / kRows; ++i) vectors[i] = source[kRows * i * OutTile::kPanelVectors];
-#pragma unroll
-    for (int i = 0; i < kChunk / kRows; ++i) {
-      if (kRows * i < rows) __stcg(reinterpret_cast<uint4*>(target_), vectors[i]);
-      target_ += kRows * p_.out.stride_step;
-    }
-    __syncwarp();
-  }
-
- private:
-  // Vectors of a warp's 16 columns, and rows that it writes at once. The vectors of eight lanes are in different banks.
-  static constexpr int kVectors = 16 / OutTile::kVectorElements, kRows = kWarpSize / kVectors;
-  // The lane writes every kRows-th row from row() on, in each the vector vector().
-  static __device__ __forceinline__ int row(const FragmentLane& lane) {
-    return kIsFp32<Scalar> ? lane.index / kVectors : lane.index % kRows;
-  }
-  static __device__ __forceinline__ int vector(const FragmentLane& lane) {
-    return kVectors * lane.warp + (kIsFp32<Scalar> ? lane.index % kVectors : lane.index / kRows);
-  }
-
-  const SsdFwdParams& p_;
-  float2 D_;
-  bool is_there_;
-  Scalar* target_;
-};
-
 // Takes the state through a segment. scan_segment() copies the chunks ahead and computes their tables; scan_chunk_half() and
 // scan_chunk_tf32() process one chunk.
-template <typename Scalar, int dstate, typename Mma>
+template <typename Scalar, int dstate, typename Mma, typename Gates>
 struct FwdSm80 {
+  using Params = typename Gates::FwdParams;
+  using Epilogue = RegisterEpilogue<Scalar, SkipAndGate, Params>;
   using Shared = Sm80Shared<Scalar, dstate>;
   using Stage = typename Shared::Stage;
   using Layout = WarpgroupLayout<dstate>;
@@ -118,7 +72,7 @@ struct FwdSm80 {
   static constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kThreadsOfRows = kThreads / Layout::kRowBlocks;
 
-  const SsdFwdParams& p;
+  const Params& p;
   const Schedule& schedule;
   unsigned char* memory;
   const WorkSpan& at;
@@ -128,16 +82,16 @@ struct FwdSm80 {
 
   template <typename StoreChunkState>
   __device__ __forceinline__ void scan_segment(TileState& state, const StoreChunkState& store_chunk_state) const {
-    const HeadSteps head(p, state_tile.head);
-    FetchedSteps<Scalar> fetched;
+    const Gates gates(p, state_tile.head);
+    FetchedSteps<Gates> fetched;
     const auto fetch = [&](int chunk) {
       if (chunk >= at.chunks) return;
-      fetched.fetch(p, at.rows<const Scalar>(p.dt, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
+      fetched.fetch(p, Gates::source(p, at, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
     };
     const auto chunk_cumsum = [&](int chunk) {
       if (chunk >= at.chunks) return;
-      ChunkCumsum<1, Scalar> made;
-      made.make(p, head, &fetched);
+      ChunkCumsum<1, Gates> made;
+      made.make(p, gates, &fetched);
       made.store(0, tables_of(index, chunk));
     };
 
@@ -146,7 +100,7 @@ struct FwdSm80 {
     fetch(thread_lane.warp);
     chunk_cumsum(thread_lane.warp);
 
-    RegisterEpilogue<Scalar> out(p, at, state_tile, thread_lane);
+    Epilogue out(p, at, state_tile, thread_lane);
     if constexpr (!kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(shared().per_warpgroup[index].bmm, thread_lane);
 #pragma unroll 1
     for (int chunk = 0; chunk < at.chunks; ++chunk) {
@@ -241,7 +195,7 @@ struct FwdSm80 {
 
   // Writes out through `tile`. If two warpgroups have half of the columns each, the first adds the second's part of y.
   __device__ __forceinline__ void write_out(int chunk, float (&y)[kStepBlocks][4], HeadTile& x_tile, HeadTile& tile,
-                                            const FragmentLane& lane, RegisterEpilogue<Scalar>& out) const {
+                                            const FragmentLane& lane, Epilogue& out) const {
     if constexpr (Layout::kShareRows) {
       auto& partial_out = shared().partial_out;
       if (!Layout::writes_out(index)) {
@@ -258,7 +212,7 @@ struct FwdSm80 {
   }
 
   // fp16 and bf16. M^T is a hi/lo split, whose two parts go through one tile in turn: there may be no room for another.
-  __device__ __forceinline__ void scan_chunk_half(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
+  __device__ __forceinline__ void scan_chunk_half(int chunk, TileState& state, Epilogue& out) const {
     const FragmentLane& lane = thread_lane;
     Stage& tiles = stage_of(chunk);
     auto& x_tile = tiles.x[Layout::row_block(index)];
@@ -321,7 +275,7 @@ struct FwdSm80 {
   // fp32, as 3xTF32, or as TF32 if the policy rounds. Registers are few: the lane is opaque, so that each part of the work
   // recomputes its addresses. Loops are not unrolled; by two was not faster. With more than 64 columns of state out is written
   // before the state is updated.
-  __device__ __forceinline__ void scan_chunk_tf32(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
+  __device__ __forceinline__ void scan_chunk_tf32(int chunk, TileState& state, Epilogue& out) const {
     const FragmentLane lane = thread_lane.opaque();
     Stage& tiles = stage_of(chunk);
     auto& x_tile = tiles.x[Layout::row_block(index)];
@@ -439,18 +393,18 @@ struct FwdSm80 {
 template <typename Scalar, int dstate>
 constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64;
 
-template <typename Scalar, int dstate, typename Params, typename Mma>
+template <typename Scalar, int dstate, typename Params, typename Mma, typename Gates>
 __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
     ssd_fwd_sm80_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   extern __shared__ __align__(128) unsigned char memory[];
-  static_assert(kKnowsWhetherPacked<Scalar, dstate> != std::is_same_v<Params, SsdFwdParams>,
+  static_assert(kKnowsWhetherPacked<Scalar, dstate> != std::is_same_v<Params, typename Gates::FwdParams>,
                 "Packed or Unpacked if and only if the kernel is compiled for one of them");
   take_range(schedule);
   __syncthreads();
   const int index = threadIdx.x / kWarpgroupThreads;
   const FragmentLane lane;
-  using Fwd = FwdSm80<Scalar, dstate, Mma>;
-  scan_segments<Fwd::Layout::kColumns>(
+  using Fwd = FwdSm80<Scalar, dstate, Mma, Gates>;
+  scan_segments<Fwd::Layout::kColumns, ScalarMap>(
       p, schedule, index, lane,
       [&](typename Fwd::TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
         Fwd{p, schedule, memory, at, state_tile, index, lane}.scan_segment(state, store_chunk_state);

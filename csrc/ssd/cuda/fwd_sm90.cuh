@@ -15,11 +15,12 @@
 // flight: where it cannot tell that they do not use the registers, and before branches that it takes for divergent.
 #pragma once
 
+#include "cuda/chunked/decay_mask.cuh"
+#include "cuda/chunked/epilogue.cuh"
+#include "cuda/chunked/state_carry.cuh"
 #include "cuda/chunked/warpgroup_layout.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
-#include "ssd/cuda/decay_mask.cuh"
-#include "ssd/cuda/epilogue.cuh"
-#include "ssd/cuda/state_carry.cuh"
+#include "ssd/cuda/skip_and_gate.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -50,8 +51,9 @@ struct Sm90Shared {
   }
 };
 
-template <typename Scalar, int dstate, bool has_options>
+template <typename Scalar, int dstate, bool has_options, typename Gates>
 struct FwdSm90 {
+  using Params = typename Gates::FwdParams;
   // Warps 0 and 1 of the producer warpgroup copy; warps 2 and 3 compute the tables of a state tile each.
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
   static constexpr int kCopyWarps = 2, kCopyThreads = kCopyWarps * kWarpSize;
@@ -62,17 +64,18 @@ struct FwdSm90 {
   using Layout = WarpgroupLayout<dstate>;
   using TileState = State<Layout::kColumns>;
   static constexpr int kStateGroups = Layout::kColumns / 16;
-  using Order = FromBothEnds;                                         // of the steps, down the rows of B, x and M^T
+  using Order = FromBothEnds;  // of the steps, down the rows of B, x and M^T
+  using Epilogue = TmaEpilogue<Scalar, Order, SkipAndGate, Params>;
   static constexpr int kConsumerRegisters = dstate > 64 ? 208 : 192;  // of a thread, after setmaxnreg
   static constexpr int kProducerRegisters = cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kWarpgroupThreads>();
 
-  const SsdFwdParams& p;
+  const Params& p;
   const Schedule& schedule;
   Shared& shared;
   unsigned char* stages;
   bool has_gate;
 
-  __device__ __forceinline__ FwdSm90(const SsdFwdParams& p, const Schedule& schedule, unsigned char* memory)
+  __device__ __forceinline__ FwdSm90(const Params& p, const Schedule& schedule, unsigned char* memory)
       : p(p),
         schedule(schedule),
         shared(*reinterpret_cast<Shared*>(memory)),
@@ -101,7 +104,7 @@ struct FwdSm90 {
 
   __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, PipelineState& pipeline) {
     const StateTile state_tile(p, schedule, at, index);
-    produce_chunk_cumsum<Scalar, 1, false>(
+    produce_chunk_cumsum<Gates, 1, false>(
         p, at, state_tile.head, WarpShare<1>(), schedule.stages, pipeline, shared.full, shared.empty,
         [](int chunk) { return chunk; }, [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
   }
@@ -153,12 +156,12 @@ struct FwdSm90 {
     clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
     const FragmentPairs<> pairs(lane);
     PipelineState pipeline;
-    scan_segments<Layout::kColumns>(
+    scan_segments<Layout::kColumns, ScalarMap>(
         p, schedule, index, lane,
         [&](TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
           scan_segment(state, at, state_tile, index, pairs, lane, pipeline, store_chunk_state);
         });
-    TmaEpilogue<Scalar, Order>::wait_for_sent();
+    Epilogue::wait_for_sent();
   }
 
   // Takes the state through the segment. A chunk state is stored after the chunk's stage is released.
@@ -169,7 +172,7 @@ struct FwdSm90 {
     // The epilogue stores nothing for a state tile without rows.
     StateTile out_tile = state_tile;
     if (!Layout::writes_out(index)) out_tile.rows = 0;
-    TmaEpilogue<Scalar, Order> out(p, at, out_tile, lane);
+    Epilogue out(p, at, out_tile, lane);
     const int rows = Layout::row_block(index), columns = Layout::column_block(index);
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
@@ -263,11 +266,11 @@ struct FwdSm90 {
 
 // has_options: whether p.resets and p.chunk_states may be given. Without them the loop over chunks has no code for either: code
 // to store chunk states slows the loop even where it is skipped.
-template <typename Scalar, int dstate, bool has_options>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options>::kThreads : kWarpSize, 1)
-    ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
+template <typename Scalar, int dstate, bool has_options, typename Gates>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_options, Gates>::kThreads : kWarpSize, 1)
+    ssd_fwd_sm90_kernel(const __grid_constant__ typename Gates::FwdParams p, const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdSm90<Scalar, dstate, has_options>;
+  using Fwd = FwdSm90<Scalar, dstate, has_options, Gates>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));

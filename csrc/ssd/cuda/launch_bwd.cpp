@@ -276,7 +276,7 @@ class Backward {
     const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
     const at::Tensor result = empty_tensor({places, elements + 1}, bwd_.in.A.options());
     partition_.states = result.data_ptr<float>();
-    partition_.decays = partition_.states + places * elements;
+    partition_.maps = partition_.states + places * elements;
     return result;
   }
 

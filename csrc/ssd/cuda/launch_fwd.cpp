@@ -66,7 +66,7 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   const int64_t cuts = schedule.blocks * kWarpgroups, elements = kStateRows * tile_columns(params.dstate);
   call.states = empty_tensor({cuts, elements + 1}, options.dtype(at::kFloat));
   schedule.states = call.states.data_ptr<float>();
-  schedule.decays = schedule.states + cuts * elements;
+  schedule.maps = schedule.states + cuts * elements;
   const at::TensorOptions of_ints = options.dtype(at::kInt);
   if (is_packed) {
     call.chunk_starts = empty_tensor({params.batch + 1}, of_ints);

@@ -50,7 +50,7 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   check_count(std::max(places, partition.work_tiles * kWarpgroups * columns), "blocks");
   const at::Tensor summaries = empty_tensor({places, elements + 1}, in.A.options());
   partition.states = summaries.data_ptr<float>();
-  partition.decays = partition.states + places * elements;
+  partition.maps = partition.states + places * elements;
 
   const KernelResult result = inputs.result_as_states(states);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();

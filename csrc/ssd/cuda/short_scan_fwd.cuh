@@ -15,7 +15,7 @@
 #include "cuda/lane_sums.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/cp_async.cuh"
-#include "ssd/cuda/gates.cuh"
+#include "ssd/cuda/discretized_gates.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
     const unsigned resets = __ballot_sync(kAllLanes, is_reset);
     float decay = 1, gain = 0;
     if (t < steps) {
-      const HeadSteps head_steps(p, head);
-      gain = head_steps.step_size(p, rows_of(p.dt, head)[t * p.dt.stride_step]);
-      const float zeta = gain * head_steps.A;
-      decay = is_reset ? 0.0f : Math<float>::exp2(static_cast<float>(double(gain) * double(head_steps.A) * kLog2E));
+      const DiscretizedGates<float> gates(p, head);
+      gain = gates.gain(p, rows_of(p.dt, head)[t * p.dt.stride_step]);
+      const float zeta = gain * gates.A;
+      decay = is_reset ? 0.0f : Math<float>::exp2(static_cast<float>(double(gain) * double(gates.A) * kLog2E));
       visit_exponential(p.discretization, [&](auto method) {
         using Method = decltype(method);
         if constexpr (!Method::kUnitGain) gain *= current_gain(Method(), zeta, Method::basis(zeta));

@@ -8,7 +8,9 @@
 // headdim, dstate).
 #pragma once
 
-#include "ssd/cuda/state_passing.cuh"
+#include "cuda/chunked/state_passing.cuh"
+#include "ssd/cuda/discretized_gates.cuh"
+#include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -29,7 +31,7 @@ static __global__ void __launch_bounds__(kWarpgroupThreads)
   const FragmentLane lane;
   State<kBlockColumns> state;
   state.load(p, states_of(p, p.initial_states, at.entry), state_tile, lane);
-  SegmentSummaries<columns>{work.states, work.decays}.fold_into(state, tile, tiles * work.segments, tiles, block);
+  SegmentSummaries<columns, ScalarMap>{work.states, work.maps}.fold_into(state, tile, tiles * work.segments, tiles, block);
   state.store(p, states_of(p, states, at.entry), state_tile, lane);
 }
 
@@ -39,9 +41,10 @@ cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartiti
   return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
+    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kBwdSummary, Mma, DiscretizedGates<Scalar>>;
     const int available = Mma::kIsAsync ? kSm90SharedBytes : max_shared_bytes;
-    const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwdSummary, Mma>(
-        partition.work_tiles * partition.segments, available, stream, params, partition);
+    const cudaError_t error =
+        launch_state_passing<Summaries>(partition.work_tiles * partition.segments, available, stream, params, partition);
     if (error != cudaSuccess) return error;
     return cuda::launch(ssd_fold_summaries_kernel<kColumns>, partition.work_tiles * kWarpgroups * (kColumns / kBlockColumns),
                         kWarpgroupThreads, 0, stream, /*uses_pdl=*/false, params, partition, states);

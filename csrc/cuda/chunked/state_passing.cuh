@@ -1,4 +1,4 @@
-// SSD chunk-scan: states between chunks (mamba_ssm's stages chunk_state and state_passing), for backward and for segments.
+// States between chunks (mamba_ssm's stages chunk_state and state_passing), for backward and for segments.
 //
 // The kernel scans along time. A chunk decays the state and adds scaled head rows times group rows:
 //
@@ -11,13 +11,17 @@
 // StatesPass says which of three things a launch does:
 //
 //   kBwd         half of the blocks compute S, the others T. Before each chunk the state is rounded to the inputs' type and
-//                stored as a swizzled tile for bwd_chunks.cuh.
+//                stored as a swizzled tile, for the kernel that processes all chunks at once.
 //   kBwdSummary  where backward has fewer work tiles than the device has room for, each is split into segments of equally many
 //                chunks, and each block takes one. This launch comes first and stores each segment's summary: the state after
-//                it, begun with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first
-//                state. Launched for one direction alone, all blocks compute S, or all compute T (span_states.cuh).
+//                it, begun with zero, and its map (span_map.cuh). kBwd folds the summaries of earlier segments, in order, into
+//                its first state. Launched for one direction alone, all blocks compute S, or all compute T.
 //   kFwdSummary  computes forward's summaries (scheduler.cuh): of a block's one segment, if any, whose work tile continues in
 //                the next block's range.
+//
+// Which rows these are is a type, `Operands`: head_rows(p, is_reverse) and group_rows(p, is_reverse) are views of x and B, or
+// backward in time of g and C. scales(tables, is_reverse) are the factors of the head rows. The parameters of backward have, as
+// SsdBwdParams, `states` and `grad_states` for S and T, `state_tiles`, `grad_final_states` and `grad_initial_states`.
 //
 // Two consumer warpgroups hold a state tile each, in registers. Producer warps copy rows to a pipeline and compute the tables
 // of decays (cuda/pipeline.cuh). For fp16 and bf16, backward splits its scaled inputs into hi and lo parts; a state is
@@ -30,13 +34,13 @@
 #include "cuda/chunked/barriers.cuh"
 #include "cuda/chunked/launch_staged.cuh"
 #include "cuda/chunked/scheduler.cuh"
+#include "cuda/chunked/span_map.cuh"
 #include "cuda/chunked/warpgroup_layout.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "ssd/cuda/span_map.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 enum class StatesPass { kFwdSummary, kBwdSummary, kBwd };
 
@@ -73,7 +77,8 @@ struct DirectedSegment : WorkSpan {
   bool is_reverse;
   int first_chunk;  // of the sequence, in time
 
-  __device__ __forceinline__ DirectedSegment(const SsdBwdParams& p, const WorkPartition& partition)
+  template <typename Params>
+  __device__ __forceinline__ DirectedSegment(const Params& p, const WorkPartition& partition)
       : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)) {
     const unsigned segment = blockIdx.x / static_cast<unsigned>(partition.work_tiles);
     const bool has_both = partition.directions == Directions::kBoth;
@@ -89,7 +94,7 @@ struct DirectedSegment : WorkSpan {
   __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? chunks - 1 - position : position; }
 };
 
-template <typename Scalar, int dstate, StatesPass pass, typename Mma>
+template <typename Scalar, int dstate, StatesPass pass, typename Mma, typename Gates, typename Operands, typename Map>
 struct StatePassing {
   static constexpr bool kIsFwd = pass == StatesPass::kFwdSummary, kIsSummary = pass != StatesPass::kBwd;
   // A forward summary takes little time for a chunk: with wgmma it needs twice the producers to keep up.
@@ -101,13 +106,18 @@ struct StatePassing {
   static constexpr int kProducerWarps = kCopyWarps + kWarpgroups * kTableWarps;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kProducerWarps * kWarpSize;
+  // Shared::at() aligns further. In fp32 the memory begins where that of the forward kernel in the same module does.
+  static constexpr int kMemoryAlignment = kIsFp32<Scalar> ? kTicketBytes : 16;
+  // Where a policy is not compiled, the kernel is empty.
+  static constexpr bool kIsCompiled = Mma::kAreCompiled;
+  static constexpr int kLaunchThreads = kIsCompiled ? kThreads : kWarpSize;
   // Registers of a thread after setmaxnreg.
   static constexpr int kConsumerRegisters = kProducerScale == 2 ? 160 : 208,
                        kProducerRegisters =
-                           cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kProducerWarps * kWarpSize>();
+                           producer_registers<kConsumerThreads, kConsumerRegisters, kProducerWarps * kWarpSize>();
   static constexpr bool kSplitsInputs = !kIsFwd;
 
-  using Params = std::conditional_t<kIsFwd, SsdFwdParams, SsdBwdParams>;
+  using Params = std::conditional_t<kIsFwd, typename Gates::FwdParams, typename Gates::BwdParams>;
   using Work = std::conditional_t<kIsFwd, Schedule, WorkPartition>;
   using Segment = std::conditional_t<kIsFwd, FwdSegment, DirectedSegment>;
   using Layout = WarpgroupLayout<dstate>;
@@ -134,7 +144,7 @@ struct StatePassing {
       return;
     }
     const int index = (warp - kCopyWarps) % kWarpgroups;
-    produce_chunk_cumsum<Scalar, 2, kIsFwd>(
+    produce_chunk_cumsum<Gates, 2, kIsFwd>(
         p, at, StateTile(p, work, at, index).head, WarpShare<kTableWarps>{(warp - kCopyWarps) / kWarpgroups}, stages(),
         pipeline, shared.full, shared.empty, [&](int position) { return at.chunk_at(position); },
         [&](int stage) -> TablesOf<Scalar>& { return shared.stage(stage).tables[index]; });
@@ -151,7 +161,7 @@ struct StatePassing {
     } else {
       begin(state, state_tile, index, lane);
     }
-    float segment_decay = 1;
+    Map segment_map;
     SwizzledState* const targets = first_target(state_tile);
     const auto target_of = [&](int position) { return targets + at.chunk_at(position) * target_stride(); };
     const bool starts_copies = threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there();
@@ -163,7 +173,7 @@ struct StatePassing {
       Stage& stage = shared.stage(pipeline.stage);
       HeadTile& head_rows = stage.head_rows[Layout::row_block(index)];
       const auto& tables = stage.tables[index];
-      const float (&scales)[kChunk] = at.is_reverse ? tables.exp_cumsum : tables.gain_to_chunk_end;
+      const float (&scales)[kChunk] = Operands::scales(tables, at.is_reverse);
       if constexpr (kIsFp32<Scalar>) {
         if (tables.starts_with_reset && !at.is_reverse) state.clear();
       }
@@ -172,7 +182,7 @@ struct StatePassing {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
       }
       const auto group_rows = Mma::describe(stage.group_rows[Layout::column_block(index)], lane);
-      if constexpr (kIsSummary) add_decay(p, segment_decay, tables);
+      if constexpr (kIsSummary) segment_map.append(p, tables);
       if constexpr (kIsFp32<Scalar>) {
         if (!kIsSummary && state_tile.is_there()) state.template round<Scalar>(*target_of(position), pairs);
         if (has_reset(p, tables)) {
@@ -183,13 +193,13 @@ struct StatePassing {
         // One group of steps at a time: when unrolled, ptxas serializes the whole chain of mma instructions.
 #pragma unroll 1
         for (int j = 0; j < kStepGroups; ++j) {
-          cuda::OperandA<Scalar> x, scaled;
+          OperandA<Scalar> x, scaled;
           load_inputs(x, head_rows, j, lane);
           scale_inputs<Scalar>(x, scales, j, lane, scaled);
-          cuda::gemm<Scalar, true>(state.values, scaled, rows_of(group_rows, j), true);
+          gemm<Scalar, true>(state.values, scaled, rows_of(group_rows, j), true);
         }
       } else {
-        cuda::OperandA<Scalar> x[kStepGroups], scaled[kStepGroups], lo[kStepGroups];
+        OperandA<Scalar> x[kStepGroups], scaled[kStepGroups], lo[kStepGroups];
         const auto scale = [&](int j) {
           scale_inputs<Scalar>(x[j], scales, j, lane, scaled[j], kSplitsInputs ? lo[j] : nullptr);
         };
@@ -206,38 +216,38 @@ struct StatePassing {
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
           if constexpr (!Mma::kIsAsync) scale(j);
-          cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(group_rows, j), j > 0 || !has_reset(p, tables));
+          gemm<Scalar, true>(state.values, scaled[j], rows_of(group_rows, j), j > 0 || !has_reset(p, tables));
           if constexpr (!Mma::kIsAsync && kSplitsInputs) {
-            cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
+            gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
           }
         }
         if constexpr (Mma::kIsAsync && kSplitsInputs) {
 #pragma unroll
-          for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
+          for (int j = 0; j < kStepGroups; ++j) gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
         }
       }
       Mma::commit();
 
       if constexpr (Mma::kIsAsync && !kIsSummary) {
         // TMA has read the tile of the previous chunk, which the next round() overwrites.
-        cuda::tma_store_wait_read<0>();
+        tma_store_wait_read<0>();
         Mma::publish();
         sync_warpgroup(index);
         const SwizzledState& rounded = shared.rounded[index][position % 2];
-        cuda::tma_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
+        tma_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
       }
       Mma::template wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(stages());
     }
     if constexpr (kIsSummary) {
-      summaries().store(state, segment_decay, summary_index(blockIdx.x, index));
+      summaries().store(state, segment_map, summary_index(blockIdx.x, index));
     } else {
       const bool is_last = at.index + 1 == work.segments;
       if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
         state.store(p, states_of(p, p.grad_initial_states, at.entry), state_tile, lane);
       }
-      if constexpr (Mma::kIsAsync) cuda::tma_store_wait_read<0>();
+      if constexpr (Mma::kIsAsync) tma_store_wait_read<0>();
     }
   }
 
@@ -262,22 +272,9 @@ struct StatePassing {
     return {begins[1] != 0 ? kChunk - 1 - __clz(begins[1]) : kWarpSize - 1 - __clz(begins[0]), steps};
   }
 
-  __device__ __forceinline__ const RowsView& group_view() const {
-    if constexpr (!kIsFwd) {
-      if (at.is_reverse) return p.C;
-    }
-    return p.B;
-  }
-  __device__ __forceinline__ const RowsView& head_view() const {
-    if constexpr (!kIsFwd) {
-      if (at.is_reverse) return p.grad_out;
-    }
-    return p.x;
-  }
-
   // Run by the warps that copy.
   __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
-    const RowsView &group_rows = group_view(), &head_rows = head_view();
+    const RowsView &group_rows = Operands::group_rows(p, at.is_reverse), &head_rows = Operands::head_rows(p, at.is_reverse);
     const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
     using GroupCopier = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
     using TileCopier = RowCopier<Scalar, kStateRows, kCopyThreads>;
@@ -294,7 +291,7 @@ struct StatePassing {
     GroupCopier copy_group_rows[kWarpgroups] = {group_copier(0), group_copier(1)};
     TileCopier copy_head_rows[kWarpgroups] = {tile_copier(0), tile_copier(1)};
     constexpr int kPending = Shared::kMaxStages - 2;
-    cuda::produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
+    produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
       const Rows rows = rows_of_chunk(at.chunk_at(position));
 #pragma unroll
@@ -353,18 +350,17 @@ struct StatePassing {
                           summary_index(blocks, 0));
   }
 
-  __device__ __forceinline__ SegmentSummaries<Layout::kColumns> summaries() const { return {work.states, work.decays}; }
+  __device__ __forceinline__ SegmentSummaries<Layout::kColumns, Map> summaries() const { return {work.states, work.maps}; }
   static __device__ __forceinline__ int summary_index(int block, int index) { return block * kWarpgroups + index; }
 };
 
-template <typename Scalar, int dstate, StatesPass pass, typename Mma>
-__global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstate, pass, Mma>::kThreads : kWarpSize, 1)
-    ssd_state_passing_kernel(const __grid_constant__ typename StatePassing<Scalar, dstate, pass, Mma>::Params p,
-                             const __grid_constant__ typename StatePassing<Scalar, dstate, pass, Mma>::Work work) {
-  if constexpr (Mma::kAreCompiled) {
-    using States = StatePassing<Scalar, dstate, pass, Mma>;
-    extern __shared__ unsigned char unaligned_memory[];
-    auto& shared = States::Shared::at(unaligned_memory);
+template <typename States>
+__global__ void __launch_bounds__(States::kLaunchThreads, 1)
+    state_passing_kernel(const __grid_constant__ typename States::Params p,
+                         const __grid_constant__ typename States::Work work) {
+  if constexpr (States::kIsCompiled) {
+    extern __shared__ __align__(States::kMemoryAlignment) unsigned char memory[];
+    auto& shared = States::Shared::at(memory);
     const auto run = [&](const typename States::Segment& segment) {
       States states{p, work, shared, segment};
       if (threadIdx.x < states.stages()) {
@@ -372,21 +368,21 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstat
         shared.empty[threadIdx.x].init(States::kConsumerThreads);
       }
       __syncthreads();
-      if constexpr (!States::kIsFwd) cuda::launch_dependents();
+      if constexpr (!States::kIsFwd) launch_dependents();
       const int warpgroup = threadIdx.x / kWarpgroupThreads;
       if (warpgroup >= kWarpgroups) {
-        if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
+        if constexpr (States::kTradesRegisters) warpgroup_reg_dealloc<States::kProducerRegisters>();
         states.produce();
       } else {
-        if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
-        if constexpr (!States::kIsSummary) cuda::grid_dependency_sync();
+        if constexpr (States::kTradesRegisters) warpgroup_reg_alloc<States::kConsumerRegisters>();
+        if constexpr (!States::kIsSummary) grid_dependency_sync();
         states.consume(warpgroup);
       }
     };
     if constexpr (States::kIsFwd) {
       take_range(static_cast<int>(blockIdx.x));
       __syncthreads();
-      const TileScheduler<SsdFwdParams> scheduler(p, work);
+      const TileScheduler<typename States::Params> scheduler(p, work);
       if (scheduler.has_summary()) run(FwdSegment(scheduler.span()));
     } else {
       run(DirectedSegment(p, work));
@@ -394,12 +390,12 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstat
   }
 }
 
-template <typename Scalar, int dstate, StatesPass pass, typename Mma, typename Params, typename Work>
-cudaError_t launch_state_passing(int64_t blocks, int available, cudaStream_t stream, const Params& params, const Work& work,
-                                 bool uses_pdl = false) {
-  using States = StatePassing<Scalar, dstate, pass, Mma>;
-  return launch_staged(ssd_state_passing_kernel<Scalar, dstate, pass, Mma>, blocks, States::kThreads,
-                       States::Shared::kMaxStages, &States::Shared::bytes, available, stream, params, work, uses_pdl);
+// `States` is a StatePassing.
+template <typename States>
+cudaError_t launch_state_passing(int64_t blocks, int available, cudaStream_t stream, const typename States::Params& params,
+                                 const typename States::Work& work, bool uses_pdl = false) {
+  return launch_staged(state_passing_kernel<States>, blocks, States::kThreads, States::Shared::kMaxStages,
+                       &States::Shared::bytes, available, stream, params, work, uses_pdl);
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

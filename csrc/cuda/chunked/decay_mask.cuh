@@ -2,9 +2,9 @@
 // gains. On accumulator fragments (cuda/fragment.cuh), by one warpgroup.
 #pragma once
 
-#include "ssd/cuda/chunk_tables.cuh"
+#include "cuda/chunked/chunk_tables.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 // For a matrix whose rows are steps in that order: the block of eight steps in one half of the warp's rows, and the lane's
 // step.
@@ -143,4 +143,4 @@ __device__ __forceinline__ void scale_by_exp_cumsum(float (&y)[kStepBlocks][4], 
   }
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

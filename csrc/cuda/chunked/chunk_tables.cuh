@@ -3,12 +3,16 @@
 
 #include <type_traits>
 
+#include "common/math.h"
+#include "cuda/chunked/gates.cuh"
 #include "cuda/chunked/span.cuh"
-#include "ssd/cuda/gates.cuh"
+#include "cuda/pipeline.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that computes the tables has two steps");
+
+using StepTable = float[kChunk];
 
 // Tables of a chunk's steps for one head; l is the chunk's last step. A product of decays a_t = e^zeta_t is the exponential of
 // a difference of `log2_cumsum`. These are sums from the chunk's first step, restarted where a sequence begins.
@@ -38,14 +42,20 @@ __device__ __forceinline__ float log2_between(const Fp32ChunkTables& tables, int
 }
 
 // Whether any sequence begins in the chunk. p.resets is mostly null, which is known sooner than the value in the table.
-__device__ __forceinline__ bool has_reset(const SsdParams& p, const ChunkTables& tables) {
+template <typename Params>
+__device__ __forceinline__ bool has_reset(const Params& p, const ChunkTables& tables) {
   return p.resets != nullptr && tables.has_reset;
 }
 
+// The lowest binary logarithm of a step's decay; 2^-160 is zero in fp32. Lower ones would make the sums so large that
+// differences between later, weaker decays lose their accuracy.
+constexpr float kLowestLog2Decay = -160;
+
 // A lane's two steps of the tables of `count` chunks. One warp computes these together, because each is a chain of dependent
 // operations.
-template <int count, typename Scalar>
+template <int count, typename Gates>
 struct ChunkCumsum {
+  using Scalar = typename Gates::Scalar;
   using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
   Sum log2_cumsum[count][2];
   float gain[count][2], exp_cumsum[count][2], gain_to_chunk_end[count][2];
@@ -53,37 +63,24 @@ struct ChunkCumsum {
   Sum last[count];  // the whole chunk's sum
   bool has_reset[count], starts_with_reset[count];
 
-  // Calls body(k, i) for the lane's step i of each chunk k.
-  template <typename Body>
-  static __device__ __forceinline__ void for_each(const Body& body) {
-#pragma unroll
-    for (int k = 0; k < count; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) body(k, i);
-    }
-  }
-
-  __device__ __forceinline__ void make(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>* steps) {
+  template <typename Params>
+  __device__ __forceinline__ void make(const Params& p, const Gates& gates, const FetchedSteps<Gates>* steps) {
     const int lane = threadIdx.x % kWarpSize;
-    float zeta[count][2];
-    for_each([&](int k, int i) {
-      const float d = head.step_size(p, cuda::to_accumulate(steps[k].dt[i]));
-      gain[k][i] = steps[k].is_there(i) ? d : 0.0f;
-      zeta[k][i] = steps[k].is_there(i) ? d * head.A : 0.0f;
+    float log_decay[count][2];
+    for_each_step<count>([&](int k, int i) {
+      const auto kept = Gates::keep(steps[k].loaded[i]);
+      const float unscaled = gates.gain(p, kept);
+      gain[k][i] = steps[k].is_there(i) ? unscaled : 0.0f;
+      log_decay[k][i] = steps[k].is_there(i) ? gates.template log_decay<float>(kept, unscaled) : 0.0f;
       Sum log2;
       if constexpr (kIsFp32<Scalar>) {
-        log2 = steps[k].is_there(i) ? Sum(d) * Sum(head.A) * kLog2E : Sum(0);
+        log2 = steps[k].is_there(i) ? gates.template log_decay<Sum>(kept, unscaled) * kLog2E : Sum(0);
       } else {
-        log2 = zeta[k][i] * static_cast<float>(kLog2E);
+        log2 = log_decay[k][i] * static_cast<float>(kLog2E);
       }
       log2_cumsum[k][i] = log2 < kLowestLog2Decay ? Sum(kLowestLog2Decay) : log2;
     });
-    visit_exponential(p.discretization, [&](auto method) {
-      using Method = decltype(method);
-      if constexpr (!Method::kUnitGain) {
-        for_each([&](int k, int i) { gain[k][i] *= current_gain(Method(), zeta[k][i], Method::basis(zeta[k][i])); });
-      }
-    });
+    gates.scale_gains(p, log_decay, gain);
 
     // A step's sum goes back to the first step of its sequence, or of the chunk.
     unsigned begins[count][2];
@@ -129,14 +126,14 @@ struct ChunkCumsum {
       if (steps[k].resets[0] == 0 && lane > 0) log2_cumsum[k][0] += before;
       log2_cumsum[k][1] = sum[k];
     }
-    for_each([&](int k, int i) {
+    for_each_step<count>([&](int k, int i) {
       exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(log2_cumsum[k][i]));
       gain_to_chunk_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_cumsum[k][i]));
       first[k][i] = 0;
     });
     if (!any_reset) return;
     const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
-    for_each([&](int k, int i) {
+    for_each_step<count>([&](int k, int i) {
       const unsigned even_begins = begins[k][0] & (earlier_lanes | this_lane);
       const unsigned odd_begins = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
       if ((even_begins | odd_begins) != 0) exp_cumsum[k][i] = 0;
@@ -172,28 +169,28 @@ struct ChunkCumsum {
   }
 };
 
-// cuda::produce_tables for the chunks chunk_at(position) of one head; tables_at(stage) are the tables of its warpgroup.
-template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
-__device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const ChunkSpan& span, int64_t head,
+// produce_tables() for the chunks chunk_at(position) of one head; tables_at(stage) are the tables of its warpgroup.
+template <typename Gates, int at_once, bool states_only, int warps, typename Params, typename ChunkAt, typename TablesAt>
+__device__ __forceinline__ void produce_chunk_cumsum(const Params& p, const ChunkSpan& span, int64_t head,
                                                      WarpShare<warps> share, int stages, PipelineState& at, Mbarrier* full,
                                                      Mbarrier* empty, const ChunkAt& chunk_at, const TablesAt& tables_at) {
-  const HeadSteps head_steps(p, head);
-  const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
-  using Fetched = FetchedSteps<Scalar>;
-  cuda::produce_tables<at_once, Fetched>(
+  const Gates gates(p, head);
+  const typename Gates::Source source = Gates::source(p, span, head, 0);
+  using Fetched = FetchedSteps<Gates>;
+  produce_tables<at_once, Fetched>(
       span.chunks, share, stages, at, full, empty,
       [&](int position, Fetched& fetched) {
         const int chunk = chunk_at(position);
-        fetched.fetch(p, dt + first_step(chunk) * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
+        fetched.fetch(p, Gates::later(p, source, chunk), span.resets(p, chunk), span.steps_of(chunk));
       },
       [&](const Fetched* fetched) {
-        ChunkCumsum<at_once, Scalar> made;
-        made.make(p, head_steps, fetched);
+        ChunkCumsum<at_once, Gates> made;
+        made.make(p, gates, fetched);
         return made;
       },
-      [&](int stage, const Fetched&, const ChunkCumsum<at_once, Scalar>& made, int k) {
+      [&](int stage, const Fetched&, const ChunkCumsum<at_once, Gates>& made, int k) {
         made.template store<states_only>(k, tables_at(stage));
       });
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked

@@ -1,15 +1,16 @@
 // The state carry of forward: the state of a state tile before and after a segment (scheduler.cuh). It is the initial or final
 // state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing. The states
-// after chunks inside of a segment are stored if they are among the call's chunk states.
+// after chunks inside of a segment are stored if they are among the call's chunk states. The parameters have, as SsdFwdParams,
+// `final_states` and the members that begin with `chunk_states`.
 #pragma once
 
 #include "cuda/chunked/barriers.cuh"
 #include "cuda/chunked/scheduler.cuh"
-#include "ssd/cuda/span_map.cuh"
+#include "cuda/chunked/span_map.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda::chunked {
 
-template <int dstate, typename Params>
+template <int dstate, typename Map, typename Params>
 class StateCarry {
  public:
   // `index` is the state tile's in its block.
@@ -28,7 +29,7 @@ class StateCarry {
     if (!scheduler.is_long(work_tile)) {
       const int slot = summary_index(ticket_of_block() - 1);
       // One thread of each warp waits: with one of the warpgroup and a barrier, the loop over chunks takes more registers.
-      if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(schedule_.ready + slot);
+      if (threadIdx.x % kWarpSize == 0) wait_for_flag(schedule_.ready + slot);
       __syncwarp();
       state.read_registers(summaries().registers_of(slot), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
@@ -51,7 +52,7 @@ class StateCarry {
       const int slot = summary_index(ticket_of_block());
       state.store_registers(summaries().registers_of(slot));
       sync_warpgroup(index_);
-      if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
+      if (threadIdx.x % kWarpgroupThreads == 0) raise_flag(schedule_.ready + slot);
     }
   }
 
@@ -72,7 +73,7 @@ class StateCarry {
 
  private:
   __device__ __forceinline__ int summary_index(int block) const { return block * kWarpgroups + index_; }
-  __device__ __forceinline__ SegmentSummaries<dstate> summaries() const { return {schedule_.states, schedule_.decays}; }
+  __device__ __forceinline__ SegmentSummaries<dstate, Map> summaries() const { return {schedule_.states, schedule_.maps}; }
 
   const Params& p_;
   const Schedule& schedule_;
@@ -82,10 +83,10 @@ class StateCarry {
 // Run by a consumer warpgroup: for each segment of the block's range, scan(state, span, state_tile, store_chunk_state) takes
 // the state before the segment through it. It calls store_chunk_state(left) with the state after each chunk, and with the
 // number of chunks that are left.
-template <int dstate, typename Params, typename Scan>
+template <int dstate, typename Map, typename Params, typename Scan>
 __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
                                               const Scan& scan) {
-  const StateCarry<dstate, Params> carry(p, schedule, index);
+  const StateCarry<dstate, Map, Params> carry(p, schedule, index);
   for_each_segment(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
     const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
@@ -95,4 +96,4 @@ __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& s
   });
 }
 
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda::chunked
