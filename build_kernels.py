@@ -110,6 +110,7 @@ def cuda_tasks(sources: list[str], nvcc: Path, version: str, options: list[str],
     # ptxas prints the registers and spills of every kernel; compression makes the library a sixth of the size.
     flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xfatbin", "-compress-all"]
     flags += [*HALF_TYPES, "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}"]
+    flags += ["-include", str(ROOT / "csrc" / "cuda" / "visible_types.h")]
     for flag in ("-fPIC", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="):
         flags += ["-Xcompiler", flag]
     for folder in include_dirs:
