@@ -31,10 +31,10 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 71,
     "cuda": 11,
-    "linear_scan": 135,
+    "linear_scan": 160,
     "mixers": 4,
     "norm": 70,
-    "selective_scan": 108,
+    "selective_scan": 118,
     "selective_state_update": 136,
     "ssd": 89,
 }
@@ -64,14 +64,16 @@ ALL_SECONDS = 1250
 
 def kernel_names(library: bytes) -> set[str]:
     """The mangled names of the CUDA kernels that a library registers with the CUDA runtime."""
-    return {name.decode() for name in re.findall(rb"_ZN11ssm_kernels\w+_kernel\w+(?=\0)", library)}
+    return {name.decode() for name in re.findall(rb"_ZN11ssm_kernels\w+_kernel[IE]\w+(?=\0)", library)}
 
 
 def operator_of(kernel: str) -> str:
-    """The operator of a kernel: its namespace inside ssm_kernels."""
-    match = re.match(r"_ZN11ssm_kernels(\d+)", kernel)
-    assert match is not None, kernel
-    return kernel[match.end() : match.end() + int(match[1])]
+    """The operator of a kernel: its namespace inside ssm_kernels, or for cuda::chunked that of its template arguments."""
+    spaces = [kernel[at.end() : at.end() + int(at[1])] for at in re.finditer(r"(?:_ZN11ssm_kernels|NS_)(\d+)", kernel)]
+    assert spaces, kernel
+    if kernel.startswith("_ZN11ssm_kernels4cuda7chunked"):
+        return next(space for space in spaces if space != "cuda")
+    return spaces[0]
 
 
 def kernels_per_operator(names: set[str]) -> dict[str, int]:

@@ -204,20 +204,15 @@ def test_other_calls_have_lanes_in_time(options):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("discretization", "dtype", "chosen"),
-    [
-        ("bilinear", torch.float16, "sequential"),
-        ("rk4", torch.bfloat16, "sequential"),
-        ("rk4", torch.float32, "sequential"),
-        ("rk4", torch.float16, "warp_scan"),
-    ],
-    ids=str,
-)
-def test_rare_methods_have_no_sequential_scan_in_float16(discretization, dtype, chosen):
-    sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": 16}
-    inputs = make_inputs(**sizes, dtype=dtype, discretization=discretization, device="cuda")
-    assert kernels_of(inputs) == (chosen, chosen)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("discretization", ["bilinear", "rk4"])
+def test_the_choice_is_that_of_zoh(discretization, dtype):
+    for sizes in ({"batch": 8, "dim": 2048, "seqlen": 64}, {"batch": 1, "dim": 512, "seqlen": 2047}):
+        chosen = [
+            kernels_of(make_inputs(**sizes, dstate=16, dtype=dtype, discretization=method, device="cuda"))[0]
+            for method in (discretization, "zoh")
+        ]
+        assert chosen[0] == chosen[1]
 
 
 @pytest.mark.cuda

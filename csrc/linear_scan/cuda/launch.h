@@ -44,10 +44,11 @@ enum class TileRows {
 // and rows (any_recurrence.cuh), which keeps the build short.
 constexpr bool has_tile_kernel(Recurrence recurrence, ScalarKind kind, TileRows rows, bool is_forward) {
   if (kind != ScalarKind::kFloat && kind != ScalarKind::kBFloat16) return false;
-  const bool keeps_gates = recurrence == Recurrence::kMinLstm && is_forward;  // in registers
-  const bool is_common =
-      recurrence == Recurrence::kLinear || recurrence == Recurrence::kMinGru || recurrence == Recurrence::kMinLstm;
-  return rows == TileRows::kAny ? keeps_gates : is_common;
+  const bool is_linear = recurrence == Recurrence::kLinear, is_min_gru = recurrence == Recurrence::kMinGru;
+  const bool is_min_lstm = recurrence == Recurrence::kMinLstm;
+  if (rows != TileRows::kAny) return is_linear || is_min_gru || is_min_lstm || recurrence == Recurrence::kLiquid;
+  const bool keeps_gates = is_min_lstm && is_forward;  // in registers
+  return keeps_gates || (kind == ScalarKind::kBFloat16 && (is_linear || (is_min_gru && is_forward)));
 }
 
 constexpr int kTileChannels = 64;

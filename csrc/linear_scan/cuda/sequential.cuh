@@ -490,15 +490,15 @@ int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks)
 }
 
 // Calls launch(variant, rows) for the kernel that takes a call and returns its error. `rows` is a constant SequentialRows. Rare
-// calls, with options or in float16, take the kernels of any rows, which read options at run time, to keep the build short. In
-// float16 one kernel takes all recurrences of two inputs.
-template <typename Scalar, typename Launch>
+// calls, with options or forward in float16, take the kernels of any rows, which read options at run time, to keep the build
+// short. Forward in float16 has one kernel for all recurrences of two inputs; backward would take 2.7 times as long.
+template <typename Scalar, bool is_forward, typename Launch>
 cudaError_t launch_sequential_variant(const LinearScanParams& params, const SequentialPartition& partition,
                                       const Launch& launch) {
   using AnyRows = std::integral_constant<SequentialRows, SequentialRows::kShifted>;
-  constexpr bool kIsHalf = std::is_same_v<Scalar, __half>;
+  constexpr bool kIsRare = std::is_same_v<Scalar, __half> && is_forward;
   cudaError_t error = cudaSuccess;
-  if constexpr (!kIsHalf) {
+  if constexpr (!kIsRare) {
     if (params.options.are_default()) {
       visit_default_recurrence(params.recurrence, [&](auto variant) {
         error = partition.is_shifted || partition.keeps_step
@@ -510,9 +510,9 @@ cudaError_t launch_sequential_variant(const LinearScanParams& params, const Sequ
   }
   visit_recurrence_at_run_time(params.recurrence, [&](auto variant) {
     using Variant = decltype(variant);
-    using Taken = std::conditional_t<kIsHalf && Variant::kNames.size() == 2, AnyRecurrence<2, 2>, Variant>;
+    using Taken = std::conditional_t<kIsRare && Variant::kNames.size() == 2, AnyRecurrence<2, 2>, Variant>;
     // Other recurrences have no options.
-    if constexpr (kIsHalf || std::is_base_of_v<RuntimeOptions, Variant>) error = launch(Taken(), AnyRows());
+    if constexpr (kIsRare || std::is_base_of_v<RuntimeOptions, Variant>) error = launch(Taken(), AnyRows());
   });
   return error;
 }

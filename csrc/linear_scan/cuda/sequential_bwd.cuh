@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  return launch_sequential_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
+  return launch_sequential_variant<Scalar, false>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr SequentialRows kRows = decltype(rows)::value;
     return launch_chains<BwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_bwd_kernel<Scalar, Variant, kRows>,

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
 template <typename Scalar>
 cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
                                               cudaStream_t stream) {
-  return launch_sequential_variant<Scalar>(params, partition, [&](auto variant, auto rows) {
+  return launch_sequential_variant<Scalar, true>(params, partition, [&](auto variant, auto rows) {
     using Variant = decltype(variant);
     constexpr SequentialRows kRows = decltype(rows)::value;
     return launch_chains<FwdSegment<Scalar, Variant, kRows>>(linear_scan_sequential_fwd_kernel<Scalar, Variant, kRows>,

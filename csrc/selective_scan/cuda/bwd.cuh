@@ -20,7 +20,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, c
     };
     if (!plan.has_segment_maps) error = warp_scan::launch_carry_pass(plan.warp_scan, 1, launch);
     if (error != cudaSuccess) return;
-    if constexpr (kHasSequentialScan<Scalar, Method>) {
+    if constexpr (kHasAllScans<Scalar>) {
       if (plan.is_sequential) {
         error = sequential::launch_bwd<Scalar, Method>(params, plan.sequential, partial_sums, stream);
         return;

@@ -16,7 +16,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
   cudaError_t error = cudaSuccess;
   visit_discretization(params.discretization, [&](auto rule) {
     using Method = decltype(rule);
-    if constexpr (kHasSequentialScan<Scalar, Method>) {
+    if constexpr (kHasAllScans<Scalar>) {
       if (plan.is_sequential) {
         error = sequential::launch_fwd<Scalar, Method>(params, plan.sequential, stream);
         return;

@@ -47,7 +47,7 @@ SSM_HOST_DEVICE constexpr bool is_along_channels(VectorAccess access) { return a
 SSM_HOST_DEVICE constexpr bool is_shifted(VectorAccess access) { return static_cast<int>(access) % 2 != 0; }
 
 // The methods with most kernels. Others have, to keep the build short, no kernels of the warp scan of their own
-// (Pass::kPerStep) and in float16 none of the sequential scan.
+// (Pass::kPerStep).
 template <typename Method>
 constexpr bool kIsCommon = std::is_same_v<Method, Zoh> || std::is_same_v<Method, ZohExact> || std::is_same_v<Method, Bilinear>;
 inline bool is_common(Discretization method) {

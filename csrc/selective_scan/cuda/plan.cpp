@@ -299,12 +299,8 @@ bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
 
 // Whether the sequential scan supports a call that needs `shared_bytes` per block, if it can move the sequences. It has no
 // doubles.
-template <typename Scalar>
 bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, int64_t shared_bytes) {
-  bool is_compiled = false;
-  visit_discretization(p.discretization, [&](auto method) { is_compiled = kHasSequentialScan<Scalar, decltype(method)>; });
-  return is_compiled && p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates &&
-         shared_bytes <= device.shared_bytes_per_block;
+  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && shared_bytes <= device.shared_bytes_per_block;
 }
 
 // Whether the sequential scan is efficient: enough states and channels per tile, and kResidentBlocks blocks per multiprocessor.
@@ -322,7 +318,7 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
   Plan plan;
   if constexpr (kHasAllScans<Scalar>) {
     const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
-    if (choice != KernelChoice::kWarpScan && can_be_sequential<Scalar>(p, device, shared_bytes)) {
+    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const int64_t blocks = p.rows * plan.sequential.tiles;
@@ -357,7 +353,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
   if constexpr (kHasAllScans<Scalar>) {
     const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
-    if (choice != KernelChoice::kWarpScan && can_be_sequential<Scalar>(p, device, shared_bytes)) {
+    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's; a multiple of the sequential tile
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.

@@ -2,7 +2,6 @@
 // depends on sizes, strides and the device only.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -45,8 +44,6 @@ struct Plan {
 // Doubles have the warp scan alone.
 template <typename Scalar>
 constexpr bool kHasAllScans = !std::is_same_v<Scalar, double>;
-template <typename Scalar, typename Method>
-constexpr bool kHasSequentialScan = kHasAllScans<Scalar> && (kIsCommon<Method> || !std::is_same_v<Scalar, __half>);
 
 template <typename Scalar>
 Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, KernelChoice choice);
