@@ -15,7 +15,7 @@ from .. import ops
 from .._recurrences import Recurrence, recurrences
 from ..choices import Exchange
 from ..ops._arguments import names_arguments
-from ..ops._recurrence_functions import by_name, example_call, number_inputs, publish
+from ..ops._recurrence_functions import define, example_call, step_sizes
 from ..ops._step_sizes import step_size
 from ._every_rank import on_every_rank, operators_of
 from ._group import GroupLike
@@ -75,14 +75,13 @@ def _over_ranks(row: Recurrence) -> Callable[..., Any]:
         for key, annotation in (("group", "GroupLike"), ("exchange", "Exchange | None"))
     ]
     signature = local.replace(parameters=[*local.parameters.values(), *more], return_annotation="Any")
-    numbers, bound = number_inputs(signature), by_name(signature)
-
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        given = bound(args, kwargs)
-        operators = operators_of(given.pop("group", None), given.pop("exchange", None), name)
-        given |= {key: step_size(name, given[key], given[first]) for key in numbers}
-        return operators.recurrence(name, [given.pop(key) for key in row.inputs], given.pop("h0", None), **given)
-
+    options = [key for key in local.parameters if key not in (*row.inputs, "h0")]
+    passed = [f"({', '.join(row.inputs)})", "h0", *(f"{key}={key}" for key in options)]
+    body = [
+        f"operators = operators_of(group, exchange, {name!r})",
+        *step_sizes(name, signature, first),
+        f"return operators.recurrence({name!r}, {', '.join(passed)})",
+    ]
     names, call = example_call(name, signature)
     doc = f""":func:`ssm_kernels.{name}` over the ranks of a group: see :func:`linear_scan`.
 
@@ -96,7 +95,7 @@ def _over_ranks(row: Recurrence) -> Callable[..., Any]:
         torch.Size([2, 100, 8])
         >>> dist.destroy_process_group()
     """
-    publish(scan, name, __name__, signature, doc)
+    scan = define(name, __name__, signature, doc, body, operators_of=operators_of, step_size=step_size)
     return names_arguments(on_every_rank(scan))
 
 
