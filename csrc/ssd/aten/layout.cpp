@@ -144,7 +144,11 @@ void Scan::write(const at::Tensor& result, const Run& run, const at::Tensor& val
 Chunks Scan::load(const Run& run) const {
   const at::ScalarType accumulate = options.dtype().toScalarType();
   const auto matrices = [&](const at::Tensor& tensor) {
-    return read(tensor, run).to(accumulate).transpose(2, 3).reshape({-1, run.length, dstate});
+    const at::Tensor by_group = read(tensor, run).transpose(2, 3);
+    // A copy on the CPU: MKL sums in another order for another alignment or row stride.
+    const at::Tensor converted =
+        by_group.to(accumulate, /*non_blocking=*/false, /*copy=*/in.x.is_cpu(), at::MemoryFormat::Contiguous);
+    return converted.reshape({-1, run.length, dstate});
   };
   const auto factor = [&](const at::Tensor& tensor) { return split_heads(tensor.to(accumulate)).unsqueeze(-1); };
   Chunks chunks;
