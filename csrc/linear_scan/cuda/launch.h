@@ -45,10 +45,10 @@ enum class TileRows {
 constexpr bool has_tile_kernel(Recurrence recurrence, ScalarKind kind, TileRows rows, bool is_forward) {
   if (kind != ScalarKind::kFloat && kind != ScalarKind::kBFloat16) return false;
   const bool is_linear = recurrence == Recurrence::kLinear, is_min_gru = recurrence == Recurrence::kMinGru;
-  const bool is_min_lstm = recurrence == Recurrence::kMinLstm;
-  if (rows != TileRows::kAny) return is_linear || is_min_gru || is_min_lstm || recurrence == Recurrence::kLiquid;
-  const bool keeps_gates = is_min_lstm && is_forward;  // in registers
-  return keeps_gates || (kind == ScalarKind::kBFloat16 && (is_linear || (is_min_gru && is_forward)));
+  // They keep gates in registers; a broadcast time step of liquid_scan has no vectors.
+  const bool is_large = recurrence == Recurrence::kMinLstm || recurrence == Recurrence::kLiquid;
+  if (is_large || rows != TileRows::kAny) return is_large || is_linear || is_min_gru;
+  return kind == ScalarKind::kBFloat16 && (is_linear || (is_min_gru && is_forward));
 }
 
 constexpr int kTileChannels = 64;

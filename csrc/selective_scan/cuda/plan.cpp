@@ -184,14 +184,14 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   using Small = FwdSizes<FwdConfig::kSmallBlocks>;
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
   const auto warps = [&](int log2_time_lanes) { return p.rows * ceil_div(p.dim << log2_time_lanes, kWarpSize); };
-  const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
+  const int64_t few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
 
   // Enough channels fill the device with fewer lanes each. Pass::kAny, which takes other methods, constant B or C and doubles,
   // does not have that shape.
   warp_scan::ScanPlan plan;
   plan.carry_pass = carry_pass;
-  const bool fills = many >= resident * 3 / 8 || steps_of_row(p) <= Many::tile_steps(kIsDouble);
+  const bool fills = has_many_channels(p, device) || steps_of_row(p) <= Many::tile_steps(kIsDouble);
   const bool is_any = !is_common(p.discretization) || !p.B.per_step || !p.C.per_step;
   plan.config = FwdConfig::kFewChannels;
   const bool is_long = steps_of_row(p) > Many::tile_steps(kIsDouble);

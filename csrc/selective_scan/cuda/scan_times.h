@@ -62,9 +62,16 @@ inline bool has_shifted_sizes(const SelectiveScanParams& p, VectorAccess sequenc
                                       : p.is_packed() || p.seqlen * bytes % kVectorBytes != 0;
 }
 
-// The time of backward's Pass::kAny over that of Pass::kPerStep with 16 states, measured in float64. Forward's are about as
-// fast.
-constexpr double kSlowdownOfAnyBwd = 1.6;
+// The time of the warp scan's Pass::kAny over that of Pass::kPerStep with 16 states, measured in float64.
+constexpr double kSlowdownOfAnyFwd = 1.45, kSlowdownOfAnyBwd = 1.6;
+
+// Whether forward's warp scan fills the device with few lanes to a channel. Pass::kAny has many lanes to a channel, and with
+// fewer channels is about as fast as Pass::kPerStep.
+inline bool has_many_channels(const SelectiveScanParams& p, const DeviceLimits& device) {
+  using Many = warp_scan::FwdSizes<warp_scan::FwdConfig::kManyChannels>;
+  return p.rows * ceil_div(p.dim << Many::kLog2TimeLanes, int64_t(kWarpSize)) >=
+         device.multiprocessors * kWarpScanResidentWarps * 3 / 8;
+}
 
 inline int64_t rounded_steps(const SelectiveScanParams& p, int64_t tile_steps) {
   return round_up(std::max<int64_t>(1, steps_of_row(p)), tile_steps);
@@ -86,10 +93,11 @@ inline bool is_sequential_fwd_faster(const SelectiveScanParams& p, VectorAccess 
                                            : (along_channels ? kAlongChannels : kSequential);
   const ScanTimes& warp_scan = bytes == 4 ? kWarpScanOfFloats : kWarpScan;
   const int64_t steps = rounded_steps(p, sequential::fwd_tile_steps(static_cast<int>(bytes)));
+  const double slowdown = is_common(p.discretization) || !has_many_channels(p, device) ? 1 : kSlowdownOfAnyFwd;
   return sequential.of(is_shifted).of(p, device, sequential::kTileChannels, steps, 1, sequential::kResidentBlocks) <
-         warp_scan.of(is_shifted)
-             .of(p, device, Many::kTileChannels, rounded_steps(p, Many::tile_steps(false)), 1,
-                 kWarpScanResidentWarps >> Many::kLog2Warps);
+         slowdown * warp_scan.of(is_shifted)
+                        .of(p, device, Many::kTileChannels, rounded_steps(p, Many::tile_steps(false)), 1,
+                            kWarpScanResidentWarps >> Many::kLog2Warps);
 }
 
 // With more than two segments the sequential scan fills the device where the warp scan leaves multiprocessors to one block.
