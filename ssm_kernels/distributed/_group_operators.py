@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import convolutions, ops, ssd
+from .. import ops
 from .._recurrences import recurrences
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
 from ..ops._arguments import did_you_mean, finite_dt_limit
@@ -176,10 +176,10 @@ class GroupOperators:
             "return_final_states": return_final_states,
         }
         if self.group.size == 1:
-            return ssd.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
+            return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         time_axes = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
         tensors = Autocast(x).cast(tensors, lower=("x", "dt", "B", "C", "z"))
-        self._agree("ssd_chunk_scan", ssd.ssd_chunk_scan, tensors, options, time_axes, cu_seqlens)
+        self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, time_axes, cu_seqlens)
         numbers, packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
@@ -209,7 +209,7 @@ class GroupOperators:
         return_final_state: bool = False,
     ) -> Any:
         options: dict[str, Any] = {"activation": activation, "return_final_state": return_final_state}
-        local = convolutions.causal_conv1d
+        local = ops.causal_conv1d
         if self.group.size == 1:
             return local(x, weight, bias, initial_state=initial_state, seq_idx=seq_idx, cu_seqlens=cu_seqlens, **options)
         x, weight, bias, initial_state = self._cast_convolution(x, weight, bias, initial_state)
@@ -356,7 +356,7 @@ class GroupOperators:
     ) -> None:
         tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
         time_axes = {"x": 1, "seq_idx": 1}
-        self._agree("causal_conv1d", convolutions.causal_conv1d, tensors, options, time_axes, cu_seqlens)
+        self._agree("causal_conv1d", ops.causal_conv1d, tensors, options, time_axes, cu_seqlens)
 
     def _agree(
         self,
