@@ -56,7 +56,7 @@ def decaying(exponent: Callable[..., Tensor], *factors: Tensor, at_plus_infinity
 
     Examples:
         >>> import torch
-        >>> from ssm_kernels.reference_discretizations import decaying
+        >>> from ssm_kernels.reference.discretizations import decaying
         >>> delta, A = torch.tensor(1.0, requires_grad=True), torch.tensor(-float("inf"))
         >>> torch.autograd.grad(decaying(torch.mul, delta, A).exp(), delta)
         (tensor(0.),)
