@@ -147,7 +147,6 @@ class CausalConv1d(OperatorSpec):
 with_state = CONV = CausalConv1d("causal_conv1d")
 assert_matches_reference, assert_all_close, evaluate = CONV.assert_matches_reference, CONV.assert_close, CONV.evaluate
 make_cotangents, backward_arguments = CONV.make_cotangents, CONV.backward_arguments
-reference_with_state = CONV.reference
 
 
 def make_step_inputs(
