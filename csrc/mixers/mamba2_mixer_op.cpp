@@ -44,8 +44,8 @@ namespace ssm_kernels::mamba2_mixer {
 TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
-  // The Mamba-2 mixer between its projections: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
-  // has the formulas. Forward alone also returns what it saves for backward.
+  // The Mamba-2 mixer between its projections: convolution, scan and gated norm. The head of this file has the formulas.
+  // Forward alone also returns what it saves for backward.
   const std::string mixer_arguments =
       "Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor dt_bias, Tensor? norm_weight, "
       "Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, Tensor? cu_seqlens, int headdim, int ngroups, int dstate, "

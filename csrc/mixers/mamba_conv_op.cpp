@@ -42,7 +42,7 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
   // The convolution of a Mamba mixer, with SiLU, on the left half of the columns: x twice, with a gradient each, and the right
-  // half. mixers/mamba_conv_op.cpp says why. Errors about double backward name `layer`.
+  // half. The head of this file says why. Errors about double backward name `layer`.
   schemas.def(
       "_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state, str layer='Mamba') "
       "-> (Tensor, Tensor, Tensor z)");

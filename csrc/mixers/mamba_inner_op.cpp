@@ -48,7 +48,7 @@ namespace ssm_kernels::mamba_inner {
 TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
-  // The Mamba mixer from the in-projection's output to the layer's, with the other projections: mixers/mamba_inner_op.cpp. Of
+  // The Mamba mixer from the in-projection's output to the layer's, with the other projections: see the head of this file. Of
   // what backward needs, recompute="cheap" keeps xz, the output of x_proj and the chunk states, "all" no chunk states.
   schemas.def(
       "_mamba_inner(Tensor xz, Tensor conv_weight, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, Tensor? delta_bias, "
