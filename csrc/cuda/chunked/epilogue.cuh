@@ -1,8 +1,8 @@
 // The epilogues of forward: the stores of a chunk's out from accumulator fragments.
 //
-// Their math is a type, `Finish`. Finish(p, state_tile, lane) loads what belongs to the rows
-// of the state tile. finish.round<Scalar, Order>(y, x, z_tile, tile, lane) rounds out to this warp's columns of a tile, from
-// y^T, x^T, whose steps are in that order, and a tile of another operand or null.
+// Their math is a type, `Finish`. Finish(p, state_tile, lane) loads what belongs to the rows of the state tile.
+// finish.round<Scalar, Order>(y, x, z_tile, tile, lane) rounds out to this warp's columns of a tile, from y^T, x^T, whose steps
+// are in that order, and a tile of another operand or null.
 //
 // On compute capability 9.0 a chunk's tile of out leaves shared memory by one TMA store, which runs beside everything else
 // (TmaEpilogue). Stores from registers (RegisterEpilogue) would occupy these for as long as they wait behind the loads of later

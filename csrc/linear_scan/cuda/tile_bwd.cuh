@@ -7,8 +7,7 @@
 // that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
 // to shared memory asynchronously. The map of its steps on e, the e before them (tile_carry.cuh) and the gradients follow as in
 // forward, from gates that are computed twice. Each tensor is read once and each gradient written once; inputs that broadcast
-// are read from global memory twice. Rows of plain tiles may start at any element, in
-// kernels of their own, as in forward.
+// are read from global memory twice. Rows of plain tiles may start at any element, in kernels of their own, as in forward.
 #pragma once
 
 #include <type_traits>

@@ -3,8 +3,8 @@
 //
 // A block is a vector of channels, one per SIMD lane, inside one group of B and of C. A task is up to kMaxBlocksPerTask
 // consecutive blocks of one row with the same groups, so that B and C are loaded once for all of them. A row is a batch row or
-// one of its packed sequences (selective_scan.h). The division
-// depends on the shape and the vector length only, never on the number of threads, and so do all sums.
+// one of its packed sequences (selective_scan.h). The division depends on the shape and the vector length only, never on the
+// number of threads, and so do all sums.
 #pragma once
 
 #include <algorithm>
