@@ -24,9 +24,9 @@ And:
 
 Every rank has to make the same calls in the same order, in backward too. The ranks compare shapes, dtypes and options of each
 call that is new; a difference is an error on every rank. A rank with invalid arguments raises at once, and so do the others if
-they compare the call. Compiled code makes no comparison. Along a chain a rank that receives
-the message of another call raises a RuntimeError. On CUDA its results are NaN then, and one of its later calls or backwards
-raises. With summaries ranks combine different calls without an error if they have compared both before.
+they compare the call. Compiled code makes no comparison. Along a chain a rank that receives the message of another call raises
+a RuntimeError. On CUDA its results are NaN then, and one of its later calls or backwards raises. With summaries ranks combine
+different calls without an error if they have compared both before.
 """
 
 from __future__ import annotations
