@@ -1,4 +1,4 @@
-"""The operators that layers call: those of this process, or those of ranks that hold the spans of a sequence.
+"""The operators that layers call: over whole sequences on this process, or over spans of sequences on several ranks.
 
 A layer calls ``self.operators``, which is ``LOCAL`` by default. :class:`ssm_kernels.distributed.ContextParallel` sets the
 operators of its ranks, ``LayerOperators`` of ``distributed/_layer_operators.py``.
