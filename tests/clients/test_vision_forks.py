@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_tensor_and_context_parallelism_refuse_several_directions(monkeypatch):
     with pytest.raises(ValueError, match=r"^TensorParallel: mixer: expected a Mamba of one direction, got bimamba_type 'v2'"):
         tensor_parallel._check("TensorParallel: mixer", layer, 1)
     tensor_parallel._check("TensorParallel: mixer", Mamba(16), 1)
-    monkeypatch.setattr(layer, "context", object())
+    monkeypatch.setattr(layer, "operators", SimpleNamespace(is_local=False))
     with pytest.raises(NotImplementedError, match=r"^Mamba: expected bimamba_type 'none' in a context-parallel group"):
         layer(torch.randn(1, 8, 16))
     # FSDP2 and TensorParallel derive classes from a layer's class.
