@@ -445,14 +445,4 @@ void visit_recurrence_at_run_time(Recurrence recurrence, Visitor&& visitor) {
   }
 }
 
-// Calls visitor(Variant{}) for the recurrence and the options of a call.
-template <typename Visitor>
-void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, Visitor&& visitor) {
-  if (options.are_default()) {
-    visit_default_recurrence(recurrence, visitor);
-  } else {
-    visit_recurrence_at_run_time(recurrence, visitor);
-  }
-}
-
 }  // namespace ssm_kernels

@@ -33,11 +33,13 @@ struct AnyRecurrence {
   template <typename Visitor>
   __device__ __forceinline__ void visit(const Visitor& visitor) const {
     switch (recurrence) {
-#define SSM_ROW(enumerator, name, type)                                          \
-  case Recurrence::enumerator:                                                   \
-    if constexpr (type::kNames.size() >= least && type::kNames.size() <= most) { \
-      visitor(make_variant<typename type::AtRunTime>(options));                  \
-    }                                                                            \
+#define SSM_ROW(enumerator, name, type)                                                                  \
+  case Recurrence::enumerator:                                                                           \
+    if constexpr (type::kNames.size() >= least && type::kNames.size() <= most) {                         \
+      static_assert(kIsPair ? type::kFirstBroadcast == 2 : type::kFirstBroadcast <= size_t(kMostStaged), \
+                    "shared memory has room for the staged inputs");                                     \
+      visitor(make_variant<typename type::AtRunTime>(options));                                          \
+    }                                                                                                    \
     return;
       SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
