@@ -1,4 +1,4 @@
-"""What the functions over the ranks of a group share: the operators of the group, and errors that all ranks get."""
+"""``on_every_rank`` reports the error of one rank to the others of its group; ``operators_of`` makes the group's operators."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Context parallelism of layers: ``ContextParallel``, a style of ``torch.distributed.tensor.parallel.parallelize_module``.
 
-What it does with a layer's scan:
+A layer's scan runs in these steps:
 
 1. ``ContextParallel._apply`` below sets ``layer.operators``, by default ``LOCAL`` of ``nn/_operators.py``, to the
    ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.

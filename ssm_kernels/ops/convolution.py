@@ -72,7 +72,7 @@ def causal_conv1d(
 
     Raises:
         ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:
@@ -175,7 +175,7 @@ def causal_conv1d_update(
     Raises:
         ValueError: a shape, the activation or, on the CPU, a tensor of indices, ``num_accepted_tokens`` or ``cu_seqlens`` is
             not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         RuntimeError: elements of ``conv_state``, ``out`` or ``intermediate_conv_window``, which are written to, share memory
             with each other or with another argument.
         NotImplementedError: an argument has a tangent of forward-mode differentiation, or requires a gradient beside ``out``

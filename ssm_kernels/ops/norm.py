@@ -57,7 +57,7 @@ def rms_norm_gated(
 
     Raises:
         ValueError: a shape, ``eps``, ``group_size`` or the activation is not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or ``x`` is None.
 
     Examples:

@@ -78,7 +78,7 @@ def linear_scan(
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
-        RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:
@@ -465,7 +465,7 @@ def linear_scan_summary(
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
-        RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:

@@ -109,7 +109,7 @@ def selective_scan(
     Raises:
         ValueError: a shape, a position, the discretization or, unless a CUDA graph is being captured, a value of
             ``cu_seqlens`` is not as above, or ``states_at`` is given with ``reverse``.
-        RuntimeError: a dtype, layout or device is not as above, there is no kernel for the device, or ``seq_idx`` is given
+        RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.

@@ -122,7 +122,7 @@ def ssd_chunk_scan(
     Raises:
         ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
             not as above, or ``states_at`` is given with ``reverse``.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 

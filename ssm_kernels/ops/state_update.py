@@ -111,7 +111,7 @@ def selective_state_update(
     Raises:
         ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, a table of indices, ``num_accepted_tokens`` or
             ``cu_seqlens`` is not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         RuntimeError: elements of ``state``, ``out`` or ``intermediate_states_buffer``, which are written to, share memory with
             each other or with another argument.
         NotImplementedError: an argument requires a gradient beside ``out`` or another of the arguments after ``A_is_log``.

@@ -66,7 +66,7 @@ def selective_scan_summary(
 
     Raises:
         ValueError: a shape or the discretization is not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:
@@ -128,7 +128,7 @@ def ssd_chunk_scan_summary(
 
     Raises:
         ValueError: a shape, ``dt_limit`` or the discretization is not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
     Examples:

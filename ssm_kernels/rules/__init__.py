@@ -1,7 +1,7 @@
 """The rules of the operators: a row for each operator, a module for each family.
 
-Of its columns, ``batching`` is for ``torch.vmap``, ``flops`` for ``FlopCounterMode``, ``axes`` for DTensor and
-``decompositions`` for exporters.
+``torch.vmap`` reads the column ``batching``, ``FlopCounterMode`` ``flops``, DTensor ``axes``, and exporters read
+``decompositions``.
 ``ssm_kernels._vmap`` and the modules of ``ssm_kernels.integrations`` register the columns with PyTorch.
 """
 

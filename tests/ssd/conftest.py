@@ -9,7 +9,7 @@ from ssd_helpers import preferred_products
 
 @pytest.fixture
 def variant(request):
-    """Of the table in ssd_variants.py; the test runs with its preferred MMA instruction."""
+    """A row of the table in ssd_variants.py. The test runs with the row's preferred MMA instruction."""
     with preferred_products(request.param.products):
         yield request.param
 

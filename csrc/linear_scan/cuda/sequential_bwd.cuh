@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in a stage
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  const Variant variant = variant_of<Variant>(p);
+  const Variant variant = make_variant<Variant>(p.options);
   ChainOf chain(p, partition, memory, p.grad_last_state);
 
   CopiedRows<S, false> rows[Inputs::kStaged];
@@ -84,7 +84,6 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
     if constexpr (S::kShifted) {
       // Absent tensors have no steps.
       return copy_shifted_rows(chain, segment, stage, view, [&](int i) {
-        if (kIsAny<Variant> && i < kGradH && p.inputs[i].data == nullptr) return 0;
         return i == kHBefore ? steps_with_before : i == kGradH && p.grad_h.data == nullptr ? 0 : steps;
       });
     }
@@ -112,16 +111,14 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       inputs.next(s, with_grad_h, x);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
-        with_recurrence(variant, [&](const auto& recurrence) { gates[s][j] = recurrence.gates(x[j]); });
+        gates[s][j] = variant.gates(x[j]);
         g[s][j] = with_grad_h.rows[kGradH][s % with_grad_h.kSteps].accumulate(j);
       }
     }
 
     const auto a = [&](int s, int j) {
       const Acc unused[Inputs::kInputs] = {};  // a follows from the gates
-      Acc result;
-      with_recurrence(variant, [&](const auto& recurrence) { result = recurrence.step(gates[s][j], unused).a; });
-      return result;
+      return variant.step(gates[s][j], unused).a;
     };
     Acc e[kChannels];
     chain.wait_for_state(segment, e);
@@ -171,8 +168,7 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       for (int j = 0; j < kChannels; ++j) {
         const Acc before = s == first ? initial[j] : with_h.rows[Inputs::kStaged][s % with_h.kSteps].accumulate(j);
         Acc grad[Inputs::kInputs];
-        with_recurrence(variant,
-                        [&](const auto& recurrence) { recurrence.gradients(gates[s][j], x[j], before, g[s][j], grad); });
+        variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
 #pragma unroll
         for (int i = 0; i < Inputs::kInputs; ++i) grads[i][j] = grad[i];
       }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   }
 }
 
-// What a block's functions share.
+// A block of the backward kernel: its functions share these members.
 template <typename TileConfig>
 struct BwdBlock {
   using Scalar = typename TileConfig::Scalar;
