@@ -68,7 +68,7 @@ struct ChunkCumsum {
     const int lane = threadIdx.x % kWarpSize;
     float log_decay[count][2];
     for_each_step<count>([&](int k, int i) {
-      const auto kept = Gates::keep(steps[k].loaded[i]);
+      const auto kept = Gates::keep(p, steps[k].loaded[i]);
       const float unscaled = gates.gain(p, kept);
       gain[k][i] = steps[k].is_there(i) ? unscaled : 0.0f;
       log_decay[k][i] = steps[k].is_there(i) ? gates.template log_decay<float>(kept, unscaled) : 0.0f;

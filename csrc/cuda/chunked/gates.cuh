@@ -16,7 +16,7 @@
 //   Loaded                 inputs of a step, as they are in memory: no instruction waits for them yet.
 //   Source                 where the inputs of a chunk are: source(p, span, head, chunk), and later(p, source, chunks) for a
 //                          later chunk. load(p, source, step, loaded) starts to load those of a step.
-//   Kept, keep(loaded)     the inputs of a step in fp32. In backward they wait in shared memory for write_gradients().
+//   Kept, keep(p, loaded)  the inputs of a step in fp32. In backward they wait in shared memory for write_gradients().
 //
 // for forward, and for the passes over the states (chunk_tables.cuh calls them in this order):
 //
@@ -30,7 +30,9 @@
 //
 //   write_gradients(p, span, steps, chunk, head, kept, lane, gradients)
 //                          turns the gradients of the log decays and the gains of a chunk (GateGradients) into gradients of the
-//                          inputs, and writes these.
+//                          inputs, and writes these. Sums over the steps are parts, one for each chunk number.
+//   clear_gradients(p, chunk, head)
+//                          clears the parts of a chunk number that belongs to no sequence.
 #pragma once
 
 #include <cstdint>

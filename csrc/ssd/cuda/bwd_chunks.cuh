@@ -476,7 +476,7 @@ struct BwdChunks {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = cursor.row_block * kStateRows + element;
-            tables.kept[element] = Gates::keep(fetched.loaded[i]);
+            tables.kept[element] = Gates::keep(p, fetched.loaded[i]);
             tables.D[element] =
                 p.D != nullptr && row < p.headdim ? p.D[cursor.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
           }
@@ -536,10 +536,9 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
     if (chunk < 0 || chunk >= at.chunks) {
       cuda::grid_dependency_sync();
       for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
-        const int64_t part = chunk_index * p.parts_heads + head;
-        p.grad_A_parts[part] = p.grad_bias_parts[part] = 0;
+        Gates::clear_gradients(p, chunk_index, head);
         for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row)
-          p.grad_D_parts[part * padded_row(p.headdim) + row] = 0;
+          p.grad_D_parts[(chunk_index * p.parts_heads + head) * padded_row(p.headdim) + row] = 0;
       }
       return;
     }

@@ -49,7 +49,7 @@ struct DiscretizedGates {
     loaded = source[step * p.dt.stride_step];
   }
 
-  static __device__ __forceinline__ Kept keep(Loaded dt) { return cuda::to_accumulate(dt); }
+  static __device__ __forceinline__ Kept keep(const SsdParams&, Loaded dt) { return cuda::to_accumulate(dt); }
 
   // The step size d. scale_gains() multiplies by k.
   __device__ __forceinline__ float gain(const SsdParams& p, float dt) const {
@@ -108,6 +108,11 @@ struct DiscretizedGates {
       p.grad_A_parts[chunk * p.parts_heads + head] = grad_A;
       p.grad_bias_parts[chunk * p.parts_heads + head] = grad_bias;
     }
+  }
+
+  static __device__ __forceinline__ void clear_gradients(const SsdBwdParams& p, int64_t chunk, int64_t head) {
+    const int64_t part = chunk * p.parts_heads + head;
+    p.grad_A_parts[part] = p.grad_bias_parts[part] = 0;
   }
 
  private:
