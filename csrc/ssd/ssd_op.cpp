@@ -19,19 +19,20 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
   // The scan in chunks (SSD, Mamba-2), which mamba_ssm calls mamba_chunk_scan_combined: S_t = e^zeta_t S_{t-1} + d_t k(zeta_t)
-  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). With reverse, S_t follows from S_{t+1}. dt_limit
-  // absent: no limits, as in selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
+  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). With log_decay in place of dt and A, S_t =
+  // e^log_decay_t S_{t-1} + gain_t x_t B_t^T. With reverse, S_t follows from S_{t+1}. dt_limit absent: no limits, as in
+  // selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
   schemas.def(
-      "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
+      "ssd_chunk_scan(Tensor x, Tensor? dt, Tensor? A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
-      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False) "
-      "-> (Tensor out, Tensor final_states)");
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh', bool reverse=False, "
+      "Tensor? log_decay=None, Tensor? gain=None) -> (Tensor out, Tensor final_states)");
   // The same with all arguments positional, as vmap wants them: differentiable; and forward alone. Also, for tests, the kernel
   // that a call takes: "kernel=<aten, short, sm80 or sm90> products=... chunk=..." and how the work is divided.
   const std::string ssd_arguments =
-      "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
+      "(Tensor x, Tensor? dt, Tensor? A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
       "bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
-      "str discretization, bool reverse";
+      "str discretization, bool reverse, Tensor? log_decay, Tensor? gain";
   const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
   schemas.def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
   schemas.kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
@@ -39,8 +40,8 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
   const std::string ssd_inputs = ssd_arguments.substr(1);
   const std::string ssd_gradients =
-      ", bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
-      "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states)";
+      ", bool[11] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
+      "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states, Tensor grad_log_decay, Tensor grad_gain)";
   schemas.kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
   // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending. On CUDA forward
   // takes the kernels of the scan; backward is matmuls on any device.
@@ -74,10 +75,12 @@ bool is_exponential(Discretization discretization) {
 
 // Names the layout of an x whose second axis, not the third, has as many entries as A.
 void check_layout(const char* op, const Inputs& in) {
-  if (in.A.dim() != 1 || in.x.sym_size(2) == in.A.sym_size(0) || in.x.sym_size(1) != in.A.sym_size(0)) return;
+  if (!is_present(in.A) || in.A->dim() != 1) return;
+  const c10::SymInt heads = in.A->sym_size(0);
+  if (in.x.sym_size(2) == heads || in.x.sym_size(1) != heads) return;
   // (batch, heads, seqlen, headdim), or with seqlen last, as the sequences of B tell.
   const bool is_last = in.x.sym_size(3) == in.B.sym_size(1) && in.x.sym_size(2) != in.B.sym_size(1);
-  TORCH_CHECK_VALUE(false, op, ": expected x of shape ", kSequence, " with heads = ", in.A.sym_size(0),
+  TORCH_CHECK_VALUE(false, op, ": expected x of shape ", kSequence, " with heads = ", heads,
                     ", the size of A, got (batch, heads, ", is_last ? "headdim, seqlen" : "seqlen, headdim",
                     ") = ", in.x.sym_sizes(), ": pass x.", is_last ? "permute(0, 3, 1, 2)" : "transpose(1, 2)",
                     ", and dt, z, B and C likewise");
@@ -90,6 +93,25 @@ void check_options(const char* op, const Inputs& in) {
   check_dt_limit(op, in.dt_min, in.dt_max);
 }
 
+// Either dt and A, or log_decay without what makes step sizes of dt.
+void check_form(const char* op, const Inputs& in) {
+  const bool has_dt = is_present(in.dt), has_A = is_present(in.A), has_log_decay = is_present(in.log_decay);
+  TORCH_CHECK_VALUE(has_dt == has_A && has_dt != has_log_decay, op,
+                    ": expected either dt and A or log_decay, got dt = ", has_dt ? "a tensor" : "None",
+                    ", A = ", has_A ? "a tensor" : "None", ", log_decay = ", has_log_decay ? "a tensor" : "None");
+  TORCH_CHECK_VALUE(has_log_decay || !is_present(in.gain), op, ": expected gain with log_decay only, got it with dt and A");
+  if (!has_log_decay) return;
+  // The default of the Python function, (0, inf), and no limits are alike here.
+  const auto [lowest, highest] = parse_dt_limit(op, {});
+  const bool has_limits = (in.dt_min != lowest && in.dt_min != 0) || in.dt_max != highest;
+  const char* option = is_present(in.dt_bias)       ? "dt_bias"
+                       : in.dt_softplus             ? "dt_softplus"
+                       : has_limits                 ? "dt_limit"
+                       : in.discretization != "zoh" ? "discretization"
+                                                    : nullptr;
+  TORCH_CHECK_VALUE(option == nullptr, op, ": expected ", option, " with dt and A only, got it with log_decay");
+}
+
 }  // namespace
 
 Discretization check_inputs_of(const char* op, const Inputs& in) {
@@ -99,11 +121,14 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1), heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
   const c10::SymInt groups = in.B.sym_size(2), dstate = in.B.sym_size(3);
   const at::ScalarType dtype = in.x.scalar_type(), accumulate = checks.accumulate();
+  check_form(op, in);
   check_layout(op, in);
   TORCH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeaddim, op, ": expected headdim from 1 to ", kMaxHeaddim, ", got ",
                     headdim);
   checks.tensor("dt", in.dt, "(batch, seqlen, heads)", {batch, seqlen, heads}, dtype);
   checks.tensor("A", in.A, "(heads,)", {heads}, accumulate);
+  checks.parameter("log_decay", in.log_decay, "(batch, seqlen, heads)", {batch, seqlen, heads});
+  checks.parameter("gain", in.gain, "(batch, seqlen, heads)", {batch, seqlen, heads});
   checks.tensor("B", in.B, kMatrix, {batch, seqlen, groups, dstate}, dtype);
   TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, op, ": expected the groups of B and C to divide heads = ", heads,
                     ", got ", groups);
@@ -127,7 +152,9 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
 
 Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
 
-FwdOutputs allocate_fwd(const Inputs& in) { return {empty_tensor_like(in.x), empty_tensor(states_shape(in), in.A.options())}; }
+FwdOutputs allocate_fwd(const Inputs& in) {
+  return {empty_tensor_like(in.x), empty_tensor(states_shape(in), wide_options(in.x))};
+}
 
 Discretization check_states_inputs(const StatesInputs& in) {
   const Discretization method = check_inputs(in);
@@ -154,7 +181,7 @@ std::vector<c10::SymInt> states_at_shape(const StatesInputs& in) {
 }  // namespace
 
 StatesOutputs allocate_states(const StatesInputs& in) {
-  return {allocate_fwd(in), empty_tensor(states_at_shape(in), in.A.options())};
+  return {allocate_fwd(in), empty_tensor(states_at_shape(in), wide_options(in.x))};
 }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
@@ -166,7 +193,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   const auto allocate = [&](Grad grad, const OptionalTensor& input, const auto& allocate_like) {
     const bool is_needed = is_present(input) && bwd.needs_grad[grad];
     if (is_needed && is_present(bwd.targets[grad])) return *bwd.targets[grad];
-    return is_needed ? allocate_like(*input) : empty_tensor({0}, in.A.options());
+    return is_needed ? allocate_like(*input) : empty_tensor({0}, wide_options(in.x));
   };
   return {allocate(kGradX, in.x, empty_tensor_like),
           allocate(kGradDt, in.dt, empty_tensor_like),
@@ -176,7 +203,9 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
           allocate(kGradD, in.D, empty_contiguous_like),
           allocate(kGradZ, in.z, empty_tensor_like),
           allocate(kGradDtBias, in.dt_bias, empty_contiguous_like),
-          allocate(kGradInitialStates, in.initial_states, empty_contiguous_like)};
+          allocate(kGradInitialStates, in.initial_states, empty_contiguous_like),
+          allocate(kGradLogDecay, in.log_decay, empty_tensor_like),
+          allocate(kGradGain, in.gain, empty_tensor_like)};
 }
 
 GradTensors allocate_states_bwd(const StatesBwdInputs& bwd) {
@@ -194,7 +223,7 @@ struct PublicInputs : Inputs {
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, cu_seqlens,
-                    discretization, reverse);
+                    discretization, reverse, log_decay, gain);
   }
 };
 
@@ -203,13 +232,13 @@ struct DifferentiableInputs {
   static const char* name(const Inputs&) { return kOp; }
 
   static auto differentiable(Inputs& in) {
-    return std::tie(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states);
+    return std::tie(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states, in.log_decay, in.gain);
   }
 
-  // Sequences in the autocast dtype; parameters and states in float32.
+  // Sequences in the autocast dtype; parameters, states, log decays and gains in float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.x, in.dt, in.B, in.C, in.z);
-    to.to_float(in.A, in.D, in.dt_bias, in.initial_states);
+    to.to_float(in.A, in.D, in.dt_bias, in.initial_states, in.log_decay, in.gain);
   }
 };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/discretization.h"
+#include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
 
@@ -20,8 +21,11 @@ using OptionalTensor = std::optional<at::Tensor>;
 // The largest headdim. (dstate's: common/limits.h.)
 constexpr int64_t kMaxHeaddim = 256;
 
+// A call gives dt and A, or in their place the log decays and, optionally, the gains of all steps.
 struct Inputs {
-  at::Tensor x, dt, A, B, C;
+  at::Tensor x;
+  OptionalTensor dt, A;
+  at::Tensor B, C;
   std::optional<c10::SymInt> chunk_size;
   OptionalTensor D, z, dt_bias;
   bool dt_softplus = false;
@@ -29,12 +33,16 @@ struct Inputs {
   OptionalTensor initial_states, seq_idx, cu_seqlens;
   std::string_view discretization;  // of the caller's string
   bool reverse = false;             // in time: the first step of the scan is the last one of the tensors
+  OptionalTensor log_decay, gain;   // (batch, seqlen, heads); an absent gain is 1
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
-                    discretization, reverse);
+                    discretization, reverse, log_decay, gain);
   }
 };
+
+// Options of tensors that have the accumulation type: parameters, states and partial sums.
+inline at::TensorOptions wide_options(const at::Tensor& x) { return x.options().dtype(accumulate_type(x.scalar_type())); }
 
 // Raises unless the inputs are as ssm_kernels.ssd_chunk_scan documents, the values of cu_seqlens apart; returns the method.
 // Messages begin with `op`.
@@ -63,7 +71,20 @@ struct StatesOutputs : FwdOutputs {
 Discretization check_states_inputs(const StatesInputs& in);
 StatesOutputs allocate_states(const StatesInputs& in);
 
-enum Grad { kGradX, kGradDt, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDtBias, kGradInitialStates, kNumGrads };
+enum Grad {
+  kGradX,
+  kGradDt,
+  kGradA,
+  kGradB,
+  kGradC,
+  kGradD,
+  kGradZ,
+  kGradDtBias,
+  kGradInitialStates,
+  kGradLogDecay,
+  kGradGain,
+  kNumGrads
+};
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;
 
@@ -99,14 +120,19 @@ GradTensors allocate_states_bwd(const StatesBwdInputs& bwd);
 
 // The summary of a span of steps: the map from the states before it to those after it.
 struct SummaryInputs {
-  at::Tensor x, dt, A, B;
+  at::Tensor x;
+  OptionalTensor dt, A;
+  at::Tensor B;
   OptionalTensor dt_bias;
   bool dt_softplus = false;
   double dt_min = 0, dt_max = 0;
   OptionalTensor seq_idx;
   std::string_view discretization;
+  OptionalTensor log_decay, gain;
 
-  auto fields() { return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_min, dt_max, seq_idx, discretization); }
+  auto fields() {
+    return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_min, dt_max, seq_idx, discretization, log_decay, gain);
+  }
 
   // The scan with these final states. It reads B as C, whose outputs nobody reads.
   Inputs scan() const;
@@ -118,7 +144,16 @@ struct SummaryOutputs {
   auto fields() { return std::tie(final_states, decay); }
 };
 
-enum SummaryGrad { kSummaryGradX, kSummaryGradDt, kSummaryGradA, kSummaryGradB, kSummaryGradDtBias, kNumSummaryGrads };
+enum SummaryGrad {
+  kSummaryGradX,
+  kSummaryGradDt,
+  kSummaryGradA,
+  kSummaryGradB,
+  kSummaryGradDtBias,
+  kSummaryGradLogDecay,
+  kSummaryGradGain,
+  kNumSummaryGrads
+};
 using SummaryGrads = std::array<at::Tensor, kNumSummaryGrads>;
 
 struct SummaryBwdInputs {

@@ -19,22 +19,23 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   // The same with all arguments positional, forward alone, and its adjoint.
   const std::string ssd_summary_results = " -> (Tensor final_states, Tensor decay)";
   schemas.def(
-      "ssd_chunk_scan_summary(Tensor x, Tensor dt, Tensor A, Tensor B, *, Tensor? dt_bias=None, bool dt_softplus=False, "
-      "float[]? dt_limit=None, str discretization='zoh', Tensor? seq_idx=None)" +
+      "ssd_chunk_scan_summary(Tensor x, Tensor? dt, Tensor? A, Tensor B, *, Tensor? dt_bias=None, bool dt_softplus=False, "
+      "float[]? dt_limit=None, str discretization='zoh', Tensor? seq_idx=None, Tensor? log_decay=None, "
+      "Tensor? gain=None)" +
       ssd_summary_results);
   const std::string ssd_summary_arguments =
-      "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
-      "Tensor? seq_idx, str discretization";
+      "Tensor x, Tensor? dt, Tensor? A, Tensor B, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
+      "Tensor? seq_idx, str discretization, Tensor? log_decay, Tensor? gain";
   schemas.def("_ssd_chunk_scan_summary(" + ssd_summary_arguments + ")" + ssd_summary_results);
   schemas.kernels("_ssd_chunk_scan_summary_fwd(" + ssd_summary_arguments + ")" + ssd_summary_results);
-  schemas.kernels(
-      "_ssd_chunk_scan_summary_bwd(Tensor? grad_final_states, Tensor? grad_decay, " + ssd_summary_arguments +
-      ", bool[5] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_dt_bias)");
+  schemas.kernels("_ssd_chunk_scan_summary_bwd(Tensor? grad_final_states, Tensor? grad_decay, " + ssd_summary_arguments +
+                  ", bool[7] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_dt_bias, "
+                  "Tensor grad_log_decay, Tensor grad_gain)");
   // The gradient of the states before a span, from the gradients of S C: sum over t of e^(sum of zeta up to t) grad_out_t
   // C_t^T, over the steps of the first sequence.
   schemas.kernels(
-      "_ssd_chunk_scan_initial_gradient(Tensor grad_out, Tensor dt, Tensor A, Tensor C, Tensor? dt_bias, bool dt_softplus, "
-      "float dt_min, float dt_max, Tensor? seq_idx, str discretization) -> Tensor");
+      "_ssd_chunk_scan_initial_gradient(Tensor grad_out, Tensor? dt, Tensor? A, Tensor C, Tensor? dt_bias, bool dt_softplus, "
+      "float dt_min, float dt_max, Tensor? seq_idx, str discretization, Tensor? log_decay, Tensor? gain) -> Tensor");
 }
 
 namespace {
@@ -56,6 +57,8 @@ Inputs SummaryInputs::scan() const {
   scan.dt_max = dt_max;
   scan.seq_idx = seq_idx;
   scan.discretization = discretization;
+  scan.log_decay = log_decay;
+  scan.gain = gain;
   return scan;
 }
 
@@ -65,7 +68,7 @@ Discretization check_summary_inputs(const SummaryInputs& in) { return check_inpu
 
 SummaryOutputs allocate_summary(const SummaryInputs& in) {
   const c10::SymInt batch = in.x.sym_size(0), heads = in.x.sym_size(2), headdim = in.x.sym_size(3), dstate = in.B.sym_size(3);
-  return {empty_tensor({batch, heads, headdim, dstate}, in.A.options()), empty_tensor({batch, heads}, in.A.options())};
+  return {empty_tensor({batch, heads, headdim, dstate}, wide_options(in.x)), empty_tensor({batch, heads}, wide_options(in.x))};
 }
 
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
@@ -76,11 +79,15 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
                 checks.accumulate());
   checks.tensor("grad_decay", bwd.grad_decay, "(batch, heads)", {batch, heads}, checks.accumulate());
   const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, const auto& allocate_like) {
-    return is_present(input) && bwd.needs_grad[grad] ? allocate_like(*input) : empty_tensor({0}, in.A.options());
+    return is_present(input) && bwd.needs_grad[grad] ? allocate_like(*input) : empty_tensor({0}, wide_options(in.x));
   };
-  return {allocate(kSummaryGradX, in.x, empty_tensor_like), allocate(kSummaryGradDt, in.dt, empty_tensor_like),
-          allocate(kSummaryGradA, in.A, empty_contiguous_like), allocate(kSummaryGradB, in.B, empty_tensor_like),
-          allocate(kSummaryGradDtBias, in.dt_bias, empty_contiguous_like)};
+  return {allocate(kSummaryGradX, in.x, empty_tensor_like),
+          allocate(kSummaryGradDt, in.dt, empty_tensor_like),
+          allocate(kSummaryGradA, in.A, empty_contiguous_like),
+          allocate(kSummaryGradB, in.B, empty_tensor_like),
+          allocate(kSummaryGradDtBias, in.dt_bias, empty_contiguous_like),
+          allocate(kSummaryGradLogDecay, in.log_decay, empty_tensor_like),
+          allocate(kSummaryGradGain, in.gain, empty_tensor_like)};
 }
 
 // Whether kernels wrote the states: of span_states_cuda. They write the decay too, if it is defined.
@@ -132,7 +139,7 @@ at::Tensor initial_gradient(const SummaryInputs& in) {
 struct PublicSummaryInputs : SummaryInputs {
   std::optional<at::ArrayRef<double>> dt_limit;
 
-  auto fields() { return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization, seq_idx); }
+  auto fields() { return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization, seq_idx, log_decay, gain); }
 };
 using SummaryResult = std::tuple<at::Tensor, at::Tensor>;
 
@@ -143,12 +150,12 @@ struct SsdChunkScanSummary : DifferentiableOp<SsdChunkScanSummary, SummaryBwdInp
                         kBackward[] = "ssm_kernels::_ssd_chunk_scan_summary_bwd";
 
   static const char* name(const Inputs&) { return kSummaryOp; }
-  static auto differentiable(Inputs& in) { return std::tie(in.x, in.dt, in.A, in.B, in.dt_bias); }
+  static auto differentiable(Inputs& in) { return std::tie(in.x, in.dt, in.A, in.B, in.dt_bias, in.log_decay, in.gain); }
 
-  // Sequences in the autocast dtype; parameters in float32.
+  // Sequences in the autocast dtype; parameters, log decays and gains in float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.x, in.dt, in.B);
-    to.to_float(in.A, in.dt_bias);
+    to.to_float(in.A, in.dt_bias, in.log_decay, in.gain);
   }
 };
 

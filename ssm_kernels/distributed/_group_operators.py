@@ -147,8 +147,8 @@ class GroupOperators:
     def ssd_chunk_scan(
         self,
         x: Tensor,
-        dt: Tensor,
-        A: Tensor,
+        dt: Tensor | None,
+        A: Tensor | None,
         B: Tensor,
         C: Tensor,
         *,
@@ -164,9 +164,11 @@ class GroupOperators:
         cu_seqlens: Tensor | None = None,
         return_final_states: bool = False,
         discretization: DiscretizationName = "zoh",
+        log_decay: Tensor | None = None,
+        gain: Tensor | None = None,
     ) -> Any:
         tensors: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-        tensors |= {"initial_states": initial_states, "seq_idx": seq_idx}
+        tensors |= {"initial_states": initial_states, "seq_idx": seq_idx, "log_decay": log_decay, "gain": gain}
         options: dict[str, Any] = {
             "chunk_size": chunk_size,
             "dt_softplus": dt_softplus,
@@ -177,11 +179,11 @@ class GroupOperators:
         }
         if self.group.size == 1:
             return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
-        time_axes = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+        time_axes = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx", "log_decay", "gain"), 1)
         tensors = Autocast(x).cast(tensors, lower=("x", "dt", "B", "C", "z"))
         self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, time_axes, cu_seqlens)
         numbers, packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
-        names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+        names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "log_decay", "gain")
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
             numbers,

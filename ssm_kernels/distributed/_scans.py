@@ -166,14 +166,16 @@ class SsdChunkScan(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        dt: Tensor,
-        A: Tensor,
+        dt: Tensor | None,
+        A: Tensor | None,
         B: Tensor,
         C: Tensor,
         D: Tensor | None,
         z: Tensor | None,
         dt_bias: Tensor | None,
         initial_states: Tensor | None,
+        log_decay: Tensor | None,
+        gain: Tensor | None,
         seq_idx: Tensor | None,
         carry_mask: Tensor | None,
         chunk_size: int | None,
@@ -199,28 +201,31 @@ class SsdChunkScan(torch.autograd.Function):
                 dt_limit=(dt_min, dt_max),
                 discretization=discretization,
                 seq_idx=_in_order(seq_idx, 1, reverse),
+                log_decay=_in_order(log_decay, 1, reverse),
+                gain=_in_order(gain, 1, reverse),
             )
 
-        state = (x.shape[0], *x.shape[2:], B.shape[3]), A.dtype
+        state = (x.shape[0], *x.shape[2:], B.shape[3]), wide_dtype(x.dtype)
         initial, final, decays, carry_mask = carry.receive_state(state, x, initial_states, carry_mask, summarize, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
+        options = (discretization, reverse, log_decay, gain)
         out, last_states = _ops._ssd_chunk_scan_fwd(
-            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization, reverse
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, *options
         )
         carry.send_state(last_states)
-        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, carry_mask)
+        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, log_decay, gain, seq_idx, decays, carry_mask)
         ctx.carry, ctx.chunk_size = carry, chunk_size
         ctx.scalars, ctx.discretization, ctx.reverse = scalars, discretization, reverse
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, decays, carry_mask = ctx.saved_tensors
+        x, dt, A, B, C, D, z, dt_bias, initial, log_decay, gain, seq_idx, decays, carry_mask = ctx.saved_tensors
         reverse = ctx.reverse
-        options = (ctx.discretization, reverse)
+        options = (ctx.discretization, reverse, log_decay, gain)
         arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, *options)
-        needs = [*ctx.needs_input_grad[:9]]
-        state = (x.shape[0], *x.shape[2:], B.shape[3]), A.dtype
+        needs = [*ctx.needs_input_grad[:11]]
+        state = (x.shape[0], *x.shape[2:], B.shape[3]), wide_dtype(x.dtype)
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
@@ -235,13 +240,14 @@ class SsdChunkScan(torch.autograd.Function):
                 dt_limit=ctx.scalars[1:],
                 discretization=ctx.discretization,
                 seq_idx=_in_order(seq_idx, 1, reverse),
+                log_decay=_in_order(log_decay, 1, reverse),
             )
 
         grad_final_states = None
-        passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8))
+        passes_gradients = any(needs[i] for i in (0, 1, 2, 3, 7, 8, 9, 10))
         if passes_gradients:
             grad_final_states = ctx.carry.receive_gradient(state, grad_out, grad_final, decays, carry_mask, initial_gradient)
-        wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8])]
+        wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8]), *needs[9:]]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if passes_gradients:
             ctx.carry.send_gradient(gradients[8], carry_mask)

@@ -112,8 +112,8 @@ def selective_scan(
 @on_every_rank
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -129,6 +129,8 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
     discretization: DiscretizationName = "zoh",
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
     group: GroupLike = None,
     exchange: Exchange | None = None,
 ) -> Any:
@@ -136,8 +138,8 @@ def ssd_chunk_scan(
 
     A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
     with ``cu_seqlens`` raise a ValueError. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the outputs'
-    gradient, dt, C and ``seq_idx`` in backward. The copies are freed as soon as the summary, or the gradient of the initial
-    states, is computed.
+    gradient, dt, C and ``seq_idx`` in backward, with ``log_decay`` and ``gain`` in place of dt if they are given. The copies
+    are freed as soon as the summary, or the gradient of the initial states, is computed.
 
     With summaries a rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and batch *
     heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
@@ -171,6 +173,8 @@ def ssd_chunk_scan(
         cu_seqlens=cu_seqlens,
         return_final_states=return_final_states,
         discretization=discretization,
+        log_decay=log_decay,
+        gain=gain,
     )
 
 

@@ -25,7 +25,8 @@ _Results = tuple[Tensor, Tensor, Tensor]
 
 # The axes that a tensor of steps may have; without one of time, it is constant.
 _SELECTIVE_RANKS = {"u": (3,), "delta": (3,), "B": (2, 3, 4), "C": (2, 3, 4), "z": (3,), "seq_idx": (2,)}
-_SSD_RANKS = {"x": (4,), "dt": (3,), "B": (4,), "C": (4,), "z": (4,), "seq_idx": (2,)}
+_SSD_RANKS = {"x": (4,), "dt": (3,), "B": (4,), "C": (4,), "z": (4,), "seq_idx": (2,), "log_decay": (3,), "gain": (3,)}
+_MAY_BE_ABSENT = ("dt", "z", "seq_idx", "log_decay", "gain")
 
 
 def chunk_length(dstate: int) -> int:
@@ -89,7 +90,7 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
     """``out``, ``final_states`` and the states at the positions.
 
     Args:
-        arguments: of ``torch.ops.ssm_kernels.ssd_chunk_scan``, by name.
+        arguments: all of ``torch.ops.ssm_kernels.ssd_chunk_scan``, by name and in its order.
     """
     op = torch.ops.ssm_kernels.ssd_chunk_scan
     required = ("x", "dt", "A", "B", "C")
@@ -174,7 +175,7 @@ def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call
     operands = [item for name, value in values.items() for item in ((value, high) if name == "dt_limit" else (value,))]
     ascending = sorted(set(positions))
     try:
-        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states(*operands, False, ascending)
+        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states(*operands, ascending)
     except Exception:
         call(**arguments)  # the message names the public operator
         raise
@@ -230,7 +231,7 @@ def _are_steps(arguments: dict[str, Any], ranks: Mapping[str, tuple[int, ...]], 
     lengths = []
     for name, allowed in ranks.items():
         value = arguments[name]
-        if value is None and name in ("z", "seq_idx"):
+        if value is None and name in _MAY_BE_ABSENT:
             continue
         if not isinstance(value, Tensor) or value.dim() not in allowed:
             return False

@@ -22,8 +22,8 @@ _ssd_chunk_scan = torch.ops.ssm_kernels.ssd_chunk_scan.default
 @names_arguments
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -40,6 +40,8 @@ def ssd_chunk_scan(
     return_final_states: bool = False,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.
 
@@ -52,27 +54,34 @@ def ssd_chunk_scan(
         S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
         y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
 
-    The discretization defines the function :math:`k`: see ``docs/discretizations.md``.
-    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. Arguments have the names of ``mamba_ssm``'s
-    ``mamba_chunk_scan_combined``.
+    The discretization defines the function :math:`k`: see ``docs/discretizations.md``. ``log_decay`` and ``gain`` take the place
+    of ``dt`` and ``A`` where the decay of each step and head is given:
+
+    .. math:: S_t = e^{\mathrm{log\_decay}_t} S_{t-1} + \mathrm{gain}_t\, x_t B_t^\top
+
+    This is linear attention with values x, keys B and queries C: with a constant log decay per head, RetNet (arXiv 2307.08621)
+    and lightning attention (arXiv 2405.17381); with log decays that depend on the data, simple gated linear attention (GLA,
+    arXiv 2312.06635, with one gate a head). ``docs/ssd.md`` has the calls.
+    Source of the scan: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. Arguments have the names of
+    ``mamba_ssm``'s ``mamba_chunk_scan_combined``.
 
     Args:
         x: input, (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64; headdim <= 256. All tensors may have
             any strides.
-        dt: step sizes, (batch, seqlen, heads), dtype of ``x``.
-        A: (heads,), float32 (float64 with float64 inputs).
+        dt: step sizes, (batch, seqlen, heads), dtype of ``x``; None with ``log_decay``.
+        A: (heads,), float32 (float64 with float64 inputs); None with ``log_decay``.
         B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
             reads group ``h // (heads // groups)``.
         C: output matrix, shape and dtype of ``B``.
         chunk_size: a hint of how many steps a chunk has, on CPU at most 64 or 128; None lets the operator choose. It changes
             the rounding of the result only.
-        D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
+        D: skip connection, (heads,) or (heads, headdim), float32 (float64 with float64 inputs).
         z: gate, shape and dtype of ``x``.
-        dt_bias: (heads,), dtype of ``A``.
+        dt_bias: (heads,), dtype of ``A``. Like the next two and ``discretization``, not with ``log_decay``.
         dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
         dt_limit: the smallest and the largest step size. Others are clamped, after bias and softplus, and have no gradient.
             None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
-        initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
+        initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``D``; zero if absent.
         reverse: time runs backwards, from the last step to the first, also in each packed sequence. ``initial_states`` are then
             the states after the last step, ``final_states`` the ones at step 0, and :math:`S_t` follows from :math:`S_{t+1}`.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
@@ -91,11 +100,16 @@ def ssd_chunk_scan(
             a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
             With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0, or zero if seqlen is 0. Positions
             may repeat and need no order. Not with ``reverse``.
+        log_decay: the natural logarithm of each step's decay, (batch, seqlen, heads), float32 or the dtype of ``x`` (float64
+            with float64 inputs). Positive values let the state grow. -inf is a decay of 0, which drops the state before the
+            step, and has the gradient 0.
+        gain: the factor of each step's input, shape as ``log_decay``, dtype float32 or that of ``x``; 1 if absent. Only with
+            ``log_decay``.
 
     Returns:
         ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,
-        dstate), dtype of ``A``; a sequence without steps returns its initial state. With ``states_at`` then ``states``,
-        (batch, positions, heads, headdim, dstate), dtype of ``A``. All are differentiable with respect to every
+        dstate), dtype of ``D``; a sequence without steps returns its initial state. With ``states_at`` then ``states``,
+        (batch, positions, heads, headdim, dstate), dtype of ``D``. All are differentiable with respect to every
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
 
@@ -115,13 +129,14 @@ def ssd_chunk_scan(
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16. float32 inputs are multiplied as
     float32, unless PyTorch's switch for matrix products on CUDA allows TF32 (``torch.backends.cuda.matmul.fp32_precision =
     "tf32"``, or ``allow_tf32 = True`` there) when forward or backward runs: relative errors are then about 4e-4 instead of
-    4e-7. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and ``z`` to its dtype, parameters and
-    states to float32. ``docs/ssd.md`` describes rounding, NaN and infinity, memory, and when the values of ``cu_seqlens`` are
-    checked.
+    4e-7. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and ``z`` to its dtype, parameters,
+    states, ``log_decay`` and ``gain`` to float32. ``docs/ssd.md`` describes rounding, NaN and infinity, memory, and when the
+    values of ``cu_seqlens`` are checked.
 
     Raises:
         ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
-            not as above, or ``states_at`` is given with ``reverse``.
+            not as above, ``states_at`` is given with ``reverse``, or the call has both or neither of ``log_decay`` and ``dt``
+            with ``A``, or an argument of the other form.
         RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
@@ -138,6 +153,9 @@ def ssd_chunk_scan(
         >>> states.shape
         torch.Size([2, 4, 16, 32])
         >>> more = ssd_chunk_scan(x, dt, A, B, C, initial_states=states)  # continues
+        >>> gates = torch.nn.functional.logsigmoid(torch.randn(batch, seqlen, heads))
+        >>> ssd_chunk_scan(x, None, None, B, C, log_decay=gates).shape  # simple gated linear attention
+        torch.Size([2, 100, 4, 16])
     """
     if states_at is not None:
         if reverse:
@@ -155,7 +173,7 @@ def ssd_chunk_scan(
         }
         arguments |= {"dt_softplus": dt_softplus, "dt_limit": read_dt_limit("ssd_chunk_scan", dt_limit)}
         arguments |= {"initial_states": initial_states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        arguments |= {"discretization": discretization}
+        arguments |= {"discretization": discretization, "reverse": False, "log_decay": log_decay, "gain": gain}
         out, final_states, states = ssd_chunk_scan_with_states(states_at, arguments)
         return (out, final_states, states) if return_final_states else (out, states)
     # The dispatcher takes half a microsecond for each keyword: those that few calls give are left out.
@@ -163,6 +181,8 @@ def ssd_chunk_scan(
     if not (initial_states is seq_idx is cu_seqlens is None and discretization == "zoh" and reverse is False):
         options = {"initial_states": initial_states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         options |= {"discretization": discretization, "reverse": reverse}
+    if not log_decay is gain is None:
+        options |= {"log_decay": log_decay, "gain": gain}
     results: tuple[Tensor, Tensor] = _ssd_chunk_scan(
         x,
         dt,

@@ -14,8 +14,8 @@ __all__ = ["ssd_chunk_scan"]
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -32,12 +32,14 @@ def ssd_chunk_scan(
     return_final_states: Literal[False] = False,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -54,12 +56,14 @@ def ssd_chunk_scan(
     return_final_states: Literal[False] = False,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -76,12 +80,14 @@ def ssd_chunk_scan(
     return_final_states: Literal[True],
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -98,12 +104,14 @@ def ssd_chunk_scan(
     return_final_states: Literal[True],
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -120,12 +128,14 @@ def ssd_chunk_scan(
     return_final_states: bool,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -142,4 +152,6 @@ def ssd_chunk_scan(
     return_final_states: bool,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...

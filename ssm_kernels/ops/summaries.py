@@ -94,8 +94,8 @@ def selective_scan_summary(
 @names_arguments
 def ssd_chunk_scan_summary(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     *,
     dt_bias: Tensor | None = None,
@@ -103,21 +103,24 @@ def ssd_chunk_scan_summary(
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     discretization: DiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The map of :func:`ssd_chunk_scan` from the states before all steps to the states after them.
 
     .. math:: S_{\mathrm{last}} = \mathrm{decay} \cdot S_0 + \mathrm{final\_states}, \quad
         \mathrm{decay} = e^{A \sum_t \Delta_t}
 
-    The sum is in float64.
+    The sum is in float64. With ``log_decay`` in place of ``dt`` and ``A`` the exponent is the sum of the log decays.
 
     Args:
-        x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization: as for :func:`ssd_chunk_scan`.
+        x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization, log_decay, gain: as for :func:`ssd_chunk_scan`.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. The first step never starts a sequence.
 
     Returns:
-        ``final_states`` of a scan from zero, (batch, heads, headdim, dstate), and ``decay``, (batch, heads), dtype of ``A``.
+        ``final_states`` of a scan from zero, (batch, heads, headdim, dstate), and ``decay``, (batch, heads), float32
+        (float64 with float64 inputs).
         With ``seq_idx`` ``final_states`` are those of the last sequence of each row, and ``decay`` is zero in rows in which a
         sequence begins. A span of no steps has the final states 0 and the decay 1. Both are differentiable with respect to
         every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not
@@ -127,7 +130,8 @@ def ssd_chunk_scan_summary(
     of the states alone. Autograd saves the inputs only.
 
     Raises:
-        ValueError: a shape, ``dt_limit`` or the discretization is not as above.
+        ValueError: a shape, ``dt_limit`` or the discretization is not as above, or the call has both or neither of
+            ``log_decay`` and ``dt`` with ``A``, or an argument of the other form.
         RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 
@@ -150,6 +154,8 @@ def ssd_chunk_scan_summary(
         dt_limit=read_dt_limit("ssd_chunk_scan_summary", dt_limit),
         discretization=discretization,
         seq_idx=seq_idx,
+        log_decay=log_decay,
+        gain=gain,
     )
     return results
 
@@ -189,8 +195,8 @@ def _selective_scan_initial_gradient(
 @torch.no_grad()
 def _ssd_chunk_scan_initial_gradient(
     grad_out: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     C: Tensor,
     *,
     dt_bias: Tensor | None = None,
@@ -198,6 +204,7 @@ def _ssd_chunk_scan_initial_gradient(
     dt_limit: Sequence[float] | None = (0.0, math.inf),
     discretization: DiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the states before all steps, (batch, heads, headdim, dstate), from the gradients of the outputs alone.
 
@@ -205,10 +212,10 @@ def _ssd_chunk_scan_initial_gradient(
     gradient of the final states adds ``decay`` times itself.
 
     Args:
-        grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``dt``.
+        grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``C``.
     """
     result: Tensor = torch.ops.ssm_kernels._ssd_chunk_scan_initial_gradient(
-        grad_out, dt, A, C, dt_bias, dt_softplus, *finite_dt_limit(dt_limit), seq_idx, discretization
+        grad_out, dt, A, C, dt_bias, dt_softplus, *finite_dt_limit(dt_limit), seq_idx, discretization, log_decay, None
     )
     return result
 

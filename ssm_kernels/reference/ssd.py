@@ -37,11 +37,37 @@ def _ssd_sequence(
     return torch.stack(outputs, dim=1) if outputs else x, states
 
 
+def step_coefficients(
+    dtype: torch.dtype,
+    dt: Tensor | None,
+    A: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float] | None,
+    discretization: ExponentialDiscretizationName,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The factors of the state and of the input of each step, (batch, seqlen, heads), from either form of the arguments."""
+    if (dt is None) != (A is None) or (dt is None) == (log_decay is None):
+        raise ValueError("ssd_chunk_scan: expected either dt and A or log_decay")
+    if log_decay is None or dt is not None:
+        if gain is not None:
+            raise ValueError("ssd_chunk_scan: expected gain with log_decay only, got it with dt and A")
+        assert dt is not None and A is not None
+        steps = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
+        return coefficients(discretization, steps, A.to(dtype))
+    if dt_bias is not None or dt_softplus or dt_limit not in (None, (0.0, math.inf)) or discretization != "zoh":
+        raise ValueError("ssd_chunk_scan: expected dt_bias, dt_softplus, dt_limit and discretization with dt and A only")
+    decay = log_decay.to(dtype).exp()
+    return decay, torch.ones_like(decay) if gain is None else gain.to(dtype)
+
+
 @typed_like(ops.ssd_chunk_scan)
 def ssd_chunk_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -58,6 +84,8 @@ def ssd_chunk_scan(
     return_final_states: bool = False,
     discretization: ExponentialDiscretizationName = "zoh",
     states_at: Positions | None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Any:
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
 
@@ -74,18 +102,18 @@ def ssd_chunk_scan(
     """
     refuse_tracing("ssd_chunk_scan", REFERENCE_LOOPS)
     batch, seqlen, heads, headdim = x.shape
-    dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states, log_decay, gain)
     if reverse:
         if states_at is not None:
             raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
-        x, dt, B, C = (v.flip(1) for v in (x, dt, B, C))
-        z, seq_idx = (None if v is None else v.flip(1) for v in (z, seq_idx))
+        x, B, C = (v.flip(1) for v in (x, B, C))
+        optional = (dt, z, seq_idx, log_decay, gain)
+        dt, z, seq_idx, log_decay, gain = (None if v is None else v.flip(1) for v in optional)
         if cu_seqlens is not None:
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_states = None if initial_states is None else initial_states.flip(0)
-    x, A = x.to(dtype), A.to(dtype)
-    dt = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
-    a, c = coefficients(discretization, dt, A)
+    x = x.to(dtype)
+    a, c = step_coefficients(dtype, dt, A, dt_bias, dt_softplus, dt_limit, discretization, log_decay, gain)
     Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)

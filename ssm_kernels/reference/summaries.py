@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..choices import DiscretizationName
+from ..choices import DiscretizationName, ExponentialDiscretizationName
 from .discretizations import coefficients
 from .recurrences import RECURRENCES
 from .sequences import step_sizes
+from .ssd import step_coefficients
 
 __all__ = [
     "initial_gradient",
@@ -68,22 +69,23 @@ def selective_scan_summary(
 
 def ssd_chunk_scan_summary(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     *,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = (0.0, math.inf),
-    discretization: DiscretizationName = "zoh",
+    discretization: ExponentialDiscretizationName = "zoh",
     seq_idx: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`ssm_kernels.ssd_chunk_scan_summary`, in the promoted dtype of all arguments."""
     options: Any = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "discretization": discretization}
+    options |= {"log_decay": log_decay, "gain": gain}
     _, final_states = reference.ssd_chunk_scan(x, dt, A, B, B, **options, seq_idx=seq_idx, return_final_states=True)
-    dtype = final_states.dtype
-    steps = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
-    transitions, _ = coefficients(discretization, steps, A.to(dtype))
+    transitions, _ = step_coefficients(final_states.dtype, dt, A, **options)
     return final_states, _product(transitions, 1, None if seq_idx is None else _begins(seq_idx))
 
 

@@ -21,12 +21,12 @@ AXES = {
     **dict.fromkeys(("A", "dt_bias"), "channels"),
     **dict.fromkeys(("initial_states", "final_states"), "batch channels headdim dstate"),
     "D": "channels headdim",
-    "dt": "batch seqlen channels",
+    **dict.fromkeys(("dt", "log_decay", "gain"), "batch seqlen channels"),
     "decay": "batch channels",
     "seq_idx": "batch seqlen",
     "states": "batch positions channels headdim dstate",
 }
-_HEADS = dict.fromkeys(("x", "dt", "B", "C", "z"), 2) | {"initial_states": 1}
+_HEADS = dict.fromkeys(("x", "dt", "B", "C", "z", "log_decay", "gain"), 2) | {"initial_states": 1}
 
 DEFAULT_CHUNK = 64
 
@@ -54,8 +54,8 @@ def _summary_flops(call: Call, *, matrix: str = "B", backward: bool = False) -> 
 
 def decomposed_scan(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     chunk_size: int | None = None,
@@ -69,17 +69,27 @@ def decomposed_scan(
     cu_seqlens: Tensor | None = None,
     discretization: DiscretizationName = "zoh",
     reverse: bool = False,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     refuse_packed("ssd_chunk_scan", cu_seqlens)
     batch, _, heads, headdim = x.shape
     if reverse:
-        x, dt, B, C = (sequence.flip(1) for sequence in (x, dt, B, C))
-        z, seq_idx = (None if sequence is None else sequence.flip(1) for sequence in (z, seq_idx))
-    wide, dt, A, B, C, D, z, bias, states = in_dtype(wide_dtype(x.dtype), x, dt, A, B, C, D, z, dt_bias, initial_states)
-    dt = step_sizes(dt, bias, dt_softplus, dt_limit)
+        x, B, C = (sequence.flip(1) for sequence in (x, B, C))
+        optional = (dt, z, seq_idx, log_decay, gain)
+        dt, z, seq_idx, log_decay, gain = (None if sequence is None else sequence.flip(1) for sequence in optional)
+    dtype = wide_dtype(x.dtype)
+    wide, dt, A, B, C, D, z, bias, states = in_dtype(dtype, x, dt, A, B, C, D, z, dt_bias, initial_states)
     states = wide.new_zeros(batch, heads, headdim, B.shape[3]) if states is None else states
-    x_t, dt_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, dt, B, C))
-    y, states = scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, kept_states(seq_idx, wide.dtype))
+    x_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, B, C))
+    rule: DiscretizationName | None = discretization
+    if log_decay is None:
+        steps = step_sizes(dt, bias, dt_softplus, dt_limit)
+    else:  # step sizes of A = 1, and inputs with their gains
+        rule, steps, A = None, log_decay.to(dtype), wide.new_ones(heads)
+        x_t = x_t if gain is None else gain.to(dtype).transpose(0, 1)[..., None] * x_t
+    keep = kept_states(seq_idx, dtype)
+    y, states = scan_states(rule, x_t, steps.transpose(0, 1), A[:, None], B_t, C_t, states, keep)
     D = D[:, None] if D is not None and D.dim() == 1 else D
     out = skip_and_gate(y.transpose(0, 1), wide, D, z).to(x.dtype)
     return out.flip(1) if reverse else out, states

@@ -146,7 +146,7 @@ struct ParameterSums {
   at::Tensor A, dt_bias, D;
 
   explicit ParameterSums(const Inputs& in) {
-    const auto zeros = [&](at::IntArrayRef shape) { return at::zeros(shape, in.A.options().dtype(at::kDouble)); };
+    const auto zeros = [&](at::IntArrayRef shape) { return at::zeros(shape, in.x.options().dtype(at::kDouble)); };
     A = zeros({in.x.size(2)});
     dt_bias = zeros({in.x.size(2)});
     D = zeros({in.x.size(2), in.x.size(3)});
@@ -276,7 +276,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
     scan_.write_by_step(grads_[kGradX], run, grad_x);
   }
 
-  if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias)) {
+  if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias) || needs(kGradLogDecay) || needs(kGradGain)) {
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
     const at::Tensor within = sum_across(W.mul_(pairs.products.unsqueeze(1)));
     const at::Tensor through =
@@ -293,9 +293,11 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
 // grad_zeta is the gradient of zeta as the decay's logarithm. Both are (chunks, rows, steps, heads).
 void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain) {
   const StepGrads grads = step_grads(bwd_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
-  sums_.A.add_(grads.A);
+  if (needs(kGradA)) sums_.A.add_(grads.A);
   if (needs(kGradDtBias)) sums_.dt_bias.add_(grads.biased.sum({0, 1, 2}));
   if (needs(kGradDt)) scan_.write(grads_[kGradDt], chunks.run, grads.biased);
+  if (needs(kGradLogDecay)) scan_.write(grads_[kGradLogDecay], chunks.run, grads.log_decay);
+  if (needs(kGradGain)) scan_.write(grads_[kGradGain], chunks.run, grads.gain);
 }
 
 }  // namespace
@@ -353,7 +355,7 @@ GradTensors bwd_aten(const BwdInputs& bwd) {
       batch.in = packed_batch(bwd.in, of);
       GradTensors grads_of_batch = grads;
       const auto for_each_grad = [&](const auto& body) {
-        for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates}) {
+        for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates, kGradLogDecay, kGradGain}) {
           if (grads[grad].numel() > 0) body(grad == kGradInitialStates ? of.states : of.steps, grad);
         }
       };

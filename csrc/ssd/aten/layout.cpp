@@ -71,7 +71,7 @@ at::Tensor cumsum_of_steps(const at::Tensor& values) {
 Scan::Scan(const Inputs& in, Discretization method)
     : in(in),
       method(method),
-      options(in.A.options()),
+      options(wide_options(in.x)),
       batch(in.x.size(0)),
       seqlen(in.x.size(1)),
       heads(in.x.size(2)),
@@ -153,7 +153,7 @@ Chunks Scan::load(const Run& run) const {
   const auto factor = [&](const at::Tensor& tensor) { return split_heads(tensor.to(accumulate)).unsqueeze(-1); };
   Chunks chunks;
   chunks.run = run;
-  chunks.steps = make_steps(in, method, read(in.dt, run));
+  chunks.steps = make_steps(in, method, [&](const at::Tensor& tensor) { return read(tensor, run); });
   const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
   chunks.cs = cumsum_of_steps(zeta);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);

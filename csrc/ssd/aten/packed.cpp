@@ -60,8 +60,8 @@ std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
 
 Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
   Inputs batch = call;
-  for (at::Tensor* sequence : {&batch.x, &batch.dt, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
-  batch.z = of.steps.take(call.z);
+  for (at::Tensor* sequence : {&batch.x, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
+  for (OptionalTensor* sequence : {&batch.dt, &batch.z, &batch.log_decay, &batch.gain}) *sequence = of.steps.take(*sequence);
   batch.initial_states = of.states.take(call.initial_states);
   batch.seq_idx = of.steps.take(call.seq_idx);
   batch.cu_seqlens.reset();

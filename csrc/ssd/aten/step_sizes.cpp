@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
 
@@ -40,12 +41,23 @@ Steps load_sizes(const Inputs& in, const at::Tensor& dt) {
 
 }  // namespace
 
-at::Tensor step_sizes(const Inputs& in, const at::Tensor& dt) { return load_sizes(in, dt).size; }
+at::Tensor log_decay_of_all_steps(const Inputs& in) {
+  if (is_present(in.log_decay)) return in.log_decay->sum(1, /*keepdim=*/false, at::kDouble);
+  return load_sizes(in, *in.dt).size.sum(1, /*keepdim=*/false, at::kDouble) * in.A->to(at::kDouble);
+}
 
-Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) {
+Steps make_steps(const Inputs& in, Discretization method, c10::function_ref<at::Tensor(const at::Tensor&)> read) {
+  if (is_present(in.log_decay)) {
+    Steps steps;
+    steps.zeta = read(*in.log_decay).to(at::kDouble);
+    const at::TensorOptions options = wide_options(in.x);
+    steps.gain = is_present(in.gain) ? read(*in.gain).to(options) : at::ones_like(steps.zeta, options);
+    return steps;
+  }
+  const at::Tensor dt = read(*in.dt);
   Steps steps = load_sizes(in, dt);
   steps.size = steps.size.to(at::kDouble);
-  steps.zeta = steps.size * in.A.to(at::kDouble);
+  steps.zeta = steps.size * in.A->to(at::kDouble);
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
     const TensorValue zeta(steps.zeta);
@@ -57,6 +69,12 @@ Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) 
 StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps, const at::Tensor& grad_zeta,
                      const at::Tensor& grad_gain) {
   StepGrads grads;
+  if (is_present(in.log_decay)) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    grads.log_decay = grad_zeta.to(at::kDouble).masked_fill(steps.zeta.eq(-kInfinity), 0);
+    grads.gain = grad_gain.to(at::kDouble);
+    return grads;
+  }
   at::Tensor grad_size;
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
@@ -64,8 +82,8 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const auto derivatives = Rule::derivatives(zeta, basis, current_gain(Rule(), zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
     // From this rate on every state has decayed to zero, and so is the gradient through the decay.
-    const at::Tensor A = in.A.to(at::kDouble);
-    const double largest = in.A.scalar_type() == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
+    const at::Tensor A = in.A->to(at::kDouble);
+    const double largest = in.A->scalar_type() == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
     grad_size = (grad_zeta * A).masked_fill_(A.abs() >= largest, 0) + grad_gain * derivatives.z_gain.tensor;
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);

@@ -36,11 +36,6 @@ void zero_where_cut(const at::Tensor& decay, const OptionalTensor& seq_idx) {
 
 namespace {
 
-// e^(A sum of the step sizes) of each row of the batch, as if no sequence began in it, float64.
-at::Tensor decay_of_all_steps(const Inputs& in) {
-  return (step_sizes(in, in.dt).sum(1, /*keepdim=*/false, at::kDouble) * in.A.to(at::kDouble)).exp_();
-}
-
 // The states after a run, from those before it.
 at::Tensor after_run(const Scan& scan, const Chunks& chunks, const at::Tensor& before) {
   return scan.boundary_states(chunks, before).select(0, 1);
@@ -50,11 +45,11 @@ class SummaryAdjoint {
  public:
   SummaryAdjoint(const SummaryBwdInputs& bwd, const Inputs& in, Discretization method, const SummaryGrads& grads)
       : bwd_(bwd), scan_(in, method), grads_(grads) {
-    const at::TensorOptions doubles = in.A.options().dtype(at::kDouble);
+    const at::TensorOptions doubles = in.x.options().dtype(at::kDouble);
     sum_A_ = at::zeros({scan_.heads}, doubles);
     sum_dt_bias_ = at::zeros({scan_.heads}, doubles);
     if (is_present(bwd.grad_decay)) {
-      grad_total_ = bwd.grad_decay->to(at::kDouble) * decay_of_all_steps(in);
+      grad_total_ = bwd.grad_decay->to(at::kDouble) * log_decay_of_all_steps(in).exp_();
       zero_where_cut(grad_total_, in.seq_idx);
     }
   }
@@ -93,16 +88,19 @@ class SummaryAdjoint {
       Scan::run_of(grads_[kSummaryGradB], run).copy_(zero_where_(grad_B, chunks.is_before_beginning));
     }
     const at::Tensor at_start = Scan::across(after, chunks, 0) * chunks.decay.select(0, 0);
-    if (needs(kSummaryGradDt) || needs(kSummaryGradA) || needs(kSummaryGradDtBias)) {
+    if (needs(kSummaryGradDt) || needs(kSummaryGradA) || needs(kSummaryGradDtBias) || needs(kSummaryGradLogDecay) ||
+        needs(kSummaryGradGain)) {
       const at::Tensor grad_gain = scan_.merge_heads(row_products(from_end, chunks.x));
       const at::Tensor input_to_end = (grad_gain * scan_.merge_heads(chunks.gain.squeeze(-1))).to(at::kDouble);
       at::Tensor of_all_steps = (at_start * before).sum({-2, -1}).to(at::kDouble);
       if (grad_total_.defined()) of_all_steps = of_all_steps + grad_total_.narrow(0, run.row, run.rows);
       const at::Tensor grad_zeta = (cumsum_of_steps(input_to_end) - input_to_end).add_(of_all_steps.unsqueeze(1));
       const StepGrads grads = step_grads(scan_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
-      sum_A_.add_(grads.A);
-      sum_dt_bias_.add_(grads.biased.sum({0, 1, 2}));
+      if (needs(kSummaryGradA)) sum_A_.add_(grads.A);
+      if (needs(kSummaryGradDtBias)) sum_dt_bias_.add_(grads.biased.sum({0, 1, 2}));
       if (needs(kSummaryGradDt)) Scan::run_of(grads_[kSummaryGradDt], run).copy_(grads.biased);
+      if (needs(kSummaryGradLogDecay)) Scan::run_of(grads_[kSummaryGradLogDecay], run).copy_(grads.log_decay);
+      if (needs(kSummaryGradGain)) Scan::run_of(grads_[kSummaryGradGain], run).copy_(grads.gain);
     }
     return at_start;
   }
@@ -119,7 +117,7 @@ class SummaryAdjoint {
 void summary_aten(const Inputs& in, Discretization method, const SummaryOutputs& outputs) {
   const ExactProducts exact;
   const Scan scan(in, method);
-  at::Tensor total = at::zeros({scan.batch, scan.heads}, in.A.options().dtype(at::kDouble));
+  at::Tensor total = at::zeros({scan.batch, scan.heads}, in.x.options().dtype(at::kDouble));
   for (const Part& part : scan.parts()) {
     at::Tensor state = scan.load_states({}, part);
     for (const Run& run : scan.long_runs(part)) {

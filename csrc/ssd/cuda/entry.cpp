@@ -1,7 +1,7 @@
 // CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh, span_states.cuh) run on the current stream. The
-// fallback, ATen matmuls (ssd/aten/chunked_scan.h), runs fp64 calls and calls whose tiles exceed a block's shared memory. The
-// host waits for the device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured,
-// and the fallback copies them to the host.
+// fallback, ATen matmuls (ssd/aten/chunked_scan.h), runs fp64 calls, calls of log decays, and calls whose tiles exceed a
+// block's shared memory. The host waits for the device in two cases only: forward checks the values of cu_seqlens, unless a
+// CUDA graph is being captured, and the fallback copies them to the host.
 //
 // States at chosen positions: the one pass of forward stores the states between chunks that the positions need. Those at
 // multiples of kChunk are among them. For any other position, forward runs once more, on its steps since the multiple before.
@@ -65,7 +65,9 @@ at::Tensor states_after(const Inputs& in, int64_t begin, int64_t end, OptionalTe
     }
   }
   piece.x = steps(in.x);
-  piece.dt = steps(in.dt);
+  for (OptionalTensor* sequence : {&piece.dt, &piece.log_decay, &piece.gain}) {
+    if (is_present(*sequence)) *sequence = steps(**sequence);
+  }
   piece.B = piece.C = steps(in.B);  // nobody reads out
   piece.D = piece.z = std::nullopt;
   piece.initial_states = states;

@@ -8,7 +8,8 @@
 
 namespace ssm_kernels::ssd {
 
-// Whether the kernels of forward, or of backward, support a call: all dtypes but fp64, if a block can have the shared memory.
+// Whether the kernels of forward, or of backward, support a call: of dt and A, all dtypes but fp64, if a block can have the
+// shared memory.
 bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
 // negative strides: a reverse scan takes mma.sync, in backward too.

@@ -56,18 +56,19 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   const bool is_packed = is_present(in.cu_seqlens);
   const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
   in.x = range.of_heads(in.x);
-  in.dt = range.of_heads(in.dt);
-  in.A = range.of_parameter(in.A);
+  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain}) {
+    if (is_present(*sequence)) *sequence = range.of_heads(**sequence);
+  }
   in.B = range.of_groups(in.B);
   in.C = range.of_groups(in.C);
-  if (is_present(in.D)) in.D = range.of_parameter(*in.D);
-  if (is_present(in.z)) in.z = range.of_heads(*in.z);
-  if (is_present(in.dt_bias)) in.dt_bias = range.of_parameter(*in.dt_bias);
+  for (OptionalTensor* parameter : {&in.A, &in.D, &in.dt_bias}) {
+    if (is_present(*parameter)) *parameter = range.of_parameter(**parameter);
+  }
   if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
   if (is_present(in.seq_idx)) in.seq_idx = range.of_steps(*in.seq_idx);
   if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
   if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
-  for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
+  for (const Grad grad : {kGradX, kGradDt, kGradZ, kGradLogDecay, kGradGain}) {
     if (bwd.needs_grad[grad]) part.grads[grad] = range.of_heads(grads[grad]);
   }
   for (const Grad grad : {kGradB, kGradC}) {
@@ -146,9 +147,9 @@ struct ParameterParts {
     const int64_t seqlen = in.x.size(1), heads = in.x.size(2);
     const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(seqlen, in.cu_seqlens->size(0) - 1)
                                                      : in.x.size(0) * ceil_div(seqlen, kChunk);
-    A = empty_tensor({chunks, heads}, in.A.options());
+    A = empty_tensor({chunks, heads}, wide_options(in.x));
     dt_bias = empty_tensor_like(A);
-    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, padded_row(in.x.size(3))}, in.A.options());
+    if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, padded_row(in.x.size(3))}, wide_options(in.x));
   }
 
   // Sets the pointers for a sub-batch, from its first chunk and head on.
@@ -274,7 +275,7 @@ class Backward {
     partition_.segments = static_cast<int>(segments);
     if (segments == 1) return {};
     const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
-    const at::Tensor result = empty_tensor({places, elements + 1}, bwd_.in.A.options());
+    const at::Tensor result = empty_tensor({places, elements + 1}, wide_options(bwd_.in.x));
     partition_.states = result.data_ptr<float>();
     partition_.maps = partition_.states + places * elements;
     return result;
@@ -294,7 +295,7 @@ class Backward {
     }
     const at::Tensor& B = inputs_.B;
     const at::Tensor result =
-        empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), padded_row(B.size(3))}, bwd_.in.A.options());
+        empty_tensor({params_.splits, B.size(0), B.size(1), B.size(2), padded_row(B.size(3))}, wide_options(bwd_.in.x));
     parts = rows_view(result[0], inputs_.is_reverse());
     params_.parts_stride_split = result.stride(0);
     return result;
@@ -415,7 +416,7 @@ void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors
   std::vector<PartOfCall> parts;
   for (const auto& [begin, steps] : spans) parts.push_back(part_of(bwd, grads, range_of_span(in, begin, steps)));
   const auto empty_states = [&] {
-    return empty_tensor({in.x.size(0), in.x.size(2), in.x.size(3), in.B.size(3)}, in.A.options());
+    return empty_tensor({in.x.size(0), in.x.size(2), in.x.size(3), in.B.size(3)}, wide_options(in.x));
   };
   for (size_t i = spans.size() - 1; i > 0; --i) {
     at::Tensor states = empty_states();

@@ -48,7 +48,7 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   const int64_t columns = tile_columns(params.dstate), places = partition.work_tiles * segments * kWarpgroups,
                 elements = kStateRows * columns;
   check_count(std::max(places, partition.work_tiles * kWarpgroups * columns), "blocks");
-  const at::Tensor summaries = empty_tensor({places, elements + 1}, in.A.options());
+  const at::Tensor summaries = empty_tensor({places, elements + 1}, wide_options(in.x));
   partition.states = summaries.data_ptr<float>();
   partition.maps = partition.states + places * elements;
 
@@ -79,7 +79,9 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
     const auto of_rows = [&](const at::Tensor& tensor) { return tensor.narrow(0, row, std::min(rows, batch - row)); };
     Inputs part = in;
     part.x = of_rows(in.x);
-    part.dt = of_rows(in.dt);
+    for (OptionalTensor* sequence : {&part.dt, &part.log_decay, &part.gain}) {
+      if (is_present(*sequence)) *sequence = of_rows(**sequence);
+    }
     if (is_present(in.seq_idx)) part.seq_idx = of_rows(*in.seq_idx);
     for (int64_t column = 0; column < dstate; column += columns) {
       const int64_t count = std::min(columns, dstate - column);
@@ -92,15 +94,16 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
 
 void launch_decay(const Inputs& in, const at::Tensor& decay) {
   if (decay.numel() == 0) return;
+  const at::Tensor &dt = *in.dt, &A = *in.A;
   const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
   cuda::SpanDecay span;
-  span.batch = in.dt.size(0);
-  span.seqlen = in.dt.size(1);
-  span.channels = in.dt.size(2);
-  span.delta = in.dt.const_data_ptr();
-  span.stride_batch = in.dt.stride(0);
-  span.stride_step = in.dt.stride(1);
-  span.stride_channel = in.dt.stride(2);
+  span.batch = dt.size(0);
+  span.seqlen = dt.size(1);
+  span.channels = dt.size(2);
+  span.delta = dt.const_data_ptr();
+  span.stride_batch = dt.stride(0);
+  span.stride_step = dt.stride(1);
+  span.stride_channel = dt.stride(2);
   if (is_present(in.dt_bias)) {
     span.bias = in.dt_bias->const_data_ptr();
     span.bias_stride = in.dt_bias->stride(0);
@@ -108,12 +111,12 @@ void launch_decay(const Inputs& in, const at::Tensor& decay) {
   span.apply_softplus = in.dt_softplus;
   span.dt_min = dt_min;
   span.dt_max = dt_max;
-  span.A = in.A.const_data_ptr();
-  span.A_stride_channel = in.A.stride(0);
-  const at::Tensor sums = empty_tensor({span.batch, span.channels, span.parts()}, in.A.options().dtype(at::kDouble));
+  span.A = A.const_data_ptr();
+  span.A_stride_channel = A.stride(0);
+  const at::Tensor sums = empty_tensor({span.batch, span.channels, span.parts()}, wide_options(in.x).dtype(at::kDouble));
   span.sums = sums.mutable_data_ptr<double>();
   span.decay = decay.mutable_data_ptr();
-  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.dt.scalar_type()), [&](auto scalar) {
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(dt.scalar_type()), [&](auto scalar) {
     return cuda::launch_span_decay<decltype(scalar)>(span, c10::cuda::getCurrentCUDAStream());
   }));
 }

@@ -125,7 +125,7 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopie
     const at::Tensor sequences = sequence_at(cu_seqlens_, at::arange(in.x.size(1), cu_seqlens_.options()));
     resets_.logical_and_(sequence_starts(sequences.unsqueeze(0)).logical_not_());
   }
-  A_ = in.A.contiguous();
+  if (is_present(in.A)) A_ = in.A->contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
   if (is_present(in.D)) D_ = in.D->contiguous();
   if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states, copies);
@@ -147,8 +147,10 @@ void KernelInputs::fill(SsdParams& params) const {
   params.x = const_rows_view(x, in_.reverse);
   params.B = const_rows_view(B, in_.reverse);
   params.C = const_rows_view(C, in_.reverse);
-  params.dt = const_rows_view(in_.dt, in_.reverse);
-  params.A = A_.const_data_ptr<float>();
+  if (A_.defined()) {
+    params.dt = const_rows_view(*in_.dt, in_.reverse);
+    params.A = A_.const_data_ptr<float>();
+  }
   if (dt_bias_.defined()) params.dt_bias = dt_bias_.const_data_ptr<float>();
   if (D_.defined()) {
     params.D = D_.const_data_ptr<float>();
@@ -175,7 +177,7 @@ int64_t KernelInputs::state_columns() const {
 }
 
 at::Tensor KernelInputs::empty_states() const {
-  return empty_tensor({sequences_, x.size(2), x.size(3), state_columns()}, in_.A.options());
+  return empty_tensor({sequences_, x.size(2), x.size(3), state_columns()}, wide_options(in_.x));
 }
 
 at::Tensor KernelInputs::as_states(const at::Tensor& states, PendingCopies& copies) const {
