@@ -61,7 +61,25 @@ struct SsdFwdParams : SsdParams {
   int64_t chunk_states_row = 0;
 };
 
+// Gates that are given, in place of dt, A and the discretization: the log decay and the gain of each step, both of the inputs'
+// type or both of fp32, and of equal strides.
+struct GivenGates {
+  RowsView log_decay;       // rows of one element; strides in bytes
+  int64_t gain_offset = 0;  // from a log decay to its gain, in bytes
+  bool has_gain = false;    // else every gain is one
+  bool are_fp32 = false;
+};
+struct SsdLogFwdParams : SsdFwdParams {
+  GivenGates gates;
+};
+struct SsdLogBwdParams : SsdBwdParams {
+  GivenGates gates;
+  RowsView grad_log_decay, grad_gain;  // of the gates' type; strides in bytes; null if not needed
+};
+
 SSM_KERNEL_STRUCT(SsdFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdBwdParams, 624);
+SSM_KERNEL_STRUCT(SsdLogFwdParams, 640);
+SSM_KERNEL_STRUCT(SsdLogBwdParams, 736);
 
 }  // namespace ssm_kernels::ssd

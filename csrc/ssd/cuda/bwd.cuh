@@ -34,14 +34,15 @@
 #include "ssd/cuda/bwd_chunks.cuh"
 #include "ssd/cuda/bwd_gate.cuh"
 #include "ssd/cuda/discretized_gates.cuh"
+#include "ssd/cuda/log_gates.cuh"
 #include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
 
-template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
-                           cudaStream_t stream) {
-  using Gates = DiscretizedGates<Scalar>;
+template <typename Gates>
+cudaError_t launch_ssd_bwd_of(const typename Gates::BwdParams& params, const WorkPartition& partition, Products products,
+                              int max_shared_bytes, cudaStream_t stream) {
+  using Scalar = typename Gates::Scalar;
   return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
@@ -70,6 +71,16 @@ cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& part
                          Chunks::kThreads, SharedOfChunks::kMaxStages, &SharedOfChunks::bytes, available, stream, params,
                          partition, /*uses_pdl=*/Mma::kIsAsync);
   });
+}
+template <typename Scalar>
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
+                           cudaStream_t stream) {
+  return launch_ssd_bwd_of<DiscretizedGates<Scalar>>(params, partition, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_bwd(const SsdLogBwdParams& params, const WorkPartition& partition, Products products,
+                           int max_shared_bytes, cudaStream_t stream) {
+  return launch_ssd_bwd_of<LogGates<Scalar>>(params, partition, products, max_shared_bytes, stream);
 }
 
 template <typename Scalar>

@@ -34,6 +34,7 @@
 #include "ssd/cuda/discretized_gates.cuh"
 #include "ssd/cuda/fwd_sm80.cuh"
 #include "ssd/cuda/fwd_sm90.cuh"
+#include "ssd/cuda/log_gates.cuh"
 #include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
@@ -69,12 +70,13 @@ cudaError_t launch_ssd_fwd_kernel(const typename Gates::FwdParams& params, const
   }
 }
 
-template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
-                           cudaStream_t stream) {
-  using Gates = DiscretizedGates<Scalar>;
+template <typename Gates>
+cudaError_t launch_ssd_fwd_of(const typename Gates::FwdParams& params, const Schedule& schedule, Products products,
+                              int max_shared_bytes, cudaStream_t stream) {
+  using Scalar = typename Gates::Scalar;
   if (params.cu_seqlens != nullptr) {
-    chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
+    const SsdFwdParams& without_gates = params;
+    chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(without_gates, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
@@ -91,6 +93,16 @@ cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule,
     }
     return launch_ssd_fwd_kernel<Scalar, kColumns, Mma, Gates>(params, schedule, available, stream);
   });
+}
+template <typename Scalar>
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
+                           cudaStream_t stream) {
+  return launch_ssd_fwd_of<DiscretizedGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_fwd(const SsdLogFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
+                           cudaStream_t stream) {
+  return launch_ssd_fwd_of<LogGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -43,18 +43,27 @@ struct GateBwdParams {
   RowsView grad_out, z, y, grad_y, grad_z;
 };
 
-// Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
+// Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16. The parameters say which gates.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdLogFwdParams& params, const Schedule& schedule, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
 SSM_KERNEL_API cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdLogBwdParams& params, const WorkPartition& partition, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
 // Writes the states after a span, begun with the initial states, in the partition's one direction: (batch, heads, headdim,
 // dstate).
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states,
+                                                  Products products, int max_shared_bytes, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_span_states(const SsdLogBwdParams& params, const WorkPartition& partition, float* states,
                                                   Products products, int max_shared_bytes, cudaStream_t stream);
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);

@@ -10,6 +10,7 @@
 
 #include "cuda/chunked/state_passing.cuh"
 #include "ssd/cuda/discretized_gates.cuh"
+#include "ssd/cuda/log_gates.cuh"
 #include "ssd/cuda/state_operands.cuh"
 
 namespace ssm_kernels::ssd {
@@ -35,20 +36,32 @@ static __global__ void __launch_bounds__(kWarpgroupThreads)
   state.store(p, states_of(p, states, at.entry), state_tile, lane);
 }
 
-template <typename Scalar>
-cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
-                                   int max_shared_bytes, cudaStream_t stream) {
+template <typename Gates>
+cudaError_t launch_ssd_span_states_of(const typename Gates::BwdParams& params, const WorkPartition& partition, float* states,
+                                      Products products, int max_shared_bytes, cudaStream_t stream) {
+  using Scalar = typename Gates::Scalar;
   return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
-    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kBwdSummary, Mma, DiscretizedGates<Scalar>>;
+    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kBwdSummary, Mma, Gates>;
     const int available = Mma::kIsAsync ? kSm90SharedBytes : max_shared_bytes;
     const cudaError_t error =
         launch_state_passing<Summaries>(partition.work_tiles * partition.segments, available, stream, params, partition);
     if (error != cudaSuccess) return error;
+    const SsdBwdParams& without_gates = params;
     return cuda::launch(ssd_fold_summaries_kernel<kColumns>, partition.work_tiles * kWarpgroups * (kColumns / kBlockColumns),
-                        kWarpgroupThreads, 0, stream, /*uses_pdl=*/false, params, partition, states);
+                        kWarpgroupThreads, 0, stream, /*uses_pdl=*/false, without_gates, partition, states);
   });
+}
+template <typename Scalar>
+cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
+                                   int max_shared_bytes, cudaStream_t stream) {
+  return launch_ssd_span_states_of<DiscretizedGates<Scalar>>(params, partition, states, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_span_states(const SsdLogBwdParams& params, const WorkPartition& partition, float* states,
+                                   Products products, int max_shared_bytes, cudaStream_t stream) {
+  return launch_ssd_span_states_of<LogGates<Scalar>>(params, partition, states, products, max_shared_bytes, stream);
 }
 
 }  // namespace ssm_kernels::ssd

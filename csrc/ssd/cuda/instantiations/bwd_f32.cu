@@ -6,6 +6,9 @@ namespace ssm_kernels::ssd {
 template cudaError_t launch_ssd_bwd<float>(const SsdBwdParams&, const WorkPartition&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_span_states<float>(const SsdBwdParams&, const WorkPartition&, float*, Products, int,
                                                    cudaStream_t);
+template cudaError_t launch_ssd_bwd<float>(const SsdLogBwdParams&, const WorkPartition&, Products, int, cudaStream_t);
+template cudaError_t launch_ssd_span_states<float>(const SsdLogBwdParams&, const WorkPartition&, float*, Products, int,
+                                                   cudaStream_t);
 template cudaError_t launch_ssd_bwd_gate<float>(const GateBwdParams&, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd
