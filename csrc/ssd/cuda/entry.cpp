@@ -1,7 +1,7 @@
 // CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh, span_states.cuh) run on the current stream. The
-// fallback, ATen matmuls (ssd/aten/chunked_scan.h), runs fp64 calls, calls of log decays, and calls whose tiles exceed a
-// block's shared memory. The host waits for the device in two cases only: forward checks the values of cu_seqlens, unless a
-// CUDA graph is being captured, and the fallback copies them to the host.
+// fallback, ATen matmuls (ssd/aten/chunked_scan.h), runs fp64 calls and calls whose tiles exceed a block's shared memory. The
+// host waits for the device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured,
+// and the fallback copies them to the host.
 //
 // States at chosen positions: the one pass of forward stores the states between chunks that the positions need. Those at
 // multiples of kChunk are among them. For any other position, forward runs once more, on its steps since the multiple before.
@@ -128,10 +128,17 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const GradTensors grads = allocate_bwd(bwd);
   BwdInputs present = bwd;
   const Inputs& in = bwd.in;
-  present.needs_grad[kGradD] &= is_present(in.D);
-  present.needs_grad[kGradZ] &= is_present(in.z);
-  present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
-  present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
+  const std::pair<Grad, const OptionalTensor&> optional[] = {
+      {kGradDt, in.dt},
+      {kGradA, in.A},
+      {kGradLogDecay, in.log_decay},
+      {kGradGain, in.gain},
+      {kGradDtBias, in.dt_bias},
+      {kGradD, in.D},
+      {kGradZ, in.z},
+      {kGradInitialStates, in.initial_states},
+  };
+  for (const auto& [grad, input] : optional) present.needs_grad[grad] &= is_present(input);
   launch_backward(present, method, grads);
   return grads;
 }

@@ -8,8 +8,7 @@
 
 namespace ssm_kernels::ssd {
 
-// Whether the kernels of forward, or of backward, support a call: of dt and A, all dtypes but fp64, if a block can have the
-// shared memory.
+// Whether the kernels of forward, or of backward, support a call: all dtypes but fp64, if a block can have the shared memory.
 bool have_kernels_for(const Inputs& in, bool is_backward);
 // Whether these multiply by wgmma, else by mma.sync. The forward kernel with wgmma also needs TMA stores to out, which have no
 // negative strides: a reverse scan takes mma.sync, in backward too.
@@ -38,7 +37,7 @@ int64_t backward_columns_at_once(const Inputs& in);
 // Writes the states that span_states_cuda computes, from the initial states if any.
 void launch_span_states(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states);
 
-// Writes the decay of all steps of each row of the batch, e^(A sum of the step sizes).
+// Writes the decay of all steps of each row of the batch, e^(A sum of the step sizes) or e^(sum of the log decays).
 void launch_decay(const Inputs& in, const at::Tensor& decay);
 
 // For plan_cuda: the kernels that launch_forward and launch_backward launch.

@@ -140,25 +140,30 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, PendingCopies&
 // Partial sums of the gradients of A, dt_bias and D, (chunks, heads), the last one (chunks, heads, headdim) and only if needed.
 // All sub-batches of a call write theirs there, so that each gradient is one sum at the end.
 struct ParameterParts {
+  int64_t heads;
   at::Tensor A, dt_bias, D;
 
-  explicit ParameterParts(const BwdInputs& bwd) {
+  explicit ParameterParts(const BwdInputs& bwd) : heads(bwd.in.x.size(2)) {
     const Inputs& in = bwd.in;
-    const int64_t seqlen = in.x.size(1), heads = in.x.size(2);
+    const int64_t seqlen = in.x.size(1);
     const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(seqlen, in.cu_seqlens->size(0) - 1)
                                                      : in.x.size(0) * ceil_div(seqlen, kChunk);
-    A = empty_tensor({chunks, heads}, wide_options(in.x));
-    dt_bias = empty_tensor_like(A);
+    if (is_present(in.A)) {
+      A = empty_tensor({chunks, heads}, wide_options(in.x));
+      dt_bias = empty_tensor_like(A);
+    }
     if (bwd.needs_grad[kGradD]) D = empty_tensor({chunks, heads, padded_row(in.x.size(3))}, wide_options(in.x));
   }
 
   // Sets the pointers for a sub-batch, from its first chunk and head on.
   void fill(SsdBwdParams& params, int64_t chunk, int64_t head) const {
-    const int64_t first = chunk * A.size(1) + head;
-    params.grad_A_parts = A.data_ptr<float>() + first;
-    params.grad_bias_parts = dt_bias.data_ptr<float>() + first;
+    const int64_t first = chunk * heads + head;
+    if (A.defined()) {
+      params.grad_A_parts = A.data_ptr<float>() + first;
+      params.grad_bias_parts = dt_bias.data_ptr<float>() + first;
+    }
     if (D.defined()) params.grad_D_parts = D.data_ptr<float>() + first * D.size(2);
-    params.parts_heads = A.size(1);
+    params.parts_heads = heads;
   }
 
   void write_sums(const BwdInputs& bwd, const GradTensors& grads, bool adds) const {
@@ -192,6 +197,7 @@ class Backward {
            const ParameterParts& parts, int64_t first_chunk)
       : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method, copies_), partition_(inputs_.partition()) {
     inputs_.fill(params_);
+    inputs_.fill(params_.gates);
     parts.fill(params_, first_chunk, range.head);
   }
 
@@ -210,6 +216,8 @@ class Backward {
       params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
+    const at::Tensor grad_log_decay = place_gate_grad(kGradLogDecay, params_.grad_log_decay),
+                     grad_gain = place_gate_grad(kGradGain, params_.grad_gain);
     if (needs(kGradInitialStates)) {
       grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
       params_.grad_initial_states = grad_initial_states->written.data_ptr<float>() + inputs_.offset_of_first_states();
@@ -226,12 +234,17 @@ class Backward {
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
     const Products products = choose_products(bwd_.in.x, bwd_.in.reverse);
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(bwd_.in.x.scalar_type()), [&](auto scalar) {
-      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, products, max_shared_bytes, stream);
+      const auto launch = [&](const auto& params) {
+        return launch_ssd_bwd<decltype(scalar)>(params, partition_, products, max_shared_bytes, stream);
+      };
+      return inputs_.has_given_gates() ? launch(params_) : launch(static_cast<const SsdBwdParams&>(params_));
     }));
 
     if (grad_x.has_value()) grad_x->finish(copies_);
     if (grad_initial_states.has_value()) grad_initial_states->finish(copies_);
     copies_.launch();
+    finish_gate_grad(kGradLogDecay, grad_log_decay);
+    finish_gate_grad(kGradGain, grad_gain);
     finish_group_grad(kGradB, parts_B, sums.B);
     finish_group_grad(kGradC, parts_C, sums.C);
   }
@@ -286,6 +299,20 @@ class Backward {
                         inputs_.x.options());
   }
 
+  // Sets where the kernels write the gradient of a given gate, which it returns: in place, or in the kernels' dtype.
+  at::Tensor place_gate_grad(Grad grad, RowsView& view) const {
+    if (!needs(grad)) return {};
+    const at::Tensor& target = grads_[grad];
+    const at::ScalarType dtype = inputs_.dtype_of_given_gates();
+    const at::Tensor written =
+        target.scalar_type() == dtype ? target : empty_tensor(target.sym_sizes(), target.options().dtype(dtype));
+    view = in_bytes(rows_view(written, inputs_.is_reverse()), written);
+    return written;
+  }
+  void finish_gate_grad(Grad grad, const at::Tensor& written) const {
+    if (written.defined() && !written.is_same(grads_[grad])) grads_[grad].copy_(written);
+  }
+
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, RowsView& parts) {
     if (!needs(grad)) return {};
@@ -318,7 +345,7 @@ class Backward {
   PendingCopies copies_;
   const KernelInputs inputs_;
   WorkPartition partition_;
-  SsdBwdParams params_;
+  SsdLogBwdParams params_;  // without given gates the kernels take its base
 };
 
 // Upper bound of the workspace for chunk states: max(kSmallWorkspaceBytes, 2 x bytes of x), capped by
@@ -446,6 +473,7 @@ void run_in_spans(const BwdInputs& bwd, Discretization method, const GradTensors
 // of the columns themselves. D x and the gate are not part of that sum: D x comes with the first columns.
 void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t most_bytes,
                     int64_t at_once) {
+  constexpr Grad kSumsOverColumns[] = {kGradX, kGradDt, kGradLogDecay, kGradGain};
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
   OptionalTensor grad_y = bwd.grad_out;
@@ -464,7 +492,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     needs_grad[kGradD] &= is_first;
     if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
     GradTensors targets = grads;
-    for (const Grad grad : {kGradX, kGradDt}) {
+    for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) targets[grad] = empty_tensor_like(grads[grad]);
     }
     Range range = range_of_span(in, 0, in.x.size(1));
@@ -472,7 +500,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     range.columns = std::min(at_once, dstate - column);
     const PartOfCall part = part_of(ungated, targets, range);
     run_in_spans(part.bwd, method, part.grads, most_bytes, /*adds_parameters=*/!is_first);
-    for (const Grad grad : {kGradX, kGradDt}) {
+    for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(targets[grad]);
     }
   }

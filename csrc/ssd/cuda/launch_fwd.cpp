@@ -38,7 +38,8 @@ int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
 
 // A call: the parameters of its kernels, and the tensors that these point to.
 struct ForwardCall {
-  SsdFwdParams params;
+  SsdLogFwdParams params;
+  bool has_given_gates = false;  // else the kernels take the base of params
   Schedule schedule;
   at::Tensor gate, states, flags, chunk_starts;
   bool is_short = false;
@@ -90,7 +91,7 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
                                    {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
-// Whether the short scan (short_scan_fwd.cuh) takes a call.
+// Whether the short scan (short_scan_fwd.cuh) takes a call with dt and A.
 bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
   return out.scalar_type() == at::kFloat && params.cu_seqlens == nullptr && params.seqlen > 0 && params.seqlen <= kShortSteps &&
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
@@ -100,6 +101,8 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
                     const at::Tensor& final_states, const ChunkStates& chunk_states = {}) {
   ForwardCall call;
   inputs.fill(call.params);
+  inputs.fill(call.params.gates);
+  call.has_given_gates = inputs.has_given_gates();
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();
   if (call.schedule.work_tiles == 0) return call;
   if (is_present(z)) {
@@ -108,7 +111,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   call.params.out = rows_view(out, inputs.is_reverse());
   call.params.final_states = final_states.data_ptr<float>() + inputs.offset_of_first_states();
-  call.is_short = is_short(out, call.params);
+  call.is_short = !call.has_given_gates && is_short(out, call.params);
   if (call.is_short) return call;
   if (const at::Tensor& states = chunk_states.states; states.defined()) {
     call.params.chunk_states = states.data_ptr<float>();
@@ -126,7 +129,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
-  if (dtype == at::kDouble || is_present(in.log_decay)) return false;
+  if (dtype == at::kDouble) return false;
   if (is_backward && (in.x.numel() == 0 || in.B.numel() == 0)) return false;
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
@@ -161,7 +164,10 @@ void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   const int max_shared_bytes = ssd::max_shared_bytes(out);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(out.scalar_type()), [&](auto scalar) {
-    return launch_ssd_fwd<decltype(scalar)>(call.params, call.schedule, call.products, max_shared_bytes, stream);
+    const auto launch = [&](const auto& params) {
+      return launch_ssd_fwd<decltype(scalar)>(params, call.schedule, call.products, max_shared_bytes, stream);
+    };
+    return call.has_given_gates ? launch(call.params) : launch(static_cast<const SsdFwdParams&>(call.params));
   }));
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "cuda/span_decay.h"
+#include "ssd/aten/step_sizes.h"
 #include "ssd/cuda/host_launch.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
@@ -38,8 +39,9 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   PendingCopies copies;
   const KernelInputs inputs(in, method, copies);
   copies.launch();
-  SsdBwdParams params;
+  SsdLogBwdParams params;
   inputs.fill(params);
+  inputs.fill(params.gates);
   params.grad_out = params.x;
   WorkPartition partition = inputs.partition();
   partition.directions = direction;
@@ -57,8 +59,11 @@ void launch_part(const Inputs& in, Discretization method, Directions direction, 
   const int max_shared_bytes = ssd::max_shared_bytes(in.x);
   const Products products = choose_products(in.x, in.reverse);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
-    return launch_ssd_span_states<decltype(scalar)>(params, partition, result.written.data_ptr<float>(), products,
-                                                    max_shared_bytes, stream);
+    const auto launch = [&](const auto& call_params) {
+      return launch_ssd_span_states<decltype(scalar)>(call_params, partition, result.written.data_ptr<float>(), products,
+                                                      max_shared_bytes, stream);
+    };
+    return inputs.has_given_gates() ? launch(params) : launch(static_cast<const SsdBwdParams&>(params));
   }));
   result.finish(copies);
   copies.launch();
@@ -94,6 +99,10 @@ void launch_span_states(const Inputs& in, Discretization method, bool is_reverse
 
 void launch_decay(const Inputs& in, const at::Tensor& decay) {
   if (decay.numel() == 0) return;
+  if (is_present(in.log_decay)) {
+    decay.copy_(log_decay_of_all_steps(in).exp());
+    return;
+  }
   const at::Tensor &dt = *in.dt, &A = *in.A;
   const auto [dt_min, dt_max] = kernel_dt_limit(in.dt_min, in.dt_max);
   cuda::SpanDecay span;

@@ -100,6 +100,11 @@ RowsView const_rows_view(const at::Tensor& tensor, bool reverse) {
   return view_of(tensor, const_cast<void*>(tensor.const_data_ptr()), reverse);
 }
 
+RowsView in_bytes(RowsView view, const at::Tensor& tensor) {
+  const int64_t bytes = tensor.element_size();
+  return {view.data, view.stride_batch * bytes, view.stride_step * bytes, view.stride_head * bytes};
+}
+
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
 }
@@ -127,6 +132,19 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopie
   }
   if (is_present(in.A)) A_ = in.A->contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
+  if (is_present(in.log_decay)) log_decay_ = *in.log_decay;
+  if (is_present(in.gain)) {
+    // The kernels read both gates with one dtype and the same strides.
+    gain_ = *in.gain;
+    if (gain_.scalar_type() != log_decay_.scalar_type()) {
+      gain_ = gain_.to(at::kFloat);
+      log_decay_ = log_decay_.to(at::kFloat);
+    }
+    if (gain_.strides() != log_decay_.strides()) {
+      gain_ = gain_.contiguous();
+      log_decay_ = log_decay_.contiguous();
+    }
+  }
   if (is_present(in.D)) D_ = in.D->contiguous();
   if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states, copies);
 }
@@ -161,6 +179,16 @@ void KernelInputs::fill(SsdParams& params) const {
   if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
   params.states_stride_entry = states_stride_entry();
   if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>() + offset_of_first_states();
+}
+
+void KernelInputs::fill(GivenGates& gates) const {
+  if (!has_given_gates()) return;
+  gates.log_decay = in_bytes(const_rows_view(log_decay_, in_.reverse), log_decay_);
+  gates.are_fp32 = log_decay_.scalar_type() == at::kFloat;
+  gates.has_gain = gain_.defined();
+  if (!gates.has_gain) return;
+  const auto address = [](const RowsView& view) { return reinterpret_cast<intptr_t>(view.data); };
+  gates.gain_offset = address(const_rows_view(gain_, in_.reverse)) - address(gates.log_decay);
 }
 
 WorkPartition KernelInputs::partition() const {

@@ -40,6 +40,8 @@ class PendingCopies {
 // With reverse, step 0 of a view is the tensor's last step.
 RowsView rows_view(const at::Tensor& tensor, bool reverse = false);
 RowsView const_rows_view(const at::Tensor& tensor, bool reverse = false);
+// The same with strides in bytes, as those of given gates.
+RowsView in_bytes(RowsView view, const at::Tensor& tensor);
 // Strips padding: the leading target.size(-2) x target.size(-1) block.
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target);
 
@@ -68,6 +70,10 @@ class KernelInputs {
   KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies);
 
   void fill(SsdParams& params) const;
+  // Of log decays and gains, if they are given.
+  void fill(GivenGates& gates) const;
+  bool has_given_gates() const { return log_decay_.defined(); }
+  at::ScalarType dtype_of_given_gates() const { return log_decay_.scalar_type(); }
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
 
@@ -91,7 +97,7 @@ class KernelInputs {
   const Inputs& in_;
   const Discretization method_;
   const int64_t sequences_;
-  at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
+  at::Tensor A_, dt_bias_, log_decay_, gain_, D_, cu_seqlens_, resets_, initial_states_;
 };
 
 // The shared memory that a block may have on the device of x, within the limit of DebugOption::kSsdSharedBytes.
