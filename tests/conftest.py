@@ -137,17 +137,15 @@ def _parametrize_devices(metafunc: pytest.Metafunc) -> None:
         if "kernel" in metafunc.fixturenames:
             metafunc.parametrize("kernel", SELECTIVE_SCAN_KERNELS, indirect=True)
         return
-    from helpers import DEVICES
+    from helpers import devices_of
 
     operator = getattr(metafunc.module, "OPERATOR", None)
-    if operator == "every operator":  # each on its own devices: see pytest_collection_modifyitems
-        operator = max(DEVICES, key=lambda name: len(DEVICES[name]))
-    if operator not in DEVICES:
-        raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
+    if operator is None:
+        raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to an operator or 'every operator'")
     marks = {"cuda": pytest.mark.cuda}
     # None on CUDA where there is no GPU, and only the devices that -m asks for: to collect twenty thousand items takes seconds.
     asked = DEVICES_OF_MARKS.get(metafunc.config.option.markexpr, ("cpu", "cuda"))
-    names = [device for device in DEVICES[operator] if device in asked and (device == "cpu" or _has_gpu())]
+    names = [device for device in devices_of(operator) if device in asked and (device == "cpu" or _has_gpu())]
     devices = [pytest.param(device, marks=marks.get(device, ())) for device in names]
     if "kernel" not in metafunc.fixturenames:
         return metafunc.parametrize("device", devices)

@@ -10,7 +10,7 @@ from typing import Any
 import helpers
 import torch
 from helpers import Draws, arrange, assert_as_accurate, parameter_dtype, step_on_a_copy
-from operator_spec import OperatorSpec, as_float64
+from operator_spec import OperatorSpec, Shapes, as_float64, rows
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d_update, reference
@@ -97,11 +97,39 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CASES = OPTIONS | {f"{name}_channels_first": options | {"layout": LAYOUTS[0]} for name, options in OPTIONS.items()}
 SIZES = [*OPTIONS.values(), {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": (0,)}, {"width": 1}]
 
+CUDA_CALLS: dict[str, dict[str, Any]] = {
+    "long": {"batch": 1, "channels": 64, "seqlen": 8192},
+    "wide": {"channels": 2048, "seqlen": 200},
+    "channels_first": {"channels": 136, "seqlen": 328, "layout": "channels_first_memory"},
+    "whole": {"channels": 136, "seqlen": 328, "dtype": torch.bfloat16},
+    "seq_idx": {"channels": 136, "seqlen": 328, "dtype": torch.bfloat16, "seq_idx": True},
+    "packed": {"channels": 136, "dtype": torch.bfloat16, "cu_seqlens": PACKED},
+}
+
+SHAPES: Shapes = {
+    "x": [("(batch, seqlen, channels)", [(9, 5), (1, 2, 9, 5), ()])],
+    "weight": [
+        ("(channels, width)", [(5,), (5, 1, 4), ()]),
+        ("(channels, width) = [5, 4]", [(4, 4), (1, 4), (6, 4)]),
+    ],
+    "bias": [("(channels,) = [5]", [(4,), (1,), (5, 1), ()])],
+    "seq_idx": [("(batch, seqlen) = [2, 9]", [(2, 8), (9,), (1, 9), (2, 9, 1)])],
+    "initial_state": [
+        ("(batch, channels, width - 1) = [2, 5, 3]", [(2, 5, 4), (1, 5, 3), (2, 4, 3), (2, 3), (2, 3, 5)]),
+    ],
+}
+
+
+def unknown_activation(name: str) -> str:
+    return f"unknown activation '{name}', expected None, 'silu' or 'swish'"
+
+
+BAD_ACTIVATIONS = ("relu", "", "SiLU", "gelu")
+
 
 class CausalConv1d(OperatorSpec):
     results = ("out", "final_state")
     all_results = "return_final_state"
-    family = "causal_conv1d"
     internal = "_causal_conv1d"
     autograd = "_causal_conv1d"
     gradient_tolerance = 1e-12
@@ -117,6 +145,22 @@ class CausalConv1d(OperatorSpec):
     sizes = SIZES
     layouts = (*LAYOUTS, *helpers.LAYOUTS)
     nested = ("x", "weight")
+    good = MappingProxyType({"batch": 2, "seqlen": 9, "channels": 5, "width": 4})
+    indices = ({"seq_idx": True}, {"cu_seqlens": (0, 4, 9)})
+    either = ("weight", "bias")
+    bad_shapes = (
+        ({}, SHAPES),
+        ({"cu_seqlens": (0, 4, 4, 9)}, {"initial_state": [("(sequences, channels, width - 1) = [3, 5, 3]", [(1, 5, 3)])]}),
+    )
+    bad_values = (
+        *(({}, {"activation": name}, unknown_activation(name)) for name in BAD_ACTIVATIONS),
+        ({"initial_state": False}, {"weight": torch.zeros(5, 0)}, "expected weight of a width of at least 1, got [5, 0]"),
+    )
+    offsets = MappingProxyType(
+        {"channels": rows("x out", 2, channels=83, seqlen=70), "steps": rows("x out", 1, channels=21, seqlen=197)}
+    )
+    cuda_calls = CUDA_CALLS
+    cuda_kernels = ("causal_conv1d_kernel", ("faster", "by_layout"))
 
     def make_inputs(self, **options: Any) -> dict[str, Any]:
         return make_inputs(**options)

@@ -21,7 +21,7 @@ class DecodingStep(NamedTuple):
     """A step that updates a state in place, as a function of a call's inputs that returns the output and the new state.
 
     Attributes:
-        family: the operator's key in ``helpers.DEVICES``.
+        family: the operator's key in ``helpers.KERNEL_OPTIONS``.
         large: options of ``make_inputs``, to which tests add ``batch``.
         sizes: more of them.
     """

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import conv_helpers
 import pytest
 import selective_scan_helpers
-import ssd_helpers
 import torch
-from operator_spec import Inputs
+from operator_spec import Inputs, OperatorSpec
 from operators import OPERATORS
 from recurrence_helpers import PLAIN
 from torch import Tensor
@@ -27,6 +26,7 @@ class Function(NamedTuple):
         first: the tensor whose dtype and device the others must have.
         sizes: options of ``make``, by which the table of shapes is written.
         indices: options of ``make`` that add tensors of integers, a set for each call.
+        spec: None for a decoding step.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Function(NamedTuple):
     first: str
     sizes: Inputs
     indices: tuple[Inputs, ...] = ({},)
+    spec: OperatorSpec | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -49,29 +50,22 @@ class Function(NamedTuple):
         return inspect.signature(getattr(ssm_kernels, self.name)).parameters
 
 
-SELECTIVE_SIZES = {"batch": 2, "dim": 6, "seqlen": 5, "dstate": 3, "groups": 2}
-SSD_SIZES = {"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"}
-CONV_SIZES = {"batch": 2, "seqlen": 9, "channels": 5, "width": 4}
-RECURRENCE_SIZES = {"batch": 2, "seqlen": 5, "channels": 4}
-UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
 HEADS = {"heads": 3, "groups": 3}
-PACKED = {"cu_seqlens": (0, 4, 9)}
 
 
-def function(name: str, sizes: Inputs, *indices: Inputs) -> Function:
-    spec = OPERATORS[name]
-    return Function(name, spec.make_inputs, next(iter(spec.make_inputs())), sizes, indices or ({},))
+def function(spec: OperatorSpec) -> Function:
+    return Function(spec.name, spec.make_inputs, next(iter(spec.make_inputs())), dict(spec.good), (*spec.indices,), spec)
 
 
+UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
 UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
 CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
-SELECTIVE = function("selective_scan", SELECTIVE_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
-SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
-CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
-RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}, {"reset": True}) for name in PLAIN}
-NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
-FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
-PACKING = [SELECTIVE, SSD, CONV, *RECURRENCES.values()]
+BY_NAME = {name: function(spec) for name, spec in OPERATORS.items()}
+OF_SPECS = [*BY_NAME.values()]
+SELECTIVE, SSD, CONV = (BY_NAME[name] for name in ("selective_scan", "ssd_chunk_scan", "causal_conv1d"))
+RECURRENCES = {name: BY_NAME[name] for name in PLAIN}
+FUNCTIONS = [*OF_SPECS, UPDATE, CONV_UPDATE]
+PACKING = [each for each in OF_SPECS if each.spec.packs]
 
 
 def over(functions: list[Function]) -> pytest.MarkDecorator:

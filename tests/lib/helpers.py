@@ -1,6 +1,6 @@
 """Shared by the test files: the methods and their expected properties, layouts, devices, the rules of comparison.
 
-A new discretization needs one row in ``METHODS``; a new device for an operator, one word in ``DEVICES``.
+A new discretization needs one row in ``METHODS``; operators have kernels for both devices unless ``CPU_ALONE`` names them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
-DEVICES = {
-    "causal_conv1d": ["cpu", "cuda"],  # and its decoding step
-    "linear_scan": ["cpu", "cuda"],  # and every other recurrence of its family
-    "norms": ["cpu", "cuda"],  # gated, and with a residual
-    "selective_scan": ["cpu", "cuda"],
-    "selective_state_update": ["cpu", "cuda"],
-    "mamba2_mixer": ["cpu", "cuda"],
-    "ssd_chunk_scan": ["cpu", "cuda"],
-}
+# Operators, as test files name them in ``OPERATOR``, without CUDA kernels.
+CPU_ALONE: frozenset[str] = frozenset()
+
+
+def devices_of(operator: str) -> tuple[str, ...]:
+    """The devices that the operator has kernels for."""
+    return ("cpu",) if operator in CPU_ALONE else ("cpu", "cuda")
+
 
 # The version of mamba_ssm in the tables of docs/clients.md, where its names come from ssm_kernels.compat.
 COMPAT_VERSION = "2.3.2, its names from ssm_kernels.compat"
@@ -260,7 +259,7 @@ def debug_option(name: str, value: str | int) -> Iterator[int]:
         set_debug_option(name, before)
 
 
-# The option that chooses the kernels on CUDA, by the operator's key in ``DEVICES``.
+# The option that chooses the kernels on CUDA, by the operator's family.
 KERNEL_OPTIONS = {
     "causal_conv1d": "causal_conv1d_kernel",
     "linear_scan": "linear_scan_kernel",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from helpers import Draws
-from operator_spec import Cotangents, OperatorSpec
+from operator_spec import Cotangents, OperatorSpec, Shapes, rows
 from torch import Tensor
 
 GATED = ("rms_norm_gated", "layer_norm_gated")
@@ -70,11 +71,21 @@ def make_add_inputs(
     return {name: inputs[name] for name in order} | {"residual_in_fp32": residual_in_fp32}
 
 
+CUDA_CALLS: dict[str, dict[str, Any]] = {"long": {"rows": (4097,), "columns": 256}, "wide": {"rows": (64,), "columns": 12288}}
+SHAPES: Shapes = {
+    "x": [("(..., columns) with at least one column", [(), (3, 0)])],
+    "weight": [("(columns,) = [12]", [(11,), (13,)])],
+    "bias": [("(columns,) = [12]", [(1, 12)])],
+}
+
+
 class Norm(OperatorSpec):
     family = "norms"
     reference_tolerance = 1e-10
     large = MappingProxyType({"columns": 96, "seqlen": 70})
     nested = ("x", "weight")
+    either = ("weight", "bias", "residual")
+    cuda_calls = CUDA_CALLS
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -85,6 +96,20 @@ class Norm(OperatorSpec):
         self.cases = {"all": {}, "bfloat16": {"dtype": torch.bfloat16, "bias": False}, "others": others}
         self.options = {"default": {}} | ({"grouped": {"group_size": 4}} if self.is_gated else {})
         self.mapped = tuple(self.options)
+        more = "z" if self.is_gated else "residual"
+        self.bad_shapes = [({}, SHAPES | {more: [("(..., columns) = [2, 5, 12]", [(2, 5, 11)])]})]
+        epsilons = (-1.0, math.nan, math.inf)
+        self.bad_values = [({}, {"eps": eps}, f"expected a finite eps >= 0, got {eps:g}") for eps in epsilons]
+        if self.is_gated:
+            self.bad_values += [
+                ({}, {"group_size": size}, f"expected group_size to divide columns = 12, got {size}") for size in (5, 0, -12)
+            ]
+            message = "unknown activation 'relu', expected one of: silu, gelu, gelu_tanh, sigmoid, none"
+            self.bad_values.append(({}, {"activation": "relu"}, message))
+        self.offsets = {
+            f"{columns} columns": rows("x z residual out normed new_residual", -1, rows=(8,), columns=columns, **groups)
+            for columns, groups in ((96, {}), (2561, {}), *([(150, {"group_size": 50})] if self.is_gated else []))
+        }
 
     def make_inputs(self, *, batch: int = 3, seqlen: int | None = None, **options: Any) -> dict[str, Any]:
         if seqlen is not None:

@@ -7,15 +7,15 @@ A new operator is a subclass of :class:`OperatorSpec`, with its inputs and the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from helpers import (
-    DEVICES,
     assert_all_close,
     assert_as_accurate,
     assert_equal,
     captured,
+    devices_of,
     gradients_of_dependent,
     parameter_dtype,
     split,
@@ -31,13 +31,29 @@ Results = dict[str, Tensor]
 Cotangents = Sequence[Tensor | None]
 
 
+# By argument: expected shapes, with the sizes where other arguments set them, and wrong ones.
+Shapes = Mapping[str, list[tuple[str, list[tuple[int, ...]]]]]
+
+
+class Offsets(NamedTuple):
+    """Options of ``make_inputs``, and the axes of a row of each input and result."""
+
+    options: Inputs
+    axes: Mapping[str, Sequence[int]]
+
+
+def rows(names: str, *axes: int, **options: Any) -> Offsets:
+    """Rows along the same axes of these inputs and results."""
+    return Offsets(options, dict.fromkeys(names.split(), axes))
+
+
 class OperatorSpec:
     """A public operator: calls run ``ssm_kernels.<name>``, looked up when called, and return all its results.
 
     Attributes:
         results: names of the results.
         all_results: the keyword argument with which the function returns all of them.
-        family: the operator's key in ``helpers.DEVICES``.
+        family: its key in ``helpers.KERNEL_OPTIONS``; by default the name.
         internal: the stem of ``_x_fwd`` and ``_x_bwd``.
         autograd: the operator with all arguments positional that the public one calls, if there is one.
         tolerance: of results in float64 against results of the same kernels, called otherwise.
@@ -57,11 +73,21 @@ class OperatorSpec:
         sizes: options of :meth:`make_inputs` for which Meta is compared with the device.
         layouts: those that :meth:`make_inputs` takes.
         nested: two of the tensors, mapped by one vmap inside another.
+        good: options of :meth:`make_inputs` with sizes that no error confuses, by which the tables of messages are written.
+        indices: options that add tensors of integers, a set for each call.
+        wide: tensors in the accumulation dtype.
+        either: tensors that may have the dtype of the first one or the accumulation dtype. All others have the first one's.
+        bad_shapes: options, and by argument the shape that an error expects, and wrong ones. Sizes of 1 must not be broadcast.
+        bad_values: options, changed arguments, and the message of the ValueError.
+        offsets: by name, calls whose rows may start at any element.
+        cuda_calls: options of calls for tests of streams and CUDA graphs; empty: these leave the operator out. "long" has few
+            channels and many steps, so that kernels split time between blocks, and "wide" enough channels to fill a GPU.
+        cuda_kernels: the debug option, and those of its values, that choose kernels for these.
     """
 
     results: ClassVar[tuple[str, ...]] = ("out",)
     all_results: ClassVar[str | None] = None
-    family: ClassVar[str]
+    family: str = ""
     internal: ClassVar[str]
     autograd: ClassVar[str | None] = None
     tolerance: ClassVar[float] = 1e-12
@@ -81,9 +107,19 @@ class OperatorSpec:
     sizes: ClassVar[Sequence[Inputs]] = ({},)
     layouts: ClassVar[Sequence[str]] = ("contiguous",)
     nested: ClassVar[tuple[str, str]]
+    good: ClassVar[Inputs] = {}
+    indices: ClassVar[Sequence[Inputs]] = ({},)
+    wide: ClassVar[Sequence[str]] = ()
+    either: ClassVar[Sequence[str]] = ()
+    bad_shapes: ClassVar[Sequence[tuple[Inputs, Shapes]]] = ()
+    bad_values: ClassVar[Sequence[tuple[Inputs, Inputs, str]]] = ()
+    offsets: ClassVar[Mapping[str, Offsets]] = {}
+    cuda_calls: ClassVar[Mapping[str, Inputs]] = {}
+    cuda_kernels: ClassVar[tuple[str, Sequence[str]]] = ("", ())
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.family = type(self).family or name
 
     def __repr__(self) -> str:
         return self.name
@@ -126,7 +162,7 @@ class OperatorSpec:
 
     @property
     def devices(self) -> list[str]:
-        return DEVICES[self.family]
+        return [*devices_of(self.family)]
 
     @property
     def function(self) -> Callable:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import LAYOUTS, Draws, arrange, move_all, parameter_dtype
-from operator_spec import Cotangents, OperatorSpec
+from operator_spec import Cotangents, OperatorSpec, Shapes, rows
 from torch import Tensor
 
 import ssm_kernels
@@ -130,6 +130,52 @@ FORMS: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
 }
 
 
+# Offsets of packed sequences. Some sequences have no steps, also the first and the last; some have one.
+PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
+OF_CHANNELS = "a b gate candidate forget input recurrence_gate input_gate log_gate x h"
+CUDA_CALLS: dict[str, dict[str, Any]] = {
+    "long": {"batch": 1, "channels": 5, "seqlen": 8300},
+    "wide": {"batch": 8, "channels": 4160, "seqlen": 300},
+    "small": {"batch": 3, "channels": 70, "seqlen": 150},
+    "transposed": {"channels": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16, "reverse": True},
+    "packed": {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000)},
+    "packed_reverse": {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000), "reverse": True, "dtype": torch.bfloat16},
+}
+
+
+def shapes_of(variant: Variant) -> Shapes:
+    """One shape for all inputs but those that broadcast to it."""
+    axes = "(batch, seqlen, channels)"
+    first, *others = (name for name in variant.recurrence.inputs if name not in variant.recurrence.broadcast)
+    sizes = [(3, 5, 4), (1, 5, 4), (2, 6, 4), (2, 4, 4), (2, 1, 4), (2, 5, 3), (2, 5, 1), (5, 4), (4,), (), (1, 2, 5, 4)]
+    channels_first = "beside inputs of shape (batch, seqlen, channels) = [2, 5, 4]"
+    states = [(3, 4), (1, 4), (2, 6), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()]
+    return {
+        first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
+        **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
+        "h0": [("(batch, channels) = [2, 4]", states), (f"(batch, channels) {channels_first}", [(2, 5)])],
+        "reset": [
+            (f"(batch, seqlen) {channels_first}", [(2, 4)]),
+            ("(batch, seqlen) = [2, 5]", [(5,), (2, 3), (1, 5), (2, 1), (5, 2), (2, 5, 2), (2, 5, 4), ()]),
+        ],
+    }
+
+
+def values_of(variant: Variant) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+    """Unknown options, and shapes that do not broadcast. The first input's shape is not broadcast."""
+    message = "expected {} of a shape that broadcasts to (batch, seqlen, channels) = [2, {}, 4], got {}"
+    unknown = "unknown candidate_activation '{}', expected one of: none, g, tanh"
+    found = []
+    if "candidate_activation" in variant.recurrence.options:
+        names = ("relu", "", "G", "Tanh", "None")
+        found += [({}, {"candidate_activation": name}, unknown.format(name)) for name in names]
+    for name in variant.recurrence.broadcast:
+        shapes = ((3,), (4, 1), (2, 1), (5, 2), (3, 1, 1), (2, 5, 3), (1, 2, 5, 4), (0,))
+        found += [({}, {name: torch.ones(shape)}, message.format(name, 5, [*shape])) for shape in shapes]
+        found.append(({"seqlen": 1}, {name: torch.ones(2, 5, 4)}, message.format(name, 1, [2, 5, 4])))
+    return found
+
+
 class Variant(OperatorSpec):
     """A recurrence with certain options."""
 
@@ -142,12 +188,25 @@ class Variant(OperatorSpec):
     large = MappingProxyType({"channels": 70, "seqlen": 70})
     packs = True
     compiled = ("h0", "reverse", "reset")
+    good = MappingProxyType({"batch": 2, "seqlen": 5, "channels": 4})
+    indices = ({"cu_seqlens": (0, 2, 5)}, {"reset": True})
+    wide = ("h0",)
+    cuda_calls = CUDA_CALLS
     layouts = LAYOUTS
 
     def __init__(self, name: str, fixed: dict[str, Any]) -> None:
         super().__init__(name)
         self.recurrence, self.fixed = RECURRENCES[name], fixed
         self.nested = tuple(self.recurrence.inputs)[:2]
+        self.either = tuple(self.recurrence.broadcast)
+        self.bad_shapes = [
+            ({}, shapes_of(self)),
+            ({"cu_seqlens": PACKED}, {"h0": [("(sequences, channels) = [7, 4]", [(1, 4)])]}),
+        ]
+        self.bad_values = values_of(self)
+        channels = {"channels": rows(OF_CHANNELS, 2, channels=83, seqlen=130)}
+        steps = {"steps": rows(OF_CHANNELS, 1, channels=21, seqlen=197)}
+        self.offsets = channels | steps if name in ("linear_scan", "minlstm_scan") else channels
 
     @property
     def scan(self) -> Callable:
@@ -227,9 +286,6 @@ LINEAR, MINGRU, MINLSTM, LIQUID, RGLRU = (PLAIN[f"{name}_scan"] for name in ("li
 evaluate, make_cotangents, assert_all_close = LINEAR.evaluate, LINEAR.make_cotangents, LINEAR.assert_close
 BROADCASTING = {name: variant for name, variant in PLAIN.items() if RECURRENCES[name].broadcast}
 every_broadcasting = pytest.mark.parametrize("variant", BROADCASTING.values(), ids=list(BROADCASTING))
-
-# Offsets of packed sequences. Some sequences have no steps, also the first and the last; some have one.
-PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
 
 
 def make_inputs(

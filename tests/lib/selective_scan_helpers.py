@@ -9,16 +9,26 @@ from typing import Any
 
 import torch
 from helpers import LAYOUTS, Draws, arrange, assert_as_accurate, parameter_dtype, step_on_a_copy
-from operator_spec import OperatorSpec, as_float64
+from operator_spec import OperatorSpec, Shapes, as_float64, rows
 from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
 from ssm_kernels import reference, selective_state_update
-from ssm_kernels.ops._states_at import chunk_length
-
-CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
+from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+
+
+def chunk_length(dstate: int) -> int:
+    """The steps between the states that forward saves for backward."""
+    seqlen, device = 256, "meta"
+    steps, state = torch.empty(1, 1, seqlen, device=device), torch.empty(1, dstate, device=device)
+    values = {"u": steps, "delta": steps, "A": state, "B": state, "C": state}
+    saved = torch.ops.ssm_kernels._selective_scan_fwd(*map(values.get, TENSORS), "zoh", False, True)[2]
+    return seqlen // (saved.shape[1] - 1)
+
+
+CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 
 
 def plans_of(inputs: dict[str, Any]) -> tuple[str, str]:
@@ -213,11 +223,65 @@ SIZES = [
     for case in ("all", "required_only", "groups", "constant_B_and_C")
 ] + [{"cu_seqlens": PACKED}, {"cu_seqlens": (0,)}, {"seqlen": 70, "resets": ((2, 60),)}]
 
+CUDA_SIZES = {"long": (1, 64, 8192), "longer": (1, 256, 8192), "wide": (2, 2048, 200), "rows": (8, 1024, 200)}
+CUDA_CALLS: dict[str, dict[str, Any]] = {
+    **{
+        name + suffix: {"batch": batch, "dim": dim, "seqlen": seqlen, "dstate": 16, "B": form, "C": form}
+        for suffix, form in (("", "variable"), ("_constant", "constant"))
+        for name, (batch, dim, seqlen) in (CUDA_SIZES | {"small": (3, 70, 150)}).items()
+    },
+    "medium": {"batch": 2, "dim": 256, "seqlen": 1024, "dstate": 16},
+    "groups": {"dim": 70, "seqlen": 150, "dstate": 16, "groups": 2},
+    "transposed": {"dim": 70, "seqlen": 150, "dstate": 16, "layout": "transposed", "dtype": torch.bfloat16},
+    "required_only": {"batch": 1, "dim": 5, "seqlen": 8300, "dstate": 16, **MINIMAL},
+    "packed": {"dim": 70, "dstate": 16, "cu_seqlens": (0, 0, 65, 200, 1000)},
+    "packed_vectors": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "dtype": torch.bfloat16},
+    "reverse": {"dim": 70, "seqlen": 152, "dstate": 16, "reverse": True},
+    "packed_reverse": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "reverse": True},
+}
+
+BDL, DN, BDN = "(batch, dim, seqlen)", "(dim, dstate)", "(batch, dim, dstate)"
+B_FORMS = "(dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen)"
+SHAPES: Shapes = {
+    "u": [(BDL, [(6, 5), (2, 6, 5, 1), ()])],
+    "delta": [
+        (f"{BDL} = [2, 6, 5]", [(6, 5), (2, 6, 5, 1), (3, 6, 5), (2, 7, 5), (2, 6, 4), (1, 6, 5), (2, 1, 5), (2, 6, 1)]),
+    ],
+    "A": [(DN, [(6,), (2, 6, 3)]), (f"{DN} = [6, 3]", [(4, 3), (1, 3)])],
+    "B": [
+        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
+        (
+            "(batch, groups, dstate, seqlen) = [2, 2, 3, 5]",
+            [(3, 2, 3, 5), (2, 2, 4, 5), (2, 2, 3, 6), (1, 2, 3, 5), (2, 2, 3, 1)],
+        ),
+        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 1, 5), (2, 3, 4)]),
+        (f"{DN} = [6, 3]", [(1, 3), (6, 4)]),
+    ],
+    "C": [
+        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
+        ("(batch, groups, dstate, seqlen) = [2, 2, 3, 5]", [(3, 2, 3, 5), (2, 2, 2, 5), (2, 2, 3, 4), (2, 2, 1, 5)]),
+        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 3, 1)]),
+        (f"{DN} = [6, 3]", [(1, 3), (6, 2)]),
+    ],
+    "D": [("(dim,) = [6]", [(1, 6), (7,), (1,)])],
+    "z": [(f"{BDL} = [2, 6, 5]", [(6, 5), (1, 6, 5), (2, 7, 5), (2, 6, 1)])],
+    "delta_bias": [("(dim,) = [6]", [(6, 1), (5,), (1,)])],
+    "initial_state": [(f"{BDN} = [2, 6, 3]", [(6, 3), (1, 6, 3), (2, 5, 3), (2, 6, 4)])],
+    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
+}
+OF_STEPS = "u delta z B C out"
+
+
+def unknown_discretization(name: str) -> str:
+    return f"unknown discretization '{name}', expected one of: {', '.join((*DISCRETIZATIONS, *ALIASES))}"
+
+
+BAD_DISCRETIZATIONS = ("", "ZOH", "zoh ", "tustin", "foh_ramp")
+
 
 class SelectiveScan(OperatorSpec):
     results = ("out", "last_state")
     all_results = "return_last_state"
-    family = "selective_scan"
     internal = "_selective_scan"
     offset_exact = True
     cases = options = CASES
@@ -232,6 +296,35 @@ class SelectiveScan(OperatorSpec):
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("u", "A")
+    good = MappingProxyType({"batch": 2, "dim": 6, "seqlen": 5, "dstate": 3, "groups": 2})
+    indices = ({"resets": ((2,),)}, {"cu_seqlens": PACKED})
+    wide = ("A", "D", "delta_bias", "initial_state")
+    bad_shapes = (
+        ({}, SHAPES),
+        ({"cu_seqlens": PACKED}, {"initial_state": [("(sequences, dim, dstate) = [7, 6, 3]", [(1, 6, 3), (6, 6, 3)])]}),
+    )
+    bad_values = (
+        *(
+            ({}, {name: torch.zeros(2, groups, 3, 5)}, f"expected the groups of {name} to divide dim = 6, got {groups}")
+            for name in ("B", "C")
+            for groups in (0, 4, 5, 12)
+        ),
+        ({"dstate": 257}, {}, "expected dstate from 1 to 256, got 257"),
+        *(({}, {"discretization": name}, unknown_discretization(name)) for name in BAD_DISCRETIZATIONS),
+    )
+    # Tails of every kernel: more than one tile or chunk, and no multiple of a vector. Fewer than 33 steps take other kernels.
+    offsets = MappingProxyType(
+        {
+            "steps": rows(OF_STEPS, -1, dim=37, seqlen=197, dstate=16),
+            "few steps": rows(OF_STEPS, -1, dim=37, seqlen=29, dstate=16),
+            "reverse": rows(OF_STEPS, -1, dim=21, seqlen=77, dstate=16, reverse=True),
+            "dstate 13": rows(OF_STEPS, -1, dim=21, seqlen=77, dstate=13),
+            "groups": rows(OF_STEPS, -1, dim=24, seqlen=77, dstate=16, groups=3),
+            "channels": rows(OF_STEPS, 1, dim=83, seqlen=70, dstate=16),
+        }
+    )
+    cuda_calls = CUDA_CALLS
+    cuda_kernels = ("selective_scan_kernel", ("faster", "sequential"))
 
     def make_inputs(self, **options: Any) -> dict[str, Any]:
         return make_inputs(**options)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, Draws, arrange, debug_option, parameter_dtype
-from operator_spec import Cotangents, OperatorSpec, as_float64, tensor_names
+from operator_spec import Cotangents, Offsets, OperatorSpec, Shapes, as_float64, rows, tensor_names
 from ssd_rounding import scan_in_16_bit_products
 from torch import Tensor
+
+from ssm_kernels.reference import ALIASES
 
 # The differentiable arguments.
 TENSORS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
@@ -167,10 +169,58 @@ def states_like(inputs: dict[str, Any]) -> Tensor:
     return x.new_zeros(sequences, *x.shape[2:], B.shape[3], dtype=parameter_dtype(x.dtype))
 
 
+CUDA_SIZES = {"headdim": 64, "dstate": 64, "dtype": torch.bfloat16}
+CUDA_CALLS: dict[str, dict[str, Any]] = {
+    "long": {"batch": 1, "seqlen": 3000, **CUDA_SIZES},
+    "wide": {"seqlen": 300, "heads": 160, "groups": 1, **CUDA_SIZES},
+    "resets": {"seqlen": 130, "resets": ((64, 65),), **CUDA_SIZES},
+    "packed": {"cu_seqlens": (0, 0, 65, 200), **CUDA_SIZES},
+    "reverse": {"seqlen": 300, "reverse": True, **CUDA_SIZES},
+    "packed_reverse": {"cu_seqlens": (0, 0, 65, 200), "reverse": True, **CUDA_SIZES},
+}
+
+BLHP, BLGN = "(batch, seqlen, heads, headdim)", "(batch, seqlen, groups, dstate)"
+RANKS = [(2, 5, 12), (2, 5, 4, 3, 1), (5,), ()]
+SHAPES: Shapes = {
+    "x": [(BLHP, RANKS)],
+    "dt": [
+        ("(batch, seqlen, heads) = [2, 5, 4]", [(2, 5), (2, 5, 4, 3), (1, 5, 4), (2, 1, 4), (2, 5, 1), (2, 6, 4), (2, 4, 5)])
+    ],
+    "A": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (4, 1), (4, 3, 6)])],
+    "B": [(BLGN, RANKS), (f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (3, 5, 2, 6), (2, 1, 2, 6), (2, 6, 2, 6)])],
+    "C": [
+        (
+            f"{BLGN} = [2, 5, 2, 6]",
+            [(1, 5, 2, 6), (2, 4, 2, 6), (2, 5, 1, 6), (2, 5, 4, 6), (2, 5, 2, 1), (2, 5, 6), (2, 5, 12)],
+        )
+    ],
+    "D": [
+        (
+            "(heads,) = [4] or (heads, headdim) = [4, 3]",
+            [(), (4, 3, 1), (3,), (1,), (12,), (3, 4), (4, 1), (1, 3), (2, 3)],
+        )
+    ],
+    "z": [(f"{BLHP} = [2, 5, 4, 3]", [(2, 5, 12), (1, 5, 4, 3), (2, 1, 4, 3), (2, 5, 1, 3), (2, 5, 4, 1), (2, 5, 3, 4)])],
+    "dt_bias": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (1, 4)])],
+    "initial_states": [
+        (
+            "(batch, heads, headdim, dstate) = [2, 4, 3, 6]",
+            [(1, 4, 3, 6), (2, 1, 3, 6), (2, 4, 6, 3), (2, 4, 3, 1), (4, 3, 6), (2, 12, 6)],
+        )
+    ],
+    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
+}
+OF_HEADS = "x z B C out"
+LIMITS = "expected dt_limit = (min, max) with min <= max, got ({:g}, {:g})"
+
+
+def unknown_discretization(name: str) -> str:
+    return f"unknown discretization '{name}', expected one of: {', '.join((*METHODS, *ALIASES))}"
+
+
 class SsdChunkScan(OperatorSpec):
     results = ("out", "final_states")
     all_results = "return_final_states"
-    family = "ssd_chunk_scan"
     internal = "_ssd_chunk_scan"
     tolerance = 1e-11
     gradient_tolerance = 1e-10
@@ -188,6 +238,50 @@ class SsdChunkScan(OperatorSpec):
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("x", "A")
+    good = MappingProxyType({"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"})
+    indices = ({"resets": ((2,),)}, {"cu_seqlens": PACKED})
+    wide = ("A", "D", "dt_bias", "initial_states")
+    bad_shapes = (
+        ({}, SHAPES),
+        ({"cu_seqlens": PACKED}, {"initial_states": [("(sequences, heads, headdim, dstate) = [7, 4, 3, 6]", [(1, 4, 3, 6)])]}),
+    )
+    bad_values = (
+        *(
+            (
+                {},
+                dict.fromkeys("BC", torch.zeros(2, 5, groups, 6)),
+                f"expected the groups of B and C to divide heads = 4, got {groups}",
+            )
+            for groups in (3, 5, 8, 0)
+        ),
+        *(
+            ({name: size}, {}, f"expected {name} from 1 to 256, got {size}")
+            for name in ("headdim", "dstate")
+            for size in (0, 257)
+        ),
+        *(({}, {"discretization": name}, unknown_discretization(name)) for name in ("", "ZOH", "zoh ", "tustin")),
+        *(({}, {"chunk_size": size}, f"expected chunk_size of at least 1, got {size}") for size in (0, -1, -64)),
+        *(
+            ({}, {"dt_limit": limits}, LIMITS.format(*limits))
+            for limits in ((0.2, 0.1), (1.0, 0.0), (math.inf, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.5, 0.25))
+        ),
+        *(
+            ({}, {"dt_limit": limits}, f"expected dt_limit = (min, max), got {len(limits)} numbers")
+            for limits in ((0.1,), (0.0, 1.0, 2.0), ())
+        ),
+        ({}, {"dt_limit": 0.1}, "expected dt_limit = (min, max), got 0.1"),
+    )
+    offsets = MappingProxyType(
+        {
+            "": Offsets(
+                {"seqlen": 70, "heads": 3, "groups": 1, "headdim": 50, "dstate": 36},
+                {**dict.fromkeys(OF_HEADS.split(), (2, 3)), "dt": (2,)},
+            ),
+            "odd": rows(OF_HEADS, 2, 3, seqlen=131, heads=2, groups=2, headdim=65, dstate=130),
+        }
+    )
+    cuda_calls = CUDA_CALLS
+    cuda_kernels = ("ssd_mma", ("wgmma", "mma"))
     large = MappingProxyType({"headdim": 8, "dstate": 8, "seqlen": 70})
 
     def make_inputs(self, **options: Any) -> dict[str, Any]:

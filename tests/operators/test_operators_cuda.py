@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conv_helpers import CONV
-from conv_helpers import PACKED as CONV_PACKED
 from helpers import DTYPES, assert_equal, debug_option
-from norm_helpers import NORMS
 from operator_spec import Inputs, OperatorSpec
-from recurrence_helpers import LINEAR, LIQUID, MINGRU, RGLRU
-from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN
+from operators import OPERATORS
+from recurrence_helpers import LINEAR, LIQUID, MINGRU, PLAIN, RGLRU
+from selective_scan_helpers import SELECTIVE_SCAN
 from ssd_helpers import SSD
 
 pytestmark = pytest.mark.cuda
@@ -33,67 +31,17 @@ class Call(NamedTuple):
         return self.operator.make_inputs(device="cuda", **(self.options | options))
 
 
-# "long": few channels and many steps, so that kernels split time between blocks. "wide": enough channels to fill a GPU.
-RECURRENCE_CALLS: Mapping[str, Inputs] = {
-    "long": {"batch": 1, "channels": 5, "seqlen": 8300},
-    "wide": {"batch": 8, "channels": 4160, "seqlen": 300},
-    "small": {"batch": 3, "channels": 70, "seqlen": 150},
-    "transposed": {"channels": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16, "reverse": True},
-    "packed": {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000)},
-    "packed_reverse": {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000), "reverse": True, "dtype": torch.bfloat16},
-}
-SELECTIVE_SIZES = {"long": (1, 64, 8192), "longer": (1, 256, 8192), "wide": (2, 2048, 200), "rows": (8, 1024, 200)}
-SELECTIVE_CALLS: Mapping[str, Inputs] = {
-    **{
-        name + suffix: {"batch": batch, "dim": dim, "seqlen": seqlen, "dstate": 16, "B": form, "C": form}
-        for suffix, form in (("", "variable"), ("_constant", "constant"))
-        for name, (batch, dim, seqlen) in (SELECTIVE_SIZES | {"small": (3, 70, 150)}).items()
-    },
-    "medium": {"batch": 2, "dim": 256, "seqlen": 1024, "dstate": 16},
-    "groups": {"dim": 70, "seqlen": 150, "dstate": 16, "groups": 2},
-    "transposed": {"dim": 70, "seqlen": 150, "dstate": 16, "layout": "transposed", "dtype": torch.bfloat16},
-    "required_only": {"batch": 1, "dim": 5, "seqlen": 8300, "dstate": 16, **MINIMAL},
-    "packed": {"dim": 70, "dstate": 16, "cu_seqlens": (0, 0, 65, 200, 1000)},
-    "packed_vectors": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "dtype": torch.bfloat16},
-    "reverse": {"dim": 70, "seqlen": 152, "dstate": 16, "reverse": True},
-    "packed_reverse": {"dim": 128, "cu_seqlens": (0, 33, 33, 300), "layout": "transposed", "reverse": True},
-}
-SSD_SIZES = {"headdim": 64, "dstate": 64, "dtype": torch.bfloat16}
-SSD_CALLS: Mapping[str, Inputs] = {
-    "long": {"batch": 1, "seqlen": 3000, **SSD_SIZES},
-    "wide": {"seqlen": 300, "heads": 160, "groups": 1, **SSD_SIZES},
-    "resets": {"seqlen": 130, "resets": ((64, 65),), **SSD_SIZES},
-    "packed": {"cu_seqlens": (0, 0, 65, 200), **SSD_SIZES},
-    "reverse": {"seqlen": 300, "reverse": True, **SSD_SIZES},
-    "packed_reverse": {"cu_seqlens": (0, 0, 65, 200), "reverse": True, **SSD_SIZES},
-}
-CONV_CALLS: Mapping[str, Inputs] = {
-    "long": {"batch": 1, "channels": 64, "seqlen": 8192},
-    "wide": {"channels": 2048, "seqlen": 200},
-    "channels_first": {"channels": 136, "seqlen": 328, "layout": "channels_first_memory"},
-    "whole": {"channels": 136, "seqlen": 328, "dtype": torch.bfloat16},
-    "seq_idx": {"channels": 136, "seqlen": 328, "dtype": torch.bfloat16, "seq_idx": True},
-    "packed": {"channels": 136, "dtype": torch.bfloat16, "cu_seqlens": CONV_PACKED},
-}
-NORM_CALLS: Mapping[str, Inputs] = {"long": {"rows": (4097,), "columns": 256}, "wide": {"rows": (64,), "columns": 12288}}
-
+# Of the recurrences those whose kernels differ most.
 CALLS: list[tuple[OperatorSpec, Mapping[str, Inputs]]] = [
-    *((recurrence, RECURRENCE_CALLS) for recurrence in (LINEAR, MINGRU, LIQUID, RGLRU)),
-    (SELECTIVE_SCAN, SELECTIVE_CALLS),
-    (SSD, SSD_CALLS),
-    (CONV, CONV_CALLS),
-    *((norm, NORM_CALLS) for norm in NORMS.values()),
+    (operator, operator.cuda_calls)
+    for operator in OPERATORS.values()
+    if operator.cuda_calls and (operator.name not in PLAIN or operator in (LINEAR, MINGRU, LIQUID, RGLRU))
 ]
-KERNELS = {
-    "selective_scan": ("selective_scan_kernel", ("faster", "sequential")),
-    "ssd_chunk_scan": ("ssd_mma", ("wgmma", "mma")),
-    "causal_conv1d": ("causal_conv1d_kernel", ("faster", "by_layout")),
-}
 
 
 def with_each_kernels(operator: OperatorSpec, name: str, options: Inputs) -> Iterator[object]:
     """The call as pytest's parameter, once for each value of the operator's debug option."""
-    option, values = KERNELS.get(operator.name, ("", ()))
+    option, values = operator.cuda_kernels
     call = Call(operator, {"dtype": torch.float32} | options)
     if not values:
         yield pytest.param(call, id=f"{operator}-{name}")
@@ -119,7 +67,9 @@ every_operator = calls((operator, {"default": {}}) for operator, _ in CALLS)
 
 def in_dtypes() -> Iterator[tuple[OperatorSpec, Mapping[str, Inputs]]]:
     """All calls in every dtype. In float64 ssd_chunk_scan is matmuls; test_ssd_cuda_grad.py has its other dtypes."""
-    for operator, table in CALLS[3:]:  # of the recurrences one
+    for operator, table in CALLS:
+        if operator in (LINEAR, MINGRU, LIQUID):  # of the recurrences one
+            continue
         more = {"longest": {"batch": 1, "channels": 32, "seqlen": 65536}} if operator is RGLRU else {}
         dtypes = [torch.bfloat16, torch.float16] if operator is SSD else DTYPES
         of_each = itertools.product((table | more).items(), dtypes)

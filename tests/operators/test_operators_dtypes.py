@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from error_helpers import (
-    CONV,
-    CONV_UPDATE,
-    NORMS,
     RECURRENCES,
     SELECTIVE,
-    SSD,
     UPDATE,
     Function,
     assert_refuses,
@@ -18,7 +14,6 @@ from error_helpers import (
     over,
 )
 from operator_spec import tensor_names
-from recurrence_helpers import PLAIN
 from torch import Tensor
 
 OPERATOR = "every operator"
@@ -28,26 +23,19 @@ OPERATOR = "every operator"
 SCALARS = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 INTEGERS = {torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"}
 FLOATS = "float32, float16, bfloat16 or float64"
-# Arguments in the accumulation dtype; those that may have the dtype of the first or the accumulation dtype; the others have
-# the first one's.
-WIDE = {
-    "selective_scan": ("A", "D", "delta_bias", "initial_state"),
-    "ssd_chunk_scan": ("A", "D", "dt_bias", "initial_states"),
-} | dict.fromkeys(PLAIN, ("h0",))
+# Arguments of decoding steps that may have the dtype of the first or the accumulation dtype.
 EITHER = {
     "selective_state_update": ("state", "A", "D", "dt_bias"),
-    "causal_conv1d": ("weight", "bias"),
     "causal_conv1d_update": ("weight", "bias", "conv_state"),
-    **{name: tuple(variant.recurrence.broadcast) for name, variant in PLAIN.items()},
-    **dict.fromkeys(NORMS, ("weight", "bias", "residual")),
 }
 
 
 def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
     own, accumulation = SCALARS[dtype], "float64" if dtype == torch.float64 else "float32"
-    if name in WIDE.get(function.name, ()):
+    if function.spec is not None and name in function.spec.wide:
         return [accumulation]
-    return [*dict.fromkeys((own, accumulation))] if name in EITHER.get(function.name, ()) else [own]
+    either = EITHER[function.name] if function.spec is None else function.spec.either
+    return [*dict.fromkeys((own, accumulation))] if name in either else [own]
 
 
 @pytest.mark.parametrize("dtype", SCALARS, ids=str)
@@ -97,7 +85,7 @@ def test_complex_is_not_supported(function, device):
         assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
 
 
-@over([SSD, CONV, UPDATE, CONV_UPDATE, *RECURRENCES.values()])
+@every_function
 def test_dtypes_of_indices(function, device):
     for options in function.indices:
         inputs = function.inputs(device=device, **options)

@@ -7,18 +7,19 @@ changed argument.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import ssd_helpers
 import torch
+from conv_helpers import BAD_ACTIVATIONS, unknown_activation
 from error_helpers import (
     CONV,
     CONV_UPDATE,
     FUNCTIONS,
     HEADS,
-    NORMS,
+    OF_SPECS,
+    PACKING,
     RECURRENCES,
     SELECTIVE,
     SSD,
@@ -30,9 +31,8 @@ from error_helpers import (
     over,
 )
 from helpers import BAD_OFFSETS
-from operator_spec import Inputs
-from recurrence_helpers import PACKED as RECURRENCE_PACKED
-from recurrence_helpers import PLAIN, Variant
+from operator_spec import Inputs, Shapes
+from selective_scan_helpers import BAD_DISCRETIZATIONS, unknown_discretization
 from torch import Tensor
 
 import ssm_kernels
@@ -43,84 +43,7 @@ OPERATOR = "every operator"
 
 # ----- shapes
 
-# By function and argument: the shape that is expected, with the sizes where others set them; and wrong ones. Sizes of 1 must
-# not be broadcast.
-Shapes = Mapping[str, list[tuple[str, list[tuple[int, ...]]]]]
-
-BDL, DN, BDN = "(batch, dim, seqlen)", "(dim, dstate)", "(batch, dim, dstate)"
-B_FORMS = "(dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen)"
-SELECTIVE_SHAPES: Shapes = {
-    "u": [(BDL, [(6, 5), (2, 6, 5, 1), ()])],
-    "delta": [
-        (f"{BDL} = [2, 6, 5]", [(6, 5), (2, 6, 5, 1), (3, 6, 5), (2, 7, 5), (2, 6, 4), (1, 6, 5), (2, 1, 5), (2, 6, 1)]),
-    ],
-    "A": [(DN, [(6,), (2, 6, 3)]), (f"{DN} = [6, 3]", [(4, 3), (1, 3)])],
-    "B": [
-        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
-        (
-            "(batch, groups, dstate, seqlen) = [2, 2, 3, 5]",
-            [(3, 2, 3, 5), (2, 2, 4, 5), (2, 2, 3, 6), (1, 2, 3, 5), (2, 2, 3, 1)],
-        ),
-        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 1, 5), (2, 3, 4)]),
-        (f"{DN} = [6, 3]", [(1, 3), (6, 4)]),
-    ],
-    "C": [
-        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
-        ("(batch, groups, dstate, seqlen) = [2, 2, 3, 5]", [(3, 2, 3, 5), (2, 2, 2, 5), (2, 2, 3, 4), (2, 2, 1, 5)]),
-        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 3, 1)]),
-        (f"{DN} = [6, 3]", [(1, 3), (6, 2)]),
-    ],
-    "D": [("(dim,) = [6]", [(1, 6), (7,), (1,)])],
-    "z": [(f"{BDL} = [2, 6, 5]", [(6, 5), (1, 6, 5), (2, 7, 5), (2, 6, 1)])],
-    "delta_bias": [("(dim,) = [6]", [(6, 1), (5,), (1,)])],
-    "initial_state": [(f"{BDN} = [2, 6, 3]", [(6, 3), (1, 6, 3), (2, 5, 3), (2, 6, 4)])],
-    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
-}
-
-BLHP, BLGN = "(batch, seqlen, heads, headdim)", "(batch, seqlen, groups, dstate)"
-RANKS = [(2, 5, 12), (2, 5, 4, 3, 1), (5,), ()]
-SSD_SHAPES: Shapes = {
-    "x": [(BLHP, RANKS)],
-    "dt": [
-        ("(batch, seqlen, heads) = [2, 5, 4]", [(2, 5), (2, 5, 4, 3), (1, 5, 4), (2, 1, 4), (2, 5, 1), (2, 6, 4), (2, 4, 5)])
-    ],
-    "A": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (4, 1), (4, 3, 6)])],
-    "B": [(BLGN, RANKS), (f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (3, 5, 2, 6), (2, 1, 2, 6), (2, 6, 2, 6)])],
-    "C": [
-        (
-            f"{BLGN} = [2, 5, 2, 6]",
-            [(1, 5, 2, 6), (2, 4, 2, 6), (2, 5, 1, 6), (2, 5, 4, 6), (2, 5, 2, 1), (2, 5, 6), (2, 5, 12)],
-        )
-    ],
-    "D": [
-        (
-            "(heads,) = [4] or (heads, headdim) = [4, 3]",
-            [(), (4, 3, 1), (3,), (1,), (12,), (3, 4), (4, 1), (1, 3), (2, 3)],
-        )
-    ],
-    "z": [(f"{BLHP} = [2, 5, 4, 3]", [(2, 5, 12), (1, 5, 4, 3), (2, 1, 4, 3), (2, 5, 1, 3), (2, 5, 4, 1), (2, 5, 3, 4)])],
-    "dt_bias": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (1, 4)])],
-    "initial_states": [
-        (
-            "(batch, heads, headdim, dstate) = [2, 4, 3, 6]",
-            [(1, 4, 3, 6), (2, 1, 3, 6), (2, 4, 6, 3), (2, 4, 3, 1), (4, 3, 6), (2, 12, 6)],
-        )
-    ],
-    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
-}
-
-CONV_SHAPES: Shapes = {
-    "x": [("(batch, seqlen, channels)", [(9, 5), (1, 2, 9, 5), ()])],
-    "weight": [
-        ("(channels, width)", [(5,), (5, 1, 4), ()]),
-        ("(channels, width) = [5, 4]", [(4, 4), (1, 4), (6, 4)]),
-    ],
-    "bias": [("(channels,) = [5]", [(4,), (1,), (5, 1), ()])],
-    "seq_idx": [("(batch, seqlen) = [2, 9]", [(2, 8), (9,), (1, 9), (2, 9, 1)])],
-    "initial_state": [
-        ("(batch, channels, width - 1) = [2, 5, 3]", [(2, 5, 4), (1, 5, 3), (2, 4, 3), (2, 3), (2, 3, 5)]),
-    ],
-}
+DN, BDN = "(dim, dstate)", "(batch, dim, dstate)"
 CONV_UPDATE_SHAPES: Shapes = {
     "x": [("(batch, channels) or (batch, seqlen, channels)", [(2, 3, 5, 1), (5,)])],
     "conv_state": [
@@ -163,57 +86,11 @@ UPDATE_SHAPES_WITH_HEADS: Shapes = {
 }
 
 
-def recurrence_shapes(variant: Variant) -> Shapes:
-    """One shape for all inputs but those that broadcast to it."""
-    axes = "(batch, seqlen, channels)"
-    first, *others = (name for name in variant.recurrence.inputs if name not in variant.recurrence.broadcast)
-    sizes = [(3, 5, 4), (1, 5, 4), (2, 6, 4), (2, 4, 4), (2, 1, 4), (2, 5, 3), (2, 5, 1), (5, 4), (4,), (), (1, 2, 5, 4)]
-    channels_first = "beside inputs of shape (batch, seqlen, channels) = [2, 5, 4]"
-    states = [(3, 4), (1, 4), (2, 6), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()]
-    return {
-        first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
-        **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
-        "h0": [("(batch, channels) = [2, 4]", states), (f"(batch, channels) {channels_first}", [(2, 5)])],
-        "reset": [
-            (f"(batch, seqlen) {channels_first}", [(2, 4)]),
-            ("(batch, seqlen) = [2, 5]", [(5,), (2, 3), (1, 5), (2, 1), (5, 2), (2, 5, 2), (2, 5, 4), ()]),
-        ],
-    }
-
-
-NORM_SHAPES: Shapes = {
-    "x": [("(..., columns) with at least one column", [(), (3, 0)])],
-    "weight": [("(columns,) = [12]", [(11,), (13,)])],
-    "bias": [("(columns,) = [12]", [(1, 12)])],
-}
-
 SHAPES: list[tuple[Function, Inputs, Shapes]] = [
-    (SELECTIVE, {}, SELECTIVE_SHAPES),
-    (
-        SELECTIVE,
-        {"cu_seqlens": ssd_helpers.PACKED},
-        {"initial_state": [("(sequences, dim, dstate) = [7, 6, 3]", [(1, 6, 3), (6, 6, 3)])]},
-    ),
-    (SSD, {}, SSD_SHAPES),
-    (
-        SSD,
-        {"cu_seqlens": ssd_helpers.PACKED},
-        {"initial_states": [("(sequences, heads, headdim, dstate) = [7, 4, 3, 6]", [(1, 4, 3, 6)])]},
-    ),
-    (CONV, {}, CONV_SHAPES),
-    (CONV, {"cu_seqlens": (0, 4, 4, 9)}, {"initial_state": [("(sequences, channels, width - 1) = [3, 5, 3]", [(1, 5, 3)])]}),
+    *((function, options, shapes) for function in OF_SPECS for options, shapes in function.spec.bad_shapes),
     (CONV_UPDATE, {}, CONV_UPDATE_SHAPES),
     (UPDATE, {}, UPDATE_SHAPES),
     (UPDATE, HEADS, UPDATE_SHAPES_WITH_HEADS),
-    *((RECURRENCES[name], {}, recurrence_shapes(variant)) for name, variant in PLAIN.items()),
-    *(
-        (each, {"cu_seqlens": RECURRENCE_PACKED}, {"h0": [("(sequences, channels) = [7, 4]", [(1, 4)])]})
-        for each in RECURRENCES.values()
-    ),
-    *(
-        (norm, {}, NORM_SHAPES | {"residual" if "add" in name else "z": [("(..., columns) = [2, 5, 12]", [(2, 5, 11)])]})
-        for name, norm in NORMS.items()
-    ),
 ]
 
 
@@ -273,7 +150,7 @@ def test_resets_of_packed_sequences(function, device):
     assert_refuses(function, inputs, ValueError, message)
 
 
-@over([SELECTIVE, SSD, CONV])
+@over([each for each in PACKING if {"seq_idx", "cu_seqlens"} <= {*each.parameters}])
 def test_both_ways_of_packing(function, device):
     inputs = function.inputs(**function.indices[1], device=device)
     seqlen = int(inputs["cu_seqlens"][-1])
@@ -285,30 +162,12 @@ def test_both_ways_of_packing(function, device):
 # ----- options and sizes
 
 ZEROS = torch.zeros
-ACTIVATIONS = "unknown activation '{}', expected None, 'silu' or 'swish'"
 METHODS = [*DISCRETIZATIONS, *ALIASES]
 EXPONENTIAL = ", ".join((*ssd_helpers.METHODS, *ALIASES))
-BROADCAST = "expected {} of a shape that broadcasts to (batch, seqlen, channels)"
-BROADCASTING = [(each, name) for each, variant in PLAIN.items() for name in variant.recurrence.broadcast]
-GATED_NORMS = [norm for name, norm in NORMS.items() if name.endswith("_gated")]
-LIMITS = "expected dt_limit = (min, max) with min <= max, got ({}, {})"
 
 # Function, options of its good inputs, changed arguments, message.
 VALUES: list[tuple[Function, Inputs, Inputs, str]] = [
-    *(
-        (SELECTIVE, {}, {name: ZEROS(2, groups, 3, 5)}, f"expected the groups of {name} to divide dim = 6, got {groups}")
-        for name in ("B", "C")
-        for groups in (0, 4, 5, 12)
-    ),
-    *(
-        (
-            SSD,
-            {},
-            dict.fromkeys("BC", ZEROS(2, 5, groups, 6)),
-            f"expected the groups of B and C to divide heads = 4, got {groups}",
-        )
-        for groups in (3, 5, 8, 0)
-    ),
+    *((function, *row) for function in OF_SPECS for row in function.spec.bad_values),
     *(
         (
             UPDATE,
@@ -319,76 +178,10 @@ VALUES: list[tuple[Function, Inputs, Inputs, str]] = [
         for options, axis in (({}, "dim = 6"), (HEADS, "heads = 3"))
         for groups in (0, 4)
     ),
-    (SELECTIVE, {"dstate": 257}, {}, "expected dstate from 1 to 256, got 257"),
     *((UPDATE, {"dstate": size}, {}, f"expected dstate from 1 to 256, got {size}") for size in (0, 257)),
-    *(
-        (SSD, {name: size}, {}, f"expected {name} from 1 to 256, got {size}")
-        for name in ("headdim", "dstate")
-        for size in (0, 257)
-    ),
-    *(
-        (each, {}, {"discretization": name}, f"unknown discretization '{name}', expected one of: {', '.join(METHODS)}")
-        for each in (SELECTIVE, UPDATE)
-        for name in ("", "ZOH", "zoh ", "tustin", "foh_ramp")
-    ),
-    *(
-        (SSD, {}, {"discretization": name}, f"unknown discretization '{name}', expected one of: {EXPONENTIAL}")
-        for name in ("", "ZOH", "zoh ", "tustin")
-    ),
-    *(
-        (SSD, {}, {"chunk_size": chunk_size}, f"expected chunk_size of at least 1, got {chunk_size}")
-        for chunk_size in (0, -1, -64)
-    ),
-    *(
-        (SSD, {}, {"dt_limit": limits}, LIMITS.format(*(f"{limit:g}" for limit in limits)))
-        for limits in ((0.2, 0.1), (1.0, 0.0), (math.inf, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.5, 0.25))
-    ),
-    *(
-        (SSD, {}, {"dt_limit": limits}, f"expected dt_limit = (min, max), got {len(limits)} numbers")
-        for limits in ((0.1,), (0.0, 1.0, 2.0), ())
-    ),
-    (SSD, {}, {"dt_limit": 0.1}, "expected dt_limit = (min, max), got 0.1"),
-    *(
-        (each, {}, {"activation": name}, ACTIVATIONS.format(name))
-        for each in (CONV, CONV_UPDATE)
-        for name in ("relu", "", "SiLU", "gelu")
-    ),
-    (CONV, {"initial_state": False}, {"weight": ZEROS(5, 0)}, "expected weight of a width of at least 1, got [5, 0]"),
+    *((UPDATE, {}, {"discretization": name}, unknown_discretization(name)) for name in BAD_DISCRETIZATIONS),
+    *((CONV_UPDATE, {}, {"activation": name}, unknown_activation(name)) for name in BAD_ACTIVATIONS),
     (CONV_UPDATE, {"length": 2}, {}, "expected conv_state of at least width - 1 = 3 steps, got [3, 5, 2]"),
-    *(
-        (
-            RECURRENCES[each],
-            {},
-            {"candidate_activation": name},
-            f"unknown candidate_activation '{name}', expected one of: none, g, tanh",
-        )
-        for each in ("mingru_scan", "minlstm_scan")
-        for name in ("relu", "", "G", "Tanh", "None")
-    ),
-    *(
-        (RECURRENCES[each], {}, {name: torch.ones(shape)}, f"{BROADCAST} = [2, 5, 4], got {[*shape]}".format(name))
-        for each, name in BROADCASTING
-        for shape in ((3,), (4, 1), (2, 1), (5, 2), (3, 1, 1), (2, 5, 3), (1, 2, 5, 4), (0,))
-    ),
-    # The first input's shape is not broadcast.
-    *(
-        (RECURRENCES[each], {"seqlen": 1}, {name: torch.ones(2, 5, 4)}, f"{BROADCAST} = [2, 1, 4], got [2, 5, 4]".format(name))
-        for each, name in BROADCASTING
-    ),
-    *(
-        (norm, {}, {"eps": eps}, f"expected a finite eps >= 0, got {eps:g}")
-        for norm in NORMS.values()
-        for eps in (-1.0, math.nan, math.inf)
-    ),
-    *(
-        (norm, {}, {"group_size": size}, f"expected group_size to divide columns = 12, got {size}")
-        for norm in GATED_NORMS
-        for size in (5, 0, -12)
-    ),
-    *(
-        (norm, {}, {"activation": "relu"}, "unknown activation 'relu', expected one of: silu, gelu, gelu_tanh, sigmoid, none")
-        for norm in GATED_NORMS
-    ),
 ]
 
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssm_kernels
 from ssm_kernels import reference
-from ssm_kernels.ops._states_at import chunk_length
 
 OPERATOR = "ssd_chunk_scan"  # runs on the devices that selective_scan has, too
 CHUNK = selective_scan_helpers.CHUNK
@@ -184,13 +183,9 @@ def test_number_of_calls(name, needs_grad, positions, calls, device):
     assert counted.forward == (calls[torch.device(device).type] if isinstance(calls, dict) else calls)
 
 
-def test_the_chunk_is_that_of_the_kernels():
-    for dstate in range(1, 257):
-        chunk, minimal = chunk_length(dstate), selective_scan_helpers.MINIMAL
-        for seqlen, boundaries in ((chunk, 2), (chunk + 1, 3)):
-            inputs = make_inputs(SELECTIVE, **minimal, batch=1, dim=1, seqlen=seqlen, dstate=dstate, device="meta")
-            saved = selective_scan_helpers.SELECTIVE_SCAN.saved_values(inputs)
-            assert saved["chunk_states"].shape == (1, boundaries, 1, dstate)
+def test_steps_between_saved_states():
+    """The docstring of selective_scan names them."""
+    assert [selective_scan_helpers.chunk_length(dstate) for dstate in range(1, 257)] == [32] * 16 + [64] * 240
 
 
 @pytest.mark.parametrize("resets", [None, ((64, 100, 128), (63, 65, 250), ())], ids=["", "resets"])

@@ -10,6 +10,7 @@ from selective_scan_helpers import (
     CASES,
     CHUNK,
     SELECTIVE_SCAN,
+    chunk_length,
     evaluate,
     make_inputs,
     reference_scan,
@@ -17,7 +18,6 @@ from selective_scan_helpers import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ssm_kernels import selective_scan
-from ssm_kernels.ops._states_at import chunk_length
 
 OPERATOR = "selective_scan"
 ops = torch.ops.ssm_kernels
