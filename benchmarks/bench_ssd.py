@@ -5,7 +5,8 @@
 
 ``page.md`` says what each figure is. The cases leave the chunks' length to the operator. mamba_ssm's
 ``mamba_chunk_scan_combined`` takes turns with ours, tuned before, if it is installed; else figures recorded with it on an H200
-are printed and marked.
+are printed and marked. A case with given log decays takes turns with flash-linear-attention's ``chunk_simple_gla``, if that is
+installed, and with our call that has dt and A instead.
 
 Before a case is timed, its results and gradients for one row of the batch are compared with those of the CPU kernel in
 float64. The error of ``out`` is also given over that of the exact result rounded to its dtype, and so is that of an ``out``
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ssm_kernels
 from benchmarks import peers
 from benchmarks.benchmark import PEER, Benchmark, Contender, Contest, Copy, Result, Run, main, relative_error, speedups
 from benchmarks.harness import Stages
@@ -42,6 +44,7 @@ from benchmarks.tables import (
     figure,
     median,
     over,
+    ratio,
     text,
     throughput,
     versus,
@@ -49,6 +52,7 @@ from benchmarks.tables import (
 
 # The length of chunks whose operations are counted.
 COUNTED_CHUNK = 64
+SIMPLE_GLA, DT_FORM = "chunk_simple_gla", "dt form"
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,40 @@ class Case(OperatorCase):
         }
 
 
+@dataclass(frozen=True)
+class LogCase(Case):
+    """A row of the table of given log decays, in float32, without D."""
+
+    options = MappingProxyType({"dt": None, "A": None})
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} log"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields, "gates": "log"}
+
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        """The decays of a gated linear attention: a sigmoid to the power of 1/16."""
+        found = super().inputs(device, seed)
+        log_decay = F.logsigmoid(10 * found["dt"].float()) / 16
+        return {"x": found["x"], "B": found["B"], "C": found["C"], "log_decay": log_decay}
+
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
+        given = super().inputs(run.device)
+        by_dt = {**{name: ours.inputs[name] for name in "xBC"}, "A": given["A"], "dt": F.softplus(given["dt"] - 4)}
+        found = {DT_FORM: Contender(ssm_kernels.ssd_chunk_scan, by_dt, ours.grads)}
+        if (peer := peers.simple_gla()) is not None:
+            found[SIMPLE_GLA] = ours._replace(function=peer)
+        return found
+
+    def moved_bytes(self) -> dict[str, int]:
+        further = (4 - self.dtype.itemsize) * self.batch * self.seqlen * self.heads  # float32 in the place of dt
+        found = super().moved_bytes()
+        return {"forward": found["forward"] + further, "backward": found["backward"] + 2 * further}
+
+
 CASES = [
     Case(8, 4096, 80),
     Case(8, 4096, 80, z=True),
@@ -189,6 +227,7 @@ CASES = [
     Case(8, 4096, 80, dstate=256),
     Case(8, 2048, 24, dtype=torch.float32),
     Case(8, 4096, 80, dtype=torch.float32),
+    LogCase(8, 4096, 16, headdim=128, groups=16),
 ]
 
 
@@ -198,11 +237,16 @@ def figures(row: Row, result: Result) -> dict[str, float]:
     if row["dtype"] == "float32":
         found = {"error of out": max(errors_of(row)["out"], row["error_without_D"])}
     gradients = [error for name, error in errors_of(row).items() if name.startswith("grad_")]
-    return {**speedups(row, {"peer": PEER}), **found, "largest error of gradients": max(gradients)}
+    for what in DIRECTIONS:
+        if (by_dt := median(row.get(DT_FORM), what)) is not None:
+            found[f"{what}, over the dt form"] = median(row["ours"], what) / by_dt
+    return {**speedups(row, {"peer": PEER, SIMPLE_GLA: SIMPLE_GLA}), **found, "largest error of gradients": max(gradients)}
 
 
 def tables(result: Result) -> list[Table]:
     rows, case = result["rows"], text("case", "name")
+    given = [row for row in rows if row.get("gates") == "log"]
+    rows = [row for row in rows if row not in given]
     speed = [case, figure("graph", "graph", "median")]
     for what in DIRECTIONS:
         speed += [figure(what, "ours", what), throughput("GB/s", "bytes", what, 1e9)]
@@ -212,22 +256,36 @@ def tables(result: Result) -> list[Table]:
         found = median(row.get(who), "peak_bytes")
         return None if found is None else row["given_bytes"] + found
 
+    beside_gla = [case]
+    for what in DIRECTIONS:
+        beside_gla += [
+            figure(what, "ours", what),
+            throughput("GB/s", "bytes", what, 1e9),
+            *versus(SIMPLE_GLA, SIMPLE_GLA, what),
+        ]
+        beside_gla += [figure(DT_FORM, DT_FORM, what), ratio("ratio", what, "ours", DT_FORM, decimals=3)]
+
     memory = [case, Column("least", lambda row: f"{row['least_bytes'] / 1e6:.0f}")]
     for who, name in (("ours", "ours"), ("peer", PEER)):
         memory.append(Column(name, lambda row, who=who: over(peak(row, who), 1e6, 0)))
         memory.append(Column("× least", lambda row, who=who: over(peak(row, who), row["least_bytes"])))
-    errors = [case, *error_columns(rows), Column("out / rounding", lambda row: f"{row['over_rounding']:.3f}")]
+    errors = [case, *error_columns(result["rows"]), Column("out / rounding", lambda row: f"{row['over_rounding']:.3f}")]
     errors.append(Column("without D", lambda row: f"{row['over_rounding_without_D']:.3f}"))
     return [
         Table("ssd_chunk_scan, milliseconds", speed, rows),
+        Table("given log decays, milliseconds", beside_gla, given),
         Table("memory, megabytes", memory, rows),
-        Table("relative errors", errors, rows),
+        Table("relative errors", errors, result["rows"]),
     ]
 
 
 def context(run: Run) -> Result:
     settings = {"counted_chunk": COUNTED_CHUNK, "compared": "one row of the batch"}
-    return {"settings": settings, "peer": peers.described(peers.operator("ssd_chunk_scan"), recorded=peers.SOURCE_OF_SCANS)}
+    return {
+        "settings": settings,
+        "simple_gla": peers.described_simple_gla(peers.simple_gla()),
+        "peer": peers.described(peers.operator("ssd_chunk_scan"), recorded=peers.SOURCE_OF_SCANS),
+    }
 
 
 BENCHMARK = Benchmark(

@@ -163,6 +163,18 @@ def gated_scans() -> dict[str, GatedScan]:
     return found
 
 
+def simple_gla() -> Callable[..., Tensor] | None:
+    """flash-linear-attention's scan with given log decays, by the names of ours; None where it is not installed."""
+    found = imported("fla.ops.simple_gla", "chunk_simple_gla")
+    if found is None:
+        return None
+    return lambda x, B, C, log_decay: found[0](C, B, x, g=log_decay, scale=1.0)[0]
+
+
+def described_simple_gla(found: Callable[..., Tensor] | None) -> str:
+    return "not installed" if found is None else f"{_version('flash-linear-attention')}, in this run"
+
+
 def described_gated_scans(found: Iterable[str]) -> str:
     """The source of each package's figures."""
     recorded = f"recorded with {SOURCE.partition(', ')[2]}"

@@ -214,7 +214,10 @@ def smallest(name: str) -> list:
             replace(case, batch=1 if case.packed else 2, seqlen=24, dim=16, dstate=4)
             for case in bench_selective_scan.CASES[::7]
         ],
-        "ssd_chunk_scan": [replace(case, **few, heads=2, dstate=16) for case in bench_ssd.CASES[:2]],
+        "ssd_chunk_scan": [
+            *(replace(case, **few, heads=2, dstate=16) for case in bench_ssd.CASES[:2]),
+            replace(bench_ssd.CASES[-1], **few, heads=2, groups=2, headdim=8, dstate=16),
+        ],
         "linear_scan": [replace(case, **few, channels=16) for case in bench_linear_scan.CASES[:3]],
         "summaries": [
             replace(bench_summaries.CASES[0], sizes={"B": 2, "D": 16, "L": 24, "N": 4}),
