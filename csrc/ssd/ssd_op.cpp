@@ -5,6 +5,8 @@
 
 #include <torch/library.h>
 
+#include <limits>
+
 #include "common/limits.h"
 #include "ssd/aten/chunked_scan.h"
 #include "torch/allocation.h"
@@ -102,8 +104,9 @@ void check_form(const char* op, const Inputs& in) {
   TORCH_CHECK_VALUE(has_log_decay || !is_present(in.gain), op, ": expected gain with log_decay only, got it with dt and A");
   if (!has_log_decay) return;
   // The default of the Python function, (0, inf), and no limits are alike here.
-  const auto [lowest, highest] = parse_dt_limit(op, {});
-  const bool has_limits = (in.dt_min != lowest && in.dt_min != 0) || in.dt_max != highest;
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto [min, max] = kernel_dt_limit(in.dt_min, in.dt_max);
+  const bool has_limits = (min != -kInfinity && min != 0) || max != kInfinity;
   const char* option = is_present(in.dt_bias)       ? "dt_bias"
                        : in.dt_softplus             ? "dt_softplus"
                        : has_limits                 ? "dt_limit"

@@ -54,8 +54,8 @@ def ssd_chunk_scan(
         S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
         y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
 
-    The discretization defines the function :math:`k`: see ``docs/discretizations.md``. ``log_decay`` and ``gain`` take the place
-    of ``dt`` and ``A`` where the decay of each step and head is given:
+    The discretization defines the function :math:`k`: see ``docs/discretizations.md``. ``log_decay`` and ``gain`` take the
+    place of ``dt`` and ``A`` where the decay of each step and head is given:
 
     .. math:: S_t = e^{\mathrm{log\_decay}_t} S_{t-1} + \mathrm{gain}_t\, x_t B_t^\top
 

@@ -147,7 +147,13 @@ def check_ssd_chunk_scan(mesh: Mesh) -> None:
         "dt_bias": random(heads),
         "initial_states": random(batch, heads, headdim, dstate),
     }
-    of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+    of_steps = dict.fromkeys(("x", "B", "C", "z", "seq_idx", "log_decay", "gain"), 1)
+    given = {name: value for name, value in inputs.items() if name not in ("dt", "A", "dt_bias")}
+    given |= {"log_decay": -random(batch, SEQLEN, heads).abs(), "gain": random(batch, SEQLEN, heads)}
+    for reverse in (False, True):
+        options = {"dt": None, "A": None, "reverse": reverse} | packings(mesh, batch)["random"]
+        compare(mesh, "ssd_chunk_scan", given, of_steps, 1, options, "return_final_states")
+    of_steps["dt"] = 1
     step_sizes = {"dt_softplus": True, "dt_limit": (0.2, 1.0)}
     for discretization in some_or_all(mesh, ("zoh", "zoh_exact", "poly", "highorder", "rk4"), ("zoh_exact",)):
         options = step_sizes | {"discretization": discretization}

@@ -57,6 +57,14 @@ def ssd_chunk_scan(groups: int) -> tuple[Callable[..., Any], dict[str, Tensor], 
     return lambda **t: ssm_kernels.ssd_chunk_scan(**t, dt_softplus=True, return_final_states=True), tensors, channels
 
 
+def ssd_chunk_scan_of_log_decays() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    _, tensors, channels = ssd_chunk_scan(2)
+    tensors = {name: value for name, value in tensors.items() if name not in ("dt", "A", "dt_bias")}
+    tensors |= {name: torch.rand(BATCH, SEQLEN, CHANNELS) - 0.7 for name in ("log_decay", "gain")}
+    channels = {name: axis for name, axis in channels.items() if name in tensors} | {"log_decay": 2, "gain": 2}
+    return lambda **t: ssm_kernels.ssd_chunk_scan(dt=None, A=None, **t, return_final_states=True), tensors, channels
+
+
 def causal_conv1d() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
     tensors = {
         "x": torch.randn(BATCH, SEQLEN, CHANNELS),
@@ -156,6 +164,7 @@ CASES = {
     "selective_scan, two groups": lambda: selective_scan(2),
     "ssd_chunk_scan": lambda: ssd_chunk_scan(1),
     "ssd_chunk_scan, two groups": lambda: ssd_chunk_scan(2),
+    "ssd_chunk_scan, log decays": ssd_chunk_scan_of_log_decays,
     "selective_scan_summary": lambda: summary("selective_scan", selective_scan(2)),
     "ssd_chunk_scan_summary": lambda: summary("ssd_chunk_scan", ssd_chunk_scan(2)),
     "rglru_scan_summary": lambda: summary("rglru_scan", rglru_scan()),

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ssm_kernels.reference import ALIASES
 
-# The differentiable arguments.
+# The differentiable arguments of a call with dt and A, and those that take the place of these two.
 TENSORS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+GIVEN = ("log_decay", "gain")
 SEQUENCES = ("x", "dt", "B", "C", "z")
 
 # The methods with transition e^z, which the operator takes.
@@ -60,10 +61,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
     "reverse": {"reverse": True, "z": True, "initial_states": True},
     "reverse_packed_with_resets": {"reverse": True, "cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
+    "log_decay": {"log_decay": True, "gain": False},
+    "log_decay_and_gain": {"log_decay": True, "D": "channel", "z": True, "initial_states": True},
+    "log_decay_with_resets": {"log_decay": True, "resets": ((2, 3), (1,)), "initial_states": True},
+    "log_decay_packed": {"log_decay": True, "cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
+    "log_decay_reverse": {"log_decay": True, "reverse": True, "cu_seqlens": PACKED, "initial_states": True},
     "everything": {"D": "channel", "z": True, "dt_bias": True, "dt_softplus": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
-CASES = {name: OPTIONS[name] for name in ("everything", "required_only", "packed_with_states", "resets", "dt_limit")}
+CASES = {
+    name: OPTIONS[name]
+    for name in ("everything", "required_only", "packed_with_states", "resets", "dt_limit", "log_decay_and_gain")
+}
 SIZES = [
     {},
     {"seqlen": 70},
@@ -72,6 +81,7 @@ SIZES = [
     {"cu_seqlens": PACKED},
     {"cu_seqlens": (0,)},
     OPTIONS["required_only"],
+    OPTIONS["log_decay_and_gain"],
 ]
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 every_method = pytest.mark.parametrize("discretization", METHODS)
@@ -96,6 +106,8 @@ def make_inputs(
     cu_seqlens: Sequence[int] | None = None,
     chunk_size: int | None = None,
     discretization: str = "zoh",
+    log_decay: bool = False,
+    gain: bool = True,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     layout: str = "contiguous",
@@ -103,10 +115,12 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of ``ssd_chunk_scan``, the same numbers on every device.
 
-    ``dt * A`` is in (-2, 0).
+    ``dt * A`` is in (-2, 0), ``log_decay`` in (-1.4, 0.1).
 
     Args:
         D: ``"head"``, ``"channel"`` or None.
+        log_decay: whether it takes the place of ``dt`` and ``A``, and what goes with them.
+        gain: whether it goes with ``log_decay``.
         resets: of each row of the batch, in turn, the steps before which a new sequence begins; makes ``seq_idx``.
         cu_seqlens: takes the place of batch and seqlen.
         layout: see :func:`helpers.arrange`; of every floating-point tensor.
@@ -116,6 +130,7 @@ def make_inputs(
     sequences = batch
     if cu_seqlens is not None:
         batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
+    dt_bias, dt_softplus = dt_bias and not log_decay, dt_softplus and not log_decay
     values = {
         "x": normal(batch, seqlen, heads, headdim),
         "dt": 0.6 * normal(batch, seqlen, heads) - 1 if dt_softplus else 0.02 + 0.6 * uniform(batch, seqlen, heads),
@@ -126,11 +141,15 @@ def make_inputs(
         "z": normal(batch, seqlen, heads, headdim) if z else None,
         "dt_bias": 0.2 * uniform(heads) if dt_bias else None,
         "initial_states": normal(sequences, heads, headdim, dstate) if initial_states else None,
+        "log_decay": 0.1 - 1.5 * uniform(batch, seqlen, heads) if log_decay else None,
+        "gain": normal(batch, seqlen, heads) if log_decay and gain else None,
     }
+    if log_decay:
+        values["dt"] = values["A"] = None
     inputs: dict[str, Any] = {
         name: None
         if value is None
-        else arrange(value.to(device, dtype if name in SEQUENCES else parameter_dtype(dtype)), layout)
+        else arrange(value.to(device, dtype if name in (*SEQUENCES, "gain") else parameter_dtype(dtype)), layout)
         for name, value in values.items()
     }
     inputs["seq_idx"] = inputs["cu_seqlens"] = None
@@ -158,7 +177,7 @@ def make_seq_idx(resets: Sequence[Iterable[int]], seqlen: int) -> Tensor:
 
 def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
     """The arguments of some steps."""
-    of_steps = [name for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None]
+    of_steps = [name for name in (*SEQUENCES, *GIVEN, "seq_idx") if inputs[name] is not None]
     return inputs | {name: inputs[name][:, steps] for name in of_steps}
 
 
@@ -211,6 +230,7 @@ SHAPES: Shapes = {
     "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
 }
 OF_HEADS = "x z B C out"
+ONE_FORM = "expected either dt and A or log_decay, got dt = {}, A = {}, log_decay = {}"
 LIMITS = "expected dt_limit = (min, max) with min <= max, got ({:g}, {:g})"
 
 
@@ -230,10 +250,10 @@ class SsdChunkScan(OperatorSpec):
     cases = CASES
     options = OPTIONS
     packs = True
-    compiled = ("everything", "resets_with_states", "reverse")
+    compiled = ("everything", "resets_with_states", "reverse", "log_decay_and_gain")
     mapped = (
         *("everything", "required_only", "packed_with_states", "resets_with_states", "packed_with_resets"),
-        *("reverse", "reverse_packed_with_resets"),
+        *("reverse", "reverse_packed_with_resets", "log_decay", "log_decay_and_gain", "log_decay_packed"),
     )
     sizes = SIZES
     layouts = LAYOUTS
@@ -243,6 +263,7 @@ class SsdChunkScan(OperatorSpec):
     wide = ("A", "D", "dt_bias", "initial_states")
     bad_shapes = (
         ({}, SHAPES),
+        ({"log_decay": True}, {"log_decay": SHAPES["dt"], "gain": SHAPES["dt"]}),
         ({"cu_seqlens": PACKED}, {"initial_states": [("(sequences, heads, headdim, dstate) = [7, 4, 3, 6]", [(1, 4, 3, 6)])]}),
     )
     bad_values = (
@@ -270,12 +291,38 @@ class SsdChunkScan(OperatorSpec):
             for limits in ((0.1,), (0.0, 1.0, 2.0), ())
         ),
         ({}, {"dt_limit": 0.1}, "expected dt_limit = (min, max), got 0.1"),
+        *(
+            ({"log_decay": given}, changed, ONE_FORM.format(*("a tensor" if each else "None" for each in present)))
+            for given, changed, present in (
+                (False, {"log_decay": torch.zeros(2, 5, 4)}, (1, 1, 1)),
+                (False, {"A": None}, (1, 0, 0)),
+                (False, {"dt": None}, (0, 1, 0)),
+                (False, {"dt": None, "A": None}, (0, 0, 0)),
+                (True, {"dt": torch.zeros(2, 5, 4)}, (1, 0, 1)),
+                (True, {"A": torch.zeros(4)}, (0, 1, 1)),
+            )
+        ),
+        ({}, {"gain": torch.zeros(2, 5, 4)}, "expected gain with log_decay only, got it with dt and A"),
+        *(
+            ({"log_decay": True}, {name: value}, f"expected {name} with dt and A only, got it with log_decay")
+            for name, value in (
+                ("dt_bias", torch.zeros(4)),
+                ("dt_softplus", True),
+                ("dt_limit", (0.0, 1.0)),
+                ("dt_limit", (0.1, math.inf)),
+                ("discretization", "zoh_exact"),
+            )
+        ),
     )
     offsets = MappingProxyType(
         {
             "": Offsets(
                 {"seqlen": 70, "heads": 3, "groups": 1, "headdim": 50, "dstate": 36},
                 {**dict.fromkeys(OF_HEADS.split(), (2, 3)), "dt": (2,)},
+            ),
+            "log decays": Offsets(
+                {"seqlen": 70, "heads": 3, "groups": 1, "headdim": 50, "dstate": 36, "log_decay": True},
+                {**dict.fromkeys(OF_HEADS.split(), (2, 3)), "log_decay": (2,), "gain": (2,)},
             ),
             "odd": rows(OF_HEADS, 2, 3, seqlen=131, heads=2, groups=2, headdim=65, dstate=130),
         }
@@ -290,19 +337,19 @@ class SsdChunkScan(OperatorSpec):
     def sums_of_pytorch(self, inputs: dict[str, Any]) -> list[str]:
         if has_kernels(inputs):
             return []
-        return [*self.results, *(f"grad_{name}" for name in TENSORS)]
+        return [*self.results, *(f"grad_{name}" for name in (*TENSORS, *GIVEN))]
 
     def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
         return inputs["x"].shape, states_like(inputs).shape
 
     def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
-        return {name: 1 for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None}
+        return {name: 1 for name in (*SEQUENCES, *GIVEN, "seq_idx") if inputs[name] is not None}
 
     def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
         return [name for name in SEQUENCES if inputs[name] is not None]
 
     def needed(self, inputs: dict[str, Any]) -> list[bool]:
-        return [inputs[name] is not None for name in TENSORS]
+        return [inputs[name] is not None for name in (*TENSORS, *GIVEN)]
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs | dict(zip(("dt_min", "dt_max"), inputs["dt_limit"], strict=True))

@@ -18,8 +18,8 @@ from ssm_kernels import reference
 
 def scan_in_16_bit_products(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -34,6 +34,8 @@ def scan_in_16_bit_products(
     chunk_size: int | None,
     discretization: str,
     reverse: bool,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """PyTorch in that dtype: the scan in chunks, as products with fp16 or bf16 operands and float32 sums.
@@ -44,13 +46,14 @@ def scan_in_16_bit_products(
     dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
     batch, seqlen, heads, headdim = x.shape
     if reverse:
-        x, dt, B, C, z, seq_idx = (v if v is None else v.flip(1) for v in (x, dt, B, C, z, seq_idx))
+        steps = (x, dt, B, C, z, seq_idx, log_decay, gain)
+        x, dt, B, C, z, seq_idx, log_decay, gain = (v if v is None else v.flip(1) for v in steps)
         if cu_seqlens is not None:
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_states = None if initial_states is None else initial_states.flip(0)
     # At once: a gradient that comes from several chunks is then rounded when their sum is complete.
-    x, dt, B, C = (tensor.to(accumulate) for tensor in (x, dt, B, C))
-    zeta, gain = _coefficients(dt, A, dt_bias, dt_softplus, dt_limit, discretization)
+    x, B, C = (tensor.to(accumulate) for tensor in (x, B, C))
+    zeta, gain = _coefficients(accumulate, dt, A, dt_bias, dt_softplus, dt_limit, discretization, log_decay, gain)
     if initial_states is None:
         sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
@@ -75,8 +78,8 @@ def scan_in_16_bit_products(
 
 def states_in_split_products(
     x: Tensor,
-    dt: Tensor,
-    A: Tensor,
+    dt: Tensor | None,
+    A: Tensor | None,
     B: Tensor,
     *,
     dt_bias: Tensor | None,
@@ -85,6 +88,8 @@ def states_in_split_products(
     seq_idx: Tensor | None,
     discretization: str,
     reverse: bool = False,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
     chunk: int = 64,
 ) -> Tensor:
     """The states after all steps, begun with zero, (batch, heads, headdim, dstate).
@@ -96,8 +101,8 @@ def states_in_split_products(
     """
     dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
     batch, seqlen, heads, headdim = x.shape
-    x, dt, B = (tensor.to(accumulate) for tensor in (x, dt, B))
-    zeta, gain = _coefficients(dt, A, dt_bias, dt_softplus, dt_limit, discretization)
+    x, B = (tensor.to(accumulate) for tensor in (x, B))
+    zeta, gain = _coefficients(accumulate, dt, A, dt_bias, dt_softplus, dt_limit, discretization, log_decay, gain)
     B = B.repeat_interleave(heads // B.shape[2], dim=2)
     states = x.new_zeros(batch, heads, headdim, B.shape[3])
     for row, begin, end, _, resets in _sequences(batch, seqlen, seq_idx, None):
@@ -127,9 +132,21 @@ def _truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _coefficients(
-    dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], discretization: str
+    accumulate: torch.dtype,
+    dt: Tensor | None,
+    A: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    discretization: str,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The logarithm of the decay, and the gain, of each step."""
+    if dt is None:
+        zeta = log_decay.to(accumulate).clamp(min=-800)
+        return zeta, torch.ones_like(zeta) if gain is None else gain.to(accumulate)
+    dt = dt.to(accumulate)
     d = dt if dt_bias is None else dt + dt_bias
     d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
     gain = reference.coefficients(discretization, d, A)[1]

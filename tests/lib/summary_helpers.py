@@ -103,11 +103,13 @@ class SsdChunkScanSummary(Summary):
         "dt_limit": {"dt_limit": (0.2, 0.4)},
         "resets": {"resets": ((2, 3), (1,))},
         "first_rows_reset": {"resets": ((2, 3), ())},
+        "log_decay": {"log_decay": True, "gain": False},
+        "log_decay_with_resets": {"log_decay": True, "resets": ((2, 3), (1,))},
     }
     cases = options
-    compiled = ("all", "resets")
-    mapped = ("all", "required_only", "resets")
-    sizes = ({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"resets": ((2, 3), (1,))})
+    compiled = ("all", "resets", "log_decay")
+    mapped = ("all", "required_only", "resets", "log_decay_with_resets")
+    sizes = ({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"resets": ((2, 3), (1,))}, {"log_decay": True})
     nested = ("x", "A")
 
     def make_inputs(self, **options: Any) -> Inputs:
@@ -120,13 +122,13 @@ class SsdChunkScanSummary(Summary):
         return (batch, heads, headdim, inputs["B"].shape[3]), (batch, heads)
 
     def time_axes(self, inputs: Inputs) -> dict[str, int]:
-        return {name: 1 for name in ("x", "dt", "B", "seq_idx") if inputs[name] is not None}
+        return {name: 1 for name in ("x", "dt", "B", "seq_idx", *ssd_helpers.GIVEN) if inputs[name] is not None}
 
     def cast_by_autocast(self, inputs: Inputs) -> list[str]:
-        return ["x", "dt", "B"]
+        return [name for name in ("x", "dt", "B") if inputs[name] is not None]
 
     def needed(self, inputs: Inputs) -> list[bool]:
-        return [True] * 4 + [inputs["dt_bias"] is not None]
+        return [inputs[name] is not None for name in ("x", "dt", "A", "B", "dt_bias", *ssd_helpers.GIVEN)]
 
     def internal_values(self, inputs: Inputs) -> Inputs:
         return inputs | dict(zip(("dt_min", "dt_max"), inputs["dt_limit"], strict=True))

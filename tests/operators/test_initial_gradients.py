@@ -122,14 +122,18 @@ def test_initial_gradient_of_a_sequence_before_a_nan(device):
 
 @dtypes(torch.float64, torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("resets", [None, ((20, 60), (), (130,))], ids=["whole", "packed"])
-def test_initial_gradient_of_ssd(resets, dtype, device):
+@pytest.mark.parametrize("log_decay", [False, True], ids=["step_sizes", "log_decay"])
+def test_initial_gradient_of_ssd(log_decay, resets, dtype, device):
     options = {"batch": 3, "seqlen": 150, "heads": 4, "headdim": 32, "dstate": 64, "groups": 2, "resets": resets}
-    inputs = ssd_helpers.make_inputs(**options, dtype=dtype, device=device)
-    names = ("dt", "A", "dt_bias", "dt_softplus", "dt_limit", "discretization", "seq_idx")
+    inputs = ssd_helpers.make_inputs(**options, log_decay=log_decay, dtype=dtype, device=device)
+    names = ("dt", "A", "dt_bias", "dt_softplus", "dt_limit", "discretization", "seq_idx", "log_decay")
     shared = {name: inputs[name] for name in names}
     actual = summaries._ssd_chunk_scan_initial_gradient(inputs["x"], C=inputs["C"], **shared)
-    exact = {name: inputs[name].double().cpu() for name in ("x", "dt", "A", "C", "dt_bias")}
-    transitions, _ = coefficients("zoh", step_sizes(exact["dt"], exact["dt_bias"], True), exact["A"])
+    exact = {name: value.double().cpu() for name, value in inputs.items() if isinstance(value, Tensor)}
+    if log_decay:
+        transitions = exact["log_decay"].exp()
+    else:
+        transitions, _ = coefficients("zoh", step_sizes(exact["dt"], exact["dt_bias"], True), exact["A"])
     reads = exact["x"][..., None] * exact["C"].repeat_interleave(2, 2)[..., None, :]
     begins = None if resets is None else summaries._begins(inputs["seq_idx"]).cpu()
     expected = reference_summaries.initial_gradient(transitions[..., None, None], reads, begins)
@@ -194,5 +198,5 @@ def test_opcheck_of_the_initial_gradients(device):
     inputs = ssd_helpers.make_inputs(**options)
     arguments = [inputs[name] for name in ("x", "dt", "A", "C", "dt_bias")]
     torch.library.opcheck(
-        generic.ops._ssd_chunk_scan_initial_gradient.default, (*arguments, True, 0.0, 1.0, inputs["seq_idx"], "zoh")
+        generic.ops._ssd_chunk_scan_initial_gradient.default, (*arguments, True, 0.0, 1.0, inputs["seq_idx"], "zoh", None, None)
     )

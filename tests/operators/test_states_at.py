@@ -25,6 +25,7 @@ SEQLEN = 2 * CHUNK + 6
 POSITIONS = (CHUNK + 1, 0, SEQLEN, 5, CHUNK, 5, 2 * CHUNK, CHUNK - 1, SEQLEN - 1)
 PACKED = (0, 0, 3, 4, 4, 40, SEQLEN, SEQLEN)
 SELECTIVE, SSD = "selective_scan", "ssd_chunk_scan"
+SSD_SEQUENCES = (*ssd_helpers.SEQUENCES, *ssd_helpers.GIVEN)
 ALL_RESULTS = {SELECTIVE: "return_last_state", SSD: "return_final_states"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"selective_{name}": (SELECTIVE, {"discretization": name}) for name in METHODS},
@@ -35,8 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "selective_transposed": (SELECTIVE, {"layout": "transposed"}),
     **{f"ssd_{name}": (SSD, {"discretization": name}) for name in ssd_helpers.METHODS},
     "ssd_minimal": (SSD, ssd_helpers.MINIMAL),
+    "ssd_log_decay": (SSD, {"log_decay": True}),
+    "ssd_log_decay_without_gain": (SSD, {"log_decay": True, "gain": False}),
     "ssd_resets": (SSD, {"resets": ((2, 5, CHUNK), (CHUNK + 1, CHUNK + 2))}),
     "ssd_packed": (SSD, {"cu_seqlens": PACKED}),
+    "ssd_packed_log_decay": (SSD, {"cu_seqlens": PACKED, "log_decay": True}),
     "ssd_packed_without_states": (SSD, {"cu_seqlens": PACKED, "initial_states": False}),
     "ssd_packed_with_resets": (SSD, {"cu_seqlens": PACKED, "resets": ((3, 4, 5, CHUNK, 40, CHUNK + 1, 2 * CHUNK),)}),
 }
@@ -51,8 +55,8 @@ def make_inputs(name: str, **options: Any) -> dict[str, Any]:
 
 def of_steps(name: str, inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The arguments of some steps."""
-    sequences, axis = (("u", "delta", "B", "C", "z"), -1) if name == SELECTIVE else (ssd_helpers.SEQUENCES, 1)
-    return inputs | {key: inputs[key].narrow(axis, begin, end - begin) for key in sequences}
+    sequences, axis = (("u", "delta", "B", "C", "z"), -1) if name == SELECTIVE else (SSD_SEQUENCES, 1)
+    return inputs | {key: inputs[key].narrow(axis, begin, end - begin) for key in sequences if inputs[key] is not None}
 
 
 def evaluate(function: Callable, inputs: dict[str, Any], weights: list[Tensor] | None, **options: Any) -> list[Tensor]:

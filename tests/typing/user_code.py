@@ -31,6 +31,7 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=True, D=x), Pair)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=flag), Tensor | Pair)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, states_at=(1, 2)), Pair)
+    assert_type(ssm_kernels.ssd_chunk_scan(x, None, None, x, x, log_decay=x, gain=x), Tensor)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, states_at=x, return_final_states=True), Triple)
 
     assert_type(ssm_kernels.causal_conv1d(x, state), Tensor)
