@@ -43,7 +43,8 @@ def paths() -> Iterator[Case]:
     for seqlen, reverse in itertools.product((0, 1, 63, 64, 65), (False, True)):
         yield case("length", seqlen=seqlen, reverse=reverse)
     yield case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
-    for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets", "reverse_packed_with_resets"):
+    packed = ("packed_with_states", "packed_with_resets", "reverse_packed_with_resets", "log_decay_packed")
+    for name in ("everything", "resets_with_states", *packed, "log_decay_and_gain"):
         yield case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
     for sizes in ({"headdim": 7, "dstate": 17}, {"headdim": 100, "dstate": 130}):
         yield case("padded", dtype=torch.float32, **sizes)
@@ -56,7 +57,9 @@ def forward_cases() -> Iterator[Case]:
         for dstate in (64, 128, 256):
             yield case("kernel", dtype=dtype, dstate=dstate)
             yield case("short sequences", dtype=dtype, dstate=dstate, seqlen=25, resets=((3, 9), (1,)))
-            yield case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+            for log_decay in (False, True):
+                sizes = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 1000}
+                yield case("longer than a run", dtype=dtype, dstate=dstate, log_decay=log_decay, **sizes)
             for headdim, states_at in ((64, (64, 128, 192)), (60, (0, 128, 150, 256))):  # in the result, in a workspace
                 sizes = {"dtype": dtype, "dstate": dstate, "headdim": headdim, "seqlen": 300}
                 yield case("states", states_at, **sizes, resets=((64, 140), ()))
@@ -81,7 +84,9 @@ def backward_cases() -> Iterator[Case]:
         for dstate in (64, 128, 256):
             for z in (True, False):
                 yield case("kernel", dtype=dtype, dstate=dstate, z=z)
-            yield case("cut along time", dtype=dtype, dstate=dstate, batch=1, heads=3, groups=1, seqlen=64 * 8 + 5)
+            for log_decay in (False, True):
+                sizes = {"batch": 1, "heads": 3, "groups": 1, "seqlen": 64 * 8 + 5}
+                yield case("cut along time", dtype=dtype, dstate=dstate, log_decay=log_decay, **sizes)
     yield from paths()
     for heads, groups in ((1, 1), (3, 3), (9, 1)):
         yield case("heads", heads=heads, groups=groups)
@@ -144,6 +149,8 @@ def span_cases() -> Iterator[tuple[Any, ...]]:
         yield from span("heads", heads=heads, groups=groups)
     for layout in ("transposed", "channels_first", "offset"):
         yield from span("layout", layout=layout)
+    for dtype in DTYPES:
+        yield from span("log decays", dtype=dtype, log_decay=True, seqlen=200, resets=((1, 64, 65), (63, 127)))
 
 
 # ----- tests

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
 from benchmarks import bars
-from benchmarks.bench_ssd import Case, figures
+from benchmarks.bench_ssd import Case, LogCase, figures
 from benchmarks.benchmark import relative_error
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
@@ -19,6 +19,7 @@ CASES = [
     Case(2, 2048, 24, dstate=64),
     Case(2, 2048, 24, dstate=256),
     Case(1, 2048, 24, dtype=torch.float32),
+    LogCase(2, 2048, 16, headdim=128, groups=16),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
 from operator_spec import Cotangents, tensor_names, with_gradients
 from ssd_helpers import (
+    GIVEN,
     KERNEL_CHUNK,
     NAN_PLACES,
     OPTIONS,
@@ -105,12 +106,13 @@ def test_what_follows_a_reset_has_no_part_in_it(variant):
 
 CUT_OPTIONS: list[dict[str, Any]] = [{}, {"resets": ((700,),)}, {"cu_seqlens": CUT_PACKING}]
 CUT_OPTIONS.append(CUT_OPTIONS[1] | CUT_OPTIONS[2])
+CUT_OPTIONS += [{"log_decay": True}, {"log_decay": True} | CUT_OPTIONS[3]]
 
 
 def cut_inputs(variant: Variant, **options: Any) -> dict[str, Any]:
     """Weak decays: the state before the first segment reaches the last one."""
     inputs = variant.inputs(**(CUT | options))
-    return inputs | {"A": 0.01 * inputs["A"]}
+    return inputs | {name: 0.01 * inputs[name] for name in ("A", "log_decay") if inputs[name] is not None}
 
 
 @pytest.mark.parametrize(("heads", "headdim", "dstate", "seqlen"), [(1, 64, 64, 512), (3, 36, 100, 1477), (4, 128, 128, 2112)])
@@ -120,7 +122,11 @@ def test_split_work_tiles(heads, headdim, dstate, seqlen, variant):
 
 
 @pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
-@pytest.mark.parametrize("options", CUT_OPTIONS, ids=["one_sequence", "resets", "packed", "packed_with_resets"])
+@pytest.mark.parametrize(
+    "options",
+    CUT_OPTIONS,
+    ids=["one_sequence", "resets", "packed", "packed_with_resets", "log_decay", "log_decay_packed_with_resets"],
+)
 @variants([BF16], [64])
 def test_split_work_tiles_with_the_gradient_of_one_result(options, through, variant):
     inputs = cut_inputs(variant, **options)
@@ -164,7 +170,7 @@ def gradients_of(inputs: dict[str, Any], cotangents: Cotangents, wanted: Iterabl
 
 
 @variants([BF16], (64, 256))
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states", "log_decay_and_gain"])
 def test_gradients_of_a_subset(name, variant):
     """Each gradient has the same bits, whichever others are needed; the others are None."""
     options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
@@ -180,11 +186,15 @@ def test_gradients_of_a_subset(name, variant):
                 assert gradient is None
 
 
-@pytest.mark.parametrize("wanted", [("x",), ("dt", "A"), ("B", "initial_states"), ("C", "D"), ("dt_bias",)], ids="_".join)
+@pytest.mark.parametrize(
+    "wanted",
+    [("x",), ("dt", "A"), ("B", "initial_states"), ("C", "D"), ("dt_bias",), ("log_decay",), ("x", "gain")],
+    ids="_".join,
+)
 @variants([FP32], [137])
 def test_some_gradients_by_columns(wanted, variant):
     """64 columns of the states at a time, the last block with fewer. Some gradients come from one block only."""
-    inputs = variant.inputs(z=False)
+    inputs = variant.inputs(z=False, log_decay=not {*wanted}.isdisjoint(GIVEN))
     cotangents = make_cotangents(inputs)
     everything = evaluate(scan, inputs, cotangents)
     with limited_shared_memory(163 * 1024):
@@ -217,8 +227,9 @@ def test_gradient_is_zero_where_the_step_size_is_clamped(variant):
 @variants([BF16], [64])
 def test_layout_of_each_argument(layout, variant):
     """Bit for bit: rows that the kernels cannot move, and steps that are apart, are copied."""
-    for sizes in ({"seqlen": 70}, {"seqlen": 70, "headdim": 7, "dstate": 17}, {"cu_seqlens": (0, 0, 65, 100)}):
-        inputs = variant.inputs(**sizes)
+    odd = {"seqlen": 70, "headdim": 7, "dstate": 17}
+    for options in ({"seqlen": 70}, odd, {"cu_seqlens": (0, 0, 65, 100)}, {"seqlen": 70, "log_decay": True}):
+        inputs = variant.inputs(**options)
         cotangents = make_cotangents(inputs)
         expected = evaluate(scan, inputs, cotangents)
         for name in tensor_names(inputs):
@@ -254,13 +265,32 @@ def test_states_that_are_not_aligned(variant):
 @variants([BF16], [64])
 def test_strides_of_zero(variant):
     """The kernels read expanded tensors in place."""
-    inputs = variant.inputs(seqlen=70)
+    for names, options in ((SEQUENCES, {}), (GIVEN, {"log_decay": True}), (GIVEN[:1], {"log_decay": True, "gain": False})):
+        inputs = variant.inputs(seqlen=70, **options)
+        cotangents = make_cotangents(inputs)
+        for name in names:
+            for axis in range(inputs[name].dim()):
+                expanded = inputs[name].narrow(axis, 0, 1).expand_as(inputs[name])
+                expected = evaluate(scan, inputs | {name: expanded.contiguous()}, cotangents)
+                assert_equal(evaluate(scan, inputs | {name: expanded}, cotangents), expected)
+
+
+@pytest.mark.parametrize("of_gain", [None, torch.float32, "x"], ids=str)
+@pytest.mark.parametrize("of_log_decay", [torch.float32, "x"], ids=str)
+@variants((BF16, FP16), [64])
+def test_dtypes_of_given_gates(of_log_decay, of_gain, variant):
+    """The bits of float32 with the same values; a gradient is rounded to the dtype of its argument."""
+    inputs = variant.inputs(seqlen=200, log_decay=True, gain=of_gain is not None)
+    dtypes = {name: variant.dtype if of == "x" else of for name, of in zip(GIVEN, (of_log_decay, of_gain), strict=True) if of}
+    rounded = {name: inputs[name].to(variant.dtype) for name in dtypes}
     cotangents = make_cotangents(inputs)
-    for name in SEQUENCES:
-        for axis in range(inputs[name].dim()):
-            expanded = inputs[name].narrow(axis, 0, 1).expand_as(inputs[name])
-            expected = evaluate(scan, inputs | {name: expanded.contiguous()}, cotangents)
-            assert_equal(evaluate(scan, inputs | {name: expanded}, cotangents), expected)
+    expected = evaluate(scan, inputs | {name: value.float() for name, value in rounded.items()}, cotangents)
+    for name, dtype in dtypes.items():
+        expected[f"grad_{name}"] = expected[f"grad_{name}"].to(dtype)
+    given = {name: value.to(dtypes[name]) for name, value in rounded.items()}
+    assert_equal(evaluate(scan, inputs | given, cotangents), expected)
+    wider = {name: torch.stack((value, value), -1)[..., 0] for name, value in given.items()}  # other strides, in place
+    assert_equal(evaluate(scan, inputs | wider, cotangents), expected)
 
 
 @variants([BF16], [64])
@@ -285,10 +315,11 @@ def gradients_only(results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @variants([BF16], [64])
 def test_gradients_have_the_strides_of_their_arguments(variant):
-    inputs = variant.inputs(layout="transposed")
-    results = assert_accurate(inputs)
-    for name in ("x", "B", "C", "z", "dt"):
-        assert results[f"grad_{name}"].stride() == inputs[name].stride(), name
+    for is_given, names in ((False, ("x", "B", "C", "z", "dt")), (True, GIVEN)):
+        inputs = variant.inputs(layout="transposed", log_decay=is_given)
+        results = assert_accurate(inputs)
+        for name in names:
+            assert results[f"grad_{name}"].stride() == inputs[name].stride(), name
 
 
 # ----- the same bits, NaN
@@ -303,6 +334,7 @@ REPEATED = {
     "cut": CUT,
     "cut_with_resets": CUT | {"resets": ((700,),)},
     "cut_packed": CUT | {"cu_seqlens": CUT_PACKING},
+    "cut_log_decay": CUT | {"log_decay": True},
 }
 
 
@@ -352,17 +384,18 @@ def test_nan_stays_in_its_row_of_the_batch(name, variant):
 
 
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("name", ["x", "dt", "z"])
+@pytest.mark.parametrize("name", ["x", "dt", "z", *GIVEN])
 @variants([BF16], [64])
 def test_nan_stays_in_its_head(name, headdim, variant):
     """But for the gradients of B and C, which are its group's."""
-    inputs = variant.inputs(heads=8, groups=2, headdim=headdim)
+    inputs = variant.inputs(heads=8, groups=2, headdim=headdim, log_decay=name in GIVEN)
     cotangents = make_cotangents(inputs)
     clean = evaluate(scan, inputs, cotangents)
     actual = evaluate(scan, with_nan(inputs, name, (1, 40, 2)), cotangents)
     assert any(value.isnan().any() for value in actual.values())
     others = [0, 1, 3, 4, 5, 6, 7]
-    heads_axis = dict.fromkeys(("x", "dt", "z"), 2) | {"initial_states": 1} | dict.fromkeys(("A", "D", "dt_bias"), 0)
+    heads_axis = dict.fromkeys(("x", "dt", "z", *GIVEN), 2) | {"initial_states": 1} | dict.fromkeys(("A", "D", "dt_bias"), 0)
+    heads_axis = {argument: axis for argument, axis in heads_axis.items() if inputs[argument] is not None}
     index = torch.tensor(others, device=clean["out"].device)
     for argument, axis in heads_axis.items():
         apart = (results[f"grad_{argument}"].index_select(axis, index) for results in (actual, clean))
@@ -418,7 +451,7 @@ every_call = pytest.mark.parametrize("sizes", CALLS.values(), ids=list(CALLS))
 
 @every_variant
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states", "log_decay_and_gain"])
 @every_call
 def test_cuda_graph(sizes, name, gradients, variant):
     """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does.
@@ -437,7 +470,7 @@ def test_cuda_graph(sizes, name, gradients, variant):
 
 
 @every_variant
-@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "log_decay_and_gain"])
 @every_call
 def test_nothing_waits_for_the_device(sizes, name, variant):
     inputs = variant.inputs(**(OPTIONS[name] | sizes))

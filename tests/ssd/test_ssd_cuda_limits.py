@@ -10,6 +10,7 @@ import torch
 from helpers import LAYOUTS, arrange, assert_equal
 from operator_spec import tensor_names, with_gradients
 from ssd_helpers import (
+    GIVEN,
     MINIMAL,
     OPTIONS,
     TENSORS,
@@ -48,7 +49,7 @@ def bytes_of_heads(inputs: dict[str, Any], heads: int) -> int:
 def assert_same_in_sub_batches(inputs: dict[str, Any], heads_at_once: int, cotangents: tuple[Tensor | None, ...]) -> None:
     """Compares backward in sub-batches with backward at once. Sums over sub-batches come in another order, and grad_z
     recomputes y in other ranges of chunks. With initial states, the first pass rounds the states before a span otherwise; they
-    enter grad_dt and grad_C. All else has the same bits."""
+    enter grad_dt, grad_log_decay and grad_C. All else has the same bits."""
     expected = evaluate(scan, inputs, cotangents)
     batch, _, heads, _ = inputs["x"].shape
     is_in_spans = inputs["cu_seqlens"] is None and heads_at_once < heads
@@ -61,7 +62,7 @@ def assert_same_in_sub_batches(inputs: dict[str, Any], heads_at_once: int, cotan
     heads_of_group = inputs["x"].shape[2] // inputs["B"].shape[2]
     others = (*of_batch, "grad_z", *(of_heads if heads_at_once < heads_of_group else ()))
     if is_in_spans and inputs["initial_states"] is not None:
-        others = (*others, "grad_dt", "grad_C")
+        others = (*others, "grad_dt", "grad_log_decay", "grad_C")
     assert_equal(*({name: value for name, value in of.items() if name not in others} for of in (actual, expected)))
     for name in expected.keys() & set(of_batch):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
@@ -78,7 +79,7 @@ def test_sub_batches(options, batch, heads_at_once, variant):
 
 @pytest.mark.parametrize(("groups", "heads_at_once"), [(2, 4), (2, 3), (4, 6)], ids=["groups", "heads", "uneven_groups"])
 @pytest.mark.parametrize(("headdim", "dstate"), [(7, 17), (72, 65), (128, 128)])
-@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "packed_with_states", "log_decay_and_gain"])
 @variants([BF16], [64])
 def test_sub_batches_of_other_sizes(name, headdim, dstate, groups, heads_at_once, variant):
     inputs = limited_inputs(variant, headdim=headdim, dstate=dstate, groups=groups, **OPTIONS[name])
@@ -145,7 +146,7 @@ def test_sub_batches_take_less_memory(heads_at_once, variant):
 
 @pytest.mark.parametrize("chunks_at_once", [1, 5])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "log_decay_with_resets"])
 @variants([BF16], (64, 256))
 def test_spans(name, reverse, chunks_at_once, variant):
     """Spans of several chunks, the last one shorter, with sequences that begin within a span and with one."""
@@ -164,7 +165,7 @@ def test_spans(name, reverse, chunks_at_once, variant):
 # Shared memory of a block in KiB: compute capability 8.6 and 8.9, then 8.0.
 @pytest.mark.parametrize("kibibytes", [99, 163])
 @variants((FP32, BF16), DSTATES)
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states", "log_decay_and_gain"])
 def test_less_shared_memory(name, variant, kibibytes):
     """In bf16 kernels have fewer stages and the same bits. In float32, and in bf16 with more than 128 states and 99 KiB,
     PyTorch's matmuls run in one direction or both."""
@@ -236,21 +237,25 @@ EVERY_PATH = [
     OPTIONS["everything"],
     {"cu_seqlens": (0, 0, 1, 64, 64, 70, 70)},
     {"headdim": 72, "heads": 9, "groups": 1},
+    {"log_decay": True, "cu_seqlens": (0, 0, 1, 64, 64, 70, 70)},
 ]
 
 
 @variants([FP32], [dstate - 3 for dstate in DSTATES])
-@pytest.mark.parametrize("options", EVERY_PATH, ids=["everything", "packed", "padded"])
+@pytest.mark.parametrize("options", EVERY_PATH, ids=["everything", "packed", "padded", "log_decay"])
 def test_memory_that_nobody_wrote_is_not_read(options, variant, uninitialized_memory_is_nan):
     """Includes padded rows and blocks without work."""
     assert_accurate(variant.inputs(**options))
 
 
 @variants([BF16], [64])
-@pytest.mark.parametrize("options", [*EVERY_PATH[:2], EVERY_PATH[2] | {"dstate": 17}, CUT | {"heads": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*EVERY_PATH[:2], EVERY_PATH[2] | {"dstate": 17}, CUT | {"heads": 3}, EVERY_PATH[3]], ids=str
+)
 def test_memory_that_nobody_wrote_is_not_read_in_16_bits(options, variant, uninitialized_memory_is_nan):
-    results = assert_accurate(variant.inputs(**options))
-    assert set(results) == {"out", "final_states", *(f"grad_{name}" for name in TENSORS)}
+    inputs = variant.inputs(**options)
+    expected = {"out", "final_states", *(f"grad_{name}" for name in (*TENSORS, *GIVEN) if inputs[name] is not None)}
+    assert set(assert_accurate(inputs)) == expected
 
 
 @variants([BF16], (256, 137))
@@ -290,15 +295,34 @@ def test_a_step_that_forgets_everything(strong, variant):
     """Every gradient is finite; beside an infinite A the gradient of dt is the limit."""
     inputs = variant.inputs(heads=2, groups=1, dt_softplus=False, dt_bias=False)
     inputs |= {"A": torch.tensor([strong, -1.0], device="cuda"), "dt": inputs["dt"].abs()}
+    assert_accurate_beside_nan(inputs)
+
+
+def assert_accurate_beside_nan(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """PyTorch's own gradients are NaN beside infinite decays: their errors do not excuse the kernel's."""
     cotangents = make_cotangents(inputs)
     exact = evaluate_in_float64(inputs, cotangents)
     assert all(value.isfinite().all() for value in exact.values())
-    # PyTorch's own gradient of dt is NaN beside an infinite A: its error does not excuse the kernel's.
     native = {
         name: value.where(value.isfinite(), exact[name].to(value.dtype))
         for name, value in evaluate_natively(inputs, cotangents, exact).items()
     }
-    assert_all_as_accurate(evaluate(scan, inputs, cotangents), native, exact, inputs)
+    actual = evaluate(scan, inputs, cotangents)
+    assert_all_as_accurate(actual, native, exact, inputs)
+    return actual
+
+
+# The lowest of a chunk's tables is -111.
+@pytest.mark.parametrize("strong", [-100.0, -120.0, -1e30, -math.inf])
+@variants((FP32, BF16), (64, 256))
+def test_given_decays_of_zero(strong, variant):
+    """Single steps, neighbors, a chunk's first and last, the sequence's first and last, and all steps of a head."""
+    inputs = variant.inputs(heads=2, groups=1, log_decay=True)
+    inputs["log_decay"][:, [0, 5, 6, 7, 63, 64, 100, 129], 0] = strong
+    inputs["log_decay"][1, :, 1] = strong
+    results = assert_accurate_beside_nan(inputs)
+    forgets = inputs["log_decay"] == strong
+    assert strong > -111 or not results["grad_log_decay"][forgets].any()
 
 
 @variants([BF16], [64])
@@ -307,6 +331,16 @@ def test_weak_decay_after_a_step_that_forgets_everything(variant):
     inputs = variant.inputs(heads=2, groups=1, dt_softplus=False, dt_bias=False)
     inputs["dt"][:, 20::50] = 1e5
     inputs["x"][:, 20::50] = 0  # else all else is small beside what such a step adds
+    results = assert_matches_reference(inputs)
+    assert all(value.isfinite().all() for value in results.values())
+
+
+@variants([BF16], [64])
+def test_weak_given_decays_after_a_step_that_forgets_everything(variant):
+    inputs = variant.inputs(heads=2, groups=1, log_decay=True)
+    inputs["log_decay"] = 0.1 * inputs["log_decay"]
+    inputs["log_decay"][:, 20::50] = -1e5
+    inputs["x"][:, 20::50] = 0
     results = assert_matches_reference(inputs)
     assert all(value.isfinite().all() for value in results.values())
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 pytestmark = pytest.mark.cuda
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROWS = dict.fromkeys(("x", "z", "B", "C", "out"), (2, 3)) | {"dt": (2,)}
+ROWS = dict.fromkeys(("x", "z", "B", "C", "out"), (2, 3)) | dict.fromkeys(("dt", "log_decay", "gain"), (2,))
 # Odd elements, and those that fill words, pairs of words and vectors; every row at another one.
 SOME_LAYOUTS = (*(Layout(first) for first in (1, 2, 4, 6, 8)), Layout(3, odd=True))
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,11 @@ def test_first_columns(size, dtype):
 
 @pytest.mark.parametrize("size", ["P64_N128", "P100_N100"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", [{"reverse": True}, {"cu_seqlens": (0, 0, 70, 71, 150)}], ids=["reverse", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [{"reverse": True}, {"cu_seqlens": (0, 0, 70, 71, 150)}, {"log_decay": True}],
+    ids=["reverse", "packed", "log_decay"],
+)
 def test_first_columns_of_other_kernels(size, dtype, options):
     assert_offsets_keep_bits(SSD, inputs_of(size, dtype, **options), ROWS, layouts=SOME_LAYOUTS[::3])
 

@@ -13,6 +13,7 @@ import torch
 from helpers import LAYOUTS, assert_as_accurate, captured, move_all, no_synchronization, uninitialized_memory_is_nan
 from operator_spec import as_float64
 from ssd_helpers import (
+    GIVEN,
     KERNEL_CHUNK,
     SEQUENCES,
     SSD,
@@ -49,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"seqlen": 300, "headdim": 60, "dstate": 60},
     "without_initial_states": {"seqlen": 300, "initial_states": False},
     "one_chunk": {"seqlen": 64},
+    "log_decay": {"seqlen": 300, "resets": ((1, 64, 130), ()), "log_decay": True},
 }
 
 
@@ -63,7 +65,7 @@ def positions_of(seqlen: int) -> list[tuple[int, ...]]:
 
 def before(inputs: dict[str, Any], position: int) -> dict[str, Any]:
     """The arguments of the steps before the position."""
-    names = [name for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None]
+    names = [name for name in (*SEQUENCES, *GIVEN, "seq_idx") if inputs[name] is not None]
     return inputs | {name: inputs[name][:, :position] for name in names}
 
 
@@ -101,12 +103,12 @@ def test_multiples_of_the_chunk(shape, variant):
             assert torch.equal(results["states"], first[:, [every.index(p) for p in positions]])
 
 
-@pytest.mark.parametrize("shape", ["many_heads", "resets", "padded", "without_initial_states"])
+@pytest.mark.parametrize("shape", ["many_heads", "resets", "padded", "without_initial_states", "log_decay"])
 @variants((FP32, FP16, BF16), [64])
 def test_other_positions(shape, variant):
     """From the state at the multiple before, which a change of seq_idx there resets; also of sequences of less than a chunk."""
     for seqlen in (300, 33, 20):
-        resets = {"resets": ((1, 10), (5,))} if shape == "resets" and seqlen < 300 else {}
+        resets = {"resets": ((1, 10), (5,))} if "resets" in SHAPES[shape] and seqlen < 300 else {}
         inputs = states_inputs(variant, **(SHAPES[shape] | {"seqlen": seqlen} | resets))
         positions = tuple(p for p in (0, 3, 64, 65, 130, 193, 250, seqlen - 1, seqlen) if p <= seqlen)
         states_at = {"states_at": positions}
@@ -201,10 +203,11 @@ def assert_accurate_span(inputs: dict[str, Any], reverse: bool) -> Tensor:
 
 
 @both_directions
+@pytest.mark.parametrize("log_decay", [False, True])
 @pytest.mark.parametrize("seqlen", [1, 2, 63, 64, 65, 127, 128, 129, 200])
 @variants((FP32, BF16, FP16), [64])
-def test_span_lengths_around_chunks(seqlen, reverse, variant):
-    assert_accurate_span(span_inputs(variant, seqlen=seqlen), reverse)
+def test_span_lengths_around_chunks(seqlen, log_decay, reverse, variant):
+    assert_accurate_span(span_inputs(variant, seqlen=seqlen, log_decay=log_decay), reverse)
 
 
 @both_directions
@@ -226,17 +229,19 @@ def test_span_heads_and_groups(batch, heads, groups, reverse, variant):
 
 
 @both_directions
+@pytest.mark.parametrize("log_decay", [False, True])
 @pytest.mark.parametrize("decay", [1.0, 0.01], ids=["strong_decay", "weak_decay"])
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen"), [(1, 2, 512), (1, 128, 645), (1, 3, 20000), (4, 160, 200)],
     ids=["a_chunk_each", "two_segments", "many_segments", "more_work_tiles_than_multiprocessors"],
 )  # fmt: skip
 @variants((FP32, BF16, FP16), [64])
-def test_span_segments(batch, heads, seqlen, decay, reverse, variant):
+def test_span_segments(batch, heads, seqlen, decay, log_decay, reverse, variant):
     """With weak decays the first segment reaches the last state."""
-    sizes = {"headdim": 16, "dstate": 16, "groups": 1}
+    sizes = {"headdim": 16, "dstate": 16, "groups": 1, "log_decay": log_decay}
     inputs = span_inputs(variant, batch=batch, heads=heads, seqlen=seqlen, **sizes)
-    assert_accurate_span(inputs | {"A": decay * inputs["A"]}, reverse)
+    name = "log_decay" if log_decay else "A"
+    assert_accurate_span(inputs | {name: decay * inputs[name]}, reverse)
 
 
 @both_directions
@@ -306,10 +311,11 @@ def test_span_little_shared_memory(kibibytes, reverse, variant):
 
 
 @both_directions
+@pytest.mark.parametrize("log_decay", [False, True])
 @variants((FP32, BF16, FP16), [64])
-def test_span_only_kernels_of_states_run(reverse, variant):
+def test_span_only_kernels_of_states_run(log_decay, reverse, variant):
     """Neither matmuls nor forward's kernel, and the host does not wait."""
-    inputs = span_inputs(variant, seqlen=2000, dstate=128)
+    inputs = span_inputs(variant, seqlen=2000, dstate=128, log_decay=log_decay)
     span_states(inputs, reverse)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         with no_synchronization():

@@ -17,13 +17,14 @@ from ssm_kernels import ssd_chunk_scan
 
 pytestmark = pytest.mark.cuda
 
-# Relative errors of norms. Each element is rounded to 11 bits; dt, A and dt_bias get differences of sums.
+# Relative errors of norms. Each element is rounded to 11 bits; dt, A, dt_bias and log_decay get differences of sums.
 LEAST, MOST, MOST_OF_DIFFERENCES = 3e-5, 1.5e-3, 1e-2
-OF_DIFFERENCES = ("grad_dt", "grad_A", "grad_dt_bias")
+OF_DIFFERENCES = ("grad_dt", "grad_A", "grad_dt_bias", "grad_log_decay")
 SHAPES: dict[str, Any] = {
     "gated": {},
     "P100": {"headdim": 100, "groups": 1},
     "reverse": {"reverse": True, "z": False},
+    "log_decay": {"log_decay": True, "z": False},
 }
 
 

@@ -67,7 +67,7 @@ def test_discretizations(discretization, variant, name):
 
 
 @variants((FP32, BF16), DSTATES)
-@pytest.mark.parametrize("name", ["everything", "required_only"])
+@pytest.mark.parametrize("name", ["everything", "required_only", "log_decay_and_gain"])
 @pytest.mark.parametrize("seqlen", [1, 32, 33, 63, 64, 65, 1000])
 def test_lengths(seqlen, name, variant):
     for heads in (2, 3):
@@ -81,7 +81,7 @@ MANY_STATES = [(1, 129), (7, 137), (64, 192), (72, 255), (128, 136), (200, 200),
 @variants((FP32, BF16, FP16), [64])
 @pytest.mark.parametrize(("headdim", "dstate"), FEW_STATES + MANY_STATES)
 def test_headdim_and_dstate(headdim, dstate, variant):
-    for name in ("everything", "required_only"):
+    for name in ("everything", "required_only", "log_decay_and_gain"):
         inputs = variant.inputs(headdim=headdim, dstate=dstate, **OPTIONS[name])
         assert_accurate(inputs)
         if (headdim, dstate) in FEW_STATES:
@@ -140,10 +140,14 @@ def test_rows_of_short_sequences(headdim, layout, variant):
     assert_accurate(variant.inputs(seqlen=19, headdim=headdim, dstate=24, heads=6, groups=3, layout=layout))
 
 
-@pytest.mark.parametrize(("seqlen", "is_sequential"), [(32, True), (33, False)])
+@pytest.mark.parametrize(
+    ("options", "is_sequential"),
+    [({"seqlen": 32}, True), ({"seqlen": 33}, False), ({"seqlen": 32, "log_decay": True}, False)],
+    ids=str,
+)
 @variants([FP32], [128])
-def test_short_sequences_are_sequential(seqlen, is_sequential, variant):
-    inputs = variant.inputs(seqlen=seqlen)
+def test_short_sequences_are_sequential(options, is_sequential, variant):
+    inputs = variant.inputs(**options)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         scan(**inputs)
         torch.cuda.synchronize()
@@ -188,7 +192,7 @@ IN_RANGES = {"long_work_tiles": {"batch": 1, "heads": 2}, "many_work_tiles": {"b
 
 
 @variants((FP32, BF16), DSTATES)
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states", "log_decay_and_gain"])
 @pytest.mark.parametrize("sizes", IN_RANGES.values(), ids=list(IN_RANGES))
 def test_sequences_in_ranges(sizes, name, variant):
     seqlen = 700 if variant.dtype == FP32 else 3001 if sizes["batch"] == 1 else 500
@@ -337,14 +341,16 @@ def test_products_are_those_of_fp32(variant):
     assert max(errors.values()) <= 1e-6, errors
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["dt", "log_decay"])
 @pytest.mark.parametrize("strong", [30 * math.log(2), 60 * math.log(2), 100.0], ids=["30_bits", "60_bits", "144_bits"])
 @variants([FP32], [128])
-def test_weak_decays_keep_their_accuracy_beside_strong_ones(strong, variant):
+def test_weak_decays_keep_their_accuracy_beside_strong_ones(strong, is_given, variant):
     """Cumulative sums of log decays are then large, and the decay between two steps is a difference of two of them."""
-    inputs = variant.inputs(heads=2, groups=1, dt_softplus=False, dt_bias=False, z=False)
-    inputs["dt"] = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, strong, 0.01).expand_as(inputs["dt"])
+    inputs = variant.inputs(heads=2, groups=1, dt_softplus=False, dt_bias=False, z=False, log_decay=is_given)
+    sizes = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, strong, 0.01).expand(2, 130, 2)
     inputs["x"][:, 8::9] = 0  # else all else is small beside what such a step adds
-    inputs["A"] = torch.tensor([-1.0, -1.1], device="cuda")
+    A = torch.tensor([-1.0, -1.1], device="cuda")
+    inputs |= {"log_decay": sizes * A} if is_given else {"dt": sizes, "A": A}
     errors = relative_errors(inputs)
     assert max(errors[name] for name in ("out", "final_states", "grad_x", "grad_dt", "grad_B", "grad_C")) <= 1e-6, errors
 

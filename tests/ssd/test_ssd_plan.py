@@ -65,6 +65,9 @@ def test_plan_of_the_fallback(options, products, chunk, is_backward):
         ({"dtype": torch.float32, "dstate": 256, "z": False}, 142, {"kernel": "aten"}, {"kernel": "sm80", "columns": "64"}),
         ({"dtype": torch.float32, "dstate": 256, "z": True}, 142, {"kernel": "aten"}, {"kernel": "aten"}),
         ({"dtype": torch.float32, "seqlen": 32}, 142, {"kernel": "short"}, {"kernel": "sm80"}),
+        ({"dtype": torch.float32, "seqlen": 32, "log_decay": True}, 142, {"kernel": "sm80"}, {"kernel": "sm80"}),
+        ({"dtype": torch.bfloat16, "log_decay": True}, 99, {"kernel": "sm80"}, {"kernel": "sm80", "columns": "64"}),
+        ({"dtype": torch.float64, "log_decay": True}, 99, {"kernel": "aten"}, {"kernel": "aten"}),
     ],
     ids=str,
 )

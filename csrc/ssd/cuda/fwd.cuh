@@ -1,6 +1,7 @@
 // SSD forward on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar decay a =
 // e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6). It takes one pass over memory.
 // mamba_ssm calls the whole mamba_chunk_scan_combined; here its five stages are parts of one kernel.
+// Where log decays and gains are given (log_gates.cuh), they are zeta and c.
 //
 // Within a chunk of kChunk steps everything is a matrix product. s is the cumulative sum of zeta from the chunk's start, l the
 // chunk's last step, S the state before the chunk. All products are transposed, so that the state stays in registers:
