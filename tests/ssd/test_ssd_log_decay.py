@@ -96,6 +96,24 @@ def test_dtypes(wide, dtype, device):
     assert results["grad_log_decay"].dtype == results["grad_gain"].dtype == kind
 
 
+@pytest.mark.parametrize("name", ["log_decay", "gain"])
+def test_dtypes_of_other_tensors_are_refused(name, device):
+    for dtype, other in ((torch.float32, torch.float64), (torch.float32, torch.bfloat16), (torch.float64, torch.float32)):
+        inputs = given_inputs(dtype=dtype, device=device)
+        inputs[name] = inputs[name].to(other)
+        with pytest.raises(RuntimeError, match=f"^ssd_chunk_scan: expected {name} of dtype"):
+            scan(**inputs)
+
+
+def test_autocast_keeps_float32(device):
+    inputs = given_inputs(dtype=torch.float32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out, states = scan(**inputs | {"gain": inputs["gain"].half()})
+    lower = {name: inputs[name].bfloat16() for name in ("x", "B", "C", "z")}
+    expected = scan(**inputs | lower | {"gain": inputs["gain"].half().float()})
+    assert torch.equal(out, expected[0]) and torch.equal(states, expected[1])
+
+
 @dtypes()
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_infinite_decays(reverse, dtype, device):
