@@ -22,10 +22,12 @@
 // selective_scan/cuda/sequential_step.cuh may have a form of it with fewer instructions.
 #pragma once
 
+#include <iterator>
 #include <string_view>
 
 #include "common/math.h"
 #include "common/phi.h"
+#include "common/unknown_enumerator.h"
 
 namespace ssm_kernels {
 
@@ -212,10 +214,16 @@ SSM_HOST_DEVICE void visit_discretization(Discretization method, Visitor&& visit
 #define SSM_ROW(enumerator, name, type) \
   case Discretization::enumerator:      \
     visitor(type{});                    \
-    break;
+    return;
     SSM_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
   }
+  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
+}
+
+// Throws if the method is unknown: for launches of kernels that read it at run time. Host code.
+inline void check_known(Discretization method) {
+  visit_discretization(method, [](auto) {});
 }
 
 }  // namespace ssm_kernels

@@ -23,7 +23,7 @@ namespace ssm_kernels {
 
 // The number of the boundary. Raise it with every change of a function that crosses the boundary, of the fields of its structs,
 // of an enumeration, such as a new row of SSM_DISCRETIZATIONS or SSM_RECURRENCES, or of a constant by which both sides compute,
-// such as a tile's steps. A library without the row would launch nothing and return no error.
+// such as a tile's steps. A library without the row throws at the first call with it (unknown_enumerator.h).
 constexpr int kKernelAbi = 2;
 
 }  // namespace ssm_kernels

@@ -26,6 +26,7 @@
 
 #include <array>
 #include <cstddef>
+#include <iterator>
 #include <limits>
 #include <string_view>
 #include <type_traits>
@@ -33,6 +34,7 @@
 #include "common/activations.h"
 #include "common/limits.h"
 #include "common/math.h"
+#include "common/unknown_enumerator.h"
 
 namespace ssm_kernels {
 
@@ -421,6 +423,17 @@ struct RecurrenceRow {
 inline constexpr RecurrenceRow kRecurrenceTable[] = {SSM_RECURRENCES(SSM_ROW)};
 #undef SSM_ROW
 
+// Throws if the activation is unknown: for launches of kernels that read it at run time. Host code.
+inline void check_known(Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+    case Activation::kG:
+    case Activation::kTanh:
+      return;
+  }
+  SSM_UNKNOWN_ENUMERATOR("a candidate's activation", static_cast<int>(Activation::kTanh) + 1, activation);
+}
+
 // Calls visitor(Variant{}) for the recurrence with DefaultOptions.
 template <typename Visitor>
 void visit_default_recurrence(Recurrence recurrence, Visitor&& visitor) {
@@ -431,6 +444,7 @@ void visit_default_recurrence(Recurrence recurrence, Visitor&& visitor) {
     SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
   }
+  SSM_UNKNOWN_ENUMERATOR("a recurrence", static_cast<int>(std::size(kRecurrenceTable)), recurrence);
 }
 
 // Calls visitor(Variant{}) for the recurrence with RuntimeOptions.
@@ -443,6 +457,7 @@ void visit_recurrence_at_run_time(Recurrence recurrence, Visitor&& visitor) {
     SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
   }
+  SSM_UNKNOWN_ENUMERATOR("a recurrence", static_cast<int>(std::size(kRecurrenceTable)), recurrence);
 }
 
 }  // namespace ssm_kernels

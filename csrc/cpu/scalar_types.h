@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/scalar_kind.h"
+#include "common/unknown_enumerator.h"
 
 namespace ssm_kernels {
 inline namespace CPU_CAPABILITY {
@@ -29,6 +30,7 @@ void visit_scalar(ScalarKind kind, Visitor&& visitor) {
     case ScalarKind::kBFloat16:
       return visitor(c10::BFloat16());
   }
+  SSM_UNKNOWN_ENUMERATOR("an element type", static_cast<int>(ScalarKind::kBFloat16) + 1, kind);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -3,6 +3,7 @@
 
 #include "common/activations.h"
 #include "common/math.h"
+#include "common/unknown_enumerator.h"
 
 namespace ssm_kernels::norm {
 
@@ -120,6 +121,12 @@ SSM_HOST_DEVICE void visit_activation(GateActivation activation, const Visitor& 
     case GateActivation::kNone:
       return visitor(Identity());
   }
+  SSM_UNKNOWN_ENUMERATOR("a gate's activation", static_cast<int>(GateActivation::kNone) + 1, activation);
+}
+
+// Throws if the activation is unknown: for launches of kernels that read it at run time. Host code.
+inline void check_known(GateActivation activation) {
+  visit_activation(activation, [](auto) {});
 }
 
 }  // namespace ssm_kernels::norm

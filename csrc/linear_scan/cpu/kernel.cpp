@@ -361,6 +361,7 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
 // Calls visit(Acc(), Variant()) for a call's accumulation type and recurrence.
 template <typename Visitor>
 void visit_call(const LinearScanParams& p, ScalarKind kind, const Visitor& visit) {
+  check_known(p.options.candidate_activation);
   visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
     const OnVectors<decltype(variant)> on_vectors{};
     if (kind == ScalarKind::kDouble) return visit(double(), on_vectors);

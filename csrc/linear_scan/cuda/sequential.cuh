@@ -495,6 +495,7 @@ int cluster_blocks(Kernel kernel, int threads, int shared_bytes, int64_t blocks)
 template <typename Scalar, bool is_forward, typename Launch>
 cudaError_t launch_sequential_variant(const LinearScanParams& params, const SequentialPartition& partition,
                                       const Launch& launch) {
+  check_known(params.options.candidate_activation);
   using AnyRows = std::integral_constant<SequentialRows, SequentialRows::kShifted>;
   constexpr bool kIsRare = std::is_same_v<Scalar, __half> && is_forward;
   cudaError_t error = cudaSuccess;

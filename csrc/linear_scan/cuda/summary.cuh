@@ -226,6 +226,7 @@ __global__ void __launch_bounds__(kSummaryFoldThreads)
 template <typename Scalar>
 cudaError_t launch_linear_scan_summary(const LinearScanSummaryParams& params, const SummaryPartition& partition,
                                        cudaStream_t stream) {
+  check_known(params.options.candidate_activation);
   using Acc = cuda::AccumulateType<Scalar>;
   static_assert(SummaryTile<Scalar, false>::kSteps == tile_steps(sizeof(Scalar), kSummaryThreadSteps),
                 "the host allocates as many maps");

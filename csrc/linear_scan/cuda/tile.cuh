@@ -569,6 +569,7 @@ using ConstantRows = std::integral_constant<TileRows, rows>;
 // Calls launch(variant, rows) for the tile kernel that takes a call and returns its error. `rows` is a constant TileRows.
 template <typename Scalar, bool is_forward, typename Launch>
 cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
+  check_known(params.options.candidate_activation);
   cudaError_t error = cudaSuccess;
   const auto launch_own = [&](auto variant, auto rows) {
     using Variant = decltype(variant);

@@ -430,6 +430,7 @@ int count_norm_bwd_clusters(const NormBwdParams& params, const BwdPlan& plan) {
 
 template <typename Scalar>
 cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream) {
+  check_known(params.activation);
   void (*kernel)(NormBwdParams, BwdPlan) =
       params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {

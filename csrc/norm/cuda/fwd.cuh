@@ -293,6 +293,7 @@ __global__ void __launch_bounds__((kFwdBoundThreads<Scalar, is_aligned, is_add>)
 
 template <typename Scalar>
 cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream) {
+  check_known(params.activation);
   void (*kernel)(NormFwdParams, FwdPlan) =
       params.is_add ? norm_fwd_kernel<Scalar, false, true> : norm_fwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {

@@ -10,6 +10,7 @@ namespace ssm_kernels::selective_scan {
 
 template <typename Scalar>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+  check_known(params.discretization);
   if constexpr (kHasAllScans<Scalar>) {
     if (plan.is_short) return short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream);
   }

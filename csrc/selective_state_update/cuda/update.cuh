@@ -457,6 +457,7 @@ cudaError_t launch_grids(void (*kernel)(Params...), const StateUpdateParams& par
 template <typename Input, typename State>
 cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling,
                                           cudaStream_t stream) {
+  check_known(params.discretization);
   // Whether rows with a tied A are cut into other vectors: the general kernel takes both, except for that.
   constexpr bool splits_A = vector_elements(sizeof(State), true) != vector_elements(sizeof(State), false);
   if (tokens != nullptr) {

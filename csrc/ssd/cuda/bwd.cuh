@@ -75,6 +75,7 @@ cudaError_t launch_ssd_bwd_of(const typename Gates::BwdParams& params, const Wor
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
+  check_known(params.discretization);
   return launch_ssd_bwd_of<DiscretizedGates<Scalar>>(params, partition, products, max_shared_bytes, stream);
 }
 template <typename Scalar>

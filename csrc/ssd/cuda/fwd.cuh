@@ -98,6 +98,7 @@ cudaError_t launch_ssd_fwd_of(const typename Gates::FwdParams& params, const Sch
 template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
+  check_known(params.discretization);
   return launch_ssd_fwd_of<DiscretizedGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
 }
 template <typename Scalar>

@@ -179,6 +179,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
 }
 
 cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream) {
+  check_known(params.discretization);
   const auto launch = [&](auto lane_states) -> cudaError_t {
     constexpr int kLaneStates = decltype(lane_states)::value;
     const auto kernel = ssd_short_scan_fwd_kernel<kLaneStates>;

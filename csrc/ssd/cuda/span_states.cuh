@@ -56,6 +56,7 @@ cudaError_t launch_ssd_span_states_of(const typename Gates::BwdParams& params, c
 template <typename Scalar>
 cudaError_t launch_ssd_span_states(const SsdBwdParams& params, const WorkPartition& partition, float* states, Products products,
                                    int max_shared_bytes, cudaStream_t stream) {
+  check_known(params.discretization);
   return launch_ssd_span_states_of<DiscretizedGates<Scalar>>(params, partition, states, products, max_shared_bytes, stream);
 }
 template <typename Scalar>
