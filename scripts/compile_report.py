@@ -34,7 +34,7 @@ KERNEL_LIMITS = {
     "linear_scan": 166,
     "mixers": 4,
     "norm": 70,
-    "selective_scan": 118,
+    "selective_scan": 94,
     "selective_state_update": 136,
     "ssd": 169,
 }

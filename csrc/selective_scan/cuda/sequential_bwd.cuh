@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
   begin_block<C, BwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
     cuda::warpgroup_reg_alloc<kConsumerRegisters>();
-    BwdConsumer<C, Method>(params, plan, partial_sums, shared).run();
+    visit_method<Method>(params,
+                         [&](auto method) { BwdConsumer<C, decltype(method)>(params, plan, partial_sums, shared).run(); });
   } else {
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
     const auto run = [&](auto producer) { producer.run(); };
@@ -81,8 +82,8 @@ int64_t shared_bytes(const SelectiveScanBwdParams&) {
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  return launch_blocks(sequential_bwd_kernel<Scalar, Method>, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
-                       stream, params, plan, partial_sums);
+  return launch_blocks(sequential_bwd_kernel<Scalar, OwnOrRareMethod<Method>>, BwdTileConfig<Scalar>::kThreads,
+                       shared_bytes<Scalar>(params), stream, params, plan, partial_sums);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

@@ -33,10 +33,18 @@ struct BwdProducer {
   const Shared& shared;
   const Position& at;
   const BwdRows<Scalar>& rows;
+  Acc scale_of_step_sum;
 
   __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
                                          const PartialSums& partial_sums_, const Shared& shared_)
-      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
+      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {
+    visit_method<Method>(p, [&](auto method) {
+      using Visited = sequential::Step<decltype(method), Scalar>;
+      static_assert(Visited::kInputHasDelta == Step::kInputHasDelta && Visited::kInputScale == Step::kInputScale,
+                    "the methods of a kernel have the same input");
+      scale_of_step_sum = Visited::kScaleOfStepSum;
+    });
+  }
 
   // The thread's number among the producers.
   __device__ __forceinline__ static int thread() { return opaque_thread() - TileConfig::kConsumers; }
@@ -160,7 +168,7 @@ struct BwdProducer {
     for (int j = 0; j < count; ++j) {
       delta[j] = raw_delta[j];
       input[j] *= Step::kInputScale;
-      step[j] *= Step::kScaleOfStepSum;
+      step[j] *= scale_of_step_sum;
       if constexpr (Step::kInputHasDelta) step[j] = Math<Acc>::fma(u[j], input[j], step[j]);
     }
     if (p.delta_softplus) {

@@ -36,7 +36,11 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
   const FwdShared<C> shared(memory, params);
   begin_block<C, FwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
-    FwdConsumer<C, Method>(params, shared).run();
+    if constexpr (std::is_same_v<Method, RareMethod>) {
+      visit_method<Method>(params, [&](auto method) { FwdConsumer<C, decltype(method)>(params, shared).run(); });
+    } else {
+      FwdConsumer<C, Method>(params, shared).run();
+    }
   } else {
     FwdProducer<C, Method>(params, plan, shared).run();
   }
@@ -50,8 +54,8 @@ int64_t shared_bytes(const SelectiveScanFwdParams& params) {
 // Forward has no segments.
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  return launch_blocks(sequential_fwd_kernel<Scalar, Method>, FwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
-                       stream, params, plan);
+  return launch_blocks(sequential_fwd_kernel<Scalar, OwnOrRareMethod<Method>>, FwdTileConfig<Scalar>::kThreads,
+                       shared_bytes<Scalar>(params), stream, params, plan);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

@@ -93,6 +93,14 @@ struct Step : StepDefaults<AccumulateType<Scalar>> {
   }
 };
 
+// Producers of a kernel for all rare methods compute the same v for each of them, and read kScaleOfStepSum at run time.
+template <typename Scalar>
+struct Step<RareMethod, Scalar> {
+  using Defaults = StepDefaults<AccumulateType<Scalar>>;
+  static constexpr bool kInputHasDelta = Defaults::kInputHasDelta;
+  static constexpr auto kInputScale = Defaults::kInputScale;
+};
+
 // v, from delta and u.
 template <typename Step, typename Acc>
 __device__ __forceinline__ Acc input_of(Acc delta, Acc u) {

@@ -19,6 +19,9 @@ constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 // common.
 struct RuntimeMethod {};
 struct RareMethod {};
+// The method itself if it is common, else RareMethod.
+template <typename Method>
+using OwnOrRareMethod = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
 
 // Calls visit(Method{}), or visit(Zoh{}), visit(ZohExact{}), ... by the parameters.
 template <typename Method, typename Visitor>

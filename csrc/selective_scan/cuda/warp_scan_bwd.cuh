@@ -553,8 +553,7 @@ template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
   // With doubles, a kernel for several methods spills registers: common methods have their own.
-  using OfDoubles = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
-  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, OfDoubles, RuntimeMethod>;
+  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, OwnOrRareMethod<Method>, RuntimeMethod>;
   auto* kernel = warp_scan_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
     if constexpr (kIsCommon<Method>) {
