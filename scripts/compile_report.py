@@ -31,7 +31,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 71,
     "cuda": 11,
-    "linear_scan": 166,
+    "linear_scan": 182,
     "mixers": 4,
     "norm": 70,
     "selective_scan": 94,
