@@ -24,13 +24,13 @@ MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+
 REGISTERS = re.compile(r"Used (\d+) registers")
 # Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in 168
 # registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some words of
-# their work tile and of the steps whose tables come next. In fp32 operands are hi/lo pairs, which leave fewer registers; with
-# TF32 the warps that copy for states spill addresses, once a segment. The norms of any rows keep the registers of the aligned
-# kernels, so that as many blocks are resident; they spill words of addresses and weights, each once a row; before 9.0a those of
-# aligned rows spill an address or two. The convolution of any rows spills words of addresses, the warp scan's backward of
-# methods with a gain a word or two of a tile, that of float64 for rare methods 40 doubles, the recurrences' forward of shifted
-# tiles numbers of tiles and addresses, each once a tile. The sequential scan's backward of rare methods spills addresses, and
-# loads about ten words for four steps of two channels.
+# their work tile and of the steps whose tables come next, which have two words each with given gates. In fp32 operands are
+# hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for states spill addresses, once a segment. The norms
+# of any rows keep the registers of the aligned kernels, so that as many blocks are resident; they spill words of addresses and
+# weights, each once a row; before 9.0a those of aligned rows spill an address or two. The convolution of any rows spills words
+# of addresses, the warp scan's backward of methods with a gain a word or two of a tile, that of float64 for rare methods 40
+# doubles, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile. The sequential scan's
+# backward of rare methods spills addresses, and loads about ten words for four steps of two channels.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<\w+, 128, .*cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
@@ -38,6 +38,7 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma, .*>@sm_90a"): 32,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<float, \d+, .*cuda::Sm80Tf32, .*>@"): 200,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::\w+, .*>@(?!sm_90a)"): 144,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, ssd::SsdLogFwdParams, .*>@(?!sm_90a)"): 168,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 80,
     re.compile(r"causal_conv1d::conv_fwd_channels_first_shifted_kernel<\w+>@sm_90a"): 16,
