@@ -40,8 +40,14 @@ def source_version() -> str:
 
 
 def kernel_abi() -> int:
-    """The number of the boundary between ``_ops`` and the kernel libraries."""
-    return int(re.search(r"\bkKernelAbi = (\d+);", (ROOT / "csrc" / "common" / "kernel_abi.h").read_text())[1])
+    """The number of the boundary between ``_ops`` and the kernel libraries: kKernelLibraryAbi of C++."""
+    common = ROOT / "csrc" / "common"
+    number = int(re.search(r"\bkKernelAbi = (\d+);", (common / "kernel_abi.h").read_text())[1])
+    rows = "".join((common / f"{table}.h").read_text() for table in ("discretization", "recurrences"))
+    hashed = 2166136261  # FNV-1a
+    for letter in "".join(f"{name} " for name in re.findall(r'\bROW\(\w+, "(\w+)", \w+\)', rows)).encode():
+        hashed = (hashed ^ letter) * 16777619 % 2**32
+    return number << 20 | hashed & 0xFFFFF
 
 
 def build_kind(torch_version: str, cuda: str | None) -> tuple[str, str]:

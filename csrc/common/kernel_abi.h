@@ -22,14 +22,8 @@
 namespace ssm_kernels {
 
 // The number of the boundary. Raise it with every change of a function that crosses the boundary, of the fields of its structs,
-// of an enumeration, such as a new row of SSM_DISCRETIZATIONS or SSM_RECURRENCES, or of a constant by which both sides compute,
-// such as a tile's steps. A library without the row throws at the first call with it (unknown_enumerator.h).
+// of an enumeration without a table, or of a constant by which both sides compute, such as a tile's steps. kernel_libraries.h
+// adds the rows of SSM_DISCRETIZATIONS and SSM_RECURRENCES to it.
 constexpr int kKernelAbi = 2;
 
 }  // namespace ssm_kernels
-
-// The kKernelAbi that each library was compiled with. `_ops` compares them with its own when it is loaded.
-extern "C" {
-SSM_KERNEL_API int ssm_kernels_cpu_abi();
-SSM_KERNEL_API int ssm_kernels_cuda_abi();
-}

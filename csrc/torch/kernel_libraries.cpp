@@ -3,15 +3,16 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/kernel_abi.h"
+#include "common/kernel_libraries.h"
 
 namespace ssm_kernels {
 namespace {
 
 void check_abi(const char* library, int got) {
-  if (got == kKernelAbi) return;
-  throw std::runtime_error(std::string("ssm_kernels: expected ") + library + " with kernel ABI " + std::to_string(kKernelAbi) +
-                           ", got " + std::to_string(got) + ": put the library of the same build beside _ops.abi3.so");
+  if (got == kKernelLibraryAbi) return;
+  throw std::runtime_error(std::string("ssm_kernels: expected ") + library + " with kernel ABI " +
+                           std::to_string(kKernelLibraryAbi) + ", got " + std::to_string(got) +
+                           ": put the library of the same build beside _ops.abi3.so");
 }
 
 // A constructor cannot return an error, and dlopen passes no exception on: the program ends with the message. `import
