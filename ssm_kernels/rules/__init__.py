@@ -5,17 +5,19 @@
 ``ssm_kernels._vmap`` and the modules of ``ssm_kernels.integrations`` register the columns with PyTorch.
 """
 
+import importlib
+import pkgutil
 from typing import Any
 
-from . import convolution, mixers, norm, recurrences, selective_scan, ssd, state_update
 from ._table import Row
 
 __all__ = ["ROWS", "column"]
 
 ROWS: dict[str, Row] = {
     name: row
-    for module in (selective_scan, ssd, state_update, convolution, norm, recurrences, mixers)
-    for name, row in module.ROWS.items()
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
+    for name, row in importlib.import_module(f"{__name__}.{module.name}").ROWS.items()
 }
 
 

@@ -64,20 +64,28 @@ def _decomposition(recurrence: Recurrence, is_step: bool) -> Decomposition:
     return decomposition
 
 
-def _row(names: tuple[str, ...], internal: str, per_element: int, decompositions: dict[str, Decomposition]) -> Row:
-    """A row of the operators ``names``, whose calls reach ``internal``."""
+def _shared_row(internal: str, per_element: int) -> Row:
+    """The rules of the operator ``internal``, which the calls of every recurrence reach."""
     forward, backward = (internal, f"{internal}_fwd"), f"{internal}_bwd"
+    flops = partial(_flops, per_element=per_element)
     return Row(
-        batching=dict.fromkeys(names, Composed()) | {name: fold(name, _CHANNELS) for name in (internal, backward)},
-        flops=dict.fromkeys((*names, *forward), partial(_flops, per_element=per_element))
-        | {backward: partial(_flops, per_element=per_element, backward=True)},
+        batching={name: fold(name, _CHANNELS) for name in (internal, backward)},
+        flops=dict.fromkeys(forward, flops) | {backward: partial(flops, backward=True)},
         axes=dict.fromkeys((*forward, backward), AXES),
-        decompositions=decompositions,
     )
 
 
+def _row(name: str, internal: Row, decomposition: Decomposition | None = None) -> Row:
+    return internal._replace(
+        batching={name: Composed(), **internal.batching},
+        flops={name: next(iter(internal.flops.values())), **internal.flops},
+        decompositions={} if decomposition is None else {name: decomposition},
+    )
+
+
+_RECURRENCE, _SUMMARY = _shared_row("_linear_recurrence", 2), _shared_row("_linear_recurrence_summary", 3)
 ROWS: dict[str, Row] = {}
 for _each in recurrences.values():
     for _name, _is_step in ((_each.scan, False), (_each.step, True)):
-        ROWS[_name] = _row((_name,), "_linear_recurrence", 2, {_name: _decomposition(_each, _is_step)})
-    ROWS[_each.summary] = _row((_each.summary,), "_linear_recurrence_summary", 3, {})
+        ROWS[_name] = _row(_name, _RECURRENCE, _decomposition(_each, _is_step))
+    ROWS[_each.summary] = _row(_each.summary, _SUMMARY)
