@@ -9,11 +9,14 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <map>
+
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
+#include "torch/states_at.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
@@ -27,6 +30,12 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
       "Tensor? delta_bias=None, Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, "
       "str discretization='zoh', bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor last_state)");
+  // The scan, and its states at positions: as ops/_states_at.py describes.
+  schemas.def(
+      "_selective_scan_states_at(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+      "Tensor? delta_bias, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, str discretization, bool "
+      "delta_softplus, "
+      "bool reverse, int[] states_at, bool by_pieces) -> (Tensor out, Tensor last_state, Tensor states)");
   // The scan, and the state at each chunk boundary, from which backward recomputes the states inside it.
   schemas.kernels(
       "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
@@ -377,9 +386,76 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at:
   }
 };
 
+// The scan, and its states at positions. A composition of operators, so that autograd, vmap and exporters know only those.
+struct SelectiveScanStatesAt {
+  static constexpr char kSchema[] = "ssm_kernels::_selective_scan_states_at";
+  static constexpr bool kIsPublic = false;
+  using Inputs = StatesAtInputs<selective_scan::Inputs>;
+  using Result = StatesAt;
+
+  static void cast(Inputs& in, const Autocast& to) {
+    operator_of<SelectiveScan>().check(in);
+    SelectiveScan::cast(in, to);
+  }
+
+  static StatesAt call(Inputs& in) {
+    operator_of<SelectiveScan>().check(in);
+    check_inputs(in);
+    const c10::SymInt seqlen = in.u.sym_size(2);
+    check_states_at(kOp, in.states_at, seqlen, in.reverse);
+    const auto needs_graph = [](const auto&... tensors) { return (needs_autograd(tensors) || ...); };
+    if (!in.by_pieces && !in.is_packed() && !std::apply(needs_graph, SelectiveScan::differentiable(in))) return from_chunks(in);
+    const bool is_transposed = in.u.sym_stride(1) == 1 && in.u.sym_stride(2) != 1;  // out has the layout of u
+    return scan_pieces({seqlen, 2, is_transposed, in.initial_state, in.seq_idx, in.cu_seqlens,
+                        [&](const Piece& piece) { return operator_of<SelectiveScan>()(part_of(in, piece)); }},
+                       in.states_at);
+  }
+
+ private:
+  static selective_scan::Inputs part_of(const selective_scan::Inputs& in, const Piece& piece) {
+    selective_scan::Inputs part = in;
+    piece.cut(-1, part.u, part.delta, part.z, part.seq_idx);
+    for (at::Tensor* matrix : {&part.B, &part.C}) {
+      if (matrix->dim() > 2) piece.cut(-1, *matrix);
+    }
+    part.initial_state = piece.state;
+    part.cu_seqlens = piece.cu_seqlens;
+    return part;
+  }
+
+  // Forward returns the states at multiples of the chunk; short pieces lead from those to the others.
+  static StatesAt from_chunks(const Inputs& in) {
+    static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_selective_scan_fwd");
+    selective_scan::Inputs whole = in;
+    whole.save_chunk_states = true;
+    const FwdOutputs outputs = op(whole);
+    const int64_t chunk = chunk_length(in.A.sym_size(1)).guard_int(__FILE__, __LINE__);
+    std::map<int64_t, at::Tensor> states;
+    for (const int64_t position : in.states_at) {
+      if (position == in.u.sym_size(2) || states.count(position) > 0) continue;
+      const int64_t begin = position / chunk * chunk;
+      at::Tensor state = outputs.chunk_states.select(1, position / chunk);
+      if (position != begin) {
+        selective_scan::Inputs part = part_of(in, {begin, position, state, {}});
+        part.D = part.z = {};
+        part.C = part.B;
+        state = std::get<1>(operator_of<SelectiveScan>()(part));
+      }
+      states[position] = state;
+    }
+    if (in.u.sym_size(2) == 0) states[0] = outputs.last_state;
+    return {outputs.out, outputs.last_state, stack_states(in.states_at, states, outputs.last_state)};
+  }
+};
+
 }  // namespace
 
 SSM_DIFFERENTIABLE_OPERATOR(SelectiveScan)
+SSM_AUTOCAST_OPERATOR(SelectiveScanStatesAt)
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  implement<&SelectiveScanStatesAt::call>(m, SelectiveScanStatesAt::kSchema);
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   register_kernels<&meta<check_inputs, allocate_fwd, FwdInputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);

@@ -3,9 +3,13 @@
 
 #include "ssd/ssd_op.h"
 
+#include <ATen/ops/stack.h>
 #include <torch/library.h>
 
 #include <limits>
+#include <set>
+#include <tuple>
+#include <vector>
 
 #include "common/limits.h"
 #include "ssd/aten/chunked_scan.h"
@@ -14,6 +18,7 @@
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
+#include "torch/states_at.h"
 
 namespace ssm_kernels::ssd {
 
@@ -45,6 +50,13 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       ", bool[11] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
       "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states, Tensor grad_log_decay, Tensor grad_gain)";
   schemas.kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
+  // The scan, and its states at positions: as ops/_states_at.py describes.
+  schemas.def(
+      "_ssd_chunk_scan_states_at(Tensor x, Tensor? dt, Tensor? A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? "
+      "z, "
+      "Tensor? dt_bias, bool dt_softplus, float[]? dt_limit, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
+      "str discretization, bool reverse, Tensor? log_decay, Tensor? gain, int[] states_at, bool by_pieces) "
+      "-> (Tensor out, Tensor final_states, Tensor states)");
   // The scan of sequences that are not packed, not in reverse, and the states after so many steps, ascending. On CUDA forward
   // takes the kernels of the scan; backward is matmuls on any device.
   const std::string ssd_states = ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)";
@@ -256,12 +268,65 @@ struct SsdChunkScanStates : DifferentiableOp<SsdChunkScanStates, StatesBwdInputs
   static constexpr char kBackward[] = "ssm_kernels::_ssd_chunk_scan_states_bwd";
 };
 
-FwdOutputs ssd_chunk_scan(PublicInputs& in) {
+const Operator<FwdOutputs, PublicInputs>& public_operator() {
   static const Operator<FwdOutputs, PublicInputs> op("ssm_kernels::ssd_chunk_scan");
-  op.check(in);
+  return op;
+}
+
+FwdOutputs ssd_chunk_scan(PublicInputs& in) {
+  public_operator().check(in);
   std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kOp, in.dt_limit));
   return operator_of<SsdChunkScan>()(in);
 }
+
+// The scan, and its states at positions. A composition of operators, so that autograd, vmap and exporters know only those.
+struct SsdChunkScanStatesAt {
+  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan_states_at";
+  static constexpr bool kIsPublic = false;
+  using Inputs = StatesAtInputs<PublicInputs>;
+  using Result = StatesAt;
+
+  static void cast(Inputs& in, const Autocast& to) {
+    public_operator().check(in);
+    DifferentiableInputs::cast(in, to);
+  }
+
+  static StatesAt call(Inputs& in) {
+    public_operator().check(in);
+    std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kOp, in.dt_limit));
+    check_inputs(in);
+    const c10::SymInt seqlen = in.x.sym_size(1);
+    check_states_at(kOp, in.states_at, seqlen, in.reverse);
+    // On CUDA the adjoint of the operator that returns states is PyTorch matmuls; those of the pieces are fused kernels.
+    const auto needs_graph = [](const auto&... tensors) { return (needs_autograd(tensors) || ...); };
+    const bool is_slow = !in.x.is_cpu() && std::apply(needs_graph, DifferentiableInputs::differentiable(in));
+    if (!in.by_pieces && !is_present(in.cu_seqlens) && !is_slow) return in_one_call(in);
+    const auto scan = [&](const Piece& piece) -> std::tuple<at::Tensor, at::Tensor> {
+      PublicInputs part = in;
+      piece.cut(1, part.x, part.dt, part.B, part.C, part.z, part.seq_idx, part.log_decay, part.gain);
+      part.initial_states = piece.state;
+      part.cu_seqlens = piece.cu_seqlens;
+      return public_operator()(part).fields();
+    };
+    return scan_pieces({seqlen, 1, false, in.initial_states, in.seq_idx, in.cu_seqlens, scan}, in.states_at);
+  }
+
+ private:
+  static StatesAt in_one_call(const Inputs& in) {
+    StatesInputs call{in, {}};
+    const std::set<int64_t> ascending(in.states_at.begin(), in.states_at.end());
+    call.states_at.assign(ascending.begin(), ascending.end());
+    StatesOutputs outputs = operator_of<SsdChunkScanStates>()(call);
+    if (call.states_at != in.states_at) {  // without an index on the device, which the capture of a CUDA graph refuses
+      const std::vector<at::Tensor> each = outputs.states.unbind(1);
+      std::vector<at::Tensor> chosen;
+      for (const int64_t position : in.states_at)
+        chosen.push_back(each[std::distance(ascending.begin(), ascending.find(position))]);
+      outputs.states = at::stack(chosen, 1);
+    }
+    return {outputs.out, outputs.final_states, outputs.states};
+  }
+};
 
 }  // namespace
 
@@ -308,10 +373,14 @@ std::string plan(const PlannedCall& call) {
   return plan_aten(call);
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&ssd_chunk_scan>(m, "ssd_chunk_scan"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  implement<&ssd_chunk_scan>(m, "ssd_chunk_scan");
+  implement<&SsdChunkScanStatesAt::call>(m, SsdChunkScanStatesAt::kSchema);
+}
 
 SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
 SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScanStates)
+SSM_AUTOCAST_OPERATOR(SsdChunkScanStatesAt)
 
 // For every device, Meta included.
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..choices import DiscretizationName
 from ._arguments import names_arguments
-from ._states_at import Positions, selective_scan_with_states
+from ._states_at import Positions, is_transformed, read_positions
 
 __all__ = ["selective_scan"]
 
@@ -133,12 +133,11 @@ def selective_scan(
         tensor([[[0.6321, 0.8647, 0.9502]]])
     """
     if states_at is not None:
-        if reverse:
-            raise ValueError("selective_scan: expected states_at without reverse, got both")
-        inputs = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
-        inputs |= {"initial_state": initial_state, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        settings = {"discretization": discretization, "delta_softplus": delta_softplus}
-        out, last_state, states = selective_scan_with_states(states_at, inputs, settings)
+        out, last_state, states = torch.ops.ssm_kernels._selective_scan_states_at(
+            *(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, discretization, delta_softplus, reverse),
+            read_positions("selective_scan", states_at),
+            is_transformed(),
+        )
         return (out, last_state, states) if return_last_state else (out, states)
     # The dispatcher takes half a microsecond for each keyword.
     options: dict[str, Any] = {}

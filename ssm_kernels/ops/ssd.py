@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..choices import ExponentialDiscretizationName
 from ._arguments import names_arguments, read_dt_limit
-from ._states_at import Positions, ssd_chunk_scan_with_states
+from ._states_at import Positions, is_transformed, read_positions
 
 __all__ = ["ssd_chunk_scan"]
 
@@ -158,23 +158,12 @@ def ssd_chunk_scan(
         torch.Size([2, 100, 4, 16])
     """
     if states_at is not None:
-        if reverse:
-            raise ValueError("ssd_chunk_scan: expected states_at without reverse, got both")
-        arguments: dict[str, Any] = {
-            "x": x,
-            "dt": dt,
-            "A": A,
-            "B": B,
-            "C": C,
-            "chunk_size": chunk_size,
-            "D": D,
-            "z": z,
-            "dt_bias": dt_bias,
-        }
-        arguments |= {"dt_softplus": dt_softplus, "dt_limit": read_dt_limit("ssd_chunk_scan", dt_limit)}
-        arguments |= {"initial_states": initial_states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        arguments |= {"discretization": discretization, "reverse": False, "log_decay": log_decay, "gain": gain}
-        out, final_states, states = ssd_chunk_scan_with_states(states_at, arguments)
+        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states_at(
+            *(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, read_dt_limit("ssd_chunk_scan", dt_limit)),
+            *(initial_states, seq_idx, cu_seqlens, discretization, reverse, log_decay, gain),
+            read_positions("ssd_chunk_scan", states_at),
+            is_transformed(),
+        )
         return (out, final_states, states) if return_final_states else (out, states)
     # The dispatcher takes half a microsecond for each keyword: those that few calls give are left out.
     options: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from ..choices import DiscretizationName
 from ..reference.sequences import step_sizes
 from ._batching import each_sample, fold
 from ._decomposition import in_dtype, kept_states, refuse_packed, scan_states, skip_and_gate
-from ._table import Call, Row
+from ._table import Call, Composed, Row
 
 __all__ = ["ROWS", "decomposed_scan", "flops"]
 
@@ -81,6 +81,7 @@ ROWS = {
     "selective_scan": Row(
         batching={
             "selective_scan": fold("selective_scan", _CHANNELS, ("A", "D", "delta_bias"), (1, 1), with_groups=("B", "C")),
+            "_selective_scan_states_at": Composed(),
             "_selective_scan_bwd": each_sample("_selective_scan_bwd"),
         },
         flops=dict.fromkeys(("selective_scan", "_selective_scan_fwd"), flops)

@@ -102,7 +102,7 @@ _SUMMARY = ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_sca
 ROWS = {
     "ssd_chunk_scan": Row(
         batching={
-            "ssd_chunk_scan": Composed(),
+            **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan_states_at"), Composed()),
             "_ssd_chunk_scan": fold("_ssd_chunk_scan", _HEADS, ("A", "D", "dt_bias"), (2, 1)),
             **{name: each_sample(name) for name in _BACKWARD},
         },

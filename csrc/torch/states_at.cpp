@@ -1,0 +1,142 @@
+#include "torch/states_at.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <set>
+#include <utility>
+
+#include "torch/checks.h"
+
+namespace ssm_kernels {
+
+void check_states_at(const char* op, at::IntArrayRef positions, const c10::SymInt& seqlen, bool reverse) {
+  TORCH_CHECK_VALUE(!reverse, op, ": expected states_at without reverse, got both");
+  for (const int64_t position : positions) {
+    TORCH_CHECK_VALUE(position >= 0 && position <= seqlen, op, ": expected states_at from 0 to seqlen = ", seqlen, ", got ",
+                      position);
+  }
+}
+
+at::Tensor Piece::of_steps(int64_t axis, const at::Tensor& tensor) const {
+  return tensor.slice_symint(axis, c10::SymInt(begin), end);
+}
+std::optional<at::Tensor> Piece::of_steps(int64_t axis, const std::optional<at::Tensor>& tensor) const {
+  return is_present(tensor) ? std::optional<at::Tensor>(of_steps(axis, *tensor)) : tensor;
+}
+
+at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states, const at::Tensor& last) {
+  if (positions.empty()) {
+    std::vector<c10::SymInt> shape = last.sym_sizes().vec();
+    shape.insert(shape.begin() + 1, 0);
+    return last.new_empty_symint(shape);
+  }
+  std::vector<at::Tensor> chosen;
+  for (const int64_t position : positions) {
+    const auto found = states.find(position);
+    const at::Tensor state = found != states.end() ? found->second : position == 0 ? at::zeros_like(last) : last;
+    chosen.push_back(state.to(last.scalar_type()));
+  }
+  return at::stack(chosen, 1);
+}
+
+namespace {
+
+// The packed sequence of a step, (1,); the host does not read it.
+at::Tensor sequence_of(const at::Tensor& cu_seqlens, int64_t step) {
+  return cu_seqlens.slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true);
+}
+
+// The states before a piece: zero where seq_idx changes there.
+void reset_states(const ScanCall& call, Piece& piece) {
+  if (!is_present(call.seq_idx) || piece.begin == 0 || !is_present(piece.state)) return;
+  std::vector<int64_t> one_each(piece.state->dim(), 1);
+  one_each[0] = -1;
+  at::Tensor resets = call.seq_idx->select(1, piece.begin).ne(call.seq_idx->select(1, piece.begin - 1)).view(one_each);
+  if (is_present(call.cu_seqlens)) {
+    const at::Tensor number = sequence_of(*call.cu_seqlens, piece.begin);
+    const at::Tensor before = sequence_of(*call.cu_seqlens, piece.begin - 1);
+    const at::Tensor rows = at::arange(piece.state->sym_size(0), number.options()).view(one_each);
+    resets = resets & number.eq(before) & rows.eq(number);
+  }
+  piece.state = piece.state->masked_fill(resets, 0);
+}
+
+// The offsets of the sequences in a piece. Those that have ended, or not begun, have no steps here: their states pass through.
+// The first and the last piece leave the scan to check where cu_seqlens begins and ends.
+void cut_sequences(const ScanCall& call, Piece& piece, bool is_last) {
+  piece.cu_seqlens = call.cu_seqlens;
+  if (!is_present(call.cu_seqlens) || (piece.begin == 0 && is_last)) return;
+  const auto low = piece.begin > 0 ? std::optional<at::Scalar>(piece.begin) : std::nullopt;
+  const auto high = is_last ? std::nullopt : std::optional<at::Scalar>(piece.end.expect_int());
+  piece.cu_seqlens = call.cu_seqlens->clamp(low, high) - piece.begin;
+}
+
+// With cu_seqlens, the state at a position is that of the sequence of the step before it, at 0 of the sequence of step 0.
+// Without steps there is no such sequence, and the state is zero. `states` and `last`: of all sequences.
+at::Tensor states_of_sequences(const ScanCall& call, at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states,
+                               const at::Tensor& last) {
+  std::set<int64_t> asked(positions.begin(), positions.end());
+  asked.insert(0);
+  std::map<int64_t, at::Tensor> chosen;
+  for (const int64_t position : asked) {
+    const auto found = states.find(position);
+    if ((position == 0 && found == states.end()) || call.seqlen == 0 || last.sym_size(0) == 0) {
+      std::vector<c10::SymInt> shape = last.sym_sizes().vec();
+      shape[0] = 1;
+      chosen[position] = last.new_zeros_symint(shape);
+      continue;
+    }
+    const int64_t step = position > 0 ? position - 1 : 0;
+    const at::Tensor number = sequence_of(*call.cu_seqlens, step).clamp_max(last.sym_size(0) - 1);
+    chosen[position] = (found != states.end() ? found->second : last).index_select(0, number);
+  }
+  return stack_states(positions, chosen, chosen[0]);
+}
+
+at::Tensor join(const ScanCall& call, std::vector<at::Tensor>& outputs) {
+  if (outputs.size() == 1) return outputs[0];
+  if (!call.is_transposed) return at::cat(outputs, call.axis);
+  for (at::Tensor& output : outputs) output = output.transpose(1, 2);
+  return at::cat(outputs, 3 - call.axis).transpose(1, 2);
+}
+
+}  // namespace
+
+StatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
+  std::set<int64_t> between;
+  for (const int64_t position : positions) {
+    if (position > 0 && position < call.seqlen) between.insert(position);
+  }
+  // Without the last state: seqlen may be a symbol.
+  std::map<int64_t, at::Tensor> states;
+  if (is_present(call.initial_state)) states[0] = *call.initial_state;
+  std::vector<at::Tensor> outputs;
+  Piece piece{0, 0, call.initial_state, {}};
+  at::Tensor last;
+  try {
+    for (auto next = between.begin();; ++next) {
+      const bool is_last = next == between.end();
+      piece.end = is_last ? call.seqlen : c10::SymInt(*next);
+      reset_states(call, piece);
+      cut_sequences(call, piece, is_last);
+      outputs.emplace_back();
+      std::tie(outputs.back(), last) = call.scan(piece);
+      if (is_last) break;
+      states[*next] = last;
+      piece.begin = *next;
+      piece.state = last;
+    }
+  } catch (const c10::ValueError&) {
+    call.scan({0, call.seqlen, call.initial_state, call.cu_seqlens});  // the message has the sizes of the whole tensors
+    throw;
+  }
+  const bool is_packed = is_present(call.cu_seqlens);
+  at::Tensor stacked = is_packed ? states_of_sequences(call, positions, states, last) : stack_states(positions, states, last);
+  return {join(call, outputs), std::move(last), std::move(stacked)};
+}
+
+}  // namespace ssm_kernels
