@@ -8,12 +8,15 @@ the headers of ``at::vec``, which change with every version: an object keeps tho
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import platform
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +63,19 @@ class Task(NamedTuple):
     command: list[str]
     # The options with which the compiler writes the names of the headers that ninja tracks.
     dependencies: str
+
+
+@contextlib.contextmanager
+def only_build() -> Iterator[None]:
+    """Waits until no other build in this tree compiles or links: builds for several versions of PyTorch share OBJECTS."""
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    with (OBJECTS / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("ssm_kernels: waiting for another build in this tree", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def point_at_torch_headers(torch_folder: Path) -> None:

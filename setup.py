@@ -175,6 +175,10 @@ class BuildLibraries(BuildExtension):
         return [*super().get_outputs(), *(os.path.join(self.build_lib, "ssm_kernels", one.file) for one in LIBRARIES)]
 
     def build_extension(self, ext):
+        with build_kernels.only_build():
+            self.build_alone(ext)
+
+    def build_alone(self, ext):
         folder = Path(self.get_ext_fullpath(ext.name)).parent
         try:
             # Change a copy, so that source distributions list the sources and not the units.

@@ -53,6 +53,16 @@ def test_compilers_that_run_at_a_time_are_at_most_max_jobs(sources, tmp_path):
         assert notice.endswith(f" SSM_KERNELS_CUDA=1 pip install --no-deps -e '{sources}'")
 
 
+def test_builds_in_a_tree_take_turns(sources, tmp_path):
+    """They share the headers of PyTorch that the kernels include, and ninja's files."""
+    environment = build_environment(make_stub(tmp_path, seconds=0.3), MAX_JOBS="1")
+    results = run_scripts("setup.py", "-q", "build_ext", "--inplace", folder=sources, environments=[environment] * 2)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert compilers_at_a_time(tmp_path / "log") == 1
+    waiting = [result for result in results if "ssm_kernels: waiting for another build in this tree" in result.stdout]
+    assert len(waiting) == 1
+
+
 def test_failed_build_leaves_no_facts_beside_an_older_library(sources, tmp_path):
     """A tree that was built for another torch has its library and its facts, or neither."""
     package = sources / "ssm_kernels"
