@@ -23,6 +23,7 @@ AXES = {
     "A": "channels dstate",
     "chunk_states": "batch chunks channels dstate",
     "seq_idx": "batch seqlen",
+    "states": "batch positions channels dstate",
 }
 _CHANNELS = dict.fromkeys(("u", "delta", "B", "C", "z", "initial_state"), 1)
 
@@ -77,6 +78,8 @@ def _with_groups(X: Tensor) -> Tensor:
     return X if X.dim() == 4 else X[:, None]
 
 
+_FORWARD = ("selective_scan", "_selective_scan_states_at", "_selective_scan_fwd")
+
 ROWS = {
     "selective_scan": Row(
         batching={
@@ -84,11 +87,11 @@ ROWS = {
             "_selective_scan_states_at": Composed(),
             "_selective_scan_bwd": each_sample("_selective_scan_bwd"),
         },
-        flops=dict.fromkeys(("selective_scan", "_selective_scan_fwd"), flops)
+        flops=dict.fromkeys(_FORWARD, flops)
         | dict.fromkeys(
             ("_selective_scan_bwd", "_selective_scan_bwd_last", "_selective_scan_bwd_out"), partial(flops, backward=True)
         ),
-        axes=dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd", "_selective_scan_bwd_last"), AXES),
+        axes=dict.fromkeys((*_FORWARD, "_selective_scan_bwd", "_selective_scan_bwd_last"), AXES),
         decompositions={"_selective_scan_fwd": decomposed_scan},
     ),
     "selective_scan_summary": Row(

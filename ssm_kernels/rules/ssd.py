@@ -95,7 +95,8 @@ def decomposed_scan(
     return out.flip(1) if reverse else out, states
 
 
-_FORWARD = ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd")
+_STATES = ("_ssd_chunk_scan_states_at", "_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd")
+_FORWARD = ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", *_STATES)
 _BACKWARD = ("_ssd_chunk_scan_bwd", "_ssd_chunk_scan_states_bwd")
 _SUMMARY = ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_scan_summary_fwd")
 

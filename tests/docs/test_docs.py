@@ -13,6 +13,7 @@ import pytest
 import recurrence_helpers
 import torch
 import torch._inductor.config
+from operators import OPERATORS
 
 from ssm_kernels import compat, ops, reference
 
@@ -83,10 +84,11 @@ def test_schemas_of_the_page_are_those_registered():
     for schema in schemas:
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
-            of_one_result = ("selective_state_update", "causal_conv1d_update", "rms_norm_gated", "layer_norm_gated")
-            assert len(schema.returns) == (0 if name.endswith("_out") else 1 if name in of_one_result else 2)
+            results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
+            assert len(schema.returns) == (1 if name.endswith("_update") else len(results))
         else:
-            forms = "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
+            forms = "_(selective|ssd_chunk)_scan_states_at|"
+            forms += "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"
