@@ -24,10 +24,20 @@ sys.path.insert(0, str(PACKAGE.parent))
 
 from ssm_kernels import choices  # noqa: E402
 
-MODULES = ("ops.convolution", "ops.recurrences", "ops.selective_scan", "ops.ssd", "distributed._recurrences")
-
 # With one of these flags a function also returns the state after the last step.
 FLAGS = ("return_last_state", "return_final_state", "return_final_states")
+
+
+def has_flags(source: Path) -> bool:
+    """Whether a function of the module has one of FLAGS."""
+    names = {node.arg for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.arg)}
+    return not names.isdisjoint(FLAGS)
+
+
+MODULES = (
+    *(f"ops.{path.stem}" for path in sorted((PACKAGE / "ops").glob("[!_]*.py")) if has_flags(path)),
+    "distributed._recurrences",
+)
 
 
 def result_type(tensors: int) -> str:
