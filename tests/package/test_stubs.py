@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import ssm_kernels
 from ssm_kernels import ops
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import check_bodies
 import generate_stubs
 
 FLAGS = {*generate_stubs.FLAGS, "states_at"}
@@ -23,6 +25,12 @@ FLAGGED = {name for name in ops.__all__ if FLAGS & {*inspect.signature(getattr(o
 @pytest.mark.parametrize("module", generate_stubs.MODULES)
 def test_stubs_are_those_of_the_modules(module):
     assert generate_stubs.stub_path(module).read_text() == generate_stubs.stub(module), "run scripts/generate_stubs.py"
+
+
+def test_bodies_of_all_these_modules_are_checked(tmp_path):
+    shutil.copytree(generate_stubs.PACKAGE, tmp_path / "ssm_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    found = {path.relative_to(tmp_path).as_posix() for path in check_bodies.copies(tmp_path / "ssm_kernels")}
+    assert found == {f"ssm_kernels/{module.replace('.', '/')}_body.py" for module in generate_stubs.MODULES}
 
 
 def test_every_function_with_a_flag_has_overloads():
