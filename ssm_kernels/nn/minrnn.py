@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..choices import CandidateActivation
-from ..ops.recurrences import mingru_step, minlstm_step
+from ..ops import recurrences
 from .checks import check_choice
 from .naming import class_name, names_layer
 from .recurrent import RecurrentBase
@@ -34,6 +34,7 @@ class _MinRNN(RecurrentBase):
     """Base class of minGRU and minLSTM."""
 
     _parts: int
+    _recurrence: str  # without "_scan"
 
     def __init__(
         self,
@@ -161,6 +162,34 @@ class _MinRNN(RecurrentBase):
         """
         return self._run_step(x, state, reset)
 
+    def _scan(
+        self,
+        projected: Tensor,
+        h0: Tensor | None,
+        name: str,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        results: tuple[Tensor, Tensor] = getattr(self.operators, f"{self._recurrence}_scan")(
+            *projected.chunk(self._parts, dim=-1),
+            h0,
+            candidate_activation=self.candidate_activation,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+            reset=reset,
+            return_last_state=True,
+        )
+        return results
+
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        results: tuple[Tensor, Tensor] = getattr(recurrences, f"{self._recurrence}_step")(
+            *projected.chunk(self._parts, dim=-1), state, candidate_activation=self.candidate_activation
+        )
+        return results
+
     def extra_repr(self) -> str:
         activation = self.candidate_activation
         return super().extra_repr() + ("" if activation is None else f", candidate_activation={activation!r}")
@@ -200,35 +229,7 @@ class MinGRU(_MinRNN):
         >>> output, h_n = layer(torch.randn(3, 50, 8), h_n)  # continues
     """
 
-    _parts = 2
-
-    def _scan(
-        self,
-        projected: Tensor,
-        h0: Tensor | None,
-        name: str,
-        *,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        reset: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        gate, candidate = projected.chunk(2, dim=-1)
-        activation = self.candidate_activation
-        return self.operators.mingru_scan(
-            gate,
-            candidate,
-            h0,
-            candidate_activation=activation,
-            reverse=reverse,
-            cu_seqlens=cu_seqlens,
-            reset=reset,
-            return_last_state=True,
-        )
-
-    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
-        gate, candidate = projected.chunk(2, dim=-1)
-        return mingru_step(gate, candidate, state, candidate_activation=self.candidate_activation)
+    _parts, _recurrence = 2, "mingru"
 
 
 @names_layer
@@ -264,33 +265,4 @@ class MinLSTM(_MinRNN):
         (torch.Size([3, 100, 32]), torch.Size([2, 3, 16]))
     """
 
-    _parts = 3
-
-    def _scan(
-        self,
-        projected: Tensor,
-        h0: Tensor | None,
-        name: str,
-        *,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        reset: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        forget, input, candidate = projected.chunk(3, dim=-1)
-        activation = self.candidate_activation
-        return self.operators.minlstm_scan(
-            forget,
-            input,
-            candidate,
-            h0,
-            candidate_activation=activation,
-            reverse=reverse,
-            cu_seqlens=cu_seqlens,
-            reset=reset,
-            return_last_state=True,
-        )
-
-    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
-        forget, input, candidate = projected.chunk(3, dim=-1)
-        return minlstm_step(forget, input, candidate, state, candidate_activation=self.candidate_activation)
+    _parts, _recurrence = 3, "minlstm"
