@@ -6,6 +6,7 @@
 #include <ATen/ops/stack.h>
 #include <torch/library.h>
 
+#include <iterator>
 #include <limits>
 #include <set>
 #include <tuple>
