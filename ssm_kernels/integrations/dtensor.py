@@ -5,8 +5,9 @@
 ======================================================  ==================================================
 selective_scan, ssd_chunk_scan, causal_conv1d, the      the batch; channels or heads
 recurrences, their steps, and the scans' summaries
-selective_state_update, causal_conv1d_update, also      the batch, unless the call has slots or packed
-with ``out`` and the arguments of servers               tokens; channels or heads
+selective_state_update, causal_conv1d_update and        the batch, unless the call has slots or packed
+delta_rule_step, also with ``out`` and the arguments    tokens; channels or heads
+of servers
 the norms, and the mixers of Mamba and Mamba2           the batch
 ======================================================  ==================================================
 

@@ -8,6 +8,7 @@ again what it computes anew.
 selective scan          9 per element of the states: batch * seqlen * dim * dstate, the count that papers use
                         (https://github.com/state-spaces/mamba/issues/110)
 selective_state_update  the same, with one step for each token
+delta_rule_step         per element of a token's states 4 an update, 2 for the output and 1 for a gate
 SSD                     the products of the chunked algorithm (Mamba-2, arXiv:2405.21060, section 6), chunks of Q steps:
                         C B^T of a group, its product with x, the chunks' states, and the states' share of the output
 convolution             2 * width per element

@@ -31,13 +31,15 @@ def is_autocast_enabled(device_type: str) -> bool:
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
-def empty_output(x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Memory for the output of a decoding step: like ``x``, which autocast casts.
+def empty_output(x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Memory for the output of a decoding step: like ``x``, which autocast casts, or of another shape.
 
     Zero with ``cu_seqlens``: the operator does not write to tokens after its end.
     """
     is_cast = is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+    if shape is not None:
+        return (x.new_empty if cu_seqlens is None else x.new_zeros)(tuple(shape), dtype=dtype)
     make = torch.empty_like if cu_seqlens is None else torch.zeros_like
     return make(x, dtype=dtype, memory_format=torch.contiguous_format)
 

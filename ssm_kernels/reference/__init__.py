@@ -17,6 +17,7 @@ from .._submodules import public_names
 from .._torchscript import refuse_script_of
 from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
+from .delta_rule_step import delta_rule_step
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
 from .recurrences import *  # noqa: F403
@@ -34,6 +35,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "coefficients",
+    "delta_rule_step",
     "layer_norm_gated",
     "phi1",
     "rms_norm_gated",

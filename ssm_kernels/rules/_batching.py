@@ -56,10 +56,11 @@ def each_sample(name: str) -> Rule:
     return rule
 
 
-def each_sample_in_place(name: str) -> Rule:
+def each_sample_in_place(name: str, shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, ...]] | None = None) -> Rule:
     """One call for each sample of an operator that writes to its arguments: the samples cannot be folded into copies of them.
 
-    Each tensor that it writes to must have samples. A result that is not among them has the shape of ``x``.
+    Each tensor that it writes to must have samples. A result that is not among them has the shape and dtype of ``x``, or the
+    shape that ``shape`` returns for the arguments' shapes, and the dtype of ``q``.
     """
     operator = getattr(torch.ops.ssm_kernels, name)
     schema = operator.default._schema
@@ -76,7 +77,11 @@ def each_sample_in_place(name: str) -> Rule:
         results = [operator(*select_sample(arguments, in_dims, sample), **options) for sample in samples]
         if not schema.returns:
             return None, None
-        return (torch.stack(results) if results else values["x"].new_empty(0, *sample_shape(values["x"], dims["x"]))), 0
+        if results:
+            return torch.stack(results), 0
+        shapes = {key: sample_shape(value, dims[key]) for key, value in values.items() if isinstance(value, Tensor)}
+        like, result_shape = ("x", shapes["x"]) if shape is None else ("q", shape(shapes))
+        return values[like].new_empty(0, *result_shape), 0
 
     return rule
 

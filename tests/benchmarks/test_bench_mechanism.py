@@ -17,6 +17,7 @@ from benchmarks import (
     bars,
     bench_causal_conv1d,
     bench_clients,
+    bench_delta_rule_step,
     bench_linear_scan,
     bench_norms,
     bench_overhead,
@@ -225,6 +226,9 @@ def smallest(name: str) -> list:
             *(replace(case, sizes={"B": 2, "T": 24, "H": 16}) for case in bench_summaries.CASES[4:12]),
         ],
         "selective_state_update": [replace(case, batch=2, dim=8) for case in bench_state_update.CASES[:2]],
+        "delta_rule_step": [
+            replace(case, batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4) for case in bench_delta_rule_step.CASES[:3]
+        ],
         "causal_conv1d": [replace(bench_causal_conv1d.CPU_CASES[0], **few, channels=16, columns=40)],
         "norms": [replace(case, rows=(9,), columns=16) for case in bench_norms.CASES if case.group_size is case.slice_of],
         "layers": [
@@ -271,6 +275,9 @@ def test_page_has_every_table():
     times = {what: {"median": 1e-5, "spread": 0.1} for what in ("forward", "backward", "both")}
     row = {"name": "a norm", "ours": times, "copy": times, "PyTorch": times}
     committed.append({"benchmark": "norms", "settings": {"trials": 1}, "rows": [row]})
+    if not any(result["benchmark"] == "delta_rule_step" for result in committed):
+        steps = [replace(bench_delta_rule_step.CASES[0], batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4)]
+        committed.insert(0, measured(bench_delta_rule_step.BENCHMARK, RUN, steps))
     if not any(result["benchmark"] == "sizes" for result in committed):
         sizes = [case for case in smallest_sizes() if case.operator == "causal_conv1d"]
         committed.insert(0, measured(bench_sizes.BENCHMARK, RUN, sizes))

@@ -130,6 +130,36 @@ def selective_state_update(*, heads: bool = False, tokens: int = 0, groups: int 
     return call, tensors, places
 
 
+def delta_rule_step(*, gate: bool = False, updates: int = 1, tokens: int = 0, writes: tuple[str, ...] = ()) -> Case:
+    """``gate``: one a column; else one a head. Half as many heads of q and k as value heads."""
+    rows = (BATCH, tokens) if tokens else (BATCH,)
+    entries = (BATCH, tokens * updates) if tokens else rows if updates == 1 else (BATCH, updates)
+    columns = (CHANNELS, DSTATE) if gate else (CHANNELS,)
+    tensors = {
+        "states": torch.randn(BATCH, CHANNELS, HEADDIM, DSTATE),
+        "q": torch.randn(*rows, CHANNELS // 2, DSTATE),
+        "k": torch.randn(*entries, CHANNELS // 2, DSTATE),
+        "v": torch.randn(*entries, CHANNELS, HEADDIM),
+        "beta": torch.rand(*entries, CHANNELS),
+        "g": torch.randn(*rows, *columns),
+        "A_log": torch.randn(CHANNELS),
+        "dt_bias": torch.randn(columns),
+    }
+    axis, entry = len(rows), len(entries)
+    places = {"states": 1, "q": axis, "k": entry, "v": entry, "beta": entry, "g": axis, "A_log": 0, "dt_bias": 0}
+    if "out" in writes:
+        tensors["out"], places["out"] = torch.zeros(*rows, CHANNELS, HEADDIM), axis
+    if "intermediate_states_buffer" in writes:
+        tensors["intermediate_states_buffer"] = torch.zeros(BATCH, tokens, CHANNELS, HEADDIM, DSTATE)
+        places["intermediate_states_buffer"] = 2
+
+    def call(**t: Tensor) -> tuple[Tensor, ...]:
+        out = ssm_kernels.delta_rule_step(**t, qk_l2norm=True, num_householder=updates)
+        return out, t["states"], *(t[name] for name in writes)
+
+    return call, tensors, places
+
+
 def causal_conv1d_update(*, tokens: int = 0, writes: tuple[str, ...] = ()) -> Case:
     rows = (BATCH, tokens) if tokens else (BATCH,)
     tensors = {
@@ -181,12 +211,16 @@ CASES = {
     "selective_state_update_out, heads and tokens": lambda: selective_state_update(
         heads=True, tokens=4, groups=2, writes=BUFFER
     ),
+    "delta_rule_step": delta_rule_step,
+    "delta_rule_step, gates of columns": lambda: delta_rule_step(gate=True),
+    "delta_rule_step, updates": lambda: delta_rule_step(updates=2),
+    "delta_rule_step_out, tokens": lambda: delta_rule_step(tokens=2, updates=2, writes=BUFFER),
     "causal_conv1d_update": causal_conv1d_update,
     "causal_conv1d_update, tokens": lambda: causal_conv1d_update(tokens=2),
     "causal_conv1d_update_out": lambda: causal_conv1d_update(writes=("out",)),
     "causal_conv1d_update_out, tokens": lambda: causal_conv1d_update(tokens=2, writes=WINDOW),
 }
-WITHOUT_BATCH = {"A", "recurrent_param", "D", "delta_bias", "dt_bias", "weight", "bias"}
+WITHOUT_BATCH = {"A", "A_log", "recurrent_param", "D", "delta_bias", "dt_bias", "weight", "bias"}
 
 
 def check_operator(name: str, axis: str, mesh: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import conv_helpers
+import delta_rule_step_helpers
 import selective_scan_helpers
 import torch
 from conv_helpers import make_step_inputs as make_conv_step_inputs
@@ -47,6 +48,14 @@ DECODING_STEPS = {
         reference.selective_state_update,
         {"heads": 4, "groups": 2, "dim": 40, "dstate": 16},
         [{**size, "dstate": 64} for size in (*STEP_FORMS.values(), {"dim": 700}, {"heads": 16, "dim": 64})],
+    ),
+    "delta_rule_step": DecodingStep(
+        "delta_rule_step",
+        delta_rule_step_helpers.make_inputs,
+        delta_rule_step_helpers.step,
+        reference.delta_rule_step,
+        {"heads": 2, "value_heads": 4, "key_dim": 24, "value_dim": 20},
+        [{"key_dim": 128, "value_dim": 128, "qk_l2norm": True}, {"key_dim": 33}, {"key_dim": 256, "gate": "column"}],
     ),
     "causal_conv1d_update": DecodingStep(
         "causal_conv1d",

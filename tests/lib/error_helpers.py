@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import conv_helpers
+import delta_rule_step_helpers
 import pytest
 import selective_scan_helpers
 import torch
@@ -60,11 +61,19 @@ def function(spec: OperatorSpec) -> Function:
 UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
 UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
 CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
+DELTA_STEP_SIZES = {"batch": 2, "heads": 3, "value_heads": 6, "key_dim": 4, "value_dim": 5, "gate": "column"}
+DELTA_STEP = Function(
+    "delta_rule_step",
+    delta_rule_step_helpers.make_inputs,
+    "q",
+    DELTA_STEP_SIZES | {"A_log": True, "dt_bias": True},
+    ({"slots": 2},),
+)
 BY_NAME = {name: function(spec) for name, spec in OPERATORS.items()}
 OF_SPECS = [*BY_NAME.values()]
 SELECTIVE, SSD, CONV = (BY_NAME[name] for name in ("selective_scan", "ssd_chunk_scan", "causal_conv1d"))
 RECURRENCES = {name: BY_NAME[name] for name in PLAIN}
-FUNCTIONS = [*OF_SPECS, UPDATE, CONV_UPDATE]
+FUNCTIONS = [*OF_SPECS, UPDATE, CONV_UPDATE, DELTA_STEP]
 PACKING = [each for each in OF_SPECS if each.spec.packs]
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import delta_rule_step_helpers
 import numpy as np
 import pytest
 import torch
@@ -100,6 +101,17 @@ def make_decoding_inputs(device: str) -> dict[str, Any]:
     return make_token_inputs(packed=(0, 2, 5), columns=3, destination=3, intermediate=3, dtype=torch.float32, device=device)
 
 
+def make_delta_inputs(device: str) -> dict[str, Any]:
+    """Every tensor of a call of one token."""
+    options = {"gate": "column", "A_log": True, "dt_bias": True, "slots": 3, "dtype": torch.float32}
+    return delta_rule_step_helpers.make_inputs(**options, device=device)
+
+
+def make_delta_decoding_inputs(device: str) -> dict[str, Any]:
+    options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3, "dtype": torch.float32}
+    return delta_rule_step_helpers.make_token_inputs(**options, A_log=True, dt_bias=True, device=device)
+
+
 def make_conv_decoding_inputs(device: str) -> dict[str, Any]:
     return make_conv_token_inputs(
         packed=(0, 2, 5), destination=True, accepted=(1, 2), length=6, intermediate=3, dtype=torch.float32, device=device
@@ -118,6 +130,8 @@ OPERATORS = {
         Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update_out", make_conv_decoding_inputs, "causal_conv1d_update"),
+        Operator("delta_rule_step", make_delta_inputs),
+        Operator("delta_rule_step_out", make_delta_decoding_inputs, "delta_rule_step"),
         *(operator for name in PLAIN for operator in _recurrence_operators(name)),
         *(Operator(name, lambda device: make_gated_inputs(dtype=torch.float32, device=device)) for name in GATED),
         *(Operator(name, lambda device: make_add_inputs(dtype=torch.float32, device=device)) for name in ADD),

@@ -93,6 +93,16 @@ def test_steps():
     assert tokens == {"selective_state_update_out": 3 * 9 * BATCH * DIM * DSTATE}
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_steps_of_the_delta_rule(updates):
+    heads, value_heads, key_dim, value_dim = 2, 4, 5, 3
+    states, q = torch.zeros(BATCH, value_heads, value_dim, key_dim), torch.rand(BATCH, 3, heads, key_dim)
+    k, v = torch.rand(BATCH, 3 * updates, heads, key_dim), torch.rand(BATCH, 3 * updates, value_heads, value_dim)
+    beta, g = v[..., 0], -torch.rand(BATCH, 3, value_heads)
+    step = counted(lambda: ssm_kernels.delta_rule_step(states, q, k, v, beta, g=g, num_householder=updates), backward=False)
+    assert step == {"delta_rule_step": BATCH * 3 * states[0].numel() * (3 + 4 * updates)}
+
+
 def test_layers():
     """Forward and backward of the layers: their projections by PyTorch's formula, the rest by ours."""
     x = torch.randn(BATCH, SEQLEN, DIM, requires_grad=True)

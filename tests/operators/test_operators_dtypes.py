@@ -27,6 +27,7 @@ FLOATS = "float32, float16, bfloat16 or float64"
 EITHER = {
     "selective_state_update": ("state", "A", "D", "dt_bias"),
     "causal_conv1d_update": ("weight", "bias", "conv_state"),
+    "delta_rule_step": ("states", "beta", "g", "A_log", "dt_bias"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import conv_helpers
+import delta_rule_step_helpers
 import pytest
 import torch
 from decoding_helpers import make_token_inputs
@@ -67,6 +68,18 @@ def test_decoding_steps_have_the_same_bits_in_any_strides(layout: str, batch: in
         inputs = make_step_inputs(**options, layout=strides)
         results.append({"out": ssm_kernels.selective_state_update(**inputs), "state": inputs["state"]})
     assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+@pytest.mark.parametrize("key_dim", [13, 64, 136])
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+def test_steps_of_the_delta_rule_have_the_bits_of_aligned_rows(
+    key_dim: int, tokens: int | None, device: str, dtype: torch.dtype
+) -> None:
+    options = {"key_dim": key_dim, "value_dim": 21, "tokens": tokens, "dtype": dtype, "state_dtype": dtype}
+    inputs = delta_rule_step_helpers.make_inputs(**options, gate="column", qk_l2norm=True, device=device)
+    axes = dict.fromkeys(("states", "q", "k", "v", "beta", "g"), (-1,))
+    assert_steps_keep_bits(ssm_kernels.delta_rule_step, inputs, axes, "states")
 
 
 @pytest.mark.parametrize("seqlen", [None, 3])

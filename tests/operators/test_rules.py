@@ -12,6 +12,7 @@ from ssm_kernels.rules._table import Row
 # Exporters take neither updates in place nor summaries, which only ranks that share a sequence call.
 WITHOUT_DECOMPOSITION = {
     "causal_conv1d_update",
+    "delta_rule_step",
     "selective_state_update",
     *(name for name in ops.__all__ if name.endswith("_summary")),
 }

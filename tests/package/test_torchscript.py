@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import delta_rule_step_helpers
 import pytest
 import torch
 from conv_helpers import make_step_inputs as conv_step_inputs
@@ -224,7 +225,12 @@ def test_steps_of_recurrences_are_traced(name: str) -> None:
 
 
 def test_steps_in_place_are_traced() -> None:
-    for make, function in ((selective_step_inputs, "selective_state_update"), (conv_step_inputs, "causal_conv1d_update")):
+    steps = {
+        "selective_state_update": selective_step_inputs,
+        "causal_conv1d_update": conv_step_inputs,
+        "delta_rule_step": delta_rule_step_helpers.make_inputs,
+    }
+    for function, make in steps.items():
         for slots in (None, 5):
             example, other = (make(batch=batch, slots=slots) for batch in (2, 3))
             is_traced_by_name(getattr(ssm_kernels, function), example, [other], modified=True)

@@ -101,6 +101,8 @@ def steps() -> None:
     assert_type(ssm_kernels.causal_conv1d_update(state, x, state, activation="silu"), Tensor)
     assert_type(ssm_kernels.selective_state_update(x, x, x, x, x, x, out=x, pad_slot_id=0, cu_seqlens=x), Tensor)
     assert_type(ssm_kernels.causal_conv1d_update(state, x, state, out=x, num_accepted_tokens=x), Tensor)
+    assert_type(ssm_kernels.delta_rule_step(x, x, x, x, x, g=x, qk_l2norm=True, num_householder=2), Tensor)
+    assert_type(ssm_kernels.delta_rule_step(x, x, x, x, x, out=x, dst_state_batch_indices=x, cu_seqlens=x), Tensor)
     assert_type(ssm_kernels.linear_step(state, state, reset=state), Pair)
     assert_type(ssm_kernels.mingru_step(state, state, state, gate_is_logit=False), Pair)
     assert_type(ssm_kernels.minlstm_step(state, state, state), Pair)

@@ -1,0 +1,75 @@
+// Shared by the dispatcher's side of delta_rule_step (delta_rule_step_op.cpp) and its devices: arguments, checks and
+// allocation, and conversion to plain data.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+#include "delta_rule_step/delta_rule_step.h"
+#include "torch/dispatch.h"
+#include "torch/slot_indices.h"
+
+namespace ssm_kernels::delta_rule_step {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct Inputs {
+  at::Tensor states, q, k, v, beta;
+  OptionalTensor g;
+  std::optional<double> scale;
+  OptionalTensor state_batch_indices;
+  bool qk_l2norm = false;
+  OptionalTensor A_log, dt_bias;
+  std::optional<double> gate_lower_bound;
+  bool beta_sigmoid = false, allow_neg_eigval = false;
+  int64_t num_householder = 1;
+
+  auto fields() {
+    return std::tie(states, q, k, v, beta, g, scale, state_batch_indices, qk_l2norm, A_log, dt_bias, gate_lower_bound,
+                    beta_sigmoid, allow_neg_eigval, num_householder);
+  }
+
+  // Whether each row has one token and one slot.
+  bool is_one_step() const;
+};
+
+// Arguments of delta_rule_step_out, with which the Python function serves those that the one step lacks.
+struct OutInputs : Inputs {
+  at::Tensor out;
+  OptionalTensor dst_state_batch_indices;
+  std::optional<int64_t> pad_slot_id;
+  OptionalTensor num_accepted_tokens, cu_seqlens, intermediate_states_buffer, intermediate_state_indices;
+  bool disable_state_update = false;
+
+  OutInputs() = default;
+  OutInputs(const Inputs& in, at::Tensor out);
+
+  auto fields() {
+    return std::tuple_cat(Inputs::fields(),
+                          std::tie(out, dst_state_batch_indices, pad_slot_id, num_accepted_tokens, cu_seqlens,
+                                   intermediate_states_buffer, intermediate_state_indices, disable_state_update));
+  }
+
+  DecodingOptions decoding() const {
+    return {state_batch_indices,        dst_state_batch_indices,    pad_slot_id,         num_accepted_tokens, cu_seqlens,
+            intermediate_states_buffer, intermediate_state_indices, disable_state_update};
+  }
+  // Whether the other operator, given `out`, would do the same.
+  bool is_one_step() const;
+};
+
+// Raises unless the inputs are as ssm_kernels.delta_rule_step documents.
+void check_inputs(const Inputs& in);
+void check_out_inputs(const OutInputs& in);
+
+// Uninitialized, contiguous, of the shape, dtype and device of v, with one entry a token (the Meta device included).
+at::Tensor allocate_out(const Inputs& in);
+
+// Also raises if two elements of the states share memory, or the states share memory with another input.
+StepParams make_params(const Inputs& in, const at::Tensor& out);
+// Fills in `tokens` too. Also raises if `out` or the buffer of intermediate states shares memory with another argument.
+StepParams make_out_params(const OutInputs& in, TokenParams& tokens);
+
+}  // namespace ssm_kernels::delta_rule_step
