@@ -40,7 +40,7 @@ bool takes_one_token(const StepParams& p, const Tiling& tiling) {
   return !tiling.staged && tiling.vectors == 1 && p.updates == 1;
 }
 
-Tiling make_tiling(const StepParams& p, const TokenParams* tokens, int64_t multiprocessors) {
+Tiling make_tiling(const StepParams& p, const TokenParams* tokens, int64_t multiprocessors, int64_t max_shared_bytes) {
   Tiling tiling;
   const int64_t state_bytes = cuda::element_bytes(p.state_kind);
   const int64_t size = kVectorBytes / state_bytes, row_vectors = (p.key_dim + size - 1) / size;
@@ -70,7 +70,12 @@ Tiling make_tiling(const StepParams& p, const TokenParams* tokens, int64_t multi
       tiles = set_batches(2 * tiling.batches);
     }
   }
-  while (tiling.warps_per_block > 1 && tiles < multiprocessors * tiling.warps_per_block) tiling.warps_per_block /= 2;
+  const int64_t warp_bytes =
+      shared_bytes_of_warp(tiling, state_bytes, p.input_kind == ScalarKind::kDouble ? sizeof(double) : sizeof(float));
+  while (tiling.warps_per_block > 1 &&
+         (tiles < multiprocessors * tiling.warps_per_block || tiling.warps_per_block * warp_bytes > max_shared_bytes)) {
+    tiling.warps_per_block /= 2;
+  }
   tiling.tiles_per_head = cuda::Divisor(tiles_per_head);
   tiling.heads = cuda::Divisor(p.value_heads);
   tiling.heads_per_key = cuda::Divisor(p.heads_per_key());
@@ -78,7 +83,8 @@ Tiling make_tiling(const StepParams& p, const TokenParams* tokens, int64_t multi
 }
 
 void run(const StepParams& params, const TokenParams* tokens, const at::Tensor& q) {
-  const Tiling tiling = make_tiling(params, tokens, cuda::multiprocessor_count(q.get_device()));
+  const Tiling tiling =
+      make_tiling(params, tokens, cuda::multiprocessor_count(q.get_device()), cuda::max_shared_bytes(q.get_device()));
   TokenParams one_token;
   if (tokens == nullptr && !takes_one_token(params, tiling)) {
     one_token.rows.rows = params.rows;
