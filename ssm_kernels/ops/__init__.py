@@ -3,6 +3,7 @@
 from .._submodules import public_names
 from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
+from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
 from .norm import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
 from .recurrences import *  # noqa: F403
@@ -16,6 +17,7 @@ __all__ = [
     "add_rms_norm",
     "causal_conv1d",
     "causal_conv1d_update",
+    "delta_rule_scan",
     "delta_rule_step",
     "layer_norm_gated",
     "rms_norm_gated",

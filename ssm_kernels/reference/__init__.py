@@ -10,13 +10,15 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 
 and differs only in the two functions ``Abar`` and ``gain``.
 
-In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number.
+In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number. The delta rule
+also subtracts from such a state what it already has for a key.
 """
 
 from .._submodules import public_names
 from .._torchscript import refuse_script_of
 from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
+from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -35,6 +37,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "coefficients",
+    "delta_rule_scan",
     "delta_rule_step",
     "layer_norm_gated",
     "phi1",

@@ -85,9 +85,10 @@ def test_schemas_of_the_page_are_those_registered():
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
             results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
-            assert len(schema.returns) == (1 if name.endswith("_update") else len(results))
+            has_states = any(argument.name == "states_at" for argument in schema.arguments)
+            assert len(schema.returns) == (1 if name.endswith(("_update", "delta_rule_step")) else len(results) + has_states)
         else:
-            forms = "_(selective|ssd_chunk)_scan_states_at|"
+            forms = "_(selective|ssd_chunk)_scan_states_at|_delta_rule_scan|"
             forms += "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"

@@ -34,6 +34,12 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.ssd_chunk_scan(x, None, None, x, x, log_decay=x, gain=x), Tensor)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, states_at=x, return_final_states=True), Triple)
 
+    assert_type(ssm_kernels.delta_rule_scan(x, x, x, x), Tensor)
+    assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, g=x, return_final_states=True), Pair)
+    assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, gate_lower_bound=-5, return_final_states=flag), Tensor | Pair)
+    assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, states_at=(1, 2)), Pair)
+    assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, states_at=x, return_final_states=True), Triple)
+
     assert_type(ssm_kernels.causal_conv1d(x, state), Tensor)
     assert_type(ssm_kernels.causal_conv1d(x, state, activation="silu", return_final_state=False), Tensor)
     assert_type(ssm_kernels.causal_conv1d(x, state, state, initial_state=x, return_final_state=True), Pair)

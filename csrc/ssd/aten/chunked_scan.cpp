@@ -35,7 +35,6 @@
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -46,19 +45,12 @@
 #include <vector>
 
 #include "ssd/aten/layout.h"
-#include "ssd/aten/packed.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
+#include "torch/sequence_batches.h"
 
 namespace ssm_kernels::ssd {
 namespace {
-
-// sum_{j < t <= i} V_ij for each t, of matrices V, (..., steps, steps).
-at::Tensor sum_across(const at::Tensor& V) {
-  const int64_t length = V.size(-1);
-  const at::Tensor is_later = at::ones({length, length}, V.options()).triu_(1);
-  return at::mm(V.view({-1, length}), is_later).view(V.sizes()).tril_().sum(-2);
-}
 
 // sum_{i >= t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64: products with triangles of ones.
 at::Tensor ones_for(const at::Tensor& values) {
@@ -97,29 +89,6 @@ at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, co
   if (is_present(scan.in.D)) y.addcmul_(chunks.x, scan.D());
   return y;
 }
-
-// The states at positions that are asked for beside the results, (rows of the batch, positions, heads, headdim, dstate), or
-// their gradients.
-struct ChosenStates {
-  at::IntArrayRef positions;
-  at::Tensor states;
-
-  // Calls body(chosen state, state at a bound of a run's chunks) for positions after the beginning of the run.
-  template <typename Body>
-  void visit(const Run& run, const at::Tensor& bounds, const Body& body) const {
-    for (size_t i = 0; i < positions.size(); ++i) {
-      const int64_t steps = positions[i] - run.begin;
-      if (steps <= 0 || steps > run.steps()) continue;
-      body(states.narrow(0, run.row, run.rows).select(1, i), bounds.select(0, steps / run.length));
-    }
-  }
-
-  // The state before all steps of a part's rows; undefined if it is not asked for.
-  at::Tensor first(const Part& part) const {
-    const bool is_asked = !positions.empty() && positions[0] == 0;
-    return is_asked ? states.narrow(0, part.row, part.rows).select(1, 0) : at::Tensor();
-  }
-};
 
 void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs, const ChosenStates& chosen) {
   at::Tensor state = scan.load_states(scan.in.initial_states, part);
@@ -300,6 +269,21 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
   if (needs(kGradGain)) scan_.write(grads_[kGradGain], chunks.run, grads.gain);
 }
 
+std::vector<SequencesOfLength> packed_by_length(const Inputs& in) {
+  return sequences_by_length("ssd_chunk_scan", *in.cu_seqlens, in.x.size(1), in.x.device());
+}
+
+// The arguments of the call restricted to sequences of equal length, as a batch.
+Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
+  Inputs batch = call;
+  for (at::Tensor* sequence : {&batch.x, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
+  for (OptionalTensor* sequence : {&batch.dt, &batch.z, &batch.log_decay, &batch.gain}) *sequence = of.steps.take(*sequence);
+  batch.initial_states = of.states.take(call.initial_states);
+  batch.seq_idx = of.steps.take(call.seq_idx);
+  batch.cu_seqlens.reset();
+  return batch;
+}
+
 }  // namespace
 
 FwdOutputs fwd_aten(const Inputs& in) {
@@ -309,7 +293,7 @@ FwdOutputs fwd_aten(const Inputs& in) {
   if (!is_present(in.cu_seqlens)) {
     forward(in, method, outputs);
   } else {
-    for (const SequencesOfLength& of : sequences_by_length(in)) {
+    for (const SequencesOfLength& of : packed_by_length(in)) {
       const FwdOutputs of_batch{of.steps.place(outputs.out), of.states.place(outputs.final_states)};
       forward(packed_batch(in, of), method, of_batch);
       of.steps.put(of_batch.out, outputs.out);
@@ -348,7 +332,7 @@ GradTensors bwd_aten(const BwdInputs& bwd) {
   if (!is_present(bwd.in.cu_seqlens)) {
     Adjoint(bwd, method, grads, sums).compute();
   } else {
-    for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
+    for (const SequencesOfLength& of : packed_by_length(bwd.in)) {
       BwdInputs batch = bwd;
       batch.grad_out = of.steps.take(bwd.grad_out);
       batch.grad_final_states = of.states.take(bwd.grad_final_states);

@@ -19,11 +19,6 @@ namespace ssm_kernels::ssd {
 namespace {
 
 constexpr int64_t kDefaultChunkLength = 64, kMaxChunkLength = 256;
-// Approximate size of a run's temporaries: large enough to amortize the calls of matmuls, and small enough for a CPU's caches.
-constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) << 30;
-
-// Its exponential is zero even in float64. Lower values would cost the differences of the sums their accuracy.
-constexpr double kLowestZeta = -800;
 
 // Steps of a block of cumsum_of_steps.
 constexpr int64_t kSumBlock = 128;
@@ -46,14 +41,14 @@ int64_t choose_chunk_length(const Inputs& in) {
   return std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : by_default, most);
 }
 
-}  // namespace
-
-at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask) {
-  if (!mask.defined()) return values;
-  std::vector<int64_t> shape = mask.sizes().vec();
-  shape.resize(values.dim(), 1);
-  return values.masked_fill_(mask.view(shape), 0);
+// Approximate bytes of the temporaries of a chunk of one row; zero without heads.
+int64_t bytes_per_chunk(const Inputs& in) {
+  const int64_t headdim = in.x.size(3), length = choose_chunk_length(in);
+  const int64_t per_head = 2 * headdim * in.B.size(3) + 4 * length * length + 8 * length * headdim;
+  return in.x.size(2) * per_head * static_cast<int64_t>(wide_options(in.x).dtype().itemsize());
 }
+
+}  // namespace
 
 // PyTorch's cumsum over an axis that is not the innermost has a thread of a GPU for each column. A long run has few columns:
 // its sums are those of blocks of steps, all blocks at once, plus the sums of the blocks before.
@@ -69,76 +64,16 @@ at::Tensor cumsum_of_steps(const at::Tensor& values) {
 }
 
 Scan::Scan(const Inputs& in, Discretization method)
-    : in(in),
+    : ChunkRuns(in.x, choose_chunk_length(in), bytes_per_chunk(in), in.reverse),
+      in(in),
       method(method),
       options(wide_options(in.x)),
-      batch(in.x.size(0)),
-      seqlen(in.x.size(1)),
       heads(in.x.size(2)),
       headdim(in.x.size(3)),
       groups(in.B.size(2)),
       dstate(in.B.size(3)),
-      heads_per_group(heads / groups),
-      chunk_length(choose_chunk_length(in)) {
-  const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length * chunk_length + 8 * chunk_length * headdim;
-  const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
-  chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
+      heads_per_group(heads / groups) {
   if (is_present(in.seq_idx)) starts_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
-}
-
-std::vector<Part> Scan::parts() const {
-  std::vector<Part> result;
-  for (int64_t row = 0; row < batch; row += chunks_per_run_) result.push_back({row, std::min(chunks_per_run_, batch - row)});
-  return result;
-}
-
-std::vector<Run> Scan::runs(const Part& part, at::IntArrayRef bounds) const {
-  std::vector<Run> result;
-  if (heads == 0) return result;
-  const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows);
-  for (int64_t begin = 0; begin < seqlen; begin += result.back().steps()) {
-    const auto* bound = std::find_if(bounds.begin(), bounds.end(), [&](int64_t position) {
-      return position > begin && (position - begin) % chunk_length != 0;
-    });
-    const int64_t steps = (bound == bounds.end() ? seqlen : *bound) - begin, length = std::min(chunk_length, steps);
-    result.push_back({part.row, part.rows, begin, std::min(most, steps / length), length});
-  }
-  return result;
-}
-
-std::vector<Run> Scan::long_runs(const Part& part) const {
-  std::vector<Run> result;
-  if (heads == 0) return result;
-  const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows) * chunk_length;
-  for (int64_t begin = 0; begin < seqlen; begin += most) {
-    result.push_back({part.row, part.rows, begin, 1, std::min(most, seqlen - begin)});
-  }
-  return result;
-}
-
-at::Tensor Scan::run_of(const at::Tensor& tensor, const Run& run) {
-  return tensor.narrow(0, run.row, run.rows)
-      .narrow(1, run.begin, run.steps())
-      .unflatten(1, {run.chunks, run.length})
-      .transpose(0, 1);
-}
-
-Run Scan::mirrored(const Run& run) const {
-  Run result = run;
-  result.begin = seqlen - run.begin - run.steps();
-  return result;
-}
-
-at::Tensor Scan::read(const at::Tensor& argument, const Run& run) const {
-  return in.reverse ? run_of(argument, mirrored(run)).flip({0, 2}) : run_of(argument, run);
-}
-
-void Scan::write(const at::Tensor& result, const Run& run, const at::Tensor& values) const {
-  if (in.reverse) {
-    run_of(result, mirrored(run)).copy_(values.flip({0, 2}));
-  } else {
-    run_of(result, run).copy_(values);
-  }
 }
 
 Chunks Scan::load(const Run& run) const {
@@ -154,7 +89,7 @@ Chunks Scan::load(const Run& run) const {
   Chunks chunks;
   chunks.run = run;
   chunks.steps = make_steps(in, method, [&](const at::Tensor& tensor) { return read(tensor, run); });
-  const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
+  const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestLogDecay);
   chunks.cs = cumsum_of_steps(zeta);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
   const at::Tensor from_start = chunks.cs.exp();
@@ -231,17 +166,7 @@ at::Tensor Scan::weighted_input(const Chunks& chunks) const {
 }
 
 at::Tensor Scan::decay_between(const Chunks& chunks) const {
-  const auto differences = [](const at::Tensor& values) { return values.unsqueeze(-1) - values.unsqueeze(-2); };
-  const at::Tensor cs = chunks.cs.transpose(2, 3).contiguous();
-  const at::Tensor high = cs.to(options.dtype().toScalarType());
-  at::Tensor result = differences(high);
-  if (high.scalar_type() != at::kDouble) {
-    // The low part of cs: the difference is then as exact as one in float64 that is rounded.
-    const at::Tensor low = (cs - high).to(high.scalar_type());
-    result.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2));
-  }
-  // Above the diagonal the exponential may overflow: the result is overwritten there, not multiplied by zero.
-  result.exp_().tril_();
+  at::Tensor result = exp_of_differences(chunks.cs.transpose(2, 3).contiguous(), options);
   if (chunks.sequence.defined()) {
     result.masked_fill_(chunks.sequence.unsqueeze(-1).ne(chunks.sequence.unsqueeze(-2)).unsqueeze(2), 0);
   }

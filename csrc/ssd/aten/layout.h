@@ -7,50 +7,23 @@
 //             one matmul multiplies all heads of a group with B, C or the state
 //   by head:  (chunks, rows, groups, heads of a group, steps, headdim), as matrices (steps, headdim) of each head
 // `chunks` counts the chunks of the run, `rows` the rows of the batch, `steps` the steps of a chunk.
-//
-// Steps and chunks are in the scan's order. A reverse scan reads a run's steps as a flipped copy, since ATen has no negative
-// strides, and flips what it writes: no copy is longer than a run.
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 
-#include <vector>
-
 #include "ssd/aten/step_sizes.h"
 #include "ssd/ssd_op.h"
+#include "torch/chunk_runs.h"
 
 namespace ssm_kernels::ssd {
-
-// Keeps fp32 matmuls in fp32, also if backward is called under autocast or TF32 is allowed.
-struct ExactProducts {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-  at::NoTF32Guard no_tf32;
-};
 
 inline at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(1, 2); }
 
 inline at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(-1); }
 
-// Sets values (chunks, rows, steps, ...) to zero where the mask (chunks, rows, steps), if there is one, is true, and returns
-// them. A product with zero would let NaN through.
-at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
-
 // Returns the cumulative sums of (chunks, rows, steps, ...) float64 values along the steps.
 at::Tensor cumsum_of_steps(const at::Tensor& values);
-
-// Rows of the batch that are scanned together.
-struct Part {
-  int64_t row, rows;
-};
-
-// Consecutive chunks of equal length, of a part's rows.
-struct Run {
-  int64_t row, rows, begin, chunks, length;
-
-  int64_t steps() const { return chunks * length; }
-};
 
 // The tensors of a run that forward and backward read.
 struct Chunks {
@@ -67,24 +40,12 @@ struct Chunks {
   at::Tensor decay;  // e^cs_last, zero if a sequence begins in the chunk, (chunks, rows, heads, 1, 1)
 };
 
-// The scan of a batch. Packed sequences become batches before (packed.h).
-class Scan {
+// The scan of a batch. Packed sequences become batches before (torch/sequence_batches.h).
+class Scan : public ChunkRuns {
  public:
   Scan(const Inputs& in, Discretization method);
 
-  std::vector<Part> parts() const;
-  // Runs of whole chunks whose temporaries have a bounded size; the last run has the incomplete chunk. Each of the ascending
-  // bounds is the end of a chunk: a run of one shorter chunk ends where whole chunks would not.
-  std::vector<Run> runs(const Part& part, at::IntArrayRef bounds = {}) const;
-  // Runs of one long chunk each, for what needs no pairs of steps.
-  std::vector<Run> long_runs(const Part& part) const;
-
   Chunks load(const Run& run) const;
-  // A run of a (batch, seqlen, ...) tensor whose steps are in the scan's order, as (chunks, rows, steps, ...): a view.
-  static at::Tensor run_of(const at::Tensor& tensor, const Run& run);
-  // read: run_of an argument, whose steps a reverse scan puts in the scan's order. write: copies such a run to a result.
-  at::Tensor read(const at::Tensor& argument, const Run& run) const;
-  void write(const at::Tensor& result, const Run& run, const at::Tensor& values) const;
   // Splits the axis of heads of (chunks, rows, steps, heads, ...) into (groups, heads of a group).
   at::Tensor split_heads(const at::Tensor& tensor) const { return tensor.unflatten(3, {groups, heads_per_group}); }
   at::Tensor merge_heads(const at::Tensor& tensor) const { return tensor.flatten(3, 4); }
@@ -125,15 +86,10 @@ class Scan {
   const Inputs& in;
   const Discretization method;
   const at::TensorOptions options;  // of the accumulation type
-  const int64_t batch, seqlen, heads, headdim, groups, dstate, heads_per_group;
-  const int64_t chunk_length;  // steps of a chunk, except the last of a sequence
+  const int64_t heads, headdim, groups, dstate, heads_per_group;
 
  private:
-  // Maps a run of a reverse scan to the run of the tensors that holds its steps.
-  Run mirrored(const Run& run) const;
-
-  int64_t chunks_per_run_;  // of one row
-  at::Tensor starts_;       // with seq_idx: where sequences begin, (batch, seqlen), in the scan's order
+  at::Tensor starts_;  // with seq_idx: where sequences begin, (batch, seqlen), in the scan's order
 };
 
 }  // namespace ssm_kernels::ssd

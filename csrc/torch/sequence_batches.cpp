@@ -1,15 +1,16 @@
-#include "ssd/aten/packed.h"
+#include "torch/sequence_batches.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <map>
 
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels {
 
 at::Tensor SequenceRows::take(const at::Tensor& tensor) const {
   const at::Tensor rows = are_steps ? tensor.select(0, 0) : tensor;
@@ -17,8 +18,8 @@ at::Tensor SequenceRows::take(const at::Tensor& tensor) const {
   return are_steps ? taken.unflatten(0, {sequences, length}) : taken;
 }
 
-OptionalTensor SequenceRows::take(const OptionalTensor& tensor) const {
-  return is_present(tensor) ? OptionalTensor(take(*tensor)) : OptionalTensor();
+std::optional<at::Tensor> SequenceRows::take(const std::optional<at::Tensor>& tensor) const {
+  return is_present(tensor) ? std::optional<at::Tensor>(take(*tensor)) : std::nullopt;
 }
 
 at::Tensor SequenceRows::place(const at::Tensor& result) const {
@@ -38,34 +39,33 @@ void SequenceRows::put(const at::Tensor& values, const at::Tensor& result) const
   }
 }
 
-std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
-  const at::Tensor cu_seqlens = in.cu_seqlens->to(at::Device(at::kCPU), at::kLong).contiguous();
-  check_cu_seqlens_values("ssd_chunk_scan", cu_seqlens, in.x.size(1));
-  const int64_t* const begins = cu_seqlens.const_data_ptr<int64_t>();
+std::vector<SequencesOfLength> sequences_by_length(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen,
+                                                   at::Device device, at::IntArrayRef positions) {
+  const at::Tensor bounds = cu_seqlens.to(at::Device(at::kCPU), at::kLong).contiguous();
+  check_cu_seqlens_values(op, bounds, seqlen);
+  const int64_t* const begins = bounds.const_data_ptr<int64_t>();
   std::map<int64_t, std::vector<int64_t>> by_length;
-  for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) by_length[begins[i + 1] - begins[i]].push_back(i);
   std::vector<SequencesOfLength> result;
+  for (int64_t i = 0; i + 1 < bounds.numel(); ++i) {
+    const int64_t begin = begins[i], length = begins[i + 1] - begin;
+    const auto has = [&](int64_t position) { return is_in_sequence(position, begin, length); };
+    if (std::any_of(positions.begin(), positions.end(), has)) {
+      result.push_back({{true, begin, 1, length, {}}, {false, i, 1, 1, {}}});
+    } else {
+      by_length[length].push_back(i);
+    }
+  }
   for (const auto& [length, sequences] : by_length) {
     const int64_t count = static_cast<int64_t>(sequences.size()), first = sequences.front();
     SequencesOfLength of{{true, begins[first], count, length, {}}, {false, first, count, 1, {}}};
     if (sequences.back() - first + 1 != count) {
       const at::Tensor on_host = at::tensor(sequences, at::kLong);
-      of.states.indices = on_host.to(in.x.device());
-      of.steps.indices = cu_seqlens.index_select(0, on_host).unsqueeze(1).add(at::arange(length)).flatten().to(in.x.device());
+      of.states.indices = on_host.to(device);
+      of.steps.indices = bounds.index_select(0, on_host).unsqueeze(1).add(at::arange(length)).flatten().to(device);
     }
     result.push_back(of);
   }
   return result;
 }
 
-Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
-  Inputs batch = call;
-  for (at::Tensor* sequence : {&batch.x, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
-  for (OptionalTensor* sequence : {&batch.dt, &batch.z, &batch.log_decay, &batch.gain}) *sequence = of.steps.take(*sequence);
-  batch.initial_states = of.states.take(call.initial_states);
-  batch.seq_idx = of.steps.take(call.seq_idx);
-  batch.cu_seqlens.reset();
-  return batch;
-}
-
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels

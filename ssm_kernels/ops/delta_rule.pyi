@@ -1,0 +1,148 @@
+# Written by scripts/generate_stubs.py.
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from ._states_at import Positions
+
+__all__ = ["delta_rule_scan"]
+
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: None = None,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor: ...
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: Positions,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[True],
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: None = None,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[True],
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: Positions,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: None = None,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_at: Positions | None,
+    reverse: bool = False,
+    num_householder: int = 1,
+    qk_l2norm: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
