@@ -93,35 +93,34 @@ __device__ __forceinline__ void produce_copies(int positions, int stages, Pipeli
   for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(ago);
 }
 
-// Run by a warp that computes tables. fetch(position, fetched) starts to load the inputs of a position, kFetchedAhead of the
+// Run by a warp that computes tables. fetch(position, fetched) starts to load the inputs of a position, `fetched_ahead` of the
 // warp's positions ahead. make(fetched) computes the tables of `at_once` positions together. store(stage, fetched, made, k)
 // writes the k-th of them, once its stage is empty. `empty` are the mbarriers of the tables.
-template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
+template <int at_once, typename Fetched, int fetched_ahead = 4, int warps, typename Fetch, typename Make, typename Store>
 __device__ __forceinline__ void produce_tables(int positions, WarpShare<warps> share, int stages, PipelineState& at,
                                                Mbarrier* full, Mbarrier* empty, const Fetch& fetch, const Make& make,
                                                const Store& store) {
-  constexpr int kFetchedAhead = 4;
-  static_assert(kFetchedAhead % at_once == 0, "tables are computed from whole groups of fetched positions");
+  static_assert(fetched_ahead % at_once == 0, "tables are computed from whole groups of fetched positions");
   std::conditional_t<warps == 1, PipelineState&, PipelineState> own = at;
   if constexpr (warps > 1) {
     own.advance(stages, share.first());
     at.advance(stages, positions);
   }
-  Fetched fetched[kFetchedAhead] = {};
+  Fetched fetched[fetched_ahead] = {};
 #pragma unroll
-  for (int i = 0; i < kFetchedAhead; ++i) {
+  for (int i = 0; i < fetched_ahead; ++i) {
     const int position = share.first() + i * warps;
     if (position < positions) fetch(position, fetched[i]);
   }
 #pragma unroll 1
-  for (int first = share.first(); first < positions; first += kFetchedAhead * warps) {
+  for (int first = share.first(); first < positions; first += fetched_ahead * warps) {
 #pragma unroll
-    for (int i = 0; i < kFetchedAhead; i += at_once) {
+    for (int i = 0; i < fetched_ahead; i += at_once) {
       if (first + i * warps >= positions) return;
       const auto made = make(&fetched[i]);
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        const int position = first + (i + k) * warps, next = position + kFetchedAhead * warps;
+        const int position = first + (i + k) * warps, next = position + fetched_ahead * warps;
         if (k > 0 && position >= positions) return;
         if (own.phase > 0) empty[own.stage].wait(own.phase - 1);
         store(own.stage, fetched[i + k], made, k);

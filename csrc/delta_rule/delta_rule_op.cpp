@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "delta_rule/aten/chunked_scan.h"
+#include "delta_rule/cuda/fwd_cuda.h"
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
@@ -172,6 +173,9 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 
 FwdOutputs fwd(const Inputs& in) {
   if (in.q.is_meta()) return meta<check_inputs, allocate_fwd>(in);
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.q.is_cuda() && have_fwd_kernels_for(in)) return fwd_cuda(in);
+#endif
   return fwd_aten(in);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/chunked/chunk_tables.cuh"
+#include "cuda/fragment.cuh"
 
 namespace ssm_kernels::cuda::chunked {
 

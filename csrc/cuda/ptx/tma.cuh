@@ -20,6 +20,20 @@ __device__ __forceinline__ void tma_load(void* shared, const void* global, int b
 #endif
 }
 
+// The same for a tile of a tensor, at the given coordinates, innermost first. The tile begins at a multiple of 1024 bytes of
+// shared memory. Elements outside of the tensor become zeros, and count as copied.
+__device__ __forceinline__ void tma_load_tile(void* shared, const TmaDescriptor& map, int first, int second, int third,
+                                              int fourth, Mbarrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(target),
+      "l"(&map), "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(barrier.address())
+      : "memory");
+#endif
+}
+
 // Copies from shared memory, and commits a group. Only threads with `starts` start the copy: by a predicate, because wgmma in
 // flight would delay a branch. The copy sees writes of the block's threads that they published by fence_proxy_async() before a
 // barrier.

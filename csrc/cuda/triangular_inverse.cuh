@@ -1,0 +1,169 @@
+// The inverse M of a unit lower triangular matrix I + A of 64 rows, by one warpgroup.
+//
+// Warp w holds row block w, 16 rows, of A as accumulators. It inverts its diagonal block by elimination in fp32, in registers.
+// Then it computes the rows of M^T that belong to its 16 columns, block by block to the right:
+//
+//   M^T (w, i) = -(sum over j from w to i - 1 of M^T (w, j) A (i, j)^T) M(i, i)^T
+//
+// in products of TF32 numbers with fp32 accumulation. Neumann doubling, (I - A)(I + A^2)..., would square A instead: for equal
+// keys its powers grow to 1e18 before they cancel.
+//
+// M^T (w, j) stays in registers, because the accumulators of two neighboring column blocks are an operand A
+// (cuda/mma_tf32x3.cuh). A (i, j) and M(i, i) are accumulators of other warps and operands B without a change of layout: in
+// shared memory they are in the order of lanes. All loops are unrolled with the warp's number known, so that no branch divides
+// the code.
+#pragma once
+
+#include "cuda/fragment.cuh"
+#include "cuda/mma_tf32x3.cuh"
+
+namespace ssm_kernels::cuda {
+
+class TriangularInverse {
+ public:
+  static constexpr int kBlocks = kWarpgroupWarps, kBlockRows = 16, kColumnBlocks = 2 * kBlocks;  // of 8 columns
+
+  // The rows of M^T in the diagonal block, of the warp's 16 columns.
+  using DiagonalBlock = float[2][4];
+
+  // Takes the warp's rows of A: elements on and above the diagonal are zero, or in blocks right of the diagonal anything.
+  // Inverts the diagonal block.
+  template <int warp>
+  __device__ __forceinline__ void put(const float (&a)[kColumnBlocks][4], DiagonalBlock& transposed, const FragmentLane& lane) {
+#pragma unroll
+    for (int j = 0; j < warp; ++j) put_words(products_[product_of(warp, j)], a[2 * j], a[2 * j + 1], lane);
+    // The blocks of eight rows of M that are not zero: first and second on the diagonal, and below it.
+    float first[2], second[2], below[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) first[i] = second[i] = lane.quad == 2 * lane.pair + i ? 1.0f : 0.0f;
+    const auto row_of = [&](const float (&m)[2], int row, int i) { return __shfl_sync(kAllLanes, m[i], 4 * row + lane.pair); };
+    const auto column_of = [&](float even, float odd, int column) {
+      return __shfl_sync(kAllLanes, column % 2 == 0 ? even : odd, 4 * lane.quad + column / 2);
+    };
+    const auto eliminate = [](float (&m)[2], float factor, const float (&row)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) m[i] = fmaf(-factor, row[i], m[i]);
+    };
+    const float (&left)[4] = a[2 * warp], (&right)[4] = a[2 * warp + 1];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float first_row[2] = {row_of(first, j, 0), row_of(first, j, 1)},
+                  second_row[2] = {row_of(second, j, 0), row_of(second, j, 1)};
+      eliminate(first, column_of(left[0], left[1], j), first_row);
+      eliminate(below, column_of(left[2], left[3], j), first_row);
+      eliminate(second, column_of(right[2], right[3], j), second_row);
+    }
+#pragma unroll
+    for (int j = 0; j < 7; ++j) {
+      const float below_row[2] = {row_of(below, j, 0), row_of(below, j, 1)};
+      eliminate(below, column_of(right[2], right[3], j), below_row);
+    }
+    put_words(inverses_[warp], {-first[0], -first[1], -below[0], -below[1]}, {0, 0, -second[0], -second[1]}, lane);
+    const auto transpose = [&](const float (&m)[2], float& low, float& high) {
+      const auto element = [&](int i) {
+        const int source = 4 * (2 * lane.pair + i) + lane.quad / 2;
+        const float even = __shfl_sync(kAllLanes, m[0], source), odd = __shfl_sync(kAllLanes, m[1], source);
+        return lane.quad % 2 == 0 ? even : odd;
+      };
+      low = element(0);
+      high = element(1);
+    };
+    transpose(first, transposed[0][0], transposed[0][1]);
+    transpose(below, transposed[1][0], transposed[1][1]);
+    transpose(second, transposed[1][2], transposed[1][3]);
+    transposed[0][2] = transposed[0][3] = 0;
+  }
+
+  // Computes the warp's rows of M^T, after a barrier of the warpgroup: calls emit(n, values) for each block of 8 columns from
+  // the diagonal on.
+  template <int warp, typename Emit>
+  __device__ __forceinline__ void multiply(const DiagonalBlock& diagonal, const FragmentLane& lane, const Emit& emit) const {
+    float block[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) block[n][i] = diagonal[n][i];
+      emit(2 * warp + n, block[n]);
+    }
+    Operand rows[kBlocks];
+#pragma unroll
+    for (int column_block = warp + 1; column_block < kBlocks; ++column_block) {
+      rows[column_block - 1].prepare(block);
+      // Each product has a sum of its own, because a chain of dependent products takes longer than their number.
+      float sums[2 * (kBlocks - 1)][2][4] = {};
+#pragma unroll
+      for (int j = warp; j < column_block; ++j) {
+        rows[j].multiply(sums[2 * (j - warp)], sums[2 * (j - warp) + 1], products_[product_of(column_block, j)], lane);
+      }
+#pragma unroll
+      for (int k = 1; k < 2 * (column_block - warp); ++k) add(sums[0], sums[k]);
+      Operand summed;
+      summed.prepare(sums[0]);
+      float other[2][4] = {};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) block[n][i] = 0;
+      }
+      summed.multiply(block, other, inverses_[column_block], lane);
+      add(block, other);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) emit(2 * column_block + n, block[n]);
+    }
+  }
+
+ private:
+  static constexpr int kProducts = kBlocks * (kBlocks - 1) / 2;
+
+  // The accumulators of a block of 16 x 16, rounded to TF32, in the order of lanes: an operand B of products with its
+  // transpose.
+  using Words = uint4[2][kWarpSize];
+
+  static __device__ __forceinline__ void put_words(Words& words, const float (&first)[4], const float (&second)[4],
+                                                   const FragmentLane& lane) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      Tf32Rounded<4> rounded;
+      rounded.prepare(n == 0 ? first : second);
+      words[n][lane.index] = {rounded.values[0], rounded.values[1], rounded.values[2], rounded.values[3]};
+    }
+  }
+
+  // An operand A, 16 x 16.
+  struct Operand {
+    Tf32Rounded<4> columns[2];
+
+    __device__ __forceinline__ void prepare(const float (&d)[2][4]) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float values[4] = {d[n][0], d[n][2], d[n][1], d[n][3]};
+        columns[n].prepare(values);
+      }
+    }
+    // Adds the product with the transpose of a block, in two parts.
+    __device__ __forceinline__ void multiply(float (&sum)[2][4], float (&other_sum)[2][4], const Words& words,
+                                             const FragmentLane& lane) const {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint4 b = words[n][lane.index];
+        mma_tf32(n == 0 ? sum[0] : other_sum[0], columns[n].values, {b.x, b.y});
+        mma_tf32(n == 0 ? sum[1] : other_sum[1], columns[n].values, {b.z, b.w});
+      }
+    }
+  };
+
+  static __device__ __forceinline__ void add(float (&sum)[2][4], const float (&other)[2][4]) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[n][i] += other[n][i];
+    }
+  }
+  static __device__ __forceinline__ constexpr int product_of(int row_block, int column_block) {
+    return row_block * (row_block - 1) / 2 + column_block;
+  }
+
+  Words products_[kProducts], inverses_[kBlocks];
+};
+
+}  // namespace ssm_kernels::cuda

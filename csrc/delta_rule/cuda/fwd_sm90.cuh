@@ -1,0 +1,478 @@
+// The delta rule's forward with wgmma, for fp16 and bf16 on compute capability 9.0a. With the decay a and the writing strength
+// beta of a value head, key k, query q and value v of a step, S is V x K:
+//
+//   S_t = a_t S_{t-1} + beta_t (v_t - a_t S_{t-1} k_t) k_t^T        o_t = scale S_t q_t
+//
+// Within a chunk of kChunk steps everything is a matrix product. s is the cumulative sum of log a from the chunk's start, l the
+// chunk's last step, S the state before the chunk, G(i, j) = e^(s_i - s_j) for j <= i, else 0:
+//
+//   A = strictly lower part of diag(beta) (K K^T G)        M = (I + A)^-1 diag(beta)        P = scale (Q K^T G)
+//   R^T = V^T - (S K^T) e^(s_i)                            what the state predicts wrongly
+//   U^T = R^T M^T                                          what each step adds, after the additions of the steps before it
+//   O^T = scale (S Q^T) e^(s_i) + U^T P^T
+//   S'  = e^(s_l) S + (U_j e^(s_l - s_j))^T K
+//
+// A block has two consumer warpgroups, a matrix warpgroup and a producer warpgroup. A consumer warpgroup holds 64 rows of V and
+// up to 128 columns of S as accumulators. No value of the chain S, R, U, S leaves its registers: each is the operand A of the
+// next product, and K, M and P are operands B in shared memory. S Q^T runs beside the chain. The matrix warpgroup works up to
+// two chunks ahead: it multiplies K K^T and Q K^T, inverts (cuda/triangular_inverse.cuh) and writes M and P. Of the producer
+// warpgroup one thread starts TMA loads of q, k and v, and a warp computes the tables of decays.
+//
+// M is a hi/lo split: its rounding would dominate the error of out for correlated keys. S, R, U and P are rounded once.
+//
+// Blocks of 64 rows of V of a head belong to one block, in pairs; with an odd number one warpgroup idles. Where work tiles
+// outnumber the multiprocessors, blocks share them by chunks (cuda/chunked/scheduler.cuh). A block takes a packed sequence
+// whole.
+#pragma once
+
+#include "cuda/chunked/decay_mask.cuh"
+#include "cuda/chunked/epilogue.cuh"
+#include "cuda/chunked/state_carry.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "cuda/triangular_inverse.cuh"
+#include "delta_rule/cuda/decay_gates.cuh"
+#include "delta_rule/cuda/toolkit.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+struct DeltaRuleTables : ChunkTables {
+  alignas(16) float beta[kChunk];
+};
+
+template <int columns>
+struct FwdSm90Shared {
+  static constexpr int kStages = 3, kMatrices = 2;
+  struct Stage {
+    SmemTile<columns> q, k;
+    SmemTile<kStateRows> v[kWarpgroups];
+  };
+  // M^T, of which rows are steps j, and P, of which rows are steps i.
+  struct Matrices {
+    SmemTile<kChunk> inverse, inverse_lo, p;
+  };
+  Stage stages[kStages];
+  Matrices matrices[kMatrices];
+  SmemTile<kStateRows> out[kWarpgroups];
+  cuda::TriangularInverse inverse;
+  DeltaRuleTables tables[kStages];
+  Mbarrier full[kStages], empty[kStages], matrices_full[kMatrices], matrices_empty[kMatrices];
+
+  static constexpr int kBytes() { return kOperandAlignment + static_cast<int>(sizeof(FwdSm90Shared)); }
+};
+
+// out = y. (cuda/chunked/epilogue.cuh)
+struct RoundOut {
+  __device__ __forceinline__ RoundOut(const DeltaRuleFwdParams&, const StateTile&, const FragmentLane&) {}
+
+  template <typename Scalar, typename Order>
+  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&)[kStepGroups][4],
+                                        SmemTile<kStateRows>*, SmemTile<kStateRows>& tile, const FragmentLane& lane) const {
+#pragma unroll
+    for (int i = 0; i < kStepGroups; ++i) {
+      uint32_t rounded[4];
+      pack_operand<Scalar>(y, i, rounded);
+      cuda::stmatrix_transposed(tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index), rounded);
+    }
+  }
+};
+
+template <typename Scalar, int columns>
+struct FwdSm90 {
+  using Params = DeltaRuleFwdParams;
+  using Gates = DecayGates<Scalar>;
+  using Shared = FwdSm90Shared<columns>;
+  using TileState = State<columns>;
+  using Epilogue = TmaEpilogue<Scalar, InOrder, RoundOut, Params>;
+  static constexpr int kStateGroups = columns / 16;
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + 2 * kWarpgroupThreads;
+  static constexpr int kMatrixWarpgroup = kWarpgroups;
+  static constexpr int kTileColumns = 64;  // of a TMA tile
+  static constexpr int kConsumerRegisters = 192, kMatrixRegisters = 96, kProducerRegisters = 32;
+  static_assert(kWarpgroups * kConsumerRegisters + kMatrixRegisters + kProducerRegisters <= 4 * 128,
+                "a block starts with 128 registers a thread");
+  static constexpr int kFetchedAhead = 2;  // chunks of gates: registers are few
+  static constexpr int kMatrixBarrier = kPartialOutIsRead + 1;
+
+  const Params& p;
+  const Unpacked<Params>& unpacked;  // the scheduler of chunks; packed sequences are work tiles of one range each
+  const Schedule& schedule;
+  Shared& shared;
+
+  // Calls body(scheduler, span) for the segments of the block's range.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_span(const Body& body) const {
+    TileScheduler<Unpacked<Params>> scheduler(unpacked, schedule);
+#pragma unroll 1
+    while (!scheduler.is_done()) {
+      body(scheduler, p.cu_seqlens == nullptr ? scheduler.span() : WorkSpan(p, schedule, scheduler.work_tile().index));
+      scheduler.advance();
+    }
+  }
+
+  __device__ __forceinline__ void produce() {
+    const int warp = threadIdx.x / kWarpSize - (kWarpgroups + 1) * kWarpgroupWarps;
+    PipelineState pipeline;
+    if (warp == 0 && threadIdx.x % kWarpSize == 0) {
+      for_each_span([&](const auto&, const WorkSpan& at) { load(at, pipeline); });
+    } else if (warp == 1) {
+      for_each_span([&](const auto&, const WorkSpan& at) { produce_decays(at, pipeline); });
+    }
+  }
+
+  // Run by one thread. Steps past the end of the tensor are zeros; those past the end of a packed sequence belong to the next
+  // one.
+  __device__ __forceinline__ void load(const WorkSpan& at, PipelineState& pipeline) {
+    const int key_head = at.group / p.value_heads_per_key_head, first_row = StateTile(p, schedule, at, 0).first_row,
+              batch = static_cast<int>(at.batch);
+#pragma unroll 1
+    for (int chunk = 0; chunk < at.chunks; ++chunk) {
+      if (pipeline.phase > 0) shared.empty[pipeline.stage].wait(pipeline.phase - 1);
+      auto& target = shared.stages[pipeline.stage];
+      Mbarrier& full = shared.full[pipeline.stage];
+      const int step = static_cast<int>(at.start) + chunk * kChunk;
+      full.arrive_and_expect_tx(sizeof(target));
+#pragma unroll
+      for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+        cuda::tma_load_tile(&target.k.panels[panel], p.k_descriptor, panel * kTileColumns, key_head, step, batch, full);
+      }
+#pragma unroll
+      for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+        cuda::tma_load_tile(&target.q.panels[panel], p.q_descriptor, panel * kTileColumns, key_head, step, batch, full);
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpgroups; ++i) {
+        cuda::tma_load_tile(&target.v[i], p.v_descriptor, first_row + i * kStateRows, at.group, step, batch, full);
+      }
+      pipeline.advance(Shared::kStages);
+    }
+  }
+
+  __device__ __forceinline__ void produce_decays(const WorkSpan& at, PipelineState& pipeline) {
+    using Fetched = FetchedSteps<Gates>;
+    const Gates gates;
+    const auto source = Gates::source(p, at, at.group, 0);
+    cuda::produce_tables<1, Fetched, kFetchedAhead>(
+        at.chunks, WarpShare<1>(), Shared::kStages, pipeline, shared.full, shared.empty,
+        [&](int chunk, Fetched& fetched) {
+          fetched.fetch(p, Gates::later(p, source, chunk), at.resets(p, chunk), at.steps_of(chunk));
+        },
+        [&](const Fetched* fetched) {
+          ChunkCumsum<1, Gates> made;
+          made.make(p, gates, fetched);
+          return made;
+        },
+        [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Gates>& made, int k) {
+          DeltaRuleTables& tables = shared.tables[stage];
+          made.store(k, tables);
+          reinterpret_cast<float2*>(tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+        });
+  }
+
+  // Run by the matrix warpgroup.
+  __device__ __forceinline__ void make_matrices() {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    for (auto& matrices : shared.matrices) {
+      clear_left_of_diagonal<InOrder>(matrices.inverse, lane);
+      clear_left_of_diagonal<InOrder>(matrices.inverse_lo, lane);
+      clear_right_of_diagonal(matrices.p, lane);
+    }
+    PipelineState stages, matrices;
+    for_each_span([&](const auto&, const WorkSpan& at) {
+#pragma unroll 1
+      for (int left = at.chunks; left > 0; --left) {
+        if (matrices.phase > 0) shared.matrices_empty[matrices.stage].wait(matrices.phase - 1);
+        shared.full[stages.stage].wait(stages.phase);
+        const int steps = at.steps_of(at.chunks - left);
+        if (p.cu_seqlens != nullptr && steps < kChunk) clear_next_sequence(shared.stages[stages.stage], steps);
+        make_matrices_of_chunk(stages.stage, shared.matrices[matrices.stage], lane);
+        cuda::fence_proxy_async();
+        shared.matrices_full[matrices.stage].arrive();
+        // All warps have read the blocks of the inverse.
+        cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+        stages.advance(Shared::kStages);
+        matrices.advance(Shared::kMatrices);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void make_matrices_of_chunk(int stage, typename Shared::Matrices& target,
+                                                         const FragmentLane& lane) {
+    const auto& tiles = shared.stages[stage];
+    const DeltaRuleTables& tables = shared.tables[stage];
+    const uint64_t k_rows = make_operand(tiles.k), q_rows = make_operand(tiles.q);
+    float products[kStepBlocks][4];
+    const auto multiply_by_keys = [&](uint64_t rows) {
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false, false>(products, columns_of(rows, k), columns_of(k_rows, k), k > 0);
+      }
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<0>(products);
+    };
+    cuda::TriangularInverse::DiagonalBlock diagonal;
+    float beta[2];
+    multiply_by_keys(k_rows);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
+    visit_warp(lane, [&](auto warp) {
+      apply_decays<warp, /*has_diagonal=*/false>(products, beta, tables, lane);
+      shared.inverse.template put<warp>(products, diagonal, lane);
+    });
+    multiply_by_keys(q_rows);
+    const FragmentPairs<> pairs(lane);
+    visit_warp(lane, [&](auto warp) {
+      apply_decays<warp, /*has_diagonal=*/true>(products, {p.scale, p.scale}, tables, lane);
+#pragma unroll
+      for (int n = 0; n < 2 * warp + 2; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          pairs.at(target.p, n, half) = cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]);
+        }
+      }
+      shared.empty[stage].arrive();
+      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+      shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float low = beta[half] * transposed[2 * half], high = beta[half] * transposed[2 * half + 1];
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          pairs.at(target.inverse, n, half) = rounded;
+          pairs.at(target.inverse_lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+        }
+      });
+    });
+  }
+
+  // Calls body with the number of the warp as a constant: warps have different blocks of the matrices. Products of the
+  // warpgroup are outside, because all of its warps execute the same ones.
+  template <typename Body>
+  static __device__ __forceinline__ void visit_warp(const FragmentLane& lane, const Body& body) {
+    if (lane.warp == 0) body(std::integral_constant<int, 0>());
+    if (lane.warp == 1) body(std::integral_constant<int, 1>());
+    if (lane.warp == 2) body(std::integral_constant<int, 2>());
+    if (lane.warp == 3) body(std::integral_constant<int, 3>());
+  }
+
+  // Multiplies by the decays between the steps of the warp's rows and those of columns up to its diagonal block, and by factors
+  // of the lane's rows. Left of the diagonal block a decay is the product of those from the column to the warp's first row, and
+  // from there to the row: neither exceeds 1. Elements above the diagonal become zero, and on it unless has_diagonal.
+  template <int warp, bool has_diagonal>
+  __device__ __forceinline__ void apply_decays(float (&products)[kStepBlocks][4], const float (&factors)[2],
+                                               const DeltaRuleTables& tables, const FragmentLane& lane) const {
+    const float log2_of_first = tables.log2_cumsum[16 * warp];
+    float log2_of_row[2], rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      log2_of_row[half] = tables.log2_cumsum[lane.row + 8 * half];
+      rows[half] = factors[half] * Math<float>::exp2(log2_of_row[half] - log2_of_first);
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * warp; ++n) {
+      const float2 log2 = column_pair(tables.log2_cumsum, n, lane);
+      const float of_columns[2] = {Math<float>::exp2(log2_of_first - log2.x), Math<float>::exp2(log2_of_first - log2.y)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[n][i] *= rows[i / 2] * of_columns[i % 2];
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 log2 = column_pair(tables.log2_cumsum, 2 * warp + n, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int distance = lane.quad + 8 * (i / 2) - (8 * n + 2 * lane.pair + i % 2);
+        float& product = products[2 * warp + n][i];
+        // Above the diagonal the decay may be Inf: it is selected.
+        const float decay = factors[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
+        product = (has_diagonal ? distance >= 0 : distance > 0) ? product * decay : 0.0f;
+      }
+    }
+    if (!has_reset(p, tables)) return;
+#pragma unroll
+    for (int n = 0; n < 2 * warp + 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kBlockSteps * n + 2 * lane.pair + i % 2 < tables.first[lane.row + 8 * (i / 2)]) products[n][i] = 0;
+      }
+    }
+  }
+
+  // Clears the steps from `steps` on: their values may be NaN.
+  static __device__ __forceinline__ void clear_next_sequence(typename Shared::Stage& tiles, int steps) {
+    for (int row = steps + static_cast<int>(threadIdx.x % kWarpgroupThreads) / 8; row < kChunk; row += kWarpgroupThreads / 8) {
+      const int vector = threadIdx.x % 8;
+#pragma unroll
+      for (auto& panel : tiles.k.panels) panel[row][vector] = {0, 0, 0, 0};
+#pragma unroll
+      for (auto& tile : tiles.v) tile.panels[0][row][vector] = {0, 0, 0, 0};
+    }
+    cuda::fence_proxy_async();
+    cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+  }
+
+  // Clears the blocks right of the diagonal, once: the others are written for each chunk.
+  static __device__ __forceinline__ void clear_right_of_diagonal(SmemTile<kChunk>& tile, const FragmentLane& lane) {
+    if (lane.pair != 0) return;
+    for (int half = 0; half < 2; ++half) {
+      for (int block = 2 * lane.warp + 2; block < kStepBlocks; ++block) *tile.vector(lane.row + 8 * half, block) = {0, 0, 0, 0};
+    }
+  }
+
+  // The values of a lane's two steps in a block of columns.
+  static __device__ __forceinline__ float2 column_pair(const StepTable& table, int block, const FragmentLane& lane) {
+    return *reinterpret_cast<const float2*>(&table[kBlockSteps * block + 2 * lane.pair]);
+  }
+
+  // Run by a consumer warpgroup.
+  __device__ __forceinline__ void consume(int index) {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    PipelineState stages, matrices;
+    const StateCarry<columns, ScalarMap, Unpacked<Params>> carry(unpacked, schedule, index);
+    for_each_span([&](const auto& scheduler, const WorkSpan& at) {
+      const StateTile state_tile(p, schedule, at, index);
+      TileState state;
+      carry.load_before(state, scheduler, lane);
+      scan_span(state, at, state_tile, index, lane, stages, matrices,
+                [&](int left) { carry.store_chunk_state(state, scheduler, left, lane); });
+      carry.store_after(state, scheduler, lane);
+    });
+    Epilogue::wait_for_sent();
+  }
+
+  template <typename StoreChunkState>
+  __device__ __forceinline__ void scan_span(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
+                                            const FragmentLane& lane, PipelineState& stages, PipelineState& matrices,
+                                            const StoreChunkState& store_chunk_state) {
+    const Epilogue out(p, at, state_tile, lane);
+#pragma unroll 1
+    for (int left = at.chunks; left > 0; --left) {
+      shared.full[stages.stage].wait(stages.phase);
+      // Before any product: the compiler waits for those in flight before a loop.
+      shared.matrices_full[matrices.stage].wait(matrices.phase);
+      auto& tiles = shared.stages[stages.stage];
+      const DeltaRuleTables& tables = shared.tables[stages.stage];
+      const uint64_t k_rows = make_operand(tiles.k), q_rows = make_operand(tiles.q);
+
+      uint32_t s[kStateGroups][4];
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+      uint32_t x[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::ldmatrix_transposed(x[j], tiles.v[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
+      }
+      float u[kStepBlocks][4], y[kStepBlocks][4];
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
+        cuda::gemm<Scalar, false>(y, s[k], columns_of(q_rows, k), k > 0);
+      }
+      cuda::warpgroup_commit();
+      // For both: rounded S would take registers from the conversion.
+      cuda::warpgroup_wait<0>(u);
+      cuda::warpgroup_wait<0>(y);
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+        const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t& pair = x[n / 2][n % 2 * 2 + half];
+          const float2 v = cuda::unpack<Scalar>(pair);
+          pair = cuda::pack<Scalar>(fmaf(-decay.x, u[n][2 * half], v.x), fmaf(-decay.y, u[n][2 * half + 1], v.y));
+        }
+      }
+      auto& factors = shared.matrices[matrices.stage];
+      const uint64_t inverse_rows = make_operand(factors.inverse), lo_rows = make_operand(factors.inverse_lo);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(u, x[j], rows_of(inverse_rows, j), j > 0);
+        cuda::gemm<Scalar, true>(u, x[j], rows_of(lo_rows, j), true);
+      }
+      cuda::warpgroup_commit();
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+        const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[n][i] *= p.scale * (i % 2 == 0 ? decay.x : decay.y);
+      }
+      // All warps have written the previous chunk's out.
+      sync_warpgroup(index);
+      if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
+      cuda::warpgroup_wait<0>(u);
+
+      uint32_t scaled[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        pack_operand<Scalar>(u, j, x[j]);
+#pragma unroll
+        for (int n = 2 * j; n < 2 * j + 2; ++n) {
+          const float2 to_end = column_pair(tables.gain_to_chunk_end, n, lane);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) u[n][i] *= i % 2 == 0 ? to_end.x : to_end.y;
+        }
+        pack_operand<Scalar>(u, j, scaled[j]);
+      }
+      state.decay(tables.chunk_decay);
+      const bool keeps_state = !has_reset(p, tables);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(k_rows, j), j > 0 || keeps_state);
+      }
+      cuda::warpgroup_commit();
+      const uint64_t p_rows = make_operand(factors.p);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, false>(y, x[j], columns_of(p_rows, j), true);
+      cuda::warpgroup_commit();
+      out.wait_for_sent();
+      sync_warpgroup(index);
+      cuda::warpgroup_wait<0>(state.values);
+      cuda::warpgroup_wait<0>(y);
+      shared.matrices_empty[matrices.stage].arrive();
+      shared.empty[stages.stage].arrive();
+      out.write(y, x, nullptr, shared.out[index], lane);
+      stages.advance(Shared::kStages);
+      matrices.advance(Shared::kMatrices);
+      store_chunk_state(left - 1);
+    }
+    sync_warpgroup(index);
+    out.send_last(shared.out[index]);
+  }
+};
+
+template <typename Scalar, int columns>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns>::kThreads : kWarpSize, 1)
+    delta_rule_fwd_sm90_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
+                               const __grid_constant__ Schedule schedule) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Fwd = FwdSm90<Scalar, columns>;
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
+  Fwd fwd{p, p, schedule, shared};
+  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  if (threadIdx.x < Fwd::Shared::kStages) {
+    shared.full[threadIdx.x].init(1 + kWarpSize);
+    shared.empty[threadIdx.x].init(Fwd::kConsumerThreads + kWarpgroupThreads);
+  }
+  if (threadIdx.x < Fwd::Shared::kMatrices) {
+    shared.matrices_full[threadIdx.x].init(kWarpgroupThreads);
+    shared.matrices_empty[threadIdx.x].init(Fwd::kConsumerThreads);
+  }
+  take_range(schedule);
+  __syncthreads();
+  if (warpgroup > Fwd::kMatrixWarpgroup) {
+    cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
+    fwd.produce();
+  } else if (warpgroup == Fwd::kMatrixWarpgroup) {
+    cuda::warpgroup_reg_dealloc<Fwd::kMatrixRegisters>();
+    fwd.make_matrices();
+  } else {
+    cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
+    fwd.consume(warpgroup);
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,7 @@
+#include "delta_rule/cuda/fwd.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+template cudaError_t launch_delta_rule_fwd<__half>(const DeltaRuleFwdParams&, const Schedule&, cudaStream_t);
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,181 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/integers.h"
+#include "cuda/device.h"
+#include "delta_rule/aten/gates.h"
+#include "delta_rule/cuda/fwd_cuda.h"
+#include "delta_rule/cuda/launch.h"
+#include "torch/allocation.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::delta_rule {
+namespace {
+
+constexpr int64_t kVectorBytes = 16, kVectorElements = 8;
+
+bool are_vectors(const at::Tensor& tensor) {
+  bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 &&
+                reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) {
+    result &= tensor.size(axis) == 1 || (tensor.stride(axis) > 0 && tensor.stride(axis) % kVectorElements == 0);
+  }
+  return result;
+}
+
+// Rows as vectors of 16 bytes, the last filled up with zeros.
+at::Tensor as_vectors(const at::Tensor& tensor) {
+  if (are_vectors(tensor)) return tensor;
+  const int64_t missing = round_up(tensor.size(3), kVectorElements) - tensor.size(3);
+  return missing == 0 ? tensor.contiguous().clone() : at::constant_pad_nd(tensor, {0, missing});
+}
+
+// Describes tiles of kChunk steps and 64 elements of a row.
+void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor) {
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
+  C10_CUDA_CHECK(cuda::make_tma_descriptor(descriptor, const_cast<void*>(tensor.const_data_ptr()),
+                                           {size(3), size(2), size(1), size(0)},
+                                           {tensor.stride(2), tensor.stride(1), tensor.stride(0)}, {64, 1, kChunk, 1}));
+}
+
+RowsView view_of(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+// The tensors that a kernel reads and writes.
+struct Operands {
+  at::Tensor q, k, v, out, log_decay, beta, initial_states, final_states, cu_seqlens, resets;
+};
+
+Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
+  Operands result;
+  const auto vectors = [&](const at::Tensor& rows) {
+    if (!in.qk_l2norm) return as_vectors(rows);
+    return as_vectors(normalized(in, rows.to(at::kFloat)).rows.to(rows.scalar_type()));
+  };
+  result.q = vectors(in.q);
+  result.k = in.k.is_same(in.q) ? result.q : vectors(in.k);
+  result.v = as_vectors(in.v);
+  result.out =
+      are_vectors(outputs.out)
+          ? outputs.out
+          : empty_tensor({in.v.size(0), in.v.size(1), in.v.size(2), round_up(in.v.size(3), kVectorElements)}, in.v.options());
+  if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
+  result.beta = betas(in, in.beta.to(at::kFloat));
+  if (is_present(in.initial_states)) result.initial_states = in.initial_states->contiguous();
+  result.final_states = outputs.final_states;
+  // States have rows of pairs in memory.
+  if (in.q.size(3) % 2 != 0) {
+    if (result.initial_states.defined()) result.initial_states = at::constant_pad_nd(result.initial_states, {0, 1});
+    result.final_states = at::constant_pad_nd(outputs.final_states, {0, 1});
+  }
+  if (is_present(in.cu_seqlens)) result.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
+  if (is_present(in.seq_idx)) result.resets = sequence_starts(*in.seq_idx).contiguous();
+  return result;
+}
+
+DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
+  DeltaRuleFwdParams params;
+  params.batch = operands.final_states.size(0);
+  params.seqlen = in.q.size(1);
+  params.heads = params.groups = in.v.size(2);
+  params.headdim = static_cast<int>(in.v.size(3));
+  params.dstate = static_cast<int>(in.q.size(3));
+  params.state_columns = static_cast<int>(operands.final_states.size(3));
+  params.value_heads_per_key_head = static_cast<int>(in.v.size(2) / in.q.size(2));
+  params.scale = static_cast<float>(scale_of(in));
+  params.out = view_of(operands.out);
+  const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
+  if (operands.log_decay.defined()) params.log_decay = of_steps(operands.log_decay);
+  params.beta = of_steps(operands.beta);
+  if (operands.cu_seqlens.defined()) params.cu_seqlens = operands.cu_seqlens.const_data_ptr<int64_t>();
+  if (operands.resets.defined()) params.resets = static_cast<const uint8_t*>(operands.resets.const_data_ptr());
+  if (operands.initial_states.defined()) params.initial_states = operands.initial_states.const_data_ptr<float>();
+  params.final_states = operands.final_states.data_ptr<float>();
+  params.states_stride_entry = operands.final_states.stride(0);
+  describe_tiles(params.q_descriptor, operands.q);
+  describe_tiles(params.k_descriptor, operands.k);
+  describe_tiles(params.v_descriptor, operands.v);
+  describe_tiles(params.out_descriptor, operands.out);
+  return params;
+}
+
+// Blocks take equally many chunks, where no work tile becomes longer than a block's range, or whole work tiles. A packed
+// sequence is a work tile that counts as one chunk.
+struct Work {
+  Schedule schedule;
+  at::Tensor states, flags;
+};
+Work divide(const DeltaRuleFwdParams& params, const at::TensorOptions& options) {
+  Work work;
+  Schedule& schedule = work.schedule;
+  static_cast<WorkPartition&>(schedule) =
+      partition_work({params.batch, params.seqlen, params.heads, params.groups, params.headdim, params.dstate});
+  if (params.cu_seqlens != nullptr) schedule.chunks = 1;
+  const int64_t multiprocessors = cuda::multiprocessor_count(options.device().index()),
+                chunks = schedule.work_tiles * schedule.chunks;
+  TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
+                    "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
+  const int64_t equal = ceil_div(chunks, multiprocessors),
+                whole = ceil_div(schedule.work_tiles, multiprocessors) * schedule.chunks;
+  if (params.cu_seqlens != nullptr) {
+    schedule.length = 1;
+  } else {
+    schedule.length = equal >= schedule.chunks && equal + 1 < whole ? equal : whole;
+  }
+  schedule.blocks = ceil_div(chunks, schedule.length);
+  if (schedule.length % schedule.chunks == 0) return work;
+  const int64_t cuts = schedule.blocks * kWarpgroups;
+  work.states = empty_tensor({cuts, kStateRows * tile_columns(params.dstate)}, options.dtype(at::kFloat));
+  work.flags = at::zeros({cuts + 1}, options.dtype(at::kInt));
+  schedule.states = work.states.data_ptr<float>();
+  schedule.ready = work.flags.data_ptr<int>();
+  schedule.ticket_counter = schedule.ready + cuts;
+  return work;
+}
+
+}  // namespace
+
+bool have_fwd_kernels_for(const Inputs& in) {
+  const at::ScalarType dtype = in.q.scalar_type();
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
+  if (in.q.size(3) > kStateColumns || in.has_gate_per_channel() || in.num_householder != 1 || in.reverse) return false;
+  if (!in.states_at.empty() || (is_present(in.seq_idx) && is_present(in.cu_seqlens))) return false;
+  // TMA takes 32-bit coordinates, and a tile's first step is one.
+  if (in.q.numel() == 0 || in.v.numel() == 0 || in.q.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  const c10::cuda::CUDAGuard guard(in.q.device());
+  return has_wgmma_kernels();
+}
+
+FwdOutputs fwd_cuda(const Inputs& in) {
+  check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.q.device());
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values("delta_rule_scan", in.cu_seqlens->cpu(), in.q.size(1));
+  }
+  const FwdOutputs outputs = allocate_fwd(in);
+  const Operands operands = prepare(in, outputs);
+  const DeltaRuleFwdParams params = parameters_of(in, operands);
+  const Work work = divide(params, in.q.options());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(in.q.scalar_type() == at::kHalf ? launch_delta_rule_fwd<__half>(params, work.schedule, stream)
+                                                 : launch_delta_rule_fwd<__nv_bfloat16>(params, work.schedule, stream));
+  if (!operands.out.is_same(outputs.out)) outputs.out.copy_(operands.out.narrow(3, 0, outputs.out.size(3)));
+  if (!operands.final_states.is_same(outputs.final_states)) {
+    outputs.final_states.copy_(operands.final_states.narrow(3, 0, outputs.final_states.size(3)));
+  }
+  return outputs;
+}
+
+}  // namespace ssm_kernels::delta_rule
+
+#endif
