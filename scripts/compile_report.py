@@ -33,7 +33,7 @@ KERNEL_LIMITS = {
     "cuda": 11,
     "delta_rule": 4,
     "delta_rule_step": 21,
-    "linear_scan": 182,
+    "linear_scan": 198,
     "mixers": 4,
     "norm": 70,
     "selective_scan": 94,

@@ -91,22 +91,24 @@ def test_every_length(seqlen, dtype):
     ("key_dim", "value_dim"), [(128, 128), (64, 64), (96, 192), (1, 1), (7, 5), (40, 24), (100, 130), (128, 512), (65, 64)]
 )
 def test_every_size_of_a_head(key_dim, value_dim, value_heads, dtype):
-    assert_accurate(make_inputs(1, 150, 2, value_heads, key_dim, value_dim, dtype=dtype))
+    inputs = make_inputs(1, 150, 2, value_heads, key_dim, value_dim, dtype=dtype)
+    # Keys of few dimensions are correlated: the corrections of a chunk depend on one another.
+    assert_accurate(inputs, BARS[dtype] * (1 if key_dim > 8 else 2))
 
 
 def test_correlated_keys_without_decay_and_with_negative_eigenvalues():
     assert_accurate(make_inputs(2, 1024, 2, 2, 128, 128, cosine=0.9, decay=None, most_beta=2.0), 6e-3)
 
 
-@pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_identical_keys(beta):
-    """Powers of A would reach 1e18 in a chunk; each step with beta 2 reflects the state."""
+@pytest.mark.parametrize(("beta", "bar"), [(1.0, 6e-3), (2.0, 6e-2)])
+def test_identical_keys(beta, bar):
+    """Powers of A would reach 1e18 in a chunk. Each step with beta 2 reflects the state: no rounding is ever forgotten."""
     inputs = make_inputs(1, 256, 1, 1, 128, 128, decay=None)
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
     inputs["beta"] = torch.full_like(inputs["beta"], beta)
     found = delta_rule_scan(**inputs)
     expected, _ = in_float64(inputs)
-    assert relative_error(found, expected) < 3e-2
+    assert relative_error(found, expected) < bar
 
 
 @pytest.mark.parametrize("g", [-1e-4, -5.0, -30.0, -400.0, -torch.inf])

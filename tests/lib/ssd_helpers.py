@@ -40,7 +40,7 @@ MINIMAL: dict[str, Any] = {"D": None} | dict.fromkeys(("z", "dt_bias", "dt_softp
 PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
 
 # Gradients with one number per head, each a sum over all steps.
-FEW_SUMS = ("grad_A", "grad_dt_bias")
+FEW_SUMS = ("grad_A", "grad_dt_bias", "grad_log_decay")
 
 # Options of make_inputs, each with what it does not name as in MINIMAL.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -373,7 +373,8 @@ class SsdChunkScan(OperatorSpec):
 
     def rounding_floor(self, name: str, inputs: dict[str, Any]) -> float | None:
         # Rounding the operands to fp16 or bf16 limits the accuracy of their float32 sum.
-        of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
+        is_of_few = name in FEW_SUMS or (name == "grad_initial_states" and inputs["x"].shape[3] == 1)
+        of_16_bits = is_of_few and has_16_bit_products(inputs)
         return torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
 
 

@@ -185,7 +185,7 @@ def span_inputs(variant: Variant, **options: Any) -> dict[str, Any]:
 def span_states(inputs: dict[str, Any], reverse: bool) -> Tensor:
     if not reverse:
         return ssd_chunk_scan_summary(**inputs)[0]
-    mirrored = {name: value for name, value in inputs.items() if name not in ("x", "B")}
+    mirrored = {name: value for name, value in inputs.items() if name not in ("x", "B", "gain")}
     return summaries._ssd_chunk_scan_initial_gradient(inputs["x"], C=inputs["B"], **mirrored)
 
 
@@ -198,7 +198,9 @@ def assert_accurate_span(inputs: dict[str, Any], reverse: bool) -> Tensor:
     else:
         native = span_states(move_all(inputs, "cpu"), reverse).cuda()
     assert actual.shape == exact.shape and actual.is_contiguous() and exact.any()
-    assert_as_accurate(actual, native, exact, "initial gradient" if reverse else "final states")
+    # The sums of log decays of a chunk reach 2^7. Their rounding is not in the products of the yardstick.
+    floor = 2**-18 if has_16_bit_products(scan) else None
+    assert_as_accurate(actual, native, exact, "initial gradient" if reverse else "final states", floor)
     return actual
 
 

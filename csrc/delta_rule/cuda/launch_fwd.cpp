@@ -32,11 +32,18 @@ bool are_vectors(const at::Tensor& tensor) {
   return result;
 }
 
+at::Tensor empty_vectors(const at::Tensor& like) {
+  return empty_tensor({like.size(0), like.size(1), like.size(2), round_up(like.size(3), kVectorElements)}, like.options());
+}
+
 // Rows as vectors of 16 bytes, the last filled up with zeros.
 at::Tensor as_vectors(const at::Tensor& tensor) {
   if (are_vectors(tensor)) return tensor;
-  const int64_t missing = round_up(tensor.size(3), kVectorElements) - tensor.size(3);
-  return missing == 0 ? tensor.contiguous().clone() : at::constant_pad_nd(tensor, {0, missing});
+  const at::Tensor result = empty_vectors(tensor);
+  const int64_t elements = tensor.size(3), missing = result.size(3) - elements;
+  result.narrow(3, 0, elements).copy_(tensor);
+  if (missing > 0) result.narrow(3, elements, missing).zero_();
+  return result;
 }
 
 // Describes tiles of kChunk steps and 64 elements of a row.
@@ -65,18 +72,16 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   result.q = vectors(in.q);
   result.k = in.k.is_same(in.q) ? result.q : vectors(in.k);
   result.v = as_vectors(in.v);
-  result.out =
-      are_vectors(outputs.out)
-          ? outputs.out
-          : empty_tensor({in.v.size(0), in.v.size(1), in.v.size(2), round_up(in.v.size(3), kVectorElements)}, in.v.options());
+  result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
   if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
   result.beta = betas(in, in.beta.to(at::kFloat));
   if (is_present(in.initial_states)) result.initial_states = in.initial_states->contiguous();
   result.final_states = outputs.final_states;
   // States have rows of pairs in memory.
   if (in.q.size(3) % 2 != 0) {
-    if (result.initial_states.defined()) result.initial_states = at::constant_pad_nd(result.initial_states, {0, 1});
-    result.final_states = at::constant_pad_nd(outputs.final_states, {0, 1});
+    if (result.initial_states.defined())
+      result.initial_states = at::constant_pad_nd(result.initial_states, {0, 1}).contiguous();
+    result.final_states = at::constant_pad_nd(outputs.final_states, {0, 1}).contiguous();
   }
   if (is_present(in.cu_seqlens)) result.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
   if (is_present(in.seq_idx)) result.resets = sequence_starts(*in.seq_idx).contiguous();
