@@ -167,7 +167,7 @@ def gated_scans() -> dict[str, GatedScan]:
 def simple_gla() -> Callable[..., Tensor] | None:
     """flash-linear-attention's scan with given log decays, by the names of ours; None where it is not installed.
 
-    On Hopper its gated backward refuses Triton below 3.7.1, which compiles it wrongly. For the time alone the check is disabled.
+    On Hopper its gated backward refuses Triton below 3.7.1, which compiles it wrongly. For its time the check is disabled.
     """
     found = imported("fla.ops.simple_gla", "chunk_simple_gla")
     if found is None:

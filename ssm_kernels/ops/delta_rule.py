@@ -96,8 +96,9 @@ def delta_rule_scan(
         to every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not
         supported and raise.
 
-    The operator is made of PyTorch's matmuls on every device. States, inverses and sums are float32 (float64 with float64
-    inputs), also for float16 and bfloat16. Autograd saves the inputs only. With ``cu_seqlens`` the host waits for its values.
+    On compute capability 9.0 forward of float16 and bfloat16 with one gate a head and ``key_dim`` up to 128 is one kernel,
+    which rounds operands of its products. All else is PyTorch's matmuls, on every device: states, inverses and sums are float32
+    (float64 with float64 inputs). Autograd saves the inputs only. With ``cu_seqlens`` the host waits for its values.
     Autocast casts ``q``, ``k`` and ``v`` to its dtype, parameters and states to float32. ``docs/delta_rule.md`` describes the
     chunks, rounding and limits.
 
