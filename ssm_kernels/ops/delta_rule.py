@@ -125,7 +125,8 @@ def delta_rule_scan(
     """
     # The dispatcher takes half a microsecond for each keyword: those that few calls give are left out.
     options: dict[str, Any] = {}
-    if not (seq_idx is cu_seqlens is gate_lower_bound is None and reverse is False and num_householder == 1):
+    given = [value for value in (seq_idx, cu_seqlens, gate_lower_bound) if value is not None]
+    if given or reverse is not False or num_householder != 1:
         options = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "reverse": reverse, "num_householder": num_householder}
         options |= {"gate_lower_bound": gate_lower_bound}
     positions: list[int] = []
