@@ -96,8 +96,43 @@ struct Tile {
   }
 };
 
+// The offset of `index` steps of `stride` elements.
+template <typename Index>
+__device__ __forceinline__ auto times(Index index, int64_t stride) {
+  return cuda::widening_multiply(index, static_cast<Index>(stride));
+}
+
+// The row that a lane owns: the offsets of its inputs, of its output and of its state.
+template <typename Index, bool fast>
+struct OwnedRow {
+  const Tile<Index>& tile;
+  const Index &head, &dim;
+
+  template <typename View>
+  __device__ __forceinline__ auto offset_in(const View& view) const {
+    return times(tile.batch, view.stride_batch) + times(head, view.stride_head) + times(dim, view.stride_dim);
+  }
+  // The offset of the row of a state inside a slot; in the fast kernel, of the lane group's first row.
+  __device__ __forceinline__ auto row_in(const StateView& view, int64_t stride_row) const {
+    return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
+  }
+};
+
 // In place of TokenParams in the kernel of one token.
 struct OneToken {};
+
+// Stores the outputs of a row whose slot is not in the state: zeros for a negative slot, else NaN.
+template <typename Input, typename Tokens>
+__device__ __forceinline__ void store_without_state(Input* out, bool owner, int64_t slot, const TokenRange& range,
+                                                    const Tokens& tokens) {
+  using Acc = cuda::AccumulateType<Input>;
+  const Input value = from_accumulate<Input>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
+  if constexpr (std::is_same_v<Tokens, TokenParams>) {
+    for (int64_t t = 0; owner && t < range.count; ++t) out[t * tokens.out] = value;
+  } else {
+    if (owner) *out = value;
+  }
+}
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A, typename Tokens>
 __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling, const Tokens& tokens) {
@@ -112,15 +147,12 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const int lane = threadIdx.x & (lanes - 1);
   const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
 
-  const auto times = [](Index index, int64_t stride) { return cuda::widening_multiply(index, static_cast<Index>(stride)); };
   const bool owner = lane < tile.rows;
   const Index channel = tile.first_channel + (owner ? lane : 0);
   const Index head = tiling.headdim.divide(channel);
   const Index dim = channel - head * tiling.headdim.value<Index>();
-  const auto offset_in = [&](const auto& view) {
-    return times(tile.batch, view.stride_batch) + times(head, view.stride_head) + times(dim, view.stride_dim);
-  };
-  Input* out = static_cast<Input*>(p.out.data) + offset_in(p.out);
+  const OwnedRow<Index, fast> row{tile, head, dim};
+  Input* out = static_cast<Input*>(p.out.data) + row.offset_in(p.out);
 
   int64_t slot;
   TokenRange range;
@@ -132,12 +164,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     slot = p.indices.at(tile.batch);
   }
   if (slot < 0 || slot >= p.slots) {
-    const Input value = from_accumulate<Input>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
-    if constexpr (has_tokens) {
-      for (int64_t t = 0; owner && t < range.count; ++t) out[t * tokens.out] = value;
-    } else {
-      if (owner) *out = value;
-    }
+    store_without_state(out, owner, slot, range, tokens);
     return;
   }
 
@@ -148,17 +175,13 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   };
   const Input* const B = in_matrix(p.B);
   const Input* const C = in_matrix(p.C);
-  // The offset of the row that the lane owns; in the fast kernel, of its group's first row.
-  const auto row_in = [&](const StateView& view, int64_t stride_row) {
-    return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
-  };
   const auto rows_of_slot = [&](int64_t slot) {
     return static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) +
-           row_in(p.state, tiling.state_stride_row);
+           row.row_in(p.state, tiling.state_stride_row);
   };
   State* const state = rows_of_slot(slot);
   // In elements: the offset of the lane's own value if A is tied, else of a row.
-  const auto A_offset = tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row);
+  const auto A_offset = tied_A ? row.offset_in(p.A) : row.row_in(p.A, tiling.A_stride_row);
 
   // Loads only, up to the next comment, so that their latencies overlap.
   Input x_in, dt_in, z_in;
@@ -171,11 +194,11 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       z_token = token * tokens.z;
     }
     if (owner) {
-      dt_in = static_cast<const Input*>(p.dt.data)[offset_in(p.dt) + dt_token];
-      x_in = static_cast<const Input*>(p.x.data)[offset_in(p.x) + x_token];
-      if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, offset_in(p.dt_bias), p.dt_bias_is_input_kind);
-      if (p.D.data != nullptr) skip.load(p.D.data, offset_in(p.D), p.D_is_input_kind);
-      if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[offset_in(p.z) + z_token];
+      dt_in = static_cast<const Input*>(p.dt.data)[row.offset_in(p.dt) + dt_token];
+      x_in = static_cast<const Input*>(p.x.data)[row.offset_in(p.x) + x_token];
+      if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, row.offset_in(p.dt_bias), p.dt_bias_is_input_kind);
+      if (p.D.data != nullptr) skip.load(p.D.data, row.offset_in(p.D), p.D_is_input_kind);
+      if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[row.offset_in(p.z) + z_token];
       if constexpr (tied_A) tied.load(p.A.data, A_offset, p.A_is_input_kind);
     }
   };
@@ -186,9 +209,9 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   // Element n of row r in flight.
   const auto element = [&](auto* rows, int r, int64_t stride_row, int64_t stride_state) {
     if constexpr (fast) {
-      return rows + times(first_row + r, stride_row) + n;
+      return rows + times(Index(first_row + r), stride_row) + n;
     } else {
-      return of_row(rows, r) + times(n, stride_state);
+      return of_row(rows, r) + times(Index(n), stride_state);
     }
   };
   // Elements of the lane's vector that are inside of an active row.
@@ -197,7 +220,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     if constexpr (fast) {
       return load_if<kVectorSize>(n < dstate, row + n);
     } else {
-      return load_elements<kVectorSize>(count(n < dstate), row + times(n, stride_state), stride_state);
+      return load_elements<kVectorSize>(count(n < dstate), row + times(Index(n), stride_state), stride_state);
     }
   };
   Vector<State, kVectorSize> h[kRowsInFlight];
@@ -371,7 +394,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
           if (write >= 0 && write < p.slots) store(rows_of_slot(write), tiling.state_stride_row, p.state.stride_state);
           if (has_entry && t < tokens.rows.intermediate_tokens) {
             State* const rows = static_cast<State*>(tokens.intermediate.data) + entry * tokens.intermediate.stride_batch +
-                                t * tokens.intermediate_token + row_in(tokens.intermediate, tokens.intermediate_row);
+                                t * tokens.intermediate_token + row.row_in(tokens.intermediate, tokens.intermediate_row);
             store(rows, tokens.intermediate_row, tokens.intermediate.stride_state);
           }
         });
