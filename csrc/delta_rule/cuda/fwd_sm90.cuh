@@ -14,7 +14,7 @@
 //
 // A block has two consumer warpgroups, a matrix warpgroup and a producer warpgroup. A consumer warpgroup holds 64 rows of V and
 // up to 128 columns of S as accumulators. No value of the chain S, R, U, S leaves its registers: each is the operand A of the
-// next product, and K, M and P are operands B in shared memory. S Q^T runs beside the chain. The matrix warpgroup works up to
+// next product, and K, M and P are operands B in shared memory. S Q^T is multiplied with S K^T. The matrix warpgroup works up to
 // two chunks ahead: it multiplies K K^T and Q K^T, inverts (cuda/triangular_inverse.cuh) and writes M and P. Of the producer
 // warpgroup one thread starts TMA loads of q, k and v, and a warp computes the tables of decays.
 //
