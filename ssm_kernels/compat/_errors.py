@@ -105,6 +105,13 @@ def unsupported_kind(tensor: Tensor) -> str | None:
     return None if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.").replace("_", " ")
 
 
+def check_given(function: str, **tensors: Tensor | None) -> None:
+    """For tensors that the peer's function requires and the operator does not."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{function}: expected {name} to be a tensor, got None")
+
+
 def check_shape(function: str, name: str, tensor: Tensor, axes: str, shape: Sequence[int | None]) -> None:
     """Raises unless ``tensor`` has the shape, where None is any size; ``axes`` names its sizes, as ``"(batch, dim)"``."""
     if tensor.dim() != len(shape):

@@ -13,7 +13,7 @@ from .._dtypes import cast, wide_dtype
 from ..choices import ExponentialDiscretizationName
 from ..ops._packing import check_same_packing, with_padding
 from ..ops.ssd import ssd_chunk_scan
-from ._errors import check_activation, check_device, check_projection, check_shape, peer_arguments
+from ._errors import check_activation, check_device, check_given, check_projection, check_shape, peer_arguments
 from ._promotion import common_dtype, no_autocast
 from .causal_conv1d import convolve
 from .norms import rmsnorm_fn
@@ -84,6 +84,7 @@ def mamba_chunk_scan_combined(
         torch.Size([2, 100, 4, 16])
     """
     name = "mamba_chunk_scan_combined"
+    check_given(name, dt=dt, A=A)
     _check_state_dtype(name, state_dtype)
     if cu_seqlens is not None:
         _check_cu_seqlens(name, cu_seqlens)
@@ -236,6 +237,7 @@ def mamba_split_conv1d_scan_combined(
         torch.Size([2, 100, 64])
     """
     name = "mamba_split_conv1d_scan_combined"
+    check_given(name, A=A)
     common_dtype(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, dt_bias=dt_bias, A=A, D=D)
     parameters = {"rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias}
     common_dtype(name, zxbcdt=zxbcdt, **parameters)

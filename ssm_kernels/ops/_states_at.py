@@ -37,6 +37,10 @@ def read_positions(name: str, states_at: Positions) -> list[int]:
             raise RuntimeError(f"{name}: expected states_at on the CPU, where it is read, got {states_at.device}")
         return states_at.tolist()
     try:
-        return [operator.index(p) for p in states_at]
+        positions = [operator.index(p) for p in states_at]
     except TypeError:
         raise TypeError(f"{name}: expected states_at to be a sequence of ints or a tensor, got {states_at!r}") from None
+    for position in positions:
+        if not -(2**63) <= position < 2**63:
+            raise ValueError(f"{name}: expected states_at from 0 to seqlen, got {position}")
+    return positions

@@ -52,7 +52,12 @@ def test_cache_keys_of_uv_are_what_a_build_reads():
     files = {path for glob in re.findall(r'\{ file = "(.+?)" \}', keys) for path in ROOT.glob(glob) if path.is_file()}
     # uv compares a pattern without a slash with names in every folder, build/ included.
     assert all("/" in glob or (ROOT / glob).is_file() for glob in re.findall(r'\{ file = "(.+?)" \}', keys))
-    sources = {*ROOT.glob("csrc/**/*.*"), *ROOT.glob("ssm_kernels/**/*.py*"), *(ROOT / name for name in BUILD_FILES)}
+    sources = {
+        *ROOT.glob("csrc/**/*.*"),
+        *ROOT.glob("ssm_kernels/**/*.py"),
+        *ROOT.glob("ssm_kernels/**/*.pyi"),
+        *(ROOT / name for name in BUILD_FILES),
+    }
     assert {path for path in sources if path.is_file()} - files == ({FACTS} if FACTS.exists() else set())
     page = (ROOT / "docs" / "installation.md").read_text()
     table = page[page.index("Read when building:") :].partition("\n## ")[0]

@@ -236,7 +236,7 @@ def check_operator(name: str, axis: str, mesh: Any) -> None:
         if not channels:
             return
     placements = {tensor: Shard(cut[tensor]) if tensor in cut else Replicate() for tensor in tensors}
-    trains = not {"state", "conv_state"} & set(tensors)
+    trains = not {"state", "states", "conv_state"} & set(tensors)
     whole = {key: value.clone().requires_grad_(trains) for key, value in tensors.items()}
     sharded = {key: distribute_tensor(value, mesh, [placements[key]]).requires_grad_(trains) for key, value in tensors.items()}
     expected = function(**whole)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import delta_rule_helpers
 import delta_rule_step_helpers
 import numpy as np
 import pytest
@@ -107,6 +108,10 @@ def make_delta_inputs(device: str) -> dict[str, Any]:
     return delta_rule_step_helpers.make_inputs(**options, device=device)
 
 
+def make_delta_scan_inputs(device: str) -> dict[str, Any]:
+    return delta_rule_helpers.make_inputs(raw="softplus", dtype=torch.float32, device=device)
+
+
 def make_delta_decoding_inputs(device: str) -> dict[str, Any]:
     options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3, "dtype": torch.float32}
     return delta_rule_step_helpers.make_token_inputs(**options, A_log=True, dt_bias=True, device=device)
@@ -130,6 +135,7 @@ OPERATORS = {
         Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update_out", make_conv_decoding_inputs, "causal_conv1d_update"),
+        Operator("delta_rule_scan", make_delta_scan_inputs),
         Operator("delta_rule_step", make_delta_inputs),
         Operator("delta_rule_step_out", make_delta_decoding_inputs, "delta_rule_step"),
         *(operator for name in PLAIN for operator in _recurrence_operators(name)),
