@@ -1,11 +1,14 @@
 // Gates of the delta rule, for one number or a SIMD vector: the log decay of a step from a raw gate, and the strength of a
-// write.
+// write. The norm of q and k.
 #pragma once
 
 #include "common/activations.h"
 #include "common/math.h"
 
 namespace ssm_kernels {
+
+// Added to the sum of squares of a row of q or k that is divided by its norm.
+constexpr double kNormEpsilon = 1e-6;
 
 // -e^A_log softplus(raw), with rate = e^A_log. `raw` has the bias.
 template <typename T>

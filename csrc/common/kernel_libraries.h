@@ -1,5 +1,5 @@
-// What `_ops` and the kernel libraries compare when they are loaded: the number of their boundary, and the rows of the tables
-// by which both dispatch. A library without a row would throw at the first call with it (unknown_enumerator.h).
+// `_ops` compares the number of the boundary and the rows of the tables by which both sides dispatch with those of each kernel
+// library, when it is loaded. A library without a row would throw at the first call with it (unknown_enumerator.h).
 #pragma once
 
 #include <cstdint>

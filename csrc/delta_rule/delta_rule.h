@@ -24,7 +24,7 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   const float* initial_states = nullptr;
   int64_t states_stride_entry = 0;
   float* final_states = nullptr;
-  // Of tiles of 64 steps and columns, for TMA.
+  // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
   // As in SsdFwdParams.
   float* chunk_states = nullptr;

@@ -5,7 +5,9 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "delta_rule/aten/chunked_scan.h"
 #include "delta_rule/cuda/fwd_cuda.h"
@@ -14,6 +16,7 @@
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
+#include "torch/states_at.h"
 
 namespace ssm_kernels::delta_rule {
 
@@ -101,15 +104,12 @@ void check_gate(const ArgumentChecks& checks, const Inputs& in, c10::SymInt batc
                     ": expected a negative, finite gate_lower_bound, got ", in.gate_lower_bound.value_or(0));
 }
 
-void check_states_at(const Inputs& in, const c10::SymInt& seqlen) {
-  TORCH_CHECK_VALUE(in.states_at.empty() || !in.reverse, kOp, ": expected states_at without reverse, got both");
-  for (size_t i = 0; i < in.states_at.size(); ++i) {
-    const int64_t position = in.states_at[i];
-    TORCH_CHECK_VALUE(position >= 0 && position <= seqlen, kOp, ": expected states_at from 0 to seqlen = ", seqlen, ", got ",
-                      position);
-    TORCH_CHECK_VALUE(i == 0 || in.states_at[i - 1] < position, kOp, ": expected states_at in ascending order, got ",
-                      at::IntArrayRef(in.states_at));
-  }
+void check_positions(const Inputs& in, const c10::SymInt& seqlen) {
+  if (in.states_at.empty()) return;
+  check_states_at(kOp, in.states_at, seqlen, in.reverse);
+  const bool ascends =
+      std::adjacent_find(in.states_at.begin(), in.states_at.end(), std::greater_equal<>()) == in.states_at.end();
+  TORCH_CHECK_VALUE(ascends, kOp, ": expected states_at in ascending order, got ", at::IntArrayRef(in.states_at));
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ void check_inputs(const Inputs& in) {
   check_gate(checks, in, batch, seqlen);
   check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, seqlen);
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), checks.accumulate());
-  check_states_at(in, seqlen);
+  check_positions(in, seqlen);
 }
 
 FwdOutputs allocate_fwd(const Inputs& in) {

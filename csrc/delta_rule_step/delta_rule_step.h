@@ -19,10 +19,7 @@
 namespace ssm_kernels::delta_rule_step {
 
 constexpr int64_t kMaxKeyDim = 512;
-// Added to the sum of squares of a row of q or k that is divided by its norm.
-constexpr double kNormEpsilon = 1e-6;
-
-// A (rows, tokens, heads, columns) tensor, data null if absent. Strides are in elements. With packed tokens there is no stride
+// A (rows, tokens, heads, columns) tensor; `data` is null if it is absent. Strides count elements. Packed tokens have no stride
 // of rows. k, v and beta have one entry an update in place of one a token. A gate of one number a head, and beta, have no
 // columns.
 struct TokenView {

@@ -76,7 +76,7 @@ void cut_sequences(const ScanCall& call, Piece& piece, bool is_last) {
 }
 
 // With cu_seqlens, the state at a position is that of the sequence of the step before it, at 0 of the sequence of step 0.
-// Without steps there is no such sequence, and the state is zero. `states` and `last`: of all sequences.
+// A call without steps has no such sequence, and its state is zero. `states` and `last` hold all sequences.
 at::Tensor states_of_sequences(const ScanCall& call, at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states,
                                const at::Tensor& last) {
   std::set<int64_t> asked(positions.begin(), positions.end());

@@ -39,7 +39,7 @@ CHUNK = 64
 
 
 def _flops(call: Call, *, backward: bool = False) -> int:
-    """Of the products of pairs, the inverse, and those with states: two of a chunk's vectors and a matrix each."""
+    """Counts the operations of the products of pairs, of the inverse and of the products with states."""
     batch, updates, value_heads, value_dim = call["v"].shape
     seqlen, heads, key_dim = call["q"].shape[1:]
     chunk = min(CHUNK, updates)

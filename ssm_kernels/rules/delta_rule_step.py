@@ -30,7 +30,7 @@ def _axes(call: Call) -> Axes:
 
 
 def _flops(call: Call, *, backward: bool = False) -> int:
-    """Of each element of a token's states: a product for the decay, four operations an update, and two for the output."""
+    """Counts, for each element of a token's states, the decay's product, four operations an update and two of the output."""
     _, heads, value_dim, key_dim = call["states"].shape
     tokens = call["q"][..., 0, 0].numel()
     per_element = 2 + 4 * (call.get("num_householder") or 1) + (call.get("g") is not None)

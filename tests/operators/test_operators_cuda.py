@@ -31,7 +31,7 @@ class Call(NamedTuple):
         return self.operator.make_inputs(device="cuda", **(self.options | options))
 
 
-# Of the recurrences those whose kernels differ most.
+# These recurrences have the kernels that differ most.
 CALLS: list[tuple[OperatorSpec, Mapping[str, Inputs]]] = [
     (operator, operator.cuda_calls)
     for operator in OPERATORS.values()

@@ -66,7 +66,7 @@ at::Tensor without(const at::Tensor& tensor, const at::Tensor& mask) {
 
 at::Tensor mask_of_chunk(const at::Tensor& mask, int64_t chunk) { return mask.defined() ? mask.narrow(0, chunk, 1) : mask; }
 
-// What forward computes of a run, and backward again.
+// Forward computes these tensors of a run, and backward recomputes them.
 struct Computed {
   Pairs pairs;
   at::Tensor q_in, k_in, k_out;  // e^c . Q, e^c . K and e^(c_last - c) . K, of value heads

@@ -6,12 +6,12 @@
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/softplus_backward.h>
 
+#include "common/delta_gates.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::delta_rule {
 namespace {
 
-constexpr double kNormEpsilon = 1e-6;
 constexpr double kSoftplusBeta = 1, kSoftplusThreshold = 20;
 
 at::ScalarType gate_type(const Inputs& in) {

@@ -1,5 +1,5 @@
-// What a step of the delta rule reads besides its vectors, and the adjoints: normalized q and k, the gate's log decay g and
-// beta.
+// The delta rule reads normalized q and k, the gate's log decay g and beta of each step. These functions compute them from the
+// arguments, and the adjoints.
 //
 //   q, k: x (x.x + 1e-6)^-1/2 with qk_l2norm
 //   g:    -e^A_log softplus(raw + dt_bias), or gate_lower_bound sigmoid(e^A_log (raw + dt_bias)), without A_log e^A_log = 1

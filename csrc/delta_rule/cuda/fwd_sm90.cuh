@@ -14,8 +14,8 @@
 //
 // A block has two consumer warpgroups, a matrix warpgroup and a producer warpgroup. A consumer warpgroup holds 64 rows of V and
 // up to 128 columns of S as accumulators. No value of the chain S, R, U, S leaves its registers: each is the operand A of the
-// next product, and K, M and P are operands B in shared memory. S Q^T is multiplied with S K^T. The matrix warpgroup works up to
-// two chunks ahead: it multiplies K K^T and Q K^T, inverts (cuda/triangular_inverse.cuh) and writes M and P. Of the producer
+// next product, and K, M and P are operands B in shared memory. S Q^T is multiplied with S K^T. The matrix warpgroup works up
+// to two chunks ahead: it multiplies K K^T and Q K^T, inverts (cuda/triangular_inverse.cuh) and writes M and P. Of the producer
 // warpgroup one thread starts TMA loads of q, k and v, and a warp computes the tables of decays.
 //
 // M is a hi/lo split: its rounding would dominate the error of out for correlated keys. S, R, U and P are rounded once.
@@ -57,7 +57,7 @@ struct FwdSm90Shared {
   DeltaRuleTables tables[kStages];
   Mbarrier full[kStages], empty[kStages], matrices_full[kMatrices], matrices_empty[kMatrices];
 
-  static constexpr int kBytes() { return kOperandAlignment + static_cast<int>(sizeof(FwdSm90Shared)); }
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(FwdSm90Shared)); }
 };
 
 // out = y. (cuda/chunked/epilogue.cuh)

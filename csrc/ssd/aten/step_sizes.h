@@ -14,11 +14,11 @@
 namespace ssm_kernels::ssd {
 
 struct Steps {
-  // Of dt alone.
+  // The form with dt and A alone defines these three.
   at::Tensor biased;     // dt + dt_bias, accumulation type
   at::Tensor unclamped;  // softplus of it, accumulation type
   at::Tensor size;       // d, float64
-  // Of either form.
+  // Both forms define these two.
   at::Tensor zeta;  // the logarithm of the state's decay, float64
   at::Tensor gain;  // c, the input's factor, accumulation type
 };

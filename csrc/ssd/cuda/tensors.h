@@ -70,7 +70,7 @@ class KernelInputs {
   KernelInputs(const Inputs& in, Discretization method, PendingCopies& copies);
 
   void fill(SsdParams& params) const;
-  // Of log decays and gains, if they are given.
+  // Fills the views of log decays and gains, if they are given.
   void fill(GivenGates& gates) const;
   bool has_given_gates() const { return log_decay_.defined(); }
   at::ScalarType dtype_of_given_gates() const { return log_decay_.scalar_type(); }
