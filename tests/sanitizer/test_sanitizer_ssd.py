@@ -200,8 +200,9 @@ def test_states_of_a_span(options, reverse, products):
     with preferred_products(products):
         for moved in both_devices(inputs):
             if reverse:
-                x, B = moved.pop("x"), moved.pop("B")
-                results.append({"initial_gradient": _ssd_chunk_scan_initial_gradient(x, C=B, **moved)})
+                mirrored = {name: value for name, value in moved.items() if name not in ("x", "B", "gain")}
+                gradient = _ssd_chunk_scan_initial_gradient(moved["x"], C=moved["B"], **mirrored)
+                results.append({"initial_gradient": gradient})
             else:
                 results.append(dict(zip(("final_states", "decay"), ssd_chunk_scan_summary(**moved), strict=True)))
     assert_close_to_cpu(results[1], results[0], in_16_bits=inputs["x"].element_size() == 2)
