@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/kernel_abi.h"
+#include "common/macros.h"
 #include "cuda/chunked/geometry.h"
 #include "cuda/tma_descriptor.h"
 
@@ -11,6 +12,24 @@ namespace ssm_kernels::delta_rule {
 
 // The delta rule is one of the chunked scans: a state (V, K) of each value head, with headdim V and dstate K.
 using namespace cuda::chunked;
+
+// The matrices of chunks (cuda/chunk_matrices_sm90.cuh) are a workspace of so many bytes for each chunk number and value head.
+constexpr int64_t kChunkMatrixBytes = 2 * kChunk * kChunk * 2;
+// Chunk numbers: cuda/chunked/span.cuh.
+SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, bool is_packed) {
+  return is_packed ? max_packed_chunks(seqlen, batch) : batch * ((seqlen + kChunk - 1) / kChunk);
+}
+
+// The inputs and the output of the kernel of these matrices. Of ChunkedGeometry it reads batch, seqlen, heads and dstate.
+struct DeltaRuleMatricesParams : ChunkedGeometry {
+  int value_heads_per_key_head = 1;
+  bool scales_by_beta = true;  // the columns of the matrices
+  RowsView log_decay, beta;    // as in DeltaRuleFwdParams
+  const int64_t* cu_seqlens = nullptr;
+  const uint8_t* resets = nullptr;
+  void* matrices = nullptr;               // (chunk_numbers, heads, kChunkMatrixBytes), aligned to 16 bytes
+  cuda::TmaDescriptor k_descriptor = {};  // tiles of 64 steps and columns
+};
 
 // q and k have rows of key heads, v and out rows of value heads. `groups` equals `heads`, the value heads: each has an inverse
 // of its own, so that no two of them share a work tile.
@@ -33,5 +52,6 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
 };
 
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);
+SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 
 }  // namespace ssm_kernels::delta_rule

@@ -1,11 +1,29 @@
-// Launches of the delta rule's forward kernels.
+// Launches of the delta rule's forward kernels, and of the kernel of the matrices of chunks, which backward launches, too.
 #pragma once
 
 #include "cuda/chunked/launch_staged.cuh"
+#include "delta_rule/cuda/chunk_matrices_sm90.cuh"
 #include "delta_rule/cuda/fwd_sm90.cuh"
 #include "delta_rule/cuda/launch.h"
 
 namespace ssm_kernels::delta_rule {
+
+template <typename Scalar>
+cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream) {
+  const int64_t numbers = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr),
+                blocks = numbers * (params.heads / params.value_heads_per_key_head);
+  const auto launch_columns = [&](auto columns) {
+    using Matrices = ChunkMatrices<Scalar, decltype(columns)::value>;
+    constexpr int kBytes = Matrices::Shared::bytes();
+    static_assert(Matrices::kBlocksOfMultiprocessor * (kBytes + 1024) <= kSm90SharedBytes + 1024,
+                  "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
+    const auto kernel = delta_rule_chunk_matrices_kernel<Scalar, decltype(columns)::value>;
+    if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
+    return cuda::launch(kernel, blocks, Matrices::kThreads, kBytes, stream, /*uses_pdl=*/false, params);
+  };
+  if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
+  return launch_columns(std::integral_constant<int, kStateColumns>());
+}
 
 template <typename Scalar>
 cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, cudaStream_t stream) {

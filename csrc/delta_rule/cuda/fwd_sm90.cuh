@@ -31,13 +31,9 @@
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/triangular_inverse.cuh"
 #include "delta_rule/cuda/decay_gates.cuh"
-#include "delta_rule/cuda/toolkit.cuh"
+#include "delta_rule/cuda/step_pairs.cuh"
 
 namespace ssm_kernels::delta_rule {
-
-struct DeltaRuleTables : ChunkTables {
-  alignas(16) float beta[kChunk];
-};
 
 template <int columns>
 struct FwdSm90Shared {
@@ -199,30 +195,20 @@ struct FwdSm90 {
                                                          const FragmentLane& lane) {
     const auto& tiles = shared.stages[stage];
     const DeltaRuleTables& tables = shared.tables[stage];
-    const uint64_t k_rows = make_operand(tiles.k), q_rows = make_operand(tiles.q);
     float products[kStepBlocks][4];
-    const auto multiply_by_keys = [&](uint64_t rows) {
-      cuda::warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::gemm<Scalar, false, false>(products, columns_of(rows, k), columns_of(k_rows, k), k > 0);
-      }
-      cuda::warpgroup_commit();
-      cuda::warpgroup_wait<0>(products);
-    };
     cuda::TriangularInverse::DiagonalBlock diagonal;
     float beta[2];
-    multiply_by_keys(k_rows);
+    multiply_by_keys<Scalar>(tiles.k, tiles.k, products);
 #pragma unroll
     for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/false>(products, beta, tables, lane);
+      apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, tables, lane);
       shared.inverse.template put<warp>(products, diagonal, lane);
     });
-    multiply_by_keys(q_rows);
+    multiply_by_keys<Scalar>(tiles.q, tiles.k, products);
     const FragmentPairs<> pairs(lane);
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(products, {p.scale, p.scale}, tables, lane);
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, tables, lane);
 #pragma unroll
       for (int n = 0; n < 2 * warp + 2; ++n) {
 #pragma unroll
@@ -244,68 +230,11 @@ struct FwdSm90 {
     });
   }
 
-  // Calls body with the number of the warp as a constant: warps have different blocks of the matrices. Products of the
-  // warpgroup are outside, because all of its warps execute the same ones.
-  template <typename Body>
-  static __device__ __forceinline__ void visit_warp(const FragmentLane& lane, const Body& body) {
-    if (lane.warp == 0) body(std::integral_constant<int, 0>());
-    if (lane.warp == 1) body(std::integral_constant<int, 1>());
-    if (lane.warp == 2) body(std::integral_constant<int, 2>());
-    if (lane.warp == 3) body(std::integral_constant<int, 3>());
-  }
-
-  // Multiplies by the decays between the steps of the warp's rows and those of columns up to its diagonal block, and by factors
-  // of the lane's rows. Left of the diagonal block a decay is the product of those from the column to the warp's first row, and
-  // from there to the row: neither exceeds 1. Elements above the diagonal become zero, and on it unless has_diagonal.
-  template <int warp, bool has_diagonal>
-  __device__ __forceinline__ void apply_decays(float (&products)[kStepBlocks][4], const float (&factors)[2],
-                                               const DeltaRuleTables& tables, const FragmentLane& lane) const {
-    const float log2_of_first = tables.log2_cumsum[16 * warp];
-    float log2_of_row[2], rows[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      log2_of_row[half] = tables.log2_cumsum[lane.row + 8 * half];
-      rows[half] = factors[half] * Math<float>::exp2(log2_of_row[half] - log2_of_first);
-    }
-#pragma unroll
-    for (int n = 0; n < 2 * warp; ++n) {
-      const float2 log2 = column_pair(tables.log2_cumsum, n, lane);
-      const float of_columns[2] = {Math<float>::exp2(log2_of_first - log2.x), Math<float>::exp2(log2_of_first - log2.y)};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) products[n][i] *= rows[i / 2] * of_columns[i % 2];
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 log2 = column_pair(tables.log2_cumsum, 2 * warp + n, lane);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int distance = lane.quad + 8 * (i / 2) - (8 * n + 2 * lane.pair + i % 2);
-        float& product = products[2 * warp + n][i];
-        // Above the diagonal the decay may be Inf: it is selected.
-        const float decay = factors[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
-        product = (has_diagonal ? distance >= 0 : distance > 0) ? product * decay : 0.0f;
-      }
-    }
-    if (!has_reset(p, tables)) return;
-#pragma unroll
-    for (int n = 0; n < 2 * warp + 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (kBlockSteps * n + 2 * lane.pair + i % 2 < tables.first[lane.row + 8 * (i / 2)]) products[n][i] = 0;
-      }
-    }
-  }
-
-  // Clears the steps from `steps` on: their values may be NaN.
+  // Clears k and v of the steps from `steps` on.
   static __device__ __forceinline__ void clear_next_sequence(typename Shared::Stage& tiles, int steps) {
-    for (int row = steps + static_cast<int>(threadIdx.x % kWarpgroupThreads) / 8; row < kChunk; row += kWarpgroupThreads / 8) {
-      const int vector = threadIdx.x % 8;
+    clear_steps(tiles.k.panels, steps);
 #pragma unroll
-      for (auto& panel : tiles.k.panels) panel[row][vector] = {0, 0, 0, 0};
-#pragma unroll
-      for (auto& tile : tiles.v) tile.panels[0][row][vector] = {0, 0, 0, 0};
-    }
-    cuda::fence_proxy_async();
+    for (auto& tile : tiles.v) clear_steps(tile.panels, steps);
     cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
   }
 
@@ -315,11 +244,6 @@ struct FwdSm90 {
     for (int half = 0; half < 2; ++half) {
       for (int block = 2 * lane.warp + 2; block < kStepBlocks; ++block) *tile.vector(lane.row + 8 * half, block) = {0, 0, 0, 0};
     }
-  }
-
-  // The values of a lane's two steps in a block of columns.
-  static __device__ __forceinline__ float2 column_pair(const StepTable& table, int block, const FragmentLane& lane) {
-    return *reinterpret_cast<const float2*>(&table[kBlockSteps * block + 2 * lane.pair]);
   }
 
   // Run by a consumer warpgroup.

@@ -11,6 +11,10 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule,
                                                  cudaStream_t stream);
 
+// Queues the kernel that computes the matrices of all chunks; for the same types and devices.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream);
+
 SSM_KERNEL_API bool has_wgmma_kernels();
 
 }  // namespace ssm_kernels::delta_rule
