@@ -287,6 +287,27 @@ def no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@contextmanager
+def tf32() -> Iterator[None]:
+    """PyTorch's switch allows TF32 in float32 products."""
+    matmul = torch.backends.cuda.matmul
+    was_allowed = matmul.allow_tf32
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = was_allowed
+
+
+def launched_kernels(call: Callable[[], Any]) -> dict[str, int]:
+    """The names of the kernels that a call launches on CUDA, with the number of launches."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key: event.count for event in profile.key_averages() if not event.key.startswith(("Mem", "cuda"))}
+
+
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of a call, which was called on another stream before, and the results that each replay writes."""
     warm_up = torch.cuda.Stream()

@@ -7,13 +7,12 @@ outside of the allocation, or shows in a result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from guarded_memory import Layout, guard_all
-from helpers import move_all
+from helpers import move_all, tf32
 from offset_cases import OFFSET_CASES, OffsetCase, rows
 from operators import OPERATORS
 from sanitizer import PYTESTMARK, assert_same_on_gpu, choose_kernel, kernels_of, over
@@ -68,16 +67,6 @@ for columns, groups in ((97, {}), (147, {"group_size": 49}), (12289, {})):
 for operator in ("mingru_scan", "minlstm_scan"):
     MORE_CASES[f"{operator}, packed"] = rows(operator, RECURRENCE, 2, channels=83, cu_seqlens=PACKED)
     MORE_CASES[f"{operator}, reset, steps"] = rows(operator, RECURRENCE, 1, channels=21, seqlen=197, reset=True)
-
-
-@contextmanager
-def tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def assert_offsets_are_the_same_on_gpu(case: OffsetCase, dtype: torch.dtype, layout: Layout, **options: Any) -> None:

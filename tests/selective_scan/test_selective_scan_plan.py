@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, debug_option
+from helpers import assert_equal, debug_option, launched_kernels
 from selective_scan_helpers import SELECTIVE_SCAN, evaluate, kernels_of, make_cotangents, make_inputs
 from torch import Tensor
 
@@ -247,9 +247,6 @@ def test_the_debug_option_chooses_both_kernels(name):
 @pytest.mark.parametrize(("seqlen", "is_sequential"), [(32, True), (33, False)])
 def test_few_steps_are_sequential(seqlen, is_sequential):
     inputs = make_inputs(batch=2, dim=40, seqlen=seqlen, dstate=16, dtype=torch.bfloat16, device="cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        selective_scan(**inputs)
-        torch.cuda.synchronize()
-    names = {event.key for event in profile.key_averages()}
+    names = launched_kernels(lambda: selective_scan(**inputs))
     assert any("short_scan_fwd_kernel" in name for name in names) == is_sequential, sorted(names)
     assert kernels_of(inputs)[0] == ("short_scan" if is_sequential else "warp_scan")
