@@ -283,7 +283,7 @@ def context(run: Run) -> Result:
     settings = {"counted_chunk": COUNTED_CHUNK, "compared": "one row of the batch"}
     return {
         "settings": settings,
-        "simple_gla": peers.described_simple_gla(peers.simple_gla()),
+        "simple_gla": peers.described_of_fla(peers.simple_gla()),
         "peer": peers.described(peers.operator("ssd_chunk_scan"), recorded=peers.SOURCE_OF_SCANS),
     }
 

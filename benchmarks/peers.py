@@ -164,19 +164,62 @@ def gated_scans() -> dict[str, GatedScan]:
     return found
 
 
-def simple_gla() -> Callable[..., Tensor] | None:
-    """flash-linear-attention's scan with given log decays, by the names of ours; None where it is not installed.
+# By the name of the delta rule: flash-linear-attention's module and function.
+_DELTA_RULES = {
+    "DeltaNet": ("fla.ops.delta_rule", "chunk_delta_rule"),
+    "Gated DeltaNet": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "KDA": ("fla.ops.kda", "chunk_kda"),
+    "DeltaProduct": ("fla.ops.gated_delta_product", "chunk_gated_delta_product"),
+}
+_OPTIONS_OF_FLA = {
+    "qk_l2norm": "use_qk_l2norm_in_kernel",
+    "beta_sigmoid": "use_beta_sigmoid_in_kernel",
+}
 
-    On Hopper its gated backward refuses Triton below 3.7.1, which compiles it wrongly. For its time the check is disabled.
+
+def _disable_check_of_triton() -> None:
+    """On Hopper flash-linear-attention's gated backward refuses Triton below 3.7.1, which compiles it wrongly.
+
+    For its time the check is disabled.
     """
+    sys.modules["fla.ops.common.chunk_o"].TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+
+
+def delta_rule(name: str) -> Callable[..., Any] | None:
+    """flash-linear-attention's chunked scan of a delta rule, by the names of ours; None where it is not installed."""
+    module, function = _DELTA_RULES[name]
+    found = imported(module, function)
+    if found is None:
+        return None
+    _disable_check_of_triton()
+
+    def scan(cu_seqlens: Tensor | None = None, return_final_states: bool = False, **arguments: Any) -> Any:
+        arguments = {_OPTIONS_OF_FLA.get(option, option): value for option, value in arguments.items()}
+        if "A_log" in arguments:
+            arguments["use_gate_in_kernel"] = True
+        if cu_seqlens is not None:
+            arguments["cu_seqlens"] = _as_int64(cu_seqlens)
+        out, states = found[0](**arguments, output_final_state=return_final_states)
+        return (out, states.transpose(-1, -2)) if return_final_states else out
+
+    return scan
+
+
+@functools.lru_cache
+def _as_int64(offsets: Tensor) -> Tensor:
+    return offsets.long()
+
+
+def simple_gla() -> Callable[..., Tensor] | None:
+    """flash-linear-attention's scan with given log decays, by the names of ours; None where it is not installed."""
     found = imported("fla.ops.simple_gla", "chunk_simple_gla")
     if found is None:
         return None
-    sys.modules["fla.ops.common.chunk_o"].TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+    _disable_check_of_triton()
     return lambda x, B, C, log_decay: found[0](C, B, x, g=log_decay, scale=1.0)[0]
 
 
-def described_simple_gla(found: Callable[..., Tensor] | None) -> str:
+def described_of_fla(found: Callable[..., Any] | None) -> str:
     version = _version("flash-linear-attention")
     return "not installed" if found is None else f"{version}, in this run, without its check of Triton's version"
 

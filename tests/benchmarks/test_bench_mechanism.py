@@ -17,6 +17,7 @@ from benchmarks import (
     bars,
     bench_causal_conv1d,
     bench_clients,
+    bench_delta_rule,
     bench_delta_rule_step,
     bench_linear_scan,
     bench_norms,
@@ -226,6 +227,10 @@ def smallest(name: str) -> list:
             *(replace(case, sizes={"B": 2, "T": 24, "H": 16}) for case in bench_summaries.CASES[4:12]),
         ],
         "selective_state_update": [replace(case, batch=2, dim=8) for case in bench_state_update.CASES[:2]],
+        "delta_rule_scan": [
+            replace(case, batch=1, seqlen=24, heads=1, value_heads=2, key_dim=8, value_dim=4)
+            for case in bench_delta_rule.CASES[3:]
+        ],
         "delta_rule_step": [
             replace(case, batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4) for case in bench_delta_rule_step.CASES[:3]
         ],
@@ -275,6 +280,10 @@ def test_page_has_every_table():
     times = {what: {"median": 1e-5, "spread": 0.1} for what in ("forward", "backward", "both")}
     row = {"name": "a norm", "ours": times, "copy": times, "PyTorch": times}
     committed.append({"benchmark": "norms", "settings": {"trials": 1}, "rows": [row]})
+    if not any(result["benchmark"] == "delta_rule_scan" for result in committed):
+        product = next(case for case in bench_delta_rule.CASES if case.householder > 1)
+        products = [replace(product, batch=1, seqlen=24, heads=1, value_heads=1, key_dim=8, value_dim=4)]
+        committed.insert(0, measured(bench_delta_rule.BENCHMARK, RUN, products))
     if not any(result["benchmark"] == "delta_rule_step" for result in committed):
         steps = [replace(bench_delta_rule_step.CASES[0], batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4)]
         committed.insert(0, measured(bench_delta_rule_step.BENCHMARK, RUN, steps))
