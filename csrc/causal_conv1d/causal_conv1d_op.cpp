@@ -7,6 +7,9 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include <array>
+#include <optional>
+
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
@@ -57,6 +60,7 @@ namespace {
 
 constexpr char kOp[] = "causal_conv1d", kUpdateOp[] = "causal_conv1d_update";
 constexpr char kSequence[] = "(batch, seqlen, channels)";
+constexpr BufferNames kWindows{"intermediate_conv_window", "(entries, seqlen, channels, width - 1)"};
 
 bool has_silu(const char* op, OptionalName activation) {
   if (!activation.has_value() || *activation == "none") return false;
@@ -238,7 +242,7 @@ void check_steps(const ArgumentChecks& checks, const UpdateInputs& in, const c10
 
 }  // namespace
 
-void check_update_inputs(const UpdateInputs& in) {
+void check_inputs(const UpdateInputs& in) {
   check_defined(kUpdateOp, "conv_state", in.conv_state);
   const ArgumentChecks checks(kUpdateOp, "x", in.x);
   TORCH_CHECK_VALUE(in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
@@ -248,36 +252,29 @@ void check_update_inputs(const UpdateInputs& in) {
   checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
 }
 
-void check_update_out_inputs(const UpdateOutInputs& in) {
+void check_out_inputs(const UpdateOutInputs& in) {
   check_defined(kUpdateOp, "conv_state", in.conv_state);
   const ArgumentChecks checks(kUpdateOp, "x", in.x);
-  const bool is_packed = is_present(in.cu_seqlens);
+  const bool is_packed = in.is_packed();
   TORCH_CHECK_VALUE(is_packed || in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
                     ": expected x of shape (batch, channels) or (batch, seqlen, channels), got ", in.x.sym_sizes());
   const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.x);
   if (is_packed) checks.rank("x", in.x, 2, "(tokens, channels)");
   check_steps(checks, in, rows, is_packed ? "(sequences, channels, length)" : "(batch, channels, length)");
-  const c10::SymInt tokens = in.x.dim() == 3 ? in.x.sym_size(1) : c10::SymInt(1);
-  check_decoding_options(checks, in.decoding(), rows, is_packed ? std::nullopt : std::optional(tokens), /*has_columns=*/false);
+  std::optional<c10::SymInt> tokens;
+  if (!is_packed) tokens = in.x.dim() == 3 ? in.x.sym_size(1) : c10::SymInt(1);
+  const DecodingOptions options = in.decoding();
+  check_decoding_options(checks, options, rows, tokens, /*has_columns=*/false);
   const char* const axes = is_packed ? "(tokens, channels)" : in.x.dim() == 2 ? "(batch, channels)" : kSequence;
   checks.tensor("out", in.out, axes, in.x.sym_sizes(), in.x.scalar_type());
   const c10::SymInt past = in.weight.sym_size(1) - 1, length = in.conv_state.sym_size(2);
-  TORCH_CHECK_VALUE(!is_present(in.num_accepted_tokens) || is_packed || length >= past - 1 + tokens, kUpdateOp,
-                    ": expected conv_state of at least width - 2 + seqlen = ", past - 1 + tokens,
+  TORCH_CHECK_VALUE(!is_present(in.num_accepted_tokens) || is_packed || length >= past - 1 + *tokens, kUpdateOp,
+                    ": expected conv_state of at least width - 2 + seqlen = ", past - 1 + *tokens,
                     " steps with num_accepted_tokens, got ", in.conv_state.sym_sizes());
-  if (is_present(in.intermediate_conv_window)) {
-    const at::Tensor& windows = *in.intermediate_conv_window;
-    constexpr char kWindows[] = "(entries, seqlen, channels, width - 1)";
-    checks.rank("intermediate_conv_window", windows, 4, kWindows);
-    checks.tensor("intermediate_conv_window", windows, kWindows,
-                  {windows.sym_size(0), windows.sym_size(1), in.x.sym_size(-1), past}, in.conv_state.scalar_type());
-    TORCH_CHECK_VALUE(is_packed || windows.sym_size(1) >= tokens, kUpdateOp, ": expected intermediate_conv_window for ", tokens,
-                      " tokens, got ", windows.sym_sizes());
-    check_entries(checks, "intermediate_conv_window", windows, in.intermediate_state_indices, rows);
-  }
+  check_intermediate(checks, kWindows, options, {in.x.sym_size(-1), past}, in.conv_state.scalar_type(), rows, tokens);
 }
 
-at::Tensor allocate_update(const UpdateInputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
+at::Tensor allocate_out(const UpdateInputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
 
 namespace {
 
@@ -304,46 +301,32 @@ void set_slots(ConvUpdateParams& params, const OptionalTensor& slots) {
   }
 }
 
-// Raises if elements of a tensor that is written to share memory with each other or with an argument that is not.
-void check_written(const char* name, const at::Tensor& written, const UpdateOutInputs& in) {
-  check_in_place(kUpdateOp, name, written,
-                 {{"x", in.x},
-                  {"weight", in.weight},
-                  {"bias", in.bias},
-                  {"state_batch_indices", in.state_batch_indices},
-                  {"dst_state_batch_indices", in.dst_state_batch_indices},
-                  {"num_accepted_tokens", in.num_accepted_tokens},
-                  {"cu_seqlens", in.cu_seqlens},
-                  {"intermediate_state_indices", in.intermediate_state_indices}});
+// The arguments that a step reads.
+std::array<NamedTensor, 4> read_arguments(const UpdateInputs& in) {
+  return {NamedTensor("x", in.x), {"weight", in.weight}, {"bias", in.bias}, {"state_batch_indices", in.state_batch_indices}};
 }
 
 }  // namespace
 
-ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out) {
-  check_in_place(kUpdateOp, "conv_state", in.conv_state,
-                 {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}, {"state_batch_indices", in.state_batch_indices}});
+ConvUpdateParams make_params(const UpdateInputs& in, const at::Tensor& out) {
+  check_in_place(kUpdateOp, "conv_state", in.conv_state, read_arguments(in));
   ConvUpdateParams params = make_step_params(in, out, /*is_packed=*/false);
   set_slots(params, in.state_batch_indices);
   return params;
 }
 
-ConvUpdateParams make_update_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens) {
-  check_written("conv_state", in.conv_state, in);
-  check_written("out", in.out, in);
-  check_in_place(kUpdateOp, "conv_state", in.conv_state,
-                 {{"out", in.out}, {"intermediate_conv_window", in.intermediate_conv_window}});
-  if (is_present(in.intermediate_conv_window)) {
-    check_written("intermediate_conv_window", *in.intermediate_conv_window, in);
-    check_in_place(kUpdateOp, "intermediate_conv_window", *in.intermediate_conv_window, {{"out", in.out}});
-  }
-  const bool is_packed = is_present(in.cu_seqlens);
+ConvUpdateParams make_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens) {
+  const DecodingOptions options = in.decoding();
+  check_writes(kUpdateOp, {{"conv_state", in.conv_state}, {"out", in.out}, {kWindows.name, in.intermediate}},
+               read_arguments(in), options);
+  const bool is_packed = in.is_packed();
   ConvUpdateParams params = make_step_params(in, in.out, is_packed);
   const int64_t all_tokens = is_packed ? in.x.size(0) : params.seqlen;
   if (is_packed) params.batch = in.cu_seqlens->size(0) - 1;
   if (in.is_plain()) set_slots(params, in.state_batch_indices);
-  tokens.rows = make_decoding_rows(in.decoding(), params.batch, all_tokens);
-  if (is_present(in.intermediate_conv_window)) {
-    const at::Tensor& windows = *in.intermediate_conv_window;
+  tokens.rows = make_decoding_rows(options, params.batch, all_tokens);
+  if (is_present(in.intermediate)) {
+    const at::Tensor& windows = *in.intermediate;
     tokens.windows = {windows.mutable_data_ptr(), windows.stride(0), windows.stride(2), windows.stride(3)};
     tokens.windows_token = windows.stride(1);
   }
@@ -394,29 +377,16 @@ struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
   }
 
   static at::Tensor meta(const UpdateInputs& in) {
-    check_update_inputs(in);
-    return allocate_update(in);
+    check_inputs(in);
+    return allocate_out(in);
   }
 };
 
-struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
+struct CausalConv1dUpdateOut : ServerOp<CausalConv1dUpdate> {
   static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update_out";
-  static constexpr const char *kName = kUpdateOp, *kScan = kOp;
-
-  static auto tensors(const UpdateOutInputs& in) {
-    return std::tie(in.conv_state, in.x, in.weight, in.bias, in.out, in.intermediate_conv_window);
-  }
-
-  static void count_writes(const UpdateOutInputs& in) {
-    if (!in.disable_state_update) torch::autograd::increment_version(in.conv_state);
-    torch::autograd::increment_version(in.out);
-    if (is_present(in.intermediate_conv_window)) torch::autograd::increment_version(*in.intermediate_conv_window);
-  }
-
-  static void cast(UpdateOutInputs& in, const Autocast& to) { CausalConv1dUpdate::cast(in, to); }
 
   static NoResult meta(const UpdateOutInputs& in) {
-    check_update_out_inputs(in);
+    check_out_inputs(in);
     return {};
   }
 };
@@ -431,7 +401,8 @@ SSM_IN_PLACE_OPERATOR(CausalConv1dUpdate)
 SSM_IN_PLACE_OPERATOR(CausalConv1dUpdateOut)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  register_convolution<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);
+  constexpr void (*kCheck)(const Inputs&) = &check_inputs;
+  register_convolution<&meta<kCheck, allocate_fwd, Inputs>, &meta<kCheck, allocate_bwd, BwdInputs>>(m);
 }
 
 }  // namespace ssm_kernels::causal_conv1d

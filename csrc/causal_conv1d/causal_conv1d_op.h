@@ -12,8 +12,8 @@
 
 #include "causal_conv1d/causal_conv1d.h"
 #include "torch/checks.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
-#include "torch/slot_indices.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -87,40 +87,20 @@ struct UpdateInputs {
   OptionalTensor state_batch_indices;
 
   auto fields() { return std::tie(x, conv_state, weight, bias, activation, state_batch_indices); }
+
+  // Each row has one slot; several tokens are a sequence.
+  bool is_plain() const { return true; }
 };
-void check_update_inputs(const UpdateInputs& in);
+void check_inputs(const UpdateInputs& in);
 // Uninitialized, contiguous.
-at::Tensor allocate_update(const UpdateInputs& in);
+at::Tensor allocate_out(const UpdateInputs& in);
 // Also raises if two elements of the state share memory, or the state shares memory with an input.
-ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out);
+ConvUpdateParams make_params(const UpdateInputs& in, const at::Tensor& out);
 
-// Arguments of causal_conv1d_update_out, with which the Python function serves those that the other operator lacks.
-struct UpdateOutInputs : UpdateInputs {
-  at::Tensor out;
-  OptionalTensor dst_state_batch_indices;
-  std::optional<int64_t> pad_slot_id;
-  OptionalTensor num_accepted_tokens, cu_seqlens, intermediate_conv_window, intermediate_state_indices;
-  bool disable_state_update = false;
-
-  auto fields() {
-    return std::tuple_cat(UpdateInputs::fields(),
-                          std::tie(out, dst_state_batch_indices, pad_slot_id, num_accepted_tokens, cu_seqlens,
-                                   intermediate_conv_window, intermediate_state_indices, disable_state_update));
-  }
-
-  DecodingOptions decoding() const {
-    return {state_batch_indices,      dst_state_batch_indices,    pad_slot_id,         num_accepted_tokens, cu_seqlens,
-            intermediate_conv_window, intermediate_state_indices, disable_state_update};
-  }
-  // Whether the other operator, given `out`, would do the same.
-  bool is_plain() const {
-    return !has_other_slots(state_batch_indices, dst_state_batch_indices, pad_slot_id) && !is_present(num_accepted_tokens) &&
-           !is_present(cu_seqlens) && !is_present(intermediate_conv_window) && !disable_state_update;
-  }
-};
-void check_update_out_inputs(const UpdateOutInputs& in);
+using UpdateOutInputs = ServerInputs<UpdateInputs>;
+void check_out_inputs(const UpdateOutInputs& in);
 // Fills in `tokens` too. Also raises if a tensor that is written to shares memory with another argument.
-ConvUpdateParams make_update_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens);
+ConvUpdateParams make_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens);
 
 // Like bwd, but writes grad_x to the caller's tensor. That tensor is not a result: results must not share memory with
 // arguments.
@@ -140,8 +120,8 @@ void register_convolution(torch::Library& m) {
 }
 
 // The operators' kernels for a device. Device has Guard, which is constructed from the inputs and lives during the call;
-// run(params, x) for each kind of params, run(params, tokens) for steps; and adds_grads(params), whether backward's kernels
-// read grad_out_2.
+// run(params, x) for both kinds of params; adds_grads(params), whether backward's kernels read grad_out_2; and Steps, a Device
+// of DecodingKernels.
 template <typename Device>
 struct Kernels {
   static FwdOutputs fwd(const Inputs& in) {
@@ -173,27 +153,11 @@ struct Kernels {
     return grads;
   }
 
-  static at::Tensor update(const UpdateInputs& in) {
-    check_update_inputs(in);
-    const typename Device::Guard guard(in);
-    at::Tensor out = allocate_update(in);
-    if (out.numel() > 0) Device::run(make_update_params(in, out), /*tokens=*/nullptr);
-    return out;
-  }
-
-  static NoResult update_out(const UpdateOutInputs& in) {
-    check_update_out_inputs(in);
-    ConvTokenParams tokens;
-    const ConvUpdateParams params = make_update_out_params(in, tokens);
-    const typename Device::Guard guard(in, tokens.rows);
-    if (in.out.numel() > 0) Device::run(params, in.is_plain() ? nullptr : &tokens);
-    return {};
-  }
-
   static void register_in(torch::Library& m) {
     register_convolution<&fwd, &bwd>(m);
-    implement<&update>(m, "causal_conv1d_update");
-    implement<&update_out>(m, "causal_conv1d_update_out");
+    using Steps = DecodingKernels<typename Device::Steps>;
+    implement<&Steps::step>(m, "causal_conv1d_update");
+    implement<&Steps::out>(m, "causal_conv1d_update_out");
   }
 };
 

@@ -4,12 +4,13 @@
 
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
-#include <utility>
+#include <optional>
 
 #include "torch/allocation.h"
-#include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/decoding_op.h"
 #include "torch/memory_overlap.h"
 #include "torch/schemas.h"
 #include "torch/tensor_data.h"
@@ -76,6 +77,7 @@ constexpr Layout kPacked{1,
                          "(tokens * num_householder, value_heads, value_dim)",
                          "(tokens * num_householder, value_heads)"};
 constexpr char kStates[] = "(batch, value_heads, value_dim, key_dim)";
+constexpr BufferNames kBuffer{"intermediate_states_buffer", "(entries, tokens, value_heads, value_dim, key_dim)"};
 
 // With one token and several updates, k, v and beta have an axis that q lacks.
 bool has_update_axis(const Inputs& in, bool is_packed) { return in.num_householder > 1 && in.q.dim() == 3 && !is_packed; }
@@ -97,6 +99,11 @@ c10::SymDimVector with_axes(c10::SymIntArrayRef leading, std::initializer_list<c
   c10::SymDimVector shape(leading.begin(), leading.end());
   shape.append(axes.begin(), axes.end());
   return shape;
+}
+
+// `leading`: the axes of q in front of the heads.
+c10::SymDimVector out_shape(const Inputs& in, int64_t leading) {
+  return with_axes(in.q.sym_sizes().slice(0, leading), {in.states.sym_size(1), in.states.sym_size(2)});
 }
 
 // The checks of all arguments but those that choose slots, after that of the rank of q. `rows`: the number of states without
@@ -152,8 +159,6 @@ void check_rank(const ArgumentChecks& checks, const Inputs& in, const Layout& la
 
 }  // namespace
 
-OutInputs::OutInputs(const Inputs& in, at::Tensor out) : Inputs(in), out(std::move(out)) {}
-
 void check_inputs(const Inputs& in) {
   const ArgumentChecks checks(kOp, "q", in.q);
   const Layout& layout = layout_of(in, /*is_packed=*/false);
@@ -168,47 +173,24 @@ void check_inputs(const Inputs& in) {
 
 void check_out_inputs(const OutInputs& in) {
   const ArgumentChecks checks(kOp, "q", in.q);
-  const bool is_packed = is_present(in.cu_seqlens);
+  const bool is_packed = in.is_packed();
   const Layout& layout = layout_of(in, is_packed);
   check_rank(checks, in, layout);
   const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.q);
   check_step(checks, in, layout, rows, is_packed);
-  const c10::SymInt tokens = layout.leading == 2 ? in.q.sym_size(1) : c10::SymInt(1);
-  check_decoding_options(checks, in.decoding(), rows, is_packed ? std::nullopt : std::optional(tokens), /*has_columns=*/true);
-  checks.tensor("out", in.out, layout.out,
-                with_axes(in.q.sym_sizes().slice(0, layout.leading), {in.states.sym_size(1), in.states.sym_size(2)}),
-                in.q.scalar_type());
-  if (!is_present(in.intermediate_states_buffer)) return;
-  const at::Tensor& buffer = *in.intermediate_states_buffer;
-  const char* const axes = "(entries, tokens, value_heads, value_dim, key_dim)";
-  checks.rank("intermediate_states_buffer", buffer, 5, axes);
-  c10::SymDimVector shape{buffer.sym_size(0), buffer.sym_size(1)};
-  shape.append(in.states.sym_sizes().slice(1).begin(), in.states.sym_sizes().slice(1).end());
-  checks.tensor("intermediate_states_buffer", buffer, axes, shape, in.states.scalar_type());
-  TORCH_CHECK_VALUE(is_packed || buffer.sym_size(1) >= tokens, kOp, ": expected intermediate_states_buffer for ", tokens,
-                    " tokens, got ", buffer.sym_sizes());
-  check_entries(checks, "intermediate_states_buffer", buffer, in.intermediate_state_indices, rows);
+  std::optional<c10::SymInt> tokens;
+  if (!is_packed) tokens = layout.leading == 2 ? in.q.sym_size(1) : c10::SymInt(1);
+  const DecodingOptions options = in.decoding();
+  check_decoding_options(checks, options, rows, tokens, /*has_columns=*/true);
+  checks.tensor("out", in.out, layout.out, out_shape(in, layout.leading), in.q.scalar_type());
+  check_intermediate(checks, kBuffer, options, in.states.sym_sizes().slice(1), in.states.scalar_type(), rows, tokens);
 }
 
-bool Inputs::is_one_step() const {
-  return q.dim() != 4 && (!is_present(state_batch_indices) || state_batch_indices->dim() != 2);
-}
+bool Inputs::is_plain() const { return q.dim() != 4 && (!is_present(state_batch_indices) || state_batch_indices->dim() != 2); }
 
-bool OutInputs::is_one_step() const {
-  return Inputs::is_one_step() && !has_other_slots(state_batch_indices, dst_state_batch_indices, pad_slot_id) &&
-         !is_present(cu_seqlens) && !is_present(intermediate_states_buffer) && !disable_state_update;
-}
-
-at::Tensor allocate_out(const Inputs& in) {
-  const int64_t leading = in.q.dim() - 2;
-  return empty_tensor(with_axes(in.q.sym_sizes().slice(0, leading), {in.states.sym_size(1), in.states.sym_size(2)}),
-                      in.q.options());
-}
+at::Tensor allocate_out(const Inputs& in) { return empty_tensor(out_shape(in, in.q.dim() - 2), in.q.options()); }
 
 namespace {
-
-// Zero for an axis of size 1, whose stride is arbitrary and may be unaligned.
-int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
 // `inner`: the axes from that of the heads on.
 TokenView token_view(const at::Tensor& tensor, Access access, int64_t inner, bool is_packed) {
@@ -269,60 +251,38 @@ StepParams make_shared_params(const Inputs& in, const at::Tensor& out, int64_t r
   return params;
 }
 
-void set_slots(StepParams& params, const OptionalTensor& indices) {
-  if (!is_present(indices)) return;
-  params.slot_of_row = {indices->const_data_ptr(), indices->scalar_type() == at::kLong, 1, indices->stride(0), 0};
-}
-
-// Raises if elements of a tensor that is written to share memory with each other or with an argument that is not.
-void check_written(const char* name, const at::Tensor& written, const OutInputs& in) {
-  check_in_place(kOp, name, written,
-                 {{"q", in.q},
-                  {"k", in.k},
-                  {"v", in.v},
-                  {"beta", in.beta},
-                  {"g", in.g},
-                  {"A_log", in.A_log},
-                  {"dt_bias", in.dt_bias},
-                  {"state_batch_indices", in.state_batch_indices},
-                  {"dst_state_batch_indices", in.dst_state_batch_indices},
-                  {"num_accepted_tokens", in.num_accepted_tokens},
-                  {"cu_seqlens", in.cu_seqlens},
-                  {"intermediate_state_indices", in.intermediate_state_indices}});
+// The arguments that a step reads.
+std::array<NamedTensor, 8> read_arguments(const Inputs& in) {
+  return {NamedTensor("q", in.q),
+          {"k", in.k},
+          {"v", in.v},
+          {"beta", in.beta},
+          {"g", in.g},
+          {"A_log", in.A_log},
+          {"dt_bias", in.dt_bias},
+          {"state_batch_indices", in.state_batch_indices}};
 }
 
 }  // namespace
 
 StepParams make_params(const Inputs& in, const at::Tensor& out) {
-  check_in_place(kOp, "states", in.states,
-                 {{"q", in.q},
-                  {"k", in.k},
-                  {"v", in.v},
-                  {"beta", in.beta},
-                  {"g", in.g},
-                  {"A_log", in.A_log},
-                  {"dt_bias", in.dt_bias},
-                  {"state_batch_indices", in.state_batch_indices}});
+  check_in_place(kOp, "states", in.states, read_arguments(in));
   StepParams params = make_shared_params(in, out, in.q.size(0), /*is_packed=*/false);
-  set_slots(params, in.state_batch_indices);
+  params.slot_of_row = index_table(in.state_batch_indices);
   return params;
 }
 
 StepParams make_out_params(const OutInputs& in, TokenParams& tokens) {
-  check_written("states", in.states, in);
-  check_written("out", in.out, in);
-  check_in_place(kOp, "states", in.states, {{"out", in.out}, {"intermediate_states_buffer", in.intermediate_states_buffer}});
-  const bool is_packed = is_present(in.cu_seqlens);
+  const DecodingOptions options = in.decoding();
+  check_writes(kOp, {{"states", in.states}, {"out", in.out}, {kBuffer.name, in.intermediate}}, read_arguments(in), options);
+  const bool is_packed = in.is_packed();
   const int64_t rows = is_packed ? in.cu_seqlens->size(0) - 1 : in.q.size(0);
   StepParams params = make_shared_params(in, in.out, rows, is_packed);
-  if (in.is_one_step()) set_slots(params, in.state_batch_indices);
-  tokens.rows = make_decoding_rows(in.decoding(), rows, is_packed ? in.q.size(0) : in.q.dim() == 4 ? in.q.size(1) : 1);
-  if (is_present(in.intermediate_states_buffer)) {
-    const at::Tensor& buffer = *in.intermediate_states_buffer;
-    check_written("intermediate_states_buffer", buffer, in);
-    check_in_place(kOp, "intermediate_states_buffer", buffer, {{"out", in.out}});
-    tokens.intermediate = state_view(buffer, 2);
-    tokens.intermediate_token = stride_of(buffer, 1);
+  if (in.is_plain()) params.slot_of_row = index_table(in.state_batch_indices);
+  tokens.rows = make_decoding_rows(options, rows, is_packed ? in.q.size(0) : in.q.dim() == 4 ? in.q.size(1) : 1);
+  if (is_present(in.intermediate)) {
+    tokens.intermediate = state_view(*in.intermediate, 2);
+    tokens.intermediate_token = stride_of(*in.intermediate, 1);
   }
   return params;
 }
@@ -349,21 +309,8 @@ struct DeltaRuleStep : InPlaceOp<Inputs> {
   }
 };
 
-struct DeltaRuleStepOut : InPlaceOp<OutInputs, NoResult> {
+struct DeltaRuleStepOut : ServerOp<DeltaRuleStep> {
   static constexpr char kSchema[] = "ssm_kernels::delta_rule_step_out";
-  static constexpr const char *kName = kOp, *kScan = delta_rule_step::kScan;
-
-  static auto tensors(const OutInputs& in) {
-    return std::tuple_cat(DeltaRuleStep::tensors(in), std::tie(in.out, in.intermediate_states_buffer));
-  }
-
-  static void cast(OutInputs& in, const Autocast& to) { DeltaRuleStep::cast(in, to); }
-
-  static void count_writes(const OutInputs& in) {
-    if (!in.disable_state_update) torch::autograd::increment_version(in.states);
-    torch::autograd::increment_version(in.out);
-    if (is_present(in.intermediate_states_buffer)) torch::autograd::increment_version(*in.intermediate_states_buffer);
-  }
 
   static NoResult meta(const OutInputs& in) {
     check_out_inputs(in);

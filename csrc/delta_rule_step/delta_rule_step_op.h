@@ -8,8 +8,8 @@
 #include <tuple>
 
 #include "delta_rule_step/delta_rule_step.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
-#include "torch/slot_indices.h"
 
 namespace ssm_kernels::delta_rule_step {
 
@@ -32,33 +32,10 @@ struct Inputs {
   }
 
   // Whether each row has one token and one slot.
-  bool is_one_step() const;
+  bool is_plain() const;
 };
 
-// Arguments of delta_rule_step_out, with which the Python function serves those that the one step lacks.
-struct OutInputs : Inputs {
-  at::Tensor out;
-  OptionalTensor dst_state_batch_indices;
-  std::optional<int64_t> pad_slot_id;
-  OptionalTensor num_accepted_tokens, cu_seqlens, intermediate_states_buffer, intermediate_state_indices;
-  bool disable_state_update = false;
-
-  OutInputs() = default;
-  OutInputs(const Inputs& in, at::Tensor out);
-
-  auto fields() {
-    return std::tuple_cat(Inputs::fields(),
-                          std::tie(out, dst_state_batch_indices, pad_slot_id, num_accepted_tokens, cu_seqlens,
-                                   intermediate_states_buffer, intermediate_state_indices, disable_state_update));
-  }
-
-  DecodingOptions decoding() const {
-    return {state_batch_indices,        dst_state_batch_indices,    pad_slot_id,         num_accepted_tokens, cu_seqlens,
-            intermediate_states_buffer, intermediate_state_indices, disable_state_update};
-  }
-  // Whether the other operator, given `out`, would do the same.
-  bool is_one_step() const;
-};
+using OutInputs = ServerInputs<Inputs>;
 
 // Raises unless the inputs are as ssm_kernels.delta_rule_step documents.
 void check_inputs(const Inputs& in);

@@ -4,11 +4,12 @@
 
 #include <torch/library.h>
 
-#include <utility>
+#include <array>
+#include <optional>
 
 #include "torch/allocation.h"
-#include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/decoding_op.h"
 #include "torch/memory_overlap.h"
 #include "torch/schemas.h"
 #include "torch/tensor_data.h"
@@ -36,9 +37,11 @@ namespace {
 
 constexpr char kOp[] = "selective_state_update", kScan[] = "selective_scan";
 
+constexpr char kBuffer[] = "intermediate_states_buffer";
+
 // Sizes of the two forms, by the names that the error messages use.
 struct Form {
-  const char *state, *input, *A, *parameter, *channels;
+  const char *state, *buffer, *input, *A, *parameter, *channels;
 };
 // The forms for the axes in front of the channels: one of rows, or another of tokens.
 struct Layout {
@@ -48,29 +51,25 @@ struct Layout {
 };
 constexpr Layout kOneToken{
     1,
-    {"(batch, dim, dstate)", "(batch, dim)", "(dim, dstate)", "(dim,)", "dim"},
-    {"(batch, heads, headdim, dstate)", "(batch, heads, headdim)", "(heads, headdim, dstate)", "(heads, headdim)", "heads"},
+    {"(batch, dim, dstate)", "(entries, tokens, dim, dstate)", "(batch, dim)", "(dim, dstate)", "(dim,)", "dim"},
+    {"(batch, heads, headdim, dstate)", "(entries, tokens, heads, headdim, dstate)", "(batch, heads, headdim)",
+     "(heads, headdim, dstate)", "(heads, headdim)", "heads"},
     "(batch, dstate)",
     "(batch, groups, dstate)"};
-constexpr Layout kTokens{2,
-                         {"(batch, dim, dstate)", "(batch, tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
-                         {"(batch, heads, headdim, dstate)", "(batch, tokens, heads, headdim)", "(heads, headdim, dstate)",
-                          "(heads, headdim)", "heads"},
-                         "(batch, tokens, dstate)",
-                         "(batch, tokens, groups, dstate)"};
-constexpr Layout kPacked{1,
-                         {"(sequences, dim, dstate)", "(tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
-                         {"(sequences, heads, headdim, dstate)", "(tokens, heads, headdim)", "(heads, headdim, dstate)",
-                          "(heads, headdim)", "heads"},
-                         "(tokens, dstate)",
-                         "(tokens, groups, dstate)"};
-
-void check_parameter(const ArgumentChecks& checks, const char* name, const OptionalTensor& tensor, const char* axes,
-                     c10::SymIntArrayRef shape, const Inputs& in) {
-  if (!is_present(tensor)) return;
-  const bool is_input_dtype = tensor->scalar_type() == in.x.scalar_type();
-  checks.tensor(name, *tensor, axes, shape, is_input_dtype ? in.x.scalar_type() : checks.accumulate());
-}
+constexpr Layout kTokens{
+    2,
+    {"(batch, dim, dstate)", "(entries, tokens, dim, dstate)", "(batch, tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
+    {"(batch, heads, headdim, dstate)", "(entries, tokens, heads, headdim, dstate)", "(batch, tokens, heads, headdim)",
+     "(heads, headdim, dstate)", "(heads, headdim)", "heads"},
+    "(batch, tokens, dstate)",
+    "(batch, tokens, groups, dstate)"};
+constexpr Layout kPacked{
+    1,
+    {"(sequences, dim, dstate)", "(entries, tokens, dim, dstate)", "(tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
+    {"(sequences, heads, headdim, dstate)", "(entries, tokens, heads, headdim, dstate)", "(tokens, heads, headdim)",
+     "(heads, headdim, dstate)", "(heads, headdim)", "heads"},
+    "(tokens, dstate)",
+    "(tokens, groups, dstate)"};
 
 void check_input_rank(const ArgumentChecks& checks, const Inputs& in, const Layout& layout) {
   const Form& form = in.state.dim() == 4 ? layout.with_heads : layout.with_channels;
@@ -79,7 +78,7 @@ void check_input_rank(const ArgumentChecks& checks, const Inputs& in, const Layo
 
 // The checks of all arguments but those that choose slots, after those of the ranks of state and x. `rows`: the number of
 // states without them.
-Discretization check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& layout, const c10::SymInt& rows) {
+void check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& layout, const c10::SymInt& rows) {
   const bool has_heads = in.state.dim() == 4;
   const Form& form = has_heads ? layout.with_heads : layout.with_channels;
 
@@ -92,11 +91,11 @@ Discretization check_step(const ArgumentChecks& checks, const Inputs& in, const 
   c10::SymDimVector state_shape(channels_dstate);
   state_shape.insert(state_shape.begin(), is_present(in.state_batch_indices) ? in.state.sym_size(0) : rows);
 
-  checks.tensor("state", in.state, form.state, state_shape, in.state.scalar_type() == dtype ? dtype : checks.accumulate());
+  checks.parameter("state", in.state, form.state, state_shape);
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
   check_defined(kOp, "A", in.A);
-  check_parameter(checks, "A", in.A, form.A, channels_dstate, in);
+  checks.parameter("A", in.A, form.A, channels_dstate);
   const int64_t groups_axis = layout.leading;
   TORCH_CHECK_VALUE(in.B.dim() == groups_axis + 1 || in.B.dim() == groups_axis + 2, kOp, ": expected B of shape ",
                     layout.matrix, " or ", layout.groups, ", got ", in.B.sym_sizes());
@@ -112,12 +111,12 @@ Discretization check_step(const ArgumentChecks& checks, const Inputs& in, const 
                       form.channels, " = ", channels[0], ", got ", groups);
   }
   checks.tensor("C", in.C, matrix, matrix_shape, dtype);
-  check_parameter(checks, "D", in.D, form.parameter, channels, in);
+  checks.parameter("D", in.D, form.parameter, channels);
   checks.tensor("z", in.z, form.input, in.x.sym_sizes(), dtype);
-  check_parameter(checks, "dt_bias", in.dt_bias, form.parameter, channels, in);
+  checks.parameter("dt_bias", in.dt_bias, form.parameter, channels);
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
-  return parse_discretization(kOp, in.discretization);
+  parse_discretization(kOp, in.discretization);
 }
 
 void check_state_forms(const Inputs& in, const Layout& layout) {
@@ -126,26 +125,23 @@ void check_state_forms(const Inputs& in, const Layout& layout) {
 }
 
 const Layout& layout_of(const OutInputs& in) {
-  return is_present(in.cu_seqlens) ? kPacked : in.x.dim() == in.state.dim() ? kTokens : kOneToken;
+  return in.is_packed() ? kPacked : in.x.dim() == in.state.dim() ? kTokens : kOneToken;
 }
 
 }  // namespace
 
-OutInputs::OutInputs(const Inputs& in, at::Tensor out) : Inputs(in), out(std::move(out)) {}
-
-Discretization check_inputs(const Inputs& in) {
+void check_inputs(const Inputs& in) {
   check_defined(kOp, "state", in.state);
   check_defined(kOp, "B", in.B);
   const ArgumentChecks checks(kOp, "x", in.x);
   check_state_forms(in, kOneToken);
-  if (!in.is_one_step()) return check_out_inputs(OutInputs(in, /*out=*/in.x));
+  if (!in.is_plain()) return check_out_inputs(OutInputs(in, /*out=*/in.x));
   check_input_rank(checks, in, kOneToken);
-  const Discretization method = check_step(checks, in, kOneToken, in.x.sym_size(0));
+  check_step(checks, in, kOneToken, in.x.sym_size(0));
   checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {in.x.sym_size(0)});
-  return method;
 }
 
-Discretization check_out_inputs(const OutInputs& in) {
+void check_out_inputs(const OutInputs& in) {
   check_defined(kOp, "state", in.state);
   check_defined(kOp, "B", in.B);
   const ArgumentChecks checks(kOp, "x", in.x);
@@ -153,43 +149,25 @@ Discretization check_out_inputs(const OutInputs& in) {
   check_state_forms(in, layout);
   const bool has_heads = in.state.dim() == 4;
   const Form& form = has_heads ? layout.with_heads : layout.with_channels;
-  const bool is_packed = is_present(in.cu_seqlens);
   check_input_rank(checks, in, layout);
   const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.x);
-  const Discretization method = check_step(checks, in, layout, rows);
-  const c10::SymInt tokens = layout.leading == 2 ? in.x.sym_size(1) : c10::SymInt(1);
+  check_step(checks, in, layout, rows);
+  std::optional<c10::SymInt> tokens;
+  if (!in.is_packed()) tokens = layout.leading == 2 ? in.x.sym_size(1) : c10::SymInt(1);
   const DecodingOptions options = in.decoding();
-  check_decoding_options(checks, options, rows, is_packed ? std::nullopt : std::optional(tokens), /*has_columns=*/true);
+  check_decoding_options(checks, options, rows, tokens, /*has_columns=*/true);
   checks.tensor("out", in.out, form.input, in.x.sym_sizes(), in.x.scalar_type());
-  if (is_present(in.intermediate_states_buffer)) {
-    const at::Tensor& buffer = *in.intermediate_states_buffer;
-    const char* const axes = has_heads ? "(entries, tokens, heads, headdim, dstate)" : "(entries, tokens, dim, dstate)";
-    checks.rank("intermediate_states_buffer", buffer, in.state.dim() + 1, axes);
-    c10::SymDimVector shape{buffer.sym_size(0), buffer.sym_size(1)};
-    shape.append(in.state.sym_sizes().slice(1).begin(), in.state.sym_sizes().slice(1).end());
-    checks.tensor("intermediate_states_buffer", buffer, axes, shape, in.state.scalar_type());
-    TORCH_CHECK_VALUE(is_packed || buffer.sym_size(1) >= tokens, kOp, ": expected intermediate_states_buffer for ", tokens,
-                      " tokens, got ", buffer.sym_sizes());
-    check_entries(checks, "intermediate_states_buffer", buffer, in.intermediate_state_indices, rows);
-  }
-  return method;
+  check_intermediate(checks, {kBuffer, form.buffer}, options, in.state.sym_sizes().slice(1), in.state.scalar_type(), rows,
+                     tokens);
 }
 
-bool Inputs::is_one_step() const {
+bool Inputs::is_plain() const {
   return x.dim() != state.dim() && (!is_present(state_batch_indices) || state_batch_indices->dim() != 2);
-}
-
-bool OutInputs::is_one_step() const {
-  return Inputs::is_one_step() && !has_other_slots(state_batch_indices, dst_state_batch_indices, pad_slot_id) &&
-         !is_present(cu_seqlens) && !is_present(intermediate_states_buffer) && !disable_state_update;
 }
 
 at::Tensor allocate_out(const Inputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
 
 namespace {
-
-// Zero for an axis of size 1, whose stride is arbitrary and may be unaligned.
-int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
 // Without an axis of heads there is one head, whose stride is not used.
 ChannelView batched_view(const at::Tensor& tensor, Access access, bool has_heads, bool is_packed = false) {
@@ -207,8 +185,7 @@ GroupView group_view(const at::Tensor& tensor, bool has_groups, bool is_packed =
 }
 
 // All but the slots of the rows. `leading`: the axes of x, dt, z, out, B and C in front of those of the channels.
-StateUpdateParams make_shared_params(const Inputs& in, Discretization method, const at::Tensor& out, int64_t rows,
-                                     int64_t leading, bool is_packed) {
+StateUpdateParams make_shared_params(const Inputs& in, const at::Tensor& out, int64_t rows, int64_t leading, bool is_packed) {
   const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading + 2;
   StateUpdateParams params;
   params.batch = rows;
@@ -217,7 +194,7 @@ StateUpdateParams make_shared_params(const Inputs& in, Discretization method, co
   params.headdim = in.x.size(-1);
   params.groups = has_groups ? in.B.size(-2) : 1;
   params.dstate = in.state.size(-1);
-  params.discretization = method;
+  params.discretization = parse_discretization(kOp, in.discretization);
   params.dt_softplus = in.dt_softplus;
   params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
@@ -251,55 +228,36 @@ void set_slots(StateUpdateParams& params, const OptionalTensor& indices) {
     params.indices = {indices->const_data_ptr(), indices->scalar_type() == at::kLong, indices->stride(0)};
 }
 
-// Raises if elements of a tensor that is written to share memory with each other or with an argument that is not.
-void check_written(const char* name, const at::Tensor& written, const OutInputs& in) {
-  check_in_place(kOp, name, written,
-                 {{"x", in.x},
-                  {"dt", in.dt},
-                  {"A", in.A},
-                  {"B", in.B},
-                  {"C", in.C},
-                  {"D", in.D},
-                  {"z", in.z},
-                  {"dt_bias", in.dt_bias},
-                  {"state_batch_indices", in.state_batch_indices},
-                  {"dst_state_batch_indices", in.dst_state_batch_indices},
-                  {"num_accepted_tokens", in.num_accepted_tokens},
-                  {"cu_seqlens", in.cu_seqlens},
-                  {"intermediate_state_indices", in.intermediate_state_indices}});
+// The arguments that a step reads.
+std::array<NamedTensor, 9> read_arguments(const Inputs& in) {
+  return {NamedTensor("x", in.x),
+          {"dt", in.dt},
+          {"A", in.A},
+          {"B", in.B},
+          {"C", in.C},
+          {"D", in.D},
+          {"z", in.z},
+          {"dt_bias", in.dt_bias},
+          {"state_batch_indices", in.state_batch_indices}};
 }
 
 }  // namespace
 
-StateUpdateParams make_params(const Inputs& in, Discretization method, const at::Tensor& out) {
-  check_in_place(kOp, "state", in.state,
-                 {{"x", in.x},
-                  {"dt", in.dt},
-                  {"A", in.A},
-                  {"B", in.B},
-                  {"C", in.C},
-                  {"D", in.D},
-                  {"z", in.z},
-                  {"dt_bias", in.dt_bias},
-                  {"state_batch_indices", in.state_batch_indices}});
-  StateUpdateParams params = make_shared_params(in, method, out, in.x.size(0), /*leading=*/1, /*is_packed=*/false);
+StateUpdateParams make_params(const Inputs& in, const at::Tensor& out) {
+  check_in_place(kOp, "state", in.state, read_arguments(in));
+  StateUpdateParams params = make_shared_params(in, out, in.x.size(0), /*leading=*/1, /*is_packed=*/false);
   set_slots(params, in.state_batch_indices);
   return params;
 }
 
-StateUpdateParams make_out_params(const OutInputs& in, Discretization method, TokenParams& tokens) {
-  check_written("state", in.state, in);
-  check_written("out", in.out, in);
-  check_in_place(kOp, "state", in.state, {{"out", in.out}, {"intermediate_states_buffer", in.intermediate_states_buffer}});
-  if (is_present(in.intermediate_states_buffer)) {
-    check_written("intermediate_states_buffer", *in.intermediate_states_buffer, in);
-    check_in_place(kOp, "intermediate_states_buffer", *in.intermediate_states_buffer, {{"out", in.out}});
-  }
-  const bool is_packed = is_present(in.cu_seqlens), has_heads = in.state.dim() == 4;
+StateUpdateParams make_out_params(const OutInputs& in, TokenParams& tokens) {
+  const DecodingOptions options = in.decoding();
+  check_writes(kOp, {{"state", in.state}, {"out", in.out}, {kBuffer, in.intermediate}}, read_arguments(in), options);
+  const bool is_packed = in.is_packed(), has_heads = in.state.dim() == 4;
   const int64_t leading = layout_of(in).leading, rows = is_packed ? in.cu_seqlens->size(0) - 1 : in.x.size(0);
-  StateUpdateParams params = make_shared_params(in, method, in.out, rows, leading, is_packed);
-  if (in.is_one_step()) set_slots(params, in.state_batch_indices);
-  tokens.rows = make_decoding_rows(in.decoding(), rows, is_packed ? in.x.size(0) : leading == 2 ? in.x.size(1) : 1);
+  StateUpdateParams params = make_shared_params(in, in.out, rows, leading, is_packed);
+  if (in.is_plain()) set_slots(params, in.state_batch_indices);
+  tokens.rows = make_decoding_rows(options, rows, is_packed ? in.x.size(0) : leading == 2 ? in.x.size(1) : 1);
   const auto stride = [&](const at::Tensor& tensor) {
     return is_packed ? stride_of(tensor, 0) : leading == 2 ? stride_of(tensor, 1) : 0;
   };
@@ -309,8 +267,8 @@ StateUpdateParams make_out_params(const OutInputs& in, Discretization method, To
   tokens.out = stride(in.out);
   tokens.B = stride(in.B);
   tokens.C = stride(in.C);
-  if (is_present(in.intermediate_states_buffer)) {
-    const at::Tensor& buffer = *in.intermediate_states_buffer;
+  if (is_present(in.intermediate)) {
+    const at::Tensor& buffer = *in.intermediate;
     tokens.intermediate = {buffer.mutable_data_ptr(), stride_of(buffer, 0), has_heads ? stride_of(buffer, 2) : 0,
                            stride_of(buffer, -2), stride_of(buffer, -1)};
     tokens.intermediate_token = stride_of(buffer, 1);
@@ -340,21 +298,8 @@ struct SelectiveStateUpdate : InPlaceOp<Inputs> {
   }
 };
 
-struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
+struct SelectiveStateUpdateOut : ServerOp<SelectiveStateUpdate> {
   static constexpr char kSchema[] = "ssm_kernels::selective_state_update_out";
-  static constexpr const char *kName = kOp, *kScan = selective_state_update::kScan;
-
-  static auto tensors(const OutInputs& in) {
-    return std::tuple_cat(SelectiveStateUpdate::tensors(in), std::tie(in.out, in.intermediate_states_buffer));
-  }
-
-  static void cast(OutInputs& in, const Autocast& to) { SelectiveStateUpdate::cast(in, to); }
-
-  static void count_writes(const OutInputs& in) {
-    if (!in.disable_state_update) torch::autograd::increment_version(in.state);
-    torch::autograd::increment_version(in.out);
-    if (is_present(in.intermediate_states_buffer)) torch::autograd::increment_version(*in.intermediate_states_buffer);
-  }
 
   static NoResult meta(const OutInputs& in) {
     check_out_inputs(in);

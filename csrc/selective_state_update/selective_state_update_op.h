@@ -9,8 +9,8 @@
 #include <tuple>
 
 #include "selective_state_update/selective_state_update.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
-#include "torch/slot_indices.h"
 
 namespace ssm_kernels::selective_state_update {
 
@@ -30,45 +30,22 @@ struct Inputs {
   }
 
   // Whether each row has one token and one slot.
-  bool is_one_step() const;
+  bool is_plain() const;
 };
 
-// Arguments of selective_state_update_out, with which the Python function serves those that the one step lacks.
-struct OutInputs : Inputs {
-  at::Tensor out;
-  OptionalTensor dst_state_batch_indices;
-  std::optional<int64_t> pad_slot_id;
-  OptionalTensor num_accepted_tokens, cu_seqlens, intermediate_states_buffer, intermediate_state_indices;
-  bool disable_state_update = false;
+using OutInputs = ServerInputs<Inputs>;
 
-  OutInputs() = default;
-  OutInputs(const Inputs& in, at::Tensor out);
-
-  auto fields() {
-    return std::tuple_cat(Inputs::fields(),
-                          std::tie(out, dst_state_batch_indices, pad_slot_id, num_accepted_tokens, cu_seqlens,
-                                   intermediate_states_buffer, intermediate_state_indices, disable_state_update));
-  }
-
-  DecodingOptions decoding() const {
-    return {state_batch_indices,        dst_state_batch_indices,    pad_slot_id,         num_accepted_tokens, cu_seqlens,
-            intermediate_states_buffer, intermediate_state_indices, disable_state_update};
-  }
-  // Whether the other operator, given `out`, would do the same.
-  bool is_one_step() const;
-};
-
-// Raises unless the inputs are as ssm_kernels.selective_state_update documents; returns the method.
-Discretization check_inputs(const Inputs& in);
-Discretization check_out_inputs(const OutInputs& in);
+// Raises unless the inputs are as ssm_kernels.selective_state_update documents.
+void check_inputs(const Inputs& in);
+void check_out_inputs(const OutInputs& in);
 
 // Uninitialized, contiguous, of the shape, dtype and device of x (the Meta device included).
 at::Tensor allocate_out(const Inputs& in);
 
 // Also raises if two elements of the state share memory, or the state shares memory with another input.
-StateUpdateParams make_params(const Inputs& in, Discretization method, const at::Tensor& out);
+StateUpdateParams make_params(const Inputs& in, const at::Tensor& out);
 // Fills in `tokens` too. Also raises if `out` or the buffer of intermediate states shares memory with
 // another argument.
-StateUpdateParams make_out_params(const OutInputs& in, Discretization method, TokenParams& tokens);
+StateUpdateParams make_out_params(const OutInputs& in, TokenParams& tokens);
 
 }  // namespace ssm_kernels::selective_state_update

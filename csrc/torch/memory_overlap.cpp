@@ -98,7 +98,7 @@ bool has_internal_overlap(const at::Tensor& tensor) {
 
 }  // namespace
 
-void check_in_place(const char* op, const char* name, const at::Tensor& written, std::initializer_list<NamedTensor> inputs) {
+void check_in_place(const char* op, const char* name, const at::Tensor& written, at::ArrayRef<NamedTensor> inputs) {
   // Gives a lazy copy of another tensor memory of its own.
   written.mutable_data_ptr();
   TORCH_CHECK(!has_internal_overlap(written), op, ": expected ", name,

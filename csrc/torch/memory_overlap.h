@@ -2,8 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
-#include <initializer_list>
 #include <optional>
 
 namespace ssm_kernels {
@@ -19,6 +19,6 @@ struct NamedTensor {
 };
 
 // Raises if two elements of `written` share memory, or if it shares memory with an input, which may be read after the write.
-void check_in_place(const char* op, const char* name, const at::Tensor& written, std::initializer_list<NamedTensor> inputs);
+void check_in_place(const char* op, const char* name, const at::Tensor& written, at::ArrayRef<NamedTensor> inputs);
 
 }  // namespace ssm_kernels

@@ -2,7 +2,10 @@
 
 #include "torch/slot_indices.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -75,20 +78,48 @@ void check_decoding_options(const ArgumentChecks& checks, const DecodingOptions&
                     ": expected no intermediate_state_indices without a buffer of intermediate states");
 }
 
-void check_entries(const ArgumentChecks& checks, const char* name, const at::Tensor& buffer,
-                   const std::optional<at::Tensor>& indices, const c10::SymInt& rows) {
-  TORCH_CHECK_VALUE(is_present(indices) || buffer.sym_size(0) >= rows, checks.op(), ": expected ", name,
-                    " with an entry for each of ", rows, " rows, or intermediate_state_indices, got ", buffer.sym_sizes());
+void check_intermediate(const ArgumentChecks& checks, const BufferNames& names, const DecodingOptions& options,
+                        c10::SymIntArrayRef state_shape, at::ScalarType dtype, const c10::SymInt& rows,
+                        const std::optional<c10::SymInt>& tokens) {
+  if (!is_present(options.intermediate)) return;
+  const at::Tensor& buffer = *options.intermediate;
+  checks.rank(names.name, buffer, static_cast<int64_t>(state_shape.size()) + 2, names.axes);
+  c10::SymDimVector shape{buffer.sym_size(0), buffer.sym_size(1)};
+  shape.append(state_shape.begin(), state_shape.end());
+  checks.tensor(names.name, buffer, names.axes, shape, dtype);
+  TORCH_CHECK_VALUE(!tokens.has_value() || buffer.sym_size(1) >= *tokens, checks.op(), ": expected ", names.name, " for ",
+                    *tokens, " tokens, got ", buffer.sym_sizes());
+  TORCH_CHECK_VALUE(is_present(options.intermediate_state_indices) || buffer.sym_size(0) >= rows, checks.op(), ": expected ",
+                    names.name, " with an entry for each of ", rows, " rows, or intermediate_state_indices, got ",
+                    buffer.sym_sizes());
 }
 
-namespace {
+void check_writes(const char* op, std::initializer_list<NamedTensor> written, at::ArrayRef<NamedTensor> arguments,
+                  const DecodingOptions& options) {
+  c10::SmallVector<NamedTensor, 24> read(arguments.begin(), arguments.end());
+  for (const NamedTensor& index :
+       {NamedTensor("dst_state_batch_indices", options.dst_state_batch_indices),
+        NamedTensor("num_accepted_tokens", options.num_accepted_tokens), NamedTensor("cu_seqlens", options.cu_seqlens),
+        NamedTensor("intermediate_state_indices", options.intermediate_state_indices)}) {
+    read.push_back(index);
+  }
+  const auto others = static_cast<std::ptrdiff_t>(read.size());
+  for (const NamedTensor* each = written.begin(); each != written.end(); ++each) {
+    if (each->tensor == nullptr || !each->tensor->defined()) continue;
+    read.erase(read.begin() + others, read.end());
+    read.append(each + 1, written.end());
+    check_in_place(op, each->name, *each->tensor, read);
+  }
+}
 
-IndexTable table_of(const std::optional<at::Tensor>& indices) {
+IndexTable index_table(const std::optional<at::Tensor>& indices) {
   if (!is_present(indices)) return {};
   const bool has_columns = indices->dim() == 2;
   return {indices->const_data_ptr(), indices->scalar_type() == at::kLong, has_columns ? indices->size(1) : 1,
           indices->stride(0), has_columns ? indices->stride(1) : 0};
 }
+
+namespace {
 
 // A row's use of a slot, or of an entry of a buffer.
 struct Use {
@@ -116,22 +147,27 @@ DecodingRows make_decoding_rows(const DecodingOptions& options, int64_t rows, in
   DecodingRows result;
   result.rows = rows;
   result.tokens = tokens;
-  result.cu_seqlens = table_of(options.cu_seqlens);
+  result.cu_seqlens = index_table(options.cu_seqlens);
   const bool has_destination = is_present(options.dst_state_batch_indices);
   const std::optional<at::Tensor>& written = has_destination ? options.dst_state_batch_indices : options.state_batch_indices;
-  result.read_slots = table_of(options.state_batch_indices);
-  result.write_slots = table_of(written);
+  result.read_slots = index_table(options.state_batch_indices);
+  result.write_slots = index_table(written);
   result.writes_each_token = is_present(written) && written->dim() == 2;
-  result.num_accepted_tokens = table_of(options.num_accepted_tokens);
+  result.num_accepted_tokens = index_table(options.num_accepted_tokens);
   result.updates_state = !options.disable_state_update;
   result.pad_slot = options.pad_slot_id.value_or(-1);
   if (is_present(options.intermediate)) {
     result.has_intermediate = true;
-    result.intermediate_entries = table_of(options.intermediate_state_indices);
+    result.intermediate_entries = index_table(options.intermediate_state_indices);
     result.intermediate_count = options.intermediate->size(0);
     result.intermediate_tokens = options.intermediate->size(1);
   }
   return result;
+}
+
+int64_t tokens_per_row(const DecodingRows& rows) {
+  const int64_t divisor = rows.cu_seqlens.data == nullptr ? 1 : std::max<int64_t>(1, rows.rows);
+  return std::max<int64_t>(1, rows.tokens / divisor);
 }
 
 void check_decoding_values(const char* op, const DecodingOptions& options, const DecodingRows& rows, int64_t slots,

@@ -1,4 +1,4 @@
-// Addresses of tensors for kernels whose parameters have one pointer type for inputs and outputs.
+// Addresses and strides of tensors for kernels whose parameters have one pointer type for inputs and outputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,5 +11,8 @@ enum class Access { kRead, kWrite };
 inline void* data_of(const at::Tensor& tensor, Access access) {
   return access == Access::kWrite ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
 }
+
+// Zero for an axis of size 1, whose stride is arbitrary and may be unaligned.
+inline int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
 }  // namespace ssm_kernels

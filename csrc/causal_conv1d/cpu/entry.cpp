@@ -30,19 +30,6 @@ struct Cpu {
     explicit Guard(const Inputs& in) {
       if (is_present(in.cu_seqlens)) check_cu_seqlens_values("causal_conv1d", *in.cu_seqlens, in.x.size(1));
     }
-    explicit Guard(const UpdateInputs& in) {
-      check_slot_indices("causal_conv1d_update", in.state_batch_indices, in.conv_state.size(0));
-    }
-    Guard(const UpdateOutInputs& in, const DecodingRows& rows) {
-      constexpr char kUpdate[] = "causal_conv1d_update";
-      const int64_t length = in.conv_state.size(2), past = in.weight.size(1) - 1;
-      check_decoding_values(kUpdate, in.decoding(), rows, in.conv_state.size(0), length - past + 1);
-      for (int64_t b = 0; rows.num_accepted_tokens.data != nullptr && b < rows.rows; ++b) {
-        TORCH_CHECK_VALUE(past - 1 + rows.tokens_of(b).count <= length, kUpdate,
-                          ": expected conv_state of at least width - 2 + ", rows.tokens_of(b).count, " steps for row ", b,
-                          " with num_accepted_tokens, got ", in.conv_state.sizes());
-      }
-    }
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor&) {
@@ -68,12 +55,35 @@ struct Cpu {
     });
   }
 
-  static void run(const ConvUpdateParams& params, const ConvTokenParams* tokens) {
-    const ConvFwdParams steps = conv_params(params);
-    const Tasks tasks(steps, at::get_num_threads());
-    for_each_task(steps, tasks,
-                  [&](int64_t task, std::byte* scratch) { cpu_kernels().update_task(params, tokens, tasks, task, scratch); });
-  }
+  struct Steps {
+    using Inputs = UpdateInputs;
+    using TokenParams = ConvTokenParams;
+    struct Guard {
+      explicit Guard(const UpdateInputs&) {}
+    };
+    static constexpr char kUpdate[] = "causal_conv1d_update";
+
+    static void check_values(const UpdateInputs& in, const ConvUpdateParams& params) {
+      check_slot_indices(kUpdate, in.state_batch_indices, params.slots);
+    }
+
+    static void check_values(const UpdateOutInputs& in, const ConvUpdateParams& params, const DecodingRows& rows) {
+      const int64_t length = params.state_length, past = params.width - 1;
+      check_decoding_values(kUpdate, in.decoding(), rows, params.slots, length - past + 1);
+      for (int64_t b = 0; rows.num_accepted_tokens.data != nullptr && b < rows.rows; ++b) {
+        TORCH_CHECK_VALUE(past - 1 + rows.tokens_of(b).count <= length, kUpdate,
+                          ": expected conv_state of at least width - 2 + ", rows.tokens_of(b).count, " steps for row ", b,
+                          " with num_accepted_tokens, got ", in.conv_state.sizes());
+      }
+    }
+
+    static void run(const UpdateInputs&, const ConvUpdateParams& params, const ConvTokenParams* tokens) {
+      const ConvFwdParams steps = conv_params(params);
+      const Tasks tasks(steps, at::get_num_threads());
+      for_each_task(steps, tasks,
+                    [&](int64_t task, std::byte* scratch) { cpu_kernels().update_task(params, tokens, tasks, task, scratch); });
+    }
+  };
 };
 
 }  // namespace

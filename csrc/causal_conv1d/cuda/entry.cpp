@@ -173,8 +173,6 @@ struct Cuda {
     c10::cuda::CUDAGuard device;
 
     explicit Guard(const Inputs& in) : device(in.x.device()) {}
-    explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
-    Guard(const UpdateOutInputs& in, const DecodingRows&) : device(in.x.device()) {}
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
@@ -213,22 +211,37 @@ struct Cuda {
         params.kind, [&](auto scalar) { return launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); }));
   }
 
-  static void run(ConvUpdateParams params, const ConvTokenParams* tokens) {
-    const auto are_vectors = [&](const void* data, bool is_input_kind, int64_t size, int64_t stride, auto... outer_strides) {
-      const int64_t bytes = is_input_kind ? cuda::element_bytes(params.kind) : sizeof(float);
-      const bool is_aligned = reinterpret_cast<int64_t>(data) % (kMaxVectorWidth * bytes) == 0;
-      return params.kind != ScalarKind::kDouble && size == kMaxVectorWidth && stride == 1 && is_aligned &&
-             ((outer_strides % kMaxVectorWidth == 0) && ...);
+  struct Steps {
+    using Inputs = UpdateInputs;
+    using TokenParams = ConvTokenParams;
+    struct Guard {
+      c10::cuda::CUDAGuard device;
+
+      explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
     };
-    params.has_state_vectors = are_vectors(params.state.data, params.state_is_input_kind, params.state_length,
-                                           params.state.stride_step, params.state.stride_channel, params.state.stride_sequence);
-    params.has_weight_vectors =
-        params.weight.stride_channel == kMaxVectorWidth &&
-        are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    C10_CUDA_CHECK(
-        cuda::visit_scalar(params.kind, [&](auto scalar) { return launch_update<decltype(scalar)>(params, tokens, stream); }));
-  }
+
+    // The kernels do not follow slots outside of the cache.
+    template <typename... Arguments>
+    static void check_values(const Arguments&...) {}
+
+    static void run(const UpdateInputs&, ConvUpdateParams params, const ConvTokenParams* tokens) {
+      const auto are_vectors = [&](const void* data, bool is_input_kind, int64_t size, int64_t stride, auto... outer_strides) {
+        const int64_t bytes = is_input_kind ? cuda::element_bytes(params.kind) : sizeof(float);
+        const bool is_aligned = reinterpret_cast<int64_t>(data) % (kMaxVectorWidth * bytes) == 0;
+        return params.kind != ScalarKind::kDouble && size == kMaxVectorWidth && stride == 1 && is_aligned &&
+               ((outer_strides % kMaxVectorWidth == 0) && ...);
+      };
+      params.has_state_vectors =
+          are_vectors(params.state.data, params.state_is_input_kind, params.state_length, params.state.stride_step,
+                      params.state.stride_channel, params.state.stride_sequence);
+      params.has_weight_vectors =
+          params.weight.stride_channel == kMaxVectorWidth &&
+          are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
+      const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+      C10_CUDA_CHECK(cuda::visit_scalar(params.kind,
+                                        [&](auto scalar) { return launch_update<decltype(scalar)>(params, tokens, stream); }));
+    }
+  };
 };
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "cuda/scalar_types.h"
 #include "delta_rule_step/cuda/launch.h"
 #include "delta_rule_step/delta_rule_step_op.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
 
 namespace ssm_kernels::delta_rule_step {
@@ -103,32 +104,29 @@ void run(const StepParams& params, const TokenParams* tokens, const at::Tensor& 
   }));
 }
 
-NoResult cuda_out(const OutInputs& in) {
-  check_out_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.q.device());
-  TokenParams tokens;
-  const StepParams params = make_out_params(in, tokens);
-  if (in.out.numel() > 0) run(params, in.is_one_step() ? nullptr : &tokens, in.q);
-  return {};
-}
+struct Cuda {
+  using Inputs = delta_rule_step::Inputs;
+  using TokenParams = delta_rule_step::TokenParams;
+  struct Guard {
+    c10::cuda::CUDAGuard device;
 
-at::Tensor cuda(const Inputs& in) {
-  check_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.q.device());
-  at::Tensor out = allocate_out(in);
-  if (!in.is_one_step()) {
-    cuda_out(OutInputs(in, out));
-  } else if (out.numel() > 0) {
-    run(make_params(in, out), /*tokens=*/nullptr, in.q);
+    explicit Guard(const Inputs& in) : device(in.q.device()) {}
+  };
+
+  // The kernels do not follow slots outside of the cache.
+  template <typename... Arguments>
+  static void check_values(const Arguments&...) {}
+
+  static void run(const Inputs& in, const StepParams& params, const TokenParams* tokens) {
+    delta_rule_step::run(params, tokens, in.q);
   }
-  return out;
-}
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  implement<&cuda>(m, "delta_rule_step");
-  implement<&cuda_out>(m, "delta_rule_step_out");
+  implement<&DecodingKernels<Cuda>::step>(m, "delta_rule_step");
+  implement<&DecodingKernels<Cuda>::out>(m, "delta_rule_step_out");
 }
 
 }  // namespace ssm_kernels::delta_rule_step

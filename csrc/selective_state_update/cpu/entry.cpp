@@ -9,6 +9,7 @@
 #include "cpu/capability.h"
 #include "selective_state_update/cpu/kernels.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
 #include "torch/slot_indices.h"
 
@@ -20,45 +21,37 @@ namespace {
 
 constexpr char kCpuOp[] = "selective_state_update";
 
-void run(const StateUpdateParams& params, const TokenParams* tokens, int64_t steps) {
-  const CpuKernels& kernel = cpu_kernels();
-  const Blocking blocking(params, kernel.vector_size(params));
-  // A thread gets at least 16384 states, below which starting it costs more than it saves.
-  const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate * steps));
-  at::parallel_for(0, blocking.blocks, grain,
-                   [&](int64_t begin, int64_t end) { kernel.update_blocks(params, tokens, blocking, begin, end); });
-}
+struct Cpu {
+  using Inputs = selective_state_update::Inputs;
+  using TokenParams = selective_state_update::TokenParams;
+  struct Guard {
+    explicit Guard(const Inputs&) {}
+  };
 
-NoResult cpu_out(const OutInputs& in) {
-  const Discretization method = check_out_inputs(in);
-  TokenParams tokens;
-  const StateUpdateParams params = make_out_params(in, method, tokens);
-  const bool has_table = is_present(in.state_batch_indices) && in.state_batch_indices->dim() == 2;
-  check_decoding_values(kCpuOp, in.decoding(), tokens.rows, params.slots, has_table ? in.state_batch_indices->size(1) : 1);
-  if (in.out.numel() == 0) return {};
-  const int64_t steps = tokens.rows.tokens / (is_present(in.cu_seqlens) ? params.batch : 1);
-  run(params, in.is_one_step() ? nullptr : &tokens, std::max<int64_t>(1, steps));
-  return {};
-}
-
-at::Tensor cpu(const Inputs& in) {
-  const Discretization method = check_inputs(in);
-  at::Tensor out = allocate_out(in);
-  if (!in.is_one_step()) {
-    cpu_out(OutInputs(in, out));
-    return out;
+  static void check_values(const Inputs& in, const StateUpdateParams& params) {
+    check_slot_indices(kCpuOp, in.state_batch_indices, params.slots);
   }
-  const StateUpdateParams params = make_params(in, method, out);
-  check_slot_indices(kCpuOp, in.state_batch_indices, params.slots);
-  if (out.numel() > 0) run(params, /*tokens=*/nullptr, /*steps=*/1);
-  return out;
-}
+
+  static void check_values(const OutInputs& in, const StateUpdateParams& params, const DecodingRows& rows) {
+    check_decoding_values(kCpuOp, in.decoding(), rows, params.slots, /*most_accepted=*/rows.read_slots.columns);
+  }
+
+  static void run(const Inputs&, const StateUpdateParams& params, const TokenParams* tokens) {
+    const CpuKernels& kernel = cpu_kernels();
+    const Blocking blocking(params, kernel.vector_size(params));
+    const int64_t steps = tokens == nullptr ? 1 : tokens_per_row(tokens->rows);
+    // A thread gets at least 16384 states, below which starting it costs more than it saves.
+    const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate * steps));
+    at::parallel_for(0, blocking.blocks, grain,
+                     [&](int64_t begin, int64_t end) { kernel.update_blocks(params, tokens, blocking, begin, end); });
+  }
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
-  implement<&cpu>(m, "selective_state_update");
-  implement<&cpu_out>(m, "selective_state_update_out");
+  implement<&DecodingKernels<Cpu>::step>(m, "selective_state_update");
+  implement<&DecodingKernels<Cpu>::out>(m, "selective_state_update_out");
 }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -22,6 +22,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "torch/decoding_op.h"
 #include "torch/dispatch.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -277,32 +278,29 @@ void run(const StateUpdateParams& params, TokenParams* tokens, const at::Tensor&
   C10_CUDA_CHECK(launch(params, tokens, make_tiling(params, tokens, multiprocessors), stream));
 }
 
-NoResult cuda_out(const OutInputs& in) {
-  const Discretization method = check_out_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.x.device());
-  TokenParams tokens;
-  const StateUpdateParams params = make_out_params(in, method, tokens);
-  if (in.out.numel() > 0) run(params, in.is_one_step() ? nullptr : &tokens, in.x);
-  return {};
-}
+struct Cuda {
+  using Inputs = selective_state_update::Inputs;
+  using TokenParams = selective_state_update::TokenParams;
+  struct Guard {
+    c10::cuda::CUDAGuard device;
 
-at::Tensor cuda(const Inputs& in) {
-  const Discretization method = check_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.x.device());
-  at::Tensor out = allocate_out(in);
-  if (!in.is_one_step()) {
-    cuda_out(OutInputs(in, out));
-  } else if (out.numel() > 0) {
-    run(make_params(in, method, out), /*tokens=*/nullptr, in.x);
+    explicit Guard(const Inputs& in) : device(in.x.device()) {}
+  };
+
+  // The kernels do not follow slots outside of the cache.
+  template <typename... Arguments>
+  static void check_values(const Arguments&...) {}
+
+  static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
+    selective_state_update::run(params, tokens, in.x);
   }
-  return out;
-}
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  implement<&cuda>(m, "selective_state_update");
-  implement<&cuda_out>(m, "selective_state_update_out");
+  implement<&DecodingKernels<Cuda>::step>(m, "selective_state_update");
+  implement<&DecodingKernels<Cuda>::out>(m, "selective_state_update_out");
 }
 
 }  // namespace ssm_kernels::selective_state_update
