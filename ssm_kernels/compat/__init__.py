@@ -29,6 +29,7 @@ from typing import Any
 
 from .._submodules import public_names
 from .._warnings import warn
+from . import fla as fla
 from ._modules import FUNCTIONS, MODULES, PARTS, VERSIONS
 from ._requests import (
     NOT_INSTALLED,
@@ -45,7 +46,7 @@ from ._requests import (
 
 __all__ = ["Request", "Served", "install", "installed", "served", "uninstall"]
 
-__dir__ = public_names(__name__, "causal_conv1d", "layer_norm", "norms", "selective_scan", "ssd")
+__dir__ = public_names(__name__, "causal_conv1d", "fla", "layer_norm", "norms", "selective_scan", "ssd")
 
 _lock = threading.RLock()
 # The modules in sys.modules that install() made, by name; empty if they are not installed.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fla_package import import_fla, without
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,50 +40,29 @@ def without_tf32():
         yield
 
 
-@contextlib.contextmanager
-def transformers_without_fla():
-    """Takes back what the import of FLA registers with transformers: its classes for "mamba", "mamba2" and other names."""
-    tables = []
-    for name in ("configuration_auto", "modeling_auto"):
-        module = importlib.import_module(f"transformers.models.auto.{name}")
-        tables += [table for table in vars(module).values() if isinstance(getattr(table, "_extra_content", None), dict)]
-    before = [dict(table._extra_content) for table in tables]
-    try:
-        yield
-    finally:
-        for table, content in zip(tables, before, strict=True):
-            table._extra_content.clear()
-            table._extra_content.update(content)
+MODULES = (
+    "fla.layers.mamba",
+    "fla.layers.mamba2",
+    "fla.layers.mamba3",
+    "fla.modules.causal_conv1d.backends.cuda.ops",
+    "fla.models.cache_utils",
+)
 
 
 @pytest.fixture(scope="module")
 def fla():
     """FLA's modules, imported while compat is installed, and forgotten after the tests of this file."""
-    for package in ("transformers", "einops", "triton"):
-        pytest.importorskip(package, reason=f"flash-linear-attention needs {package}")
-    if importlib.util.find_spec("fla") is None:
-        pytest.skip("needs flash-linear-attention: the extra [clients]")
-    roots = {"fla", *VERSIONS}
-    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in roots}
-    try:
-        with transformers_without_fla(), compat.installed():
-            try:
-                modules = SimpleNamespace(
-                    mamba=importlib.import_module("fla.layers.mamba"),
-                    mamba2=importlib.import_module("fla.layers.mamba2"),
-                    mamba3=importlib.import_module("fla.layers.mamba3"),
-                    convolution=importlib.import_module("fla.modules.causal_conv1d.backends.cuda.ops"),
-                    cache=importlib.import_module("fla.models.cache_utils").Cache,
-                )
-            except Exception as error:
-                pytest.skip(f"flash-linear-attention cannot be imported here: {type(error).__name__}: {error}")
-        modules.layers = {"Mamba": modules.mamba.Mamba, "Mamba2": modules.mamba2.Mamba2}
-        yield modules
-    finally:
-        for name in [*sys.modules]:
-            if name.partition(".")[0] == "fla":
-                del sys.modules[name]
-        sys.modules.update(hidden)
+    with without("fla", *VERSIONS):
+        with compat.installed():
+            mamba, mamba2, mamba3, convolution, cache_utils = import_fla(*MODULES)
+        yield SimpleNamespace(
+            mamba=mamba,
+            mamba2=mamba2,
+            mamba3=mamba3,
+            convolution=convolution,
+            cache=cache_utils.Cache,
+            layers={"Mamba": mamba.Mamba, "Mamba2": mamba2.Mamba2},
+        )
 
 
 class GatedNorm(nn.Module):

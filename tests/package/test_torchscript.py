@@ -35,7 +35,8 @@ from ssm_kernels import models, reference
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PACKAGES = ("ssm_kernels", "ssm_kernels.reference", "ssm_kernels.distributed.functions", "ssm_kernels.models")
-COMPAT = ("selective_scan", "causal_conv1d", "ssd", "layer_norm", "layernorm", "norms", "conv_extensions", "scan_extensions")
+COMPAT = ("selective_scan", "causal_conv1d", "ssd", "fla", "layer_norm", "layernorm", "norms")
+COMPAT += ("conv_extensions", "scan_extensions")
 LOOPS = "the loops of ssm_kernels.reference over steps and sequences"
 NOT_OF_TENSORS = {"build_info", "parameter_groups"}
 

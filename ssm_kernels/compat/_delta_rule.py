@@ -1,0 +1,200 @@
+"""What the functions of :mod:`ssm_kernels.compat.fla` have in common: one call of the operators, and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dtypes import cast, readable, wide_dtype
+from .._warnings import warn
+from ..ops._arguments import did_you_mean
+from ..ops.delta_rule import delta_rule_scan
+from ..ops.delta_rule_step import delta_rule_step
+from ._errors import check_given, check_shape
+from ._promotion import common_dtype, no_autocast
+
+__all__ = ["check_gates", "delta_rule", "read_beta", "read_gate", "read_keywords", "read_layout", "refuse"]
+
+# Tokens of a sequence up to which a call without gradients takes the decoding step, which reads and writes each state once.
+_TOKENS_OF_A_STEP = 16
+
+
+def delta_rule(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    num_householder: int = 1,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    by_step: bool = False,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the functions of this file have in common, for any of their gates.
+
+    ``by_step``: short calls without gradients take :func:`ssm_kernels.delta_rule_step`. ``in_place``: this writes the final
+    state to ``initial_state`` and returns that tensor, if it has the dtype of states.
+    """
+    dtype = common_dtype(function, q=q, k=k, v=v)
+    common_dtype(function, beta=beta, g=g, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
+    wide = wide_dtype(dtype)
+    q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    beta, g = readable(beta, dtype), readable(g, dtype)
+    states = cast(initial_state, wide)
+    if states is not None:
+        axes = ["value_dim", "key_dim"] if state_v_first else ["key_dim", "value_dim"]
+        sizes = {"key_dim": q.shape[-1], "value_dim": v.shape[-1]}
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        shape = (sequences, *v.shape[2:3], *(sizes[axis] for axis in axes))
+        check_shape(function, "initial_state", states, f"(sequences, value_heads, {', '.join(axes)})", shape)
+        states = states if state_v_first else states.transpose(2, 3)
+    options: dict[str, Any] = {
+        "g": g,
+        "scale": scale,
+        "qk_l2norm": use_qk_l2norm_in_kernel,
+        "A_log": cast(A_log, wide),
+        "dt_bias": cast(dt_bias, wide),
+        "gate_lower_bound": lower_bound,
+        "beta_sigmoid": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "num_householder": num_householder,
+    }
+    with no_autocast(q):
+        if by_step and seq_idx is None and _is_short(q, cu_seqlens, [q, k, v, beta, g, states, A_log, dt_bias]):
+            writes_initial_state = in_place and initial_state is not None and initial_state.dtype == wide
+            final_states = states if states is not None else _zeros(q, v, cu_seqlens, wide)
+            if states is not None and not writes_initial_state:
+                final_states = states.clone()
+            out = _step(final_states, q, k, v, beta, cu_seqlens, options)
+            if writes_initial_state:
+                return out, initial_state if output_final_state else None
+        else:
+            out, final_states = delta_rule_scan(
+                q,
+                k,
+                v,
+                beta,
+                initial_states=states,
+                return_final_states=True,
+                cu_seqlens=cu_seqlens,
+                seq_idx=seq_idx,
+                **options,
+            )
+    if not output_final_state:
+        return out, None
+    return out, final_states if state_v_first else final_states.transpose(2, 3)
+
+
+def _is_short(q: Tensor, cu_seqlens: Tensor | None, tensors: list[Tensor | None]) -> bool:
+    """Whether the decoding step serves a call: few tokens a sequence, and no gradient."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return False
+    if q.dim() != 4 or q.shape[-1] > 512:
+        return False
+    # The lengths of packed sequences are on the device: the mean length stands for them.
+    sequences = 1 if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 1)
+    return 0 < q.shape[1] <= _TOKENS_OF_A_STEP * sequences
+
+
+def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.zeros(sequences, *v.shape[2:4], q.shape[3], dtype=dtype, device=q.device)
+
+
+def _step(
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None, options: Mapping[str, Any]
+) -> Tensor:
+    """The decoding step, whose packed tokens have no axis of the batch."""
+    if cu_seqlens is None:
+        return delta_rule_step(states, q, k, v, beta, **options)
+    given = {name: value[0] if name == "g" and value is not None else value for name, value in options.items()}
+    return delta_rule_step(states, q[0], k[0], v[0], beta[0], cu_seqlens=cu_seqlens, **given)[None]
+
+
+def read_keywords(function: str, given: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+    if "head_first" in given:
+        raise TypeError(f"{function}: head_first is not supported, as in FLA itself: sequences are (batch, seqlen, heads, dim)")
+    for name in given:
+        if name not in (*known, "chunk_size"):
+            raise TypeError(
+                f"{function}: got an unexpected keyword argument {name!r}{did_you_mean(name, (*known, 'chunk_size'))}"
+            )
+    return given
+
+
+def read_layout(function: str, state_v_first: bool, options: Mapping[str, Any]) -> bool:
+    if "transpose_state_layout" not in options:
+        return state_v_first
+    if state_v_first:
+        raise ValueError(f"{function}: expected state_v_first or its older name transpose_state_layout, got both")
+    warn(f"{function}: transpose_state_layout is the older name of state_v_first", DeprecationWarning)
+    return bool(options["transpose_state_layout"])
+
+
+def read_gate(
+    function: str,
+    is_raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+    channels: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """The parameters of a raw gate. FLA reads them by address: (1, 1, heads, 1) for ``A_log`` is as good as (heads,)."""
+    if not is_raw:
+        return {}
+    if A_log is None and lower_bound is None:
+        raise ValueError(f"{function}: expected A_log with use_gate_in_kernel, got None")
+    if dt_bias is not None:
+        dt_bias = dt_bias.flatten()
+        if channels is not None and dt_bias.numel() == channels[0] * channels[1]:
+            dt_bias = dt_bias.view(*channels)
+    return {"A_log": None if A_log is None else A_log.flatten(), "dt_bias": dt_bias, "lower_bound": lower_bound}
+
+
+def read_beta(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
+    if beta is None:
+        return v.new_ones(v.shape[:3])
+    if beta.dim() == v.dim():
+        raise NotImplementedError(
+            f"{function}: a beta of channels is not supported: expected (batch, seqlen, value_heads), got {list(beta.shape)}"
+        )
+    return beta
+
+
+def check_gates(function: str, v: Tensor, *, key_dim: int | None = None, **gates: Tensor | None) -> None:
+    """Raises unless the gates have one number a value head or, with ``key_dim``, one a channel of the key."""
+    check_given(function, **gates)
+    channels = () if key_dim is None else (key_dim,)
+    for name, gate in gates.items():
+        assert gate is not None
+        axes = "(batch, seqlen, value_heads)" if key_dim is None else "(batch, seqlen, value_heads, key_dim)"
+        check_shape(function, name, gate, axes, (*v.shape[:3], *channels))
+
+
+def refuse(function: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{function}: {name} is not supported{_INSTEAD[name]}")
+
+
+_INSTEAD = {
+    "cp_context": ": expected None",
+    "return_intermediate_states": ": states_at of ssm_kernels.delta_rule_scan returns states between steps",
+    "use_graph": ": calls can be captured without it, with cu_seqlens that end at seqlen",
+}
