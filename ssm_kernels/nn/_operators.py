@@ -133,3 +133,5 @@ class CallsOperators:
 
     # A class attribute, so that layers that no style has changed neither save nor copy it.
     operators: Operators = LOCAL
+    # Whether its operators can continue from the ranks before.
+    serves_spans = True

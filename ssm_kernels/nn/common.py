@@ -163,17 +163,22 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
     layer_idx: int | None
     conv1d: nn.Conv1d
 
-    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes a sequence, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
-        which ``_conv_inputs`` extracts, and the last state of the recurrence.
+    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Any, Tensor]:
+        """Mixes a sequence, from the given states or from zero. Also returns what contains the convolution's inputs, which
+        ``_conv_inputs`` extracts, and the last state of the recurrence.
         """
         raise NotImplementedError
 
-    def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """Extracts the convolution's inputs, (batch, seqlen, channels), from the tensor of ``_mix``: all of it unless
-        overridden.
+    def _conv_inputs(self, projected: Any) -> Tensor:
+        """Extracts the convolution's inputs, (batch, seqlen, channels), from the second result of ``_mix``: the tensor itself
+        unless overridden.
         """
-        return projected
+        inputs: Tensor = projected
+        return inputs
+
+    def _weight_of_states(self) -> Tensor:
+        """A parameter with the device of the states and the dtype of the convolution's."""
+        return self.conv1d.weight
 
     def _conv_channels(self) -> int:
         """Channels of the convolution; of this rank, where several ranks share them."""
@@ -210,7 +215,7 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
             out, projected, last_state = self._mix(
                 hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states)
             )
-        inputs = self._conv_inputs(projected.detach())
+        inputs = self._conv_inputs(projected).detach()
         last_inputs = inputs[:, -self.d_conv :].transpose(1, 2)
         if inference_params.seqlen_offset == 0:
             conv_state.zero_()
@@ -286,7 +291,7 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         name = f"{class_name(self)}.allocate_inference_cache"
         check_int(name, "batch_size", batch_size, low=0)
         check_dtype(name, dtype)
-        weight = self.conv1d.weight
+        weight = self._weight_of_states()
         conv_dtype = weight.dtype if dtype is None else dtype
         conv_state = torch.zeros(batch_size, self._conv_channels(), self.d_conv, device=weight.device, dtype=conv_dtype)
         return conv_state, self._zero_state(batch_size, dtype)
@@ -348,7 +353,7 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
             raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
         self._check_conv_state(layer, conv_state, batch_size)
         self._check_ssm_state(layer, ssm_state, batch_size)
-        device = self.conv1d.weight.device
+        device = self._weight_of_states().device
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             if state.device != device:
                 raise RuntimeError(f"{layer}: expected {name} of {what} on {device} (the layer's device), got {state.device}")
@@ -368,9 +373,9 @@ class PackedMixer(ConvMixer):
         ssm_state: Tensor | None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes sequences, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
-        which ``_conv_inputs`` extracts, and the last states of the recurrence.
+    ) -> tuple[Tensor, Any, Tensor]:
+        """Mixes sequences, from the given states or from zero. Also returns what contains the convolution's inputs, which
+        ``_conv_inputs`` extracts, and the last states of the recurrence.
         """
         raise NotImplementedError
 
@@ -406,7 +411,7 @@ class PackedMixer(ConvMixer):
             # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
             first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
             out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
-        conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
+        conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected)[0].detach(), cu_seqlens.long()))
         ssm_state.copy_(last_states[:-1].detach())
         return out
 

@@ -21,6 +21,7 @@ from layer_helpers import LAYERS, MIXERS, RECURRENCES, WIDTH, assert_all_close, 
 from model_helpers import make_model, make_tokens
 from operator_spec import Inputs, OperatorSpec, tensor_names
 from operators import ALL_SCANS, OPERATORS, over
+from plain_delta_layers import DELTA_LAYERS, make_delta_layer
 from process_pool import Mesh, Place, Processes
 from recurrence_helpers import PLAIN, make_inputs, step_inputs
 from selective_scan_helpers import make_step_inputs as selective_step_inputs
@@ -103,6 +104,7 @@ def a_mlp(width: int = WIDTH) -> nn.Module:
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda name=name: new_layer(name) for name in LAYERS},  # type: ignore[misc]
+    **{name: lambda name=name: make_delta_layer(name) for name in DELTA_LAYERS},  # type: ignore[misc]
     "Block": a_block,
     "GatedMLP": a_mlp,
     "MambaLM": lambda: make_model("Mamba"),

@@ -1,0 +1,389 @@
+r"""The frame of the layers around a delta rule: projections, short convolutions, the recurrence, a norm of each head, a gate.
+
+For hidden states :math:`u_t`, heads :math:`h` and the value heads that read them:
+
+.. math::
+    q_t, k_t, v_t &= \mathrm{silu}(\mathrm{conv}(W_q u)_t),\ \mathrm{silu}(\mathrm{conv}(W_k u)_t),\
+        \mathrm{silu}(\mathrm{conv}(W_v u)_t) \\
+    S_t &= S_{t-1}\, \mathrm{Diag}(e^{g_t}), \quad S_t \leftarrow S_t + \beta_t (v_t - S_t k_t)\, k_t^\top, \quad
+        y_t = S_t q_t \\
+    \mathrm{out}_t &= W_o\, (\mathrm{norm}(y_t) \cdot a(W_z u_t))
+
+with rows of :math:`q` and :math:`k` of length one. The layers differ in the gate :math:`g`; see
+:func:`ssm_kernels.delta_rule_scan`. Parameter names are those of flash-linear-attention, whose layers have this form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._dtypes import wide_dtype
+from ..choices import ConvActivation, GateActivation
+from ..ops._arguments import is_autocast_enabled
+from ..ops.convolution import causal_conv1d_update
+from ..ops.delta_rule import delta_rule_scan
+from ..ops.delta_rule_step import delta_rule_step
+from .checks import (
+    check_bools,
+    check_choice,
+    check_dtype,
+    check_int,
+    check_not_negative,
+    check_number,
+    check_optional_int,
+)
+from .common import PackedMixer, conv_parameters, mark_parameters, short_convolution, update_state
+from .gated_rms_norm import GatedRMSNorm
+from .initialization import init_dt_bias, linear, uniform_
+from .naming import class_name
+
+__all__ = ["DeltaRuleMixer", "value_columns"]
+
+
+def value_columns(layer: str, head_dim: int, expand_v: float) -> int:
+    """The columns of a value head, ``head_dim * expand_v``, which must be whole."""
+    check_int(layer, "head_dim", head_dim)
+    check_number(layer, "expand_v", expand_v)
+    columns = head_dim * expand_v
+    if not 1 <= columns < math.inf or not math.isclose(columns, int(columns), rel_tol=1e-5):
+        raise ValueError(f"{layer}: expected a whole head_dim * expand_v of at least 1, got {head_dim} * {expand_v}")
+    return int(columns)
+
+
+class DeltaRuleMixer(PackedMixer):
+    """A mixer around a delta rule. A derived layer makes the parameters, in its own order, and says what the gates are.
+
+    ``q_conv1d``, ``k_conv1d`` and ``v_conv1d`` hold parameters and are not called.
+    """
+
+    serves_spans = False
+
+    hidden_size: int
+    num_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    use_short_conv: bool
+    conv_size: int
+    num_householder: int = 1
+    # Of queries and keys after their projection or convolution, and whether their rows then have length one.
+    qk_activation: str = "silu"
+    qk_l2norm: bool = True
+    allow_neg_eigval: bool = False
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    g_proj: nn.Module
+    o_norm: GatedRMSNorm
+
+    def _set_sizes(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_size: int,
+        mode: str,
+        layer_idx: int | None,
+        norm_eps: float,
+        dtype: torch.dtype | None,
+        **flags: bool,
+    ) -> None:
+        """Checks the arguments that all layers have, and keeps them."""
+        layer = class_name(self)
+        for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("conv_size", conv_size)):
+            check_int(layer, name, size)
+        check_optional_int(layer, "num_v_heads", num_v_heads)
+        check_optional_int(layer, "layer_idx", layer_idx, low=0)
+        check_choice(layer, "mode", mode, ("chunk", "fused_recurrent"))
+        check_not_negative(layer, "norm_eps", norm_eps)
+        check_bools(layer, **flags)
+        check_dtype(layer, dtype)
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        if num_v_heads % num_heads:
+            raise ValueError(f"{layer}: expected num_v_heads a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        self.mode, self.layer_idx = mode, layer_idx
+        self.hidden_size = self.d_model = hidden_size
+        self.conv_size = self.d_conv = conv_size
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.key_dim, self.value_dim = num_heads * head_k_dim, num_v_heads * head_v_dim
+        for name, flag in flags.items():
+            setattr(self, name, flag)
+
+    def _make_projections(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        updates = self.num_householder
+        self.q_proj = linear(self.hidden_size, self.key_dim, False, device, dtype)
+        self.k_proj = linear(self.hidden_size, self.key_dim * updates, False, device, dtype)
+        self.v_proj = linear(self.hidden_size, self.value_dim * updates, False, device, dtype)
+
+    def _make_convolutions(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        if self.use_short_conv:
+            for name, projection in (("q_conv1d", self.q_proj), ("k_conv1d", self.k_proj), ("v_conv1d", self.v_proj)):
+                channels = projection.out_features
+                conv = short_convolution(class_name(self), channels, self.conv_size, bias, device, dtype)
+                self.add_module(name, conv)
+
+    def _make_norm(
+        self,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        activation: GateActivation | None = "silu",
+    ) -> GatedRMSNorm:
+        """The norm of each head, with a gate of ``activation``. Without one its weight is float32 in layers of 16 bits."""
+        if activation is None:
+            dtype = wide_dtype(self.q_proj.weight.dtype)
+        return GatedRMSNorm(self.head_v_dim, 1, True, eps, device, dtype, activation=activation or "silu")
+
+    def _make_gate_parameters(self, gates: int, device: torch.device | str | None) -> None:
+        """``A_log``, one number a value head, and ``dt_bias``, in float32 or float64; ``reset_parameters`` draws them."""
+        wide = wide_dtype(self.q_proj.weight.dtype)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=wide))
+        self.dt_bias = nn.Parameter(torch.empty(gates, device=device, dtype=wide))
+        mark_parameters("_no_weight_decay", self.A_log, self.dt_bias)
+
+    # Of -A at initialization.
+    _A_range: tuple[float, float] = (0.0, 16.0)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes ``A_log`` and ``dt_bias``, if the layer has them; the submodules have their own ``reset_parameters``."""
+        if "A_log" not in self._parameters:
+            return
+        uniform_(self.A_log, *self._A_range).log_()
+        init_dt_bias(self.dt_bias, 0.001, 0.1, 1e-4)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params: Any = None,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mixes a sequence, or several packed one after another.
+
+        Args:
+            hidden_states: (batch, seqlen, hidden_size), any strides.
+            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
+                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
+                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
+                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, and steps after
+                ``cu_seqlens[-1]`` are padding, which no sequence and no state sees. Not together with ``seq_idx`` alone.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
+
+        Packed sequences are independent, in the convolutions and in the state.
+
+        Returns:
+            (batch, seqlen, hidden_size).
+
+        Raises:
+            ValueError: a shape is not as above, or arguments are given together that exclude each other.
+            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
+        """
+        self._check_packed_tensors(seq_idx, cu_seqlens)
+        self._check_sequences("hidden_states", hidden_states)
+        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params)
+
+    @torch.no_grad()
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, hidden_size).
+            conv_state: the last ``conv_size`` inputs of the convolutions, (batch, channels of queries, keys and values,
+                conv_size), modified in place; without convolutions it has no channels.
+            ssm_state: (batch, num_v_heads, head_v_dim, head_k_dim), modified in place.
+
+        Returns:
+            ``out``, (batch, 1, hidden_size), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
+            TypeError: an argument is not a tensor.
+        """
+        self._check_one_step(hidden_states, conv_state, ssm_state)
+        u = hidden_states[:, 0]
+        q, k, v = self._heads(self._convolve_one(self._project(u), conv_state))
+        tensors, flags = self._gates(u)
+        options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
+        beta = self._beta(u)
+        y = update_state(
+            ssm_state,
+            q.dtype,
+            lambda state: delta_rule_step(state, q, k, v, beta, **options),
+        )
+        return self._finish(y, u)[:, None], conv_state, ssm_state
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}, num_v_heads={self.num_v_heads}"
+        return f"hidden_size={self.hidden_size}, {heads}, head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
+
+    # ----- what a derived layer defines
+
+    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The operator's arguments for gates and betas: tensors, and options. ``u`` may lack the axis of time."""
+        raise NotImplementedError
+
+    def _beta(self, u: Tensor) -> Tensor:
+        """(..., updates, value heads), without the axis of updates if there is one."""
+        raise NotImplementedError
+
+    def _gate_of_output(self, u: Tensor) -> Tensor | None:
+        """(..., value_dim), or None."""
+        return self.g_proj(u) if "g_proj" in self._modules else None
+
+    # ----- one call
+
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any, Tensor]:
+        projected = self._project(hidden_states)
+        q, k, v = self._heads(self._convolve(projected, conv_state, seq_idx, cu_seqlens))
+        tensors, flags = self._gates(hidden_states)
+        options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
+        # Updates follow one another: (batch, seqlen, updates, ...) -> (batch, seqlen * updates, ...).
+        k, v, beta = ((x.flatten(1, 2) if self.num_householder > 1 else x) for x in (k, v, self._beta(hidden_states)))
+        y, final_states = delta_rule_scan(
+            q,
+            k,
+            v,
+            beta,
+            **options,
+            initial_states=None if ssm_state is None else ssm_state.to(wide_dtype(q.dtype)),
+            return_final_states=True,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+        )
+        return self._finish(y, hidden_states), projected, final_states
+
+    def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(u), self.k_proj(u), self.v_proj(u)
+
+    def _convolve(
+        self,
+        projected: Sequence[Tensor],
+        conv_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[Tensor]:
+        if not self.use_short_conv:
+            return self._activate(projected)
+        states = [None] * 3 if conv_state is None else self._split(conv_state)
+        return self._activate(
+            [
+                self.operators.causal_conv1d(
+                    x,
+                    weight,
+                    bias,
+                    activation=activation,
+                    seq_idx=seq_idx,
+                    cu_seqlens=cu_seqlens,
+                    initial_state=self._initial_state(state, x.dtype),
+                )
+                for x, state, (weight, bias), activation in zip(
+                    projected, states, self._convolutions(), self._conv_activations(), strict=True
+                )
+            ]
+        )
+
+    def _convolve_one(self, projected: Sequence[Tensor], conv_state: Tensor) -> list[Tensor]:
+        """One step; modifies ``conv_state`` in place."""
+        if not self.use_short_conv:
+            return self._activate(projected)
+        convolved = []
+        for x, state, (weight, bias), activation in zip(
+            projected, self._split(conv_state), self._convolutions(), self._conv_activations(), strict=True
+        ):
+            if is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+
+            def update(state: Tensor, x: Any = x, weight: Any = weight, bias: Any = bias, activation: Any = activation) -> Any:
+                return causal_conv1d_update(x, state, weight, bias, activation=activation)
+
+            convolved.append(update_state(state, x.dtype, update))
+        return self._activate(convolved)
+
+    def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:
+        """The activations that the convolutions have not applied."""
+        q, k, v = projected
+        if not self.use_short_conv:
+            v = F.silu(v)
+            if self.qk_activation == "silu":
+                q, k = F.silu(q), F.silu(k)
+        return [q, k, v]
+
+    def _conv_activations(self) -> tuple[ConvActivation | None, ...]:
+        of_keys: ConvActivation | None = "silu" if self.qk_activation == "silu" else None
+        return of_keys, of_keys, "silu"
+
+    def _convolutions(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The weights, (channels, conv_size), and the biases, of queries, keys and values."""
+        parameters = (conv_parameters(class_name(self), getattr(self, name)) for name in ("q_conv1d", "k_conv1d", "v_conv1d"))
+        return [(weight.squeeze(1), bias) for weight, bias in parameters]
+
+    def _heads(self, convolved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., heads, columns); keys and values of several updates (..., updates, heads, columns)."""
+        q, k, v = convolved
+        updates = () if self.num_householder == 1 else (self.num_householder,)
+        k = k.unflatten(-1, (*updates, self.num_heads, self.head_k_dim))
+        v = v.unflatten(-1, (*updates, self.num_v_heads, self.head_v_dim))
+        return q.unflatten(-1, (self.num_heads, self.head_k_dim)), k, v
+
+    def _finish(self, y: Tensor, u: Tensor) -> Tensor:
+        """Norm, gate and projection of (..., value heads, columns)."""
+        gate = self._gate_of_output(u)
+        z = None if gate is None else gate.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        out: Tensor = self.o_proj(self.o_norm(y, z).flatten(-2))
+        return out
+
+    # ----- states
+
+    def _conv_channels(self) -> int:
+        updates = self.num_householder
+        return self.key_dim + updates * (self.key_dim + self.value_dim) if self.use_short_conv else 0
+
+    def _split(self, conv_state: Tensor) -> tuple[Tensor, ...]:
+        updates = self.num_householder
+        return conv_state.split([self.key_dim, self.key_dim * updates, self.value_dim * updates], dim=1)
+
+    def _conv_inputs(self, projected: Any) -> Tensor:
+        q = projected[0]
+        return torch.cat(projected, dim=-1) if self.use_short_conv else q[..., :0]
+
+    def _weight_of_states(self) -> Tensor:
+        weight = self.get_parameter("q_conv1d.weight") if self.use_short_conv else self.o_norm.weight
+        return weight
+
+    _state_axes = "(batch, num_v_heads, head_v_dim, head_k_dim)"
+
+    def _state_shape(self) -> tuple[int, ...]:
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
+        weight = self._weight_of_states()
+        dtype = wide_dtype(weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, *self._state_shape(), device=weight.device, dtype=dtype)
+
+    def _wide(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """A parameter of the gates as the operators take it, also after ``layer.half()``."""
+        return parameter.to(wide_dtype(like.dtype))
