@@ -89,14 +89,12 @@ class TriangularInverse {
 #pragma unroll
     for (int column_block = warp + 1; column_block < kBlocks; ++column_block) {
       rows[column_block - 1].prepare(block);
-      // Each product has a sum of its own, because a chain of dependent products takes longer than their number.
-      float sums[2 * (kBlocks - 1)][2][4] = {};
+      float sums[2][2][4] = {};
 #pragma unroll
       for (int j = warp; j < column_block; ++j) {
-        rows[j].multiply(sums[2 * (j - warp)], sums[2 * (j - warp) + 1], products_[product_of(column_block, j)], lane);
+        rows[j].multiply(sums[0], sums[1], products_[product_of(column_block, j)], lane);
       }
-#pragma unroll
-      for (int k = 1; k < 2 * (column_block - warp); ++k) add(sums[0], sums[k]);
+      add(sums[0], sums[1]);
       Operand summed;
       summed.prepare(sums[0]);
       float other[2][4] = {};

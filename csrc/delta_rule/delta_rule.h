@@ -7,14 +7,13 @@
 #include "common/macros.h"
 #include "cuda/chunked/geometry.h"
 #include "cuda/tma_descriptor.h"
+#include "delta_rule/cuda/chunk_matrices.h"
 
 namespace ssm_kernels::delta_rule {
 
 // The delta rule is one of the chunked scans: a state (V, K) of each value head, with headdim V and dstate K.
 using namespace cuda::chunked;
 
-// The matrices of chunks (cuda/chunk_matrices_sm90.cuh) are a workspace of so many bytes for each chunk number and value head.
-constexpr int64_t kChunkMatrixBytes = 2 * kChunk * kChunk * 2;
 // Chunk numbers: cuda/chunked/span.cuh.
 SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, bool is_packed) {
   return is_packed ? max_packed_chunks(seqlen, batch) : batch * ((seqlen + kChunk - 1) / kChunk);
@@ -23,11 +22,12 @@ SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, b
 // The inputs and the output of the kernel of these matrices. Of ChunkedGeometry it reads batch, seqlen, heads and dstate.
 struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
+  int multiprocessors = 1;     // of the device
   bool scales_by_beta = true;  // the columns of the matrices
   RowsView log_decay, beta;    // as in DeltaRuleFwdParams
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
-  void* matrices = nullptr;               // (chunk_numbers, heads, kChunkMatrixBytes), aligned to 16 bytes
+  void* inverses = nullptr;               // (chunk_numbers, heads, kChunkMatrixElements), aligned to 16 bytes
   cuda::TmaDescriptor k_descriptor = {};  // tiles of 64 steps and columns
 };
 
@@ -36,6 +36,7 @@ struct DeltaRuleMatricesParams : ChunkedGeometry {
 struct DeltaRuleFwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
+  int work_tiles_of_block = 1;  // cuda/chunked/scheduler.cuh
   RowsView out;
   RowsView log_decay, beta;  // rows of one fp32 element; log_decay.data null: no decay
   const int64_t* cu_seqlens = nullptr;
@@ -45,13 +46,27 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   float* final_states = nullptr;
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
+  cuda::TmaDescriptor inverse_descriptors[kBands] = {};  // of `inverses` of DeltaRuleMatricesParams, columns scaled by beta
   // As in SsdFwdParams.
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
 };
 
-SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);
+// The states before each of `segments` segments of a sequence (cuda/segment_fold.cuh).
+struct DeltaRuleFoldParams {
+  int64_t batch = 0, heads = 0;
+  int segments = 0;
+  int headdim = 0, dstate = 0;
+  int map_rows = 0;               // of a segment's map: headdim, filled up to whole tiles, and dstate
+  int map_segments = 0;           // of a sequence whose maps are given: all, or all but the last
+  const float* maps = nullptr;    // (batch * map_segments, heads, map_rows, dstate)
+  const float* states = nullptr;  // (batch, heads, headdim, dstate): before the first segment; null: zero
+  float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
+};
+
+SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
+SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 
 }  // namespace ssm_kernels::delta_rule

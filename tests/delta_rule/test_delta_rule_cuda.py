@@ -224,12 +224,13 @@ def test_graphs_replay_other_lengths():
 
 @pytest.mark.usefixtures("needs_wgmma")
 def test_kernels_run_by_name():
-    """One kernel for the scan, and none of a fallback's matrix products."""
+    """One kernel for the inverses and one for the scan, and none of a fallback's matrix products."""
     inputs = make_inputs(1, 200, 2, 2, 64, 64)
     delta_rule_scan(**inputs)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         delta_rule_scan(**inputs)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
-    assert sum("delta_rule_fwd" in name for name in names) == 1
+    for kernel in ("delta_rule_chunk_matrices", "delta_rule_fwd"):
+        assert sum(kernel in name for name in names) == 1
     assert not [name for name in names if re.search("gemm|cutlass|bmm", name)]

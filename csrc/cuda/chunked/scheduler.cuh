@@ -21,6 +21,12 @@
 
 namespace ssm_kernels::cuda::chunked {
 
+// Whether the parameters have `work_tiles_of_block`, which divides the number of work tiles: positions in the order of ranges
+// then count through every (work_tiles / work_tiles_of_block)-th work tile first. Blocks with ranges of that many whole work
+// tiles take neighboring ones at the same time.
+template <typename Params>
+constexpr bool kAreStrided = false;
+
 // A work tile: its number, and its first chunk and number of chunks among the chunks of all work tiles, fewer than 2^31. A
 // sequence without steps counts as one chunk.
 struct WorkTile {
@@ -44,6 +50,10 @@ struct WorkTile {
     const int work_tile = (chunk - before) / chunks;
     index = entry * work_tiles_per_entry + work_tile;
     first = before + work_tile * chunks;
+    if constexpr (kAreStrided<Params>) {
+      const int blocks = static_cast<int>(schedule.work_tiles) / p.work_tiles_of_block;
+      index = index % p.work_tiles_of_block * blocks + index / p.work_tiles_of_block;
+    }
   }
 };
 

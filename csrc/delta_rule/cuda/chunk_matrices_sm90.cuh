@@ -3,52 +3,94 @@
 //
 //   M = (I + A)^-1, or M diag(beta)
 //
-// It depends on k, beta and the decays alone. A kernel before the chain over chunks computes it for all chunks at once: one
-// warpgroup takes a chunk of a key head, for its value heads in turn, and several blocks share a multiprocessor. The chain of
-// dependent instructions of one inverse (cuda/triangular_inverse.cuh) takes longer than a chunk of the scan; those of several
-// blocks overlap.
+// It depends on k, beta and the decays alone. A kernel before the chain over chunks computes it for all chunks at once. The
+// chain of dependent instructions of one inverse (cuda/triangular_inverse.cuh) takes longer than a chunk of the scan; those of
+// several blocks of a multiprocessor overlap. A block takes chunks of key heads in turn, and the value heads of each: one
+// warpgroup multiplies and inverts, while a producer warp loads the keys of the next chunk by TMA and computes the tables of
+// the next value head.
 //
-// M^T, of which rows are steps j, is stored as a hi/lo split of the dtype: for each chunk number (cuda/chunked/span.cuh) and
-// value head the high part, then the low part, each a tile of 64 x 64 elements in the layout of SmemTile, so that a kernel
-// fetches it as an operand by one copy. Blocks of 16 x 16 left of the diagonal are zeros. Steps past the end of a sequence are
-// rows and columns of zeros but for their diagonal.
+// M^T, of which rows are steps j, is stored as a hi/lo split of the dtype (chunk_matrices.h), for each chunk number
+// (cuda/chunked/span.cuh) and value head. Steps past the end of a sequence are rows and columns of zeros but for their
+// diagonal.
 #pragma once
 
-#include "cuda/chunked/decay_mask.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/triangular_inverse.cuh"
+#include "delta_rule/cuda/chunk_matrices.h"
 #include "delta_rule/cuda/decay_gates.cuh"
 #include "delta_rule/cuda/step_pairs.cuh"
 
 namespace ssm_kernels::delta_rule {
 
-// M^T of a chunk and value head.
-struct ChunkMatrix {
-  SmemTile<kChunk> high, low;
-};
-static_assert(sizeof(ChunkMatrix) == kChunkMatrixBytes, "the host allocates the matrices");
+// M^T of a chunk and value head in shared memory: an operand B.
+class alignas(128) ChunkMatrix {
+ public:
+  // Run by one thread. An earlier arrive_and_expect_tx(sizeof(ChunkMatrix)) made the phase of `barrier` wait.
+  __device__ __forceinline__ void load(const cuda::TmaDescriptor (&descriptors)[kBands], int64_t place, Mbarrier& barrier) {
+#pragma unroll
+    for (int band = 0; band < kBands; ++band) {
+      cuda::tma_load_tile(&bands_[band], descriptors[band], -kBandSteps * band, 0, static_cast<int>(place), 0, barrier);
+    }
+  }
 
-// The place of the matrix of the span's chunk.
+  // d (64 x steps i) = a (64 x steps j) M^T, by wgmma; the caller commits.
+  template <typename Scalar>
+  __device__ __forceinline__ void multiply(float (&d)[kStepBlocks][4], const uint32_t (&a)[kStepGroups][4]) const {
+    static_assert(kBands == kStepGroups, "a band is the rows of one product");
+    const uint64_t rows = cuda::make_wgmma_descriptor(bands_, 0);
+#pragma unroll
+    for (int j = 0; j < kStepGroups; ++j) {
+      cuda::gemm<Scalar, true>(d, a[j], rows_of(rows, 2 * j), j > 0);
+      cuda::gemm<Scalar, true>(d, a[j], rows_of(rows, 2 * j + 1), true);
+    }
+  }
+
+ private:
+  uint4 bands_[kBands][kBandRows][8];  // the high part, then the low part; vectors are swizzled as in SmemTile
+};
+
+// The lane's pairs of M^T in memory; `band` is its warp.
+template <int band>
+class ChunkMatrixPairs {
+ public:
+  __device__ __forceinline__ ChunkMatrixPairs(void* matrices, int64_t place, const FragmentLane& lane)
+      : pairs_(static_cast<uint32_t*>(matrices) +
+               (place * kChunkMatrixElements + band_offset(band) + lane.quad * band_columns(band)) / 2 + lane.pair) {}
+
+  // In row lane.row + 8 half, of the n-th block of 8 columns, from the diagonal block on.
+  __device__ __forceinline__ void put(int n, int half, uint32_t high, uint32_t low) const {
+    uint32_t* const target = pairs_ + (8 * half * band_columns(band) + kBlockSteps * (n - 2 * band)) / 2;
+    target[0] = high;
+    target[kBandSteps * band_columns(band) / 2] = low;
+  }
+
+ private:
+  uint32_t* pairs_;
+};
+
+// The number of the span's chunk.
 template <typename Params>
 __device__ __forceinline__ int64_t chunk_number(const Params& p, const ChunkSpan& span, int chunk) {
   const int64_t earlier = is_packed(p) ? 0 : span.start / kChunk;  // chunks of the sequence before the span
   return first_chunk_index(p, span.entry) + earlier + chunk;
 }
-template <typename Params>
-__device__ __forceinline__ ChunkMatrix* chunk_matrix(const Params& p, int64_t chunk_number, int64_t head) {
-  return static_cast<ChunkMatrix*>(p.matrices) + chunk_number * p.heads + head;
-}
+
+// The tables of a chunk of a value head, and the chunk's place.
+struct MatrixTables : DeltaRuleTables {
+  int64_t place;  // of the matrix; -1 after the block's last
+  int steps;
+  bool is_first_head, is_last_head;  // of the key head
+};
 
 template <int columns>
 struct ChunkMatricesShared {
-  static constexpr int kTables = kWarpgroupWarps;  // value heads whose tables are computed at a time, each by a warp
+  static constexpr int kStages = 2;
   SmemTile<columns> k;
-  ChunkMatrix matrix;
   cuda::TriangularInverse inverse;
-  DeltaRuleTables tables[kTables];
-  Mbarrier loaded;
+  MatrixTables tables[kStages];
+  Mbarrier keys_full, keys_empty, full[kStages], empty[kStages];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(ChunkMatricesShared)); }
 };
@@ -58,101 +100,127 @@ struct ChunkMatrices {
   using Params = DeltaRuleMatricesParams;
   using Gates = DecayGates<Scalar>;
   using Shared = ChunkMatricesShared<columns>;
-  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 4, kTileColumns = 64;
+  static constexpr int kThreads = kWarpgroupThreads + kWarpSize, kBlocksOfMultiprocessor = 4, kTileColumns = 64;
   static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
 
   const Params& p;
   Shared& shared;
 
-  __device__ __forceinline__ void run() {
-    const int key_heads = static_cast<int>(p.heads) / p.value_heads_per_key_head,
-              number = static_cast<int>(blockIdx.x) / key_heads, key_head = static_cast<int>(blockIdx.x) % key_heads;
-    const ChunkSpan span(p, entry_of(number));
-    const int chunk = number - static_cast<int>(first_chunk_index(p, span.entry));
-    if (chunk >= span.chunks) return;
-    const FragmentLane lane = FragmentLane::opaque_thread();
+  __device__ __forceinline__ void init() {
     if (threadIdx.x == 0) {
-      shared.loaded.init(1);
-      load_keys(span, chunk, key_head);
+      shared.keys_full.init(1);
+      shared.keys_empty.init(kWarpgroupThreads);
     }
-    clear_left_of_diagonal<InOrder>(shared.matrix.high, lane);
-    clear_left_of_diagonal<InOrder>(shared.matrix.low, lane);
-    const int first_head = key_head * p.value_heads_per_key_head, end = first_head + p.value_heads_per_key_head;
-    make_tables(span, chunk, first_head, end, lane);
-    __syncthreads();
-    shared.loaded.wait(0);
-    if (is_packed(p) && span.steps_of(chunk) < kChunk) {
-      clear_steps(shared.k.panels, span.steps_of(chunk));
-      __syncthreads();
+    if (threadIdx.x < Shared::kStages) {
+      shared.full[threadIdx.x].init(kWarpSize);
+      shared.empty[threadIdx.x].init(kWarpgroupThreads);
     }
-#pragma unroll 1
-    for (int head = first_head; head < end; ++head) {
-      const int place = (head - first_head) % Shared::kTables;
-      if (place == 0 && head > first_head) {
-        make_tables(span, chunk, head, end, lane);
-        __syncthreads();
-      }
-      make_matrix(shared.tables[place], lane);
-      cuda::fence_proxy_async();
-      __syncthreads();
-      cuda::tma_store(chunk_matrix(p, number, head), &shared.matrix, sizeof(ChunkMatrix), threadIdx.x == 0);
-    }
-    cuda::tma_store_wait_read<0>();
   }
 
-  __device__ __forceinline__ int64_t entry_of(int number) const {
-    if (is_packed(p)) return sequence_of_chunk(p, number);
-    return static_cast<unsigned>(number) / static_cast<unsigned>((p.seqlen + kChunk - 1) / kChunk);
+  // Run by the producer warp.
+  __device__ __forceinline__ void produce() {
+    const int heads_of_key = p.value_heads_per_key_head, key_heads = static_cast<int>(p.heads) / heads_of_key;
+    const int items = static_cast<int>(chunk_numbers(p.batch, p.seqlen, is_packed(p))) * key_heads;
+    PipelineState stages;
+    int loads = 0;
+#pragma unroll 1
+    for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+      const int number = number_of(item / key_heads), key_head = item % key_heads;
+      const ChunkSpan span(p, sequence_of_chunk(p, number));
+      const int chunk = number - static_cast<int>(first_chunk_index(p, span.entry));
+      if (chunk >= span.chunks) continue;
+      if (threadIdx.x % kWarpSize == 0) {
+        if (loads > 0) shared.keys_empty.wait(loads - 1);
+        load_keys(span, chunk, key_head);
+      }
+      ++loads;
+#pragma unroll 1
+      for (int i = 0; i < heads_of_key; ++i) {
+        const int head = key_head * heads_of_key + i;
+        FetchedSteps<Gates> fetched;
+        fetched.fetch(p, Gates::source(p, span, head, chunk), span.resets(p, chunk), span.steps_of(chunk));
+        ChunkCumsum<1, Gates> made;
+        made.make(p, Gates(), &fetched);
+        if (stages.phase > 0) shared.empty[stages.stage].wait(stages.phase - 1);
+        MatrixTables& tables = shared.tables[stages.stage];
+        made.store(0, tables);
+        reinterpret_cast<float2*>(tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+        tables.place = int64_t(number) * p.heads + head;
+        tables.steps = span.steps_of(chunk);
+        tables.is_first_head = i == 0;
+        tables.is_last_head = i == heads_of_key - 1;
+        shared.full[stages.stage].arrive();
+        stages.advance(Shared::kStages);
+      }
+    }
+    if (stages.phase > 0) shared.empty[stages.stage].wait(stages.phase - 1);
+    shared.tables[stages.stage].place = -1;
+    shared.full[stages.stage].arrive();
+  }
+
+  // The place-th chunk number that is computed. The first chunks of the sequences come last: the scan begins with them, and
+  // finds them in the cache.
+  __device__ __forceinline__ int number_of(int place) const {
+    if (is_packed(p)) return place;
+    const int chunks = static_cast<int>((p.seqlen + kChunk - 1) / kChunk), batch = static_cast<int>(p.batch);
+    return place % batch * chunks + chunks - 1 - place / batch;
   }
 
   // Run by one thread. Steps past the end of the tensor are zeros; those past the end of a packed sequence belong to the next
   // one.
   __device__ __forceinline__ void load_keys(const ChunkSpan& span, int chunk, int key_head) {
-    cuda::fence_proxy_async();
-    shared.loaded.arrive_and_expect_tx(sizeof(shared.k));
+    shared.keys_full.arrive_and_expect_tx(sizeof(shared.k));
 #pragma unroll
     for (int panel = 0; panel < columns / kTileColumns; ++panel) {
       cuda::tma_load_tile(&shared.k.panels[panel], p.k_descriptor, panel * kTileColumns, key_head,
-                          static_cast<int>(span.start + first_step(chunk)), static_cast<int>(span.batch), shared.loaded);
+                          static_cast<int>(span.start + first_step(chunk)), static_cast<int>(span.batch), shared.keys_full);
     }
   }
 
-  // Each warp those of one value head.
-  __device__ __forceinline__ void make_tables(const ChunkSpan& span, int chunk, int first_head, int end,
-                                              const FragmentLane& lane) {
-    const int head = first_head + lane.warp;
-    if (head >= end) return;
-    const Gates gates;
-    FetchedSteps<Gates> fetched;
-    fetched.fetch(p, Gates::source(p, span, head, chunk), span.resets(p, chunk), span.steps_of(chunk));
-    ChunkCumsum<1, Gates> made;
-    made.make(p, gates, &fetched);
-    DeltaRuleTables& tables = shared.tables[lane.warp];
-    made.store(0, tables);
-    reinterpret_cast<float2*>(tables.beta)[lane.index] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+  // Run by the warpgroup.
+  __device__ __forceinline__ void make_matrices() {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    PipelineState stages;
+    int loads = 0;
+#pragma unroll 1
+    for (;; stages.advance(Shared::kStages)) {
+      shared.full[stages.stage].wait(stages.phase);
+      const MatrixTables& tables = shared.tables[stages.stage];
+      if (tables.place < 0) return;
+      if (tables.is_first_head) {
+        shared.keys_full.wait(loads++);
+        if (is_packed(p) && tables.steps < kChunk) {
+          clear_steps(shared.k.panels, tables.steps);
+          cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+        }
+      }
+      make_matrix(tables, shared.empty[stages.stage], lane);
+    }
   }
 
-  __device__ __forceinline__ void make_matrix(const DeltaRuleTables& tables, const FragmentLane& lane) {
+  __device__ __forceinline__ void make_matrix(const MatrixTables& tables, Mbarrier& empty, const FragmentLane& kept_lane) {
+    const FragmentLane lane = kept_lane.opaque();  // addresses are recomputed: kept through the loop, they would spill
     float products[kStepBlocks][4], beta[2];
     multiply_by_keys<Scalar>(shared.k, shared.k, products);
+    if (tables.is_last_head) shared.keys_empty.arrive();
 #pragma unroll
     for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
-    const FragmentPairs<> pairs(lane);
     visit_warp(lane, [&](auto warp) {
       cuda::TriangularInverse::DiagonalBlock diagonal;
       apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, tables, lane);
+      const ChunkMatrixPairs<warp> target(p.inverses, tables.place, lane);
+      empty.arrive();
+      // All warps have read the blocks of the matrix before.
+      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
       shared.inverse.template put<warp>(products, diagonal, lane);
-      // The copy of the value head before has read the matrix. All warps have put their blocks.
-      cuda::tma_store_wait_read<0>();
-      cuda::barrier_sync(kMatrixBarrier, kThreads);
+      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
       shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float factor = p.scales_by_beta ? beta[half] : 1.0f, low = factor * transposed[2 * half],
                       high = factor * transposed[2 * half + 1];
           const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          pairs.at(shared.matrix.high, n, half) = rounded;
-          pairs.at(shared.matrix.low, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+          target.put(n, half, rounded, cuda::pack_lo<Scalar>(low, high, rounded));
         }
       });
     });
@@ -166,7 +234,14 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? ChunkMatrices<Scalar, 
 #if SSM_KERNELS_HAS_WGMMA
   extern __shared__ unsigned char unaligned_memory[];
   cuda::launch_dependents();
-  ChunkMatrices<Scalar, columns>{p, align_shared<ChunkMatricesShared<columns>>(unaligned_memory)}.run();
+  ChunkMatrices<Scalar, columns> matrices{p, align_shared<ChunkMatricesShared<columns>>(unaligned_memory)};
+  matrices.init();
+  __syncthreads();
+  if (threadIdx.x >= kWarpgroupThreads) {
+    matrices.produce();
+  } else {
+    matrices.make_matrices();
+  }
 #endif
 }
 

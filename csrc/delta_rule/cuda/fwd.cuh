@@ -1,6 +1,8 @@
 // Launches of the delta rule's forward kernels, and of the kernel of the matrices of chunks, which backward launches, too.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/chunked/launch_staged.cuh"
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"
 #include "delta_rule/cuda/fwd_sm90.cuh"
@@ -11,7 +13,7 @@ namespace ssm_kernels::delta_rule {
 template <typename Scalar>
 cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream) {
   const int64_t numbers = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr),
-                blocks = numbers * (params.heads / params.value_heads_per_key_head);
+                items = numbers * (params.heads / params.value_heads_per_key_head);
   const auto launch_columns = [&](auto columns) {
     using Matrices = ChunkMatrices<Scalar, decltype(columns)::value>;
     constexpr int kBytes = Matrices::Shared::bytes();
@@ -19,6 +21,7 @@ cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& para
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
     const auto kernel = delta_rule_chunk_matrices_kernel<Scalar, decltype(columns)::value>;
     if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
+    const int64_t blocks = std::min<int64_t>(items, int64_t(Matrices::kBlocksOfMultiprocessor) * params.multiprocessors);
     return cuda::launch(kernel, blocks, Matrices::kThreads, kBytes, stream, /*uses_pdl=*/false, params);
   };
   if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
@@ -26,13 +29,19 @@ cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& para
 }
 
 template <typename Scalar>
-cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, cudaStream_t stream) {
-  const auto launch_columns = [&](auto columns) {
-    using Fwd = FwdSm90<Scalar, decltype(columns)::value>;
+cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, bool states_only,
+                                  bool follows_matrices, cudaStream_t stream) {
+  const auto launch_kernel = [&](auto columns, auto states_only) {
+    using Fwd = FwdSm90<Scalar, decltype(columns)::value, decltype(states_only)::value>;
     static_assert(Fwd::Shared::bytes() + kTicketBytes <= kSm90SharedBytes, "a block has that much shared memory");
     const auto bytes_of = [](int) { return Fwd::Shared::bytes(); };
-    return launch_staged(delta_rule_fwd_sm90_kernel<Scalar, decltype(columns)::value>, schedule.blocks, Fwd::kThreads, 1,
-                         bytes_of, kSm90SharedBytes, stream, Unpacked<DeltaRuleFwdParams>{params}, schedule);
+    return launch_staged(delta_rule_fwd_sm90_kernel<Scalar, decltype(columns)::value, decltype(states_only)::value>,
+                         schedule.blocks, Fwd::kThreads, 1, bytes_of, kSm90SharedBytes, stream,
+                         Unpacked<DeltaRuleFwdParams>{params}, schedule,
+                         /*uses_pdl=*/follows_matrices);
+  };
+  const auto launch_columns = [&](auto columns) {
+    return states_only ? launch_kernel(columns, std::true_type()) : launch_kernel(columns, std::false_type());
   };
   if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
   return launch_columns(std::integral_constant<int, kStateColumns>());

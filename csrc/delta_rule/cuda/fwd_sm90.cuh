@@ -12,26 +12,33 @@
 //   O^T = scale (S Q^T) e^(s_i) + U^T P^T
 //   S'  = e^(s_l) S + (U_j e^(s_l - s_j))^T K
 //
+// A kernel before this one computes M (chunk_matrices_sm90.cuh): an inverse takes longer than the rest of a chunk.
+//
 // A block has two consumer warpgroups, a matrix warpgroup and a producer warpgroup. A consumer warpgroup holds 64 rows of V and
 // up to 128 columns of S as accumulators. No value of the chain S, R, U, S leaves its registers: each is the operand A of the
 // next product, and K, M and P are operands B in shared memory. S Q^T is multiplied with S K^T. The matrix warpgroup works up
-// to two chunks ahead: it multiplies K K^T and Q K^T, inverts (cuda/triangular_inverse.cuh) and writes M and P. Of the producer
-// warpgroup one thread starts TMA loads of q, k and v, and a warp computes the tables of decays.
+// to two chunks ahead: it multiplies Q K^T and writes P. Of the producer warpgroup one thread starts TMA loads of q, k, v and
+// M, and a warp computes the tables of decays.
 //
 // M is a hi/lo split: its rounding would dominate the error of out for correlated keys. S, R, U and P are rounded once.
 //
 // Blocks of 64 rows of V of a head belong to one block, in pairs; with an odd number one warpgroup idles. Where work tiles
 // outnumber the multiprocessors, blocks share them by chunks (cuda/chunked/scheduler.cuh). A block takes a packed sequence
-// whole.
+// whole. Value heads of a key head are work tiles of different blocks at the same time, where that takes hardly longer, so that
+// q and k come from memory once.
 #pragma once
 
-#include "cuda/chunked/decay_mask.cuh"
 #include "cuda/chunked/epilogue.cuh"
 #include "cuda/chunked/state_carry.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
-#include "cuda/triangular_inverse.cuh"
-#include "delta_rule/cuda/decay_gates.cuh"
-#include "delta_rule/cuda/step_pairs.cuh"
+#include "delta_rule/cuda/chunk_matrices_sm90.cuh"
+
+namespace ssm_kernels::cuda::chunked {
+
+template <>
+inline constexpr bool kAreStrided<Unpacked<delta_rule::DeltaRuleFwdParams>> = true;
+
+}  // namespace ssm_kernels::cuda::chunked
 
 namespace ssm_kernels::delta_rule {
 
@@ -44,13 +51,13 @@ struct FwdSm90Shared {
   };
   // M^T, of which rows are steps j, and P, of which rows are steps i.
   struct Matrices {
-    SmemTile<kChunk> inverse, inverse_lo, p;
+    ChunkMatrix inverse;
+    SmemTile<kChunk> p;
   };
   Stage stages[kStages];
   Matrices matrices[kMatrices];
   SmemTile<kStateRows> out[kWarpgroups];
-  cuda::TriangularInverse inverse;
-  DeltaRuleTables tables[kStages];
+  ChunkTables tables[kStages];
   Mbarrier full[kStages], empty[kStages], matrices_full[kMatrices], matrices_empty[kMatrices];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(FwdSm90Shared)); }
@@ -72,7 +79,8 @@ struct RoundOut {
   }
 };
 
-template <typename Scalar, int columns>
+// states_only: without out, and q, which it needs.
+template <typename Scalar, int columns, bool states_only>
 struct FwdSm90 {
   using Params = DeltaRuleFwdParams;
   using Gates = DecayGates<Scalar>;
@@ -83,7 +91,7 @@ struct FwdSm90 {
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + 2 * kWarpgroupThreads;
   static constexpr int kMatrixWarpgroup = kWarpgroups;
   static constexpr int kTileColumns = 64;  // of a TMA tile
-  static constexpr int kConsumerRegisters = 192, kMatrixRegisters = 96, kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 208, kMatrixRegisters = 64, kProducerRegisters = 32;
   static_assert(kWarpgroups * kConsumerRegisters + kMatrixRegisters + kProducerRegisters <= 4 * 128,
                 "a block starts with 128 registers a thread");
   static constexpr int kFetchedAhead = 2;  // chunks of gates: registers are few
@@ -107,9 +115,10 @@ struct FwdSm90 {
 
   __device__ __forceinline__ void produce() {
     const int warp = threadIdx.x / kWarpSize - (kWarpgroups + 1) * kWarpgroupWarps;
-    PipelineState pipeline;
+    PipelineState pipeline, matrices;
     if (warp == 0 && threadIdx.x % kWarpSize == 0) {
-      for_each_span([&](const auto&, const WorkSpan& at) { load(at, pipeline); });
+      for_each_span([&](const auto&, const WorkSpan& at) { load(at, pipeline, matrices); });
+      cuda::grid_dependency_sync();  // in a block without chunks, too
     } else if (warp == 1) {
       for_each_span([&](const auto&, const WorkSpan& at) { produce_decays(at, pipeline); });
     }
@@ -117,22 +126,23 @@ struct FwdSm90 {
 
   // Run by one thread. Steps past the end of the tensor are zeros; those past the end of a packed sequence belong to the next
   // one.
-  __device__ __forceinline__ void load(const WorkSpan& at, PipelineState& pipeline) {
+  __device__ __forceinline__ void load(const WorkSpan& at, PipelineState& pipeline, PipelineState& matrices) {
     const int key_head = at.group / p.value_heads_per_key_head, first_row = StateTile(p, schedule, at, 0).first_row,
               batch = static_cast<int>(at.batch);
+    const int64_t first_number = chunk_number(p, at, 0);
 #pragma unroll 1
     for (int chunk = 0; chunk < at.chunks; ++chunk) {
       if (pipeline.phase > 0) shared.empty[pipeline.stage].wait(pipeline.phase - 1);
       auto& target = shared.stages[pipeline.stage];
       Mbarrier& full = shared.full[pipeline.stage];
       const int step = static_cast<int>(at.start) + chunk * kChunk;
-      full.arrive_and_expect_tx(sizeof(target));
+      full.arrive_and_expect_tx(sizeof(target) - (states_only ? sizeof(target.q) : 0));
 #pragma unroll
       for (int panel = 0; panel < columns / kTileColumns; ++panel) {
         cuda::tma_load_tile(&target.k.panels[panel], p.k_descriptor, panel * kTileColumns, key_head, step, batch, full);
       }
 #pragma unroll
-      for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+      for (int panel = 0; panel < (states_only ? 0 : columns / kTileColumns); ++panel) {
         cuda::tma_load_tile(&target.q.panels[panel], p.q_descriptor, panel * kTileColumns, key_head, step, batch, full);
       }
 #pragma unroll
@@ -140,6 +150,13 @@ struct FwdSm90 {
         cuda::tma_load_tile(&target.v[i], p.v_descriptor, first_row + i * kStateRows, at.group, step, batch, full);
       }
       pipeline.advance(Shared::kStages);
+      if (matrices.phase > 0) shared.matrices_empty[matrices.stage].wait(matrices.phase - 1);
+      Mbarrier& matrices_full = shared.matrices_full[matrices.stage];
+      matrices_full.arrive_and_expect_tx(sizeof(ChunkMatrix));
+      cuda::grid_dependency_sync();  // with the kernel that computes the inverses
+      shared.matrices[matrices.stage].inverse.load(p.inverse_descriptors, (first_number + chunk) * p.heads + at.group,
+                                                   matrices_full);
+      matrices.advance(Shared::kMatrices);
     }
   }
 
@@ -157,21 +174,14 @@ struct FwdSm90 {
           made.make(p, gates, fetched);
           return made;
         },
-        [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Gates>& made, int k) {
-          DeltaRuleTables& tables = shared.tables[stage];
-          made.store(k, tables);
-          reinterpret_cast<float2*>(tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
-        });
+        [&](int stage, const Fetched&, const ChunkCumsum<1, Gates>& made, int k) { made.store(k, shared.tables[stage]); });
   }
 
   // Run by the matrix warpgroup.
   __device__ __forceinline__ void make_matrices() {
     const FragmentLane lane = FragmentLane::opaque_thread();
-    for (auto& matrices : shared.matrices) {
-      clear_left_of_diagonal<InOrder>(matrices.inverse, lane);
-      clear_left_of_diagonal<InOrder>(matrices.inverse_lo, lane);
-      clear_right_of_diagonal(matrices.p, lane);
-    }
+    for (auto& matrices : shared.matrices)
+      if constexpr (!states_only) clear_right_of_diagonal(matrices.p, lane);
     PipelineState stages, matrices;
     for_each_span([&](const auto&, const WorkSpan& at) {
 #pragma unroll 1
@@ -180,53 +190,30 @@ struct FwdSm90 {
         shared.full[stages.stage].wait(stages.phase);
         const int steps = at.steps_of(at.chunks - left);
         if (p.cu_seqlens != nullptr && steps < kChunk) clear_next_sequence(shared.stages[stages.stage], steps);
-        make_matrices_of_chunk(stages.stage, shared.matrices[matrices.stage], lane);
+        if constexpr (!states_only) make_matrix(stages.stage, shared.matrices[matrices.stage].p, lane);
+        shared.empty[stages.stage].arrive();
         cuda::fence_proxy_async();
         shared.matrices_full[matrices.stage].arrive();
-        // All warps have read the blocks of the inverse.
-        cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
         stages.advance(Shared::kStages);
         matrices.advance(Shared::kMatrices);
       }
     });
   }
 
-  __device__ __forceinline__ void make_matrices_of_chunk(int stage, typename Shared::Matrices& target,
-                                                         const FragmentLane& lane) {
+  __device__ __forceinline__ void make_matrix(int stage, SmemTile<kChunk>& target, const FragmentLane& lane) {
     const auto& tiles = shared.stages[stage];
-    const DeltaRuleTables& tables = shared.tables[stage];
     float products[kStepBlocks][4];
-    cuda::TriangularInverse::DiagonalBlock diagonal;
-    float beta[2];
-    multiply_by_keys<Scalar>(tiles.k, tiles.k, products);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
-    visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, tables, lane);
-      shared.inverse.template put<warp>(products, diagonal, lane);
-    });
     multiply_by_keys<Scalar>(tiles.q, tiles.k, products);
     const FragmentPairs<> pairs(lane);
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, tables, lane);
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, shared.tables[stage], lane);
 #pragma unroll
       for (int n = 0; n < 2 * warp + 2; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          pairs.at(target.p, n, half) = cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]);
+          pairs.at(target, n, half) = cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]);
         }
       }
-      shared.empty[stage].arrive();
-      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
-      shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float low = beta[half] * transposed[2 * half], high = beta[half] * transposed[2 * half + 1];
-          const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          pairs.at(target.inverse, n, half) = rounded;
-          pairs.at(target.inverse_lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
-        }
-      });
     });
   }
 
@@ -273,7 +260,7 @@ struct FwdSm90 {
       // Before any product: the compiler waits for those in flight before a loop.
       shared.matrices_full[matrices.stage].wait(matrices.phase);
       auto& tiles = shared.stages[stages.stage];
-      const DeltaRuleTables& tables = shared.tables[stages.stage];
+      const ChunkTables& tables = shared.tables[stages.stage];
       const uint64_t k_rows = make_operand(tiles.k), q_rows = make_operand(tiles.q);
 
       uint32_t s[kStateGroups][4];
@@ -287,14 +274,9 @@ struct FwdSm90 {
       float u[kStepBlocks][4], y[kStepBlocks][4];
       cuda::warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
-        cuda::gemm<Scalar, false>(y, s[k], columns_of(q_rows, k), k > 0);
-      }
+      for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
       cuda::warpgroup_commit();
-      // For both: rounded S would take registers from the conversion.
       cuda::warpgroup_wait<0>(u);
-      cuda::warpgroup_wait<0>(y);
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
         const float2 decay = column_pair(tables.exp_cumsum, n, lane);
@@ -306,24 +288,21 @@ struct FwdSm90 {
         }
       }
       auto& factors = shared.matrices[matrices.stage];
-      const uint64_t inverse_rows = make_operand(factors.inverse), lo_rows = make_operand(factors.inverse_lo);
+      cuda::warpgroup_arrive();
+      factors.inverse.template multiply<Scalar>(u, x);
+      cuda::warpgroup_commit();
       cuda::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) {
-        cuda::gemm<Scalar, true>(u, x[j], rows_of(inverse_rows, j), j > 0);
-        cuda::gemm<Scalar, true>(u, x[j], rows_of(lo_rows, j), true);
+      for (int k = 0; k < (states_only ? 0 : kStateGroups); ++k) {
+        cuda::gemm<Scalar, false>(y, s[k], columns_of(q_rows, k), k > 0);
       }
       cuda::warpgroup_commit();
-#pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
-        const float2 decay = column_pair(tables.exp_cumsum, n, lane);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[n][i] *= p.scale * (i % 2 == 0 ? decay.x : decay.y);
+      if constexpr (!states_only) {
+        // All warps have written the previous chunk's out.
+        sync_warpgroup(index);
+        if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
       }
-      // All warps have written the previous chunk's out.
-      sync_warpgroup(index);
-      if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
-      cuda::warpgroup_wait<0>(u);
+      cuda::warpgroup_wait<1>(u);
 
       uint32_t scaled[kStepGroups][4];
 #pragma unroll
@@ -345,33 +324,44 @@ struct FwdSm90 {
         cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(k_rows, j), j > 0 || keeps_state);
       }
       cuda::warpgroup_commit();
-      const uint64_t p_rows = make_operand(factors.p);
-      cuda::warpgroup_arrive();
+      if constexpr (!states_only) {
+        cuda::warpgroup_wait<1>(y);
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, false>(y, x[j], columns_of(p_rows, j), true);
-      cuda::warpgroup_commit();
-      out.wait_for_sent();
-      sync_warpgroup(index);
+        for (int n = 0; n < kStepBlocks; ++n) {
+          const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y[n][i] *= p.scale * (i % 2 == 0 ? decay.x : decay.y);
+        }
+        const uint64_t p_rows = make_operand(factors.p);
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, false>(y, x[j], columns_of(p_rows, j), true);
+        cuda::warpgroup_commit();
+        out.wait_for_sent();
+        sync_warpgroup(index);
+      }
       cuda::warpgroup_wait<0>(state.values);
-      cuda::warpgroup_wait<0>(y);
+      if constexpr (!states_only) cuda::warpgroup_wait<0>(y);
       shared.matrices_empty[matrices.stage].arrive();
       shared.empty[stages.stage].arrive();
-      out.write(y, x, nullptr, shared.out[index], lane);
+      if constexpr (!states_only) out.write(y, x, nullptr, shared.out[index], lane);
       stages.advance(Shared::kStages);
       matrices.advance(Shared::kMatrices);
       store_chunk_state(left - 1);
     }
-    sync_warpgroup(index);
-    out.send_last(shared.out[index]);
+    if constexpr (!states_only) {
+      sync_warpgroup(index);
+      out.send_last(shared.out[index]);
+    }
   }
 };
 
-template <typename Scalar, int columns>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns>::kThreads : kWarpSize, 1)
+template <typename Scalar, int columns, bool states_only>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns, states_only>::kThreads : kWarpSize, 1)
     delta_rule_fwd_sm90_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
                                const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdSm90<Scalar, columns>;
+  using Fwd = FwdSm90<Scalar, columns, states_only>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd{p, p, schedule, shared};
@@ -381,7 +371,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, column
     shared.empty[threadIdx.x].init(Fwd::kConsumerThreads + kWarpgroupThreads);
   }
   if (threadIdx.x < Fwd::Shared::kMatrices) {
-    shared.matrices_full[threadIdx.x].init(kWarpgroupThreads);
+    shared.matrices_full[threadIdx.x].init(1 + kWarpgroupThreads);
     shared.matrices_empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
   take_range(schedule);

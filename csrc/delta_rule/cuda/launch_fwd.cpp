@@ -22,6 +22,8 @@ namespace ssm_kernels::delta_rule {
 namespace {
 
 constexpr int64_t kVectorBytes = 16, kVectorElements = 8;
+// Of the workspace of the chunks' matrices. A call that needs more takes its steps in spans.
+constexpr int64_t kMaxWorkspaceBytes = int64_t{1} << 30;
 
 bool are_vectors(const at::Tensor& tensor) {
   bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 &&
@@ -63,6 +65,18 @@ struct Operands {
   at::Tensor q, k, v, out, log_decay, beta, initial_states, final_states, cu_seqlens, resets;
 };
 
+// The operands of `steps` steps from `first` on. Of packed sequences, those outside of them become empty.
+Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
+  Operands result = operands;
+  if (steps == operands.q.size(1)) return result;
+  for (at::Tensor* tensor : {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.resets}) {
+    if (tensor->defined()) *tensor = tensor->narrow(1, first, steps);
+  }
+  if (operands.cu_seqlens.defined()) result.cu_seqlens = operands.cu_seqlens.sub(first).clamp(0, steps);
+  if (first > 0) result.initial_states = operands.final_states;
+  return result;
+}
+
 Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   Operands result;
   const auto vectors = [&](const at::Tensor& rows) {
@@ -91,7 +105,7 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
 DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   DeltaRuleFwdParams params;
   params.batch = operands.final_states.size(0);
-  params.seqlen = in.q.size(1);
+  params.seqlen = operands.q.size(1);
   params.heads = params.groups = in.v.size(2);
   params.headdim = static_cast<int>(in.v.size(3));
   params.dstate = static_cast<int>(in.q.size(3));
@@ -114,13 +128,27 @@ DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   return params;
 }
 
-// Blocks take equally many chunks, where no work tile becomes longer than a block's range, or whole work tiles. A packed
-// sequence is a work tile that counts as one chunk.
+DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, void* inverses, int multiprocessors) {
+  DeltaRuleMatricesParams params;
+  static_cast<ChunkedGeometry&>(params) = fwd;
+  params.value_heads_per_key_head = fwd.value_heads_per_key_head;
+  params.log_decay = fwd.log_decay;
+  params.beta = fwd.beta;
+  params.cu_seqlens = fwd.cu_seqlens;
+  params.resets = fwd.resets;
+  params.inverses = inverses;
+  params.multiprocessors = multiprocessors;
+  params.k_descriptor = fwd.k_descriptor;
+  return params;
+}
+
+// Blocks take equally many chunks, where no work tile becomes longer than a block's range, or whole work tiles; these also
+// where value heads share keys and it takes hardly longer. A packed sequence is a work tile that counts as one chunk.
 struct Work {
   Schedule schedule;
   at::Tensor states, flags;
 };
-Work divide(const DeltaRuleFwdParams& params, const at::TensorOptions& options) {
+Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   Work work;
   Schedule& schedule = work.schedule;
   static_cast<WorkPartition&>(schedule) =
@@ -130,10 +158,14 @@ Work divide(const DeltaRuleFwdParams& params, const at::TensorOptions& options) 
                 chunks = schedule.work_tiles * schedule.chunks;
   TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
                     "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
-  const int64_t equal = ceil_div(chunks, multiprocessors),
-                whole = ceil_div(schedule.work_tiles, multiprocessors) * schedule.chunks;
+  const int64_t equal = ceil_div(chunks, multiprocessors), of_block = ceil_div(schedule.work_tiles, multiprocessors),
+                whole = of_block * schedule.chunks;
   if (params.cu_seqlens != nullptr) {
     schedule.length = 1;
+  } else if (params.value_heads_per_key_head > 1 && of_block > 1 && schedule.work_tiles % of_block == 0 &&
+             16 * whole <= 17 * equal) {
+    schedule.length = whole;
+    params.work_tiles_of_block = static_cast<int>(of_block);
   } else {
     schedule.length = equal >= schedule.chunks && equal + 1 < whole ? equal : whole;
   }
@@ -146,6 +178,33 @@ Work divide(const DeltaRuleFwdParams& params, const at::TensorOptions& options) 
   schedule.ready = work.flags.data_ptr<int>();
   schedule.ticket_counter = schedule.ready + cuts;
   return work;
+}
+
+// How many steps a launch takes: whole chunks.
+int64_t steps_of_span(const Inputs& in) {
+  const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
+                chunks = kMaxWorkspaceBytes / kChunkMatrixBytes / heads - sequences;
+  return std::max(int64_t{1}, chunks / in.q.size(0)) * kChunk;
+}
+
+void launch(const Inputs& in, const Operands& operands) {
+  DeltaRuleFwdParams params = parameters_of(in, operands);
+  const int64_t matrices = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  const at::Tensor inverses = empty_tensor({matrices * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
+  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), matrices));
+  const DeltaRuleMatricesParams of_matrices =
+      matrices_parameters_of(params, inverses.data_ptr(), cuda::multiprocessor_count(in.q.device().index()));
+  const Work work = divide(params, in.q.options());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  if (in.q.scalar_type() == at::kHalf) {
+    C10_CUDA_CHECK(launch_delta_rule_chunk_matrices<__half>(of_matrices, stream));
+    C10_CUDA_CHECK(
+        launch_delta_rule_fwd<__half>(params, work.schedule, /*states_only=*/false, /*follows_matrices=*/true, stream));
+  } else {
+    C10_CUDA_CHECK(launch_delta_rule_chunk_matrices<__nv_bfloat16>(of_matrices, stream));
+    C10_CUDA_CHECK(
+        launch_delta_rule_fwd<__nv_bfloat16>(params, work.schedule, /*states_only=*/false, /*follows_matrices=*/true, stream));
+  }
 }
 
 }  // namespace
@@ -169,11 +228,10 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   }
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
-  const DeltaRuleFwdParams params = parameters_of(in, operands);
-  const Work work = divide(params, in.q.options());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(in.q.scalar_type() == at::kHalf ? launch_delta_rule_fwd<__half>(params, work.schedule, stream)
-                                                 : launch_delta_rule_fwd<__nv_bfloat16>(params, work.schedule, stream));
+  const int64_t seqlen = in.q.size(1), steps = steps_of_span(in);
+  for (int64_t first = 0; first < seqlen; first += steps) {
+    launch(in, span_of(operands, first, std::min(steps, seqlen - first)));
+  }
   if (!operands.out.is_same(outputs.out)) outputs.out.copy_(operands.out.narrow(3, 0, outputs.out.size(3)));
   if (!operands.final_states.is_same(outputs.final_states)) {
     outputs.final_states.copy_(operands.final_states.narrow(3, 0, outputs.final_states.size(3)));

@@ -1,12 +1,19 @@
 #include "delta_rule/cuda/fwd.cuh"
+#include "delta_rule/cuda/segment_fold.cuh"
 
 namespace ssm_kernels::delta_rule {
 
-template cudaError_t launch_delta_rule_fwd<__nv_bfloat16>(const DeltaRuleFwdParams&, const Schedule&, cudaStream_t);
+template cudaError_t launch_delta_rule_fwd<__nv_bfloat16>(const DeltaRuleFwdParams&, const Schedule&, bool, bool, cudaStream_t);
 template cudaError_t launch_delta_rule_chunk_matrices<__nv_bfloat16>(const DeltaRuleMatricesParams&, cudaStream_t);
 
 bool has_wgmma_kernels() {
-  return cuda::is_compiled_for_threads(delta_rule_fwd_sm90_kernel<__nv_bfloat16, 64>, FwdSm90<__nv_bfloat16, 64>::kThreads);
+  return cuda::is_compiled_for_threads(delta_rule_fwd_sm90_kernel<__nv_bfloat16, 64, false>,
+                                       FwdSm90<__nv_bfloat16, 64, false>::kThreads);
+}
+
+cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream) {
+  const int64_t blocks = params.batch * params.heads * ((params.headdim + kFoldRows - 1) / kFoldRows);
+  return cuda::launch(delta_rule_fold_kernel, blocks, kFoldThreads, 0, stream, /*uses_pdl=*/false, params);
 }
 
 }  // namespace ssm_kernels::delta_rule
