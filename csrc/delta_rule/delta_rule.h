@@ -65,6 +65,31 @@ struct DeltaRuleFoldParams {
   float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
 };
 
+// The workspaces of backward (cuda/bwd_workspace.cuh): bytes of the matrices of a chunk and value head, and of the states of 64
+// rows of V of these, of so many columns.
+constexpr int64_t kBwdMatricesBytes = 3 * kChunk * kChunk * 2 + 13 * 128;
+constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
+
+// Of the gradients, those of q and k have rows of value heads: of fp32 if has_partial_sums, of which the host adds those of a
+// key head, else of the inputs' type. Those of log decays and beta are of fp32. Gradients that are not needed are null, except
+// those of q, k and v.
+struct DeltaRuleBwdParams : ChunkedGeometry {
+  int value_heads_per_key_head = 1;
+  float scale = 1;
+  bool has_partial_sums = false;
+  RowsView log_decay, beta;  // as in DeltaRuleFwdParams
+  RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
+  const int64_t* cu_seqlens = nullptr;
+  const uint8_t* resets = nullptr;
+  const float *initial_states = nullptr, *grad_final_states = nullptr;
+  float* grad_initial_states = nullptr;
+  int64_t states_stride_entry = 0;
+  void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes
+  // They describe tiles of 64 steps and columns for TMA.
+  cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {};
+};
+
+SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 896);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);

@@ -10,6 +10,7 @@
 #include <functional>
 
 #include "delta_rule/aten/chunked_scan.h"
+#include "delta_rule/cuda/bwd_cuda.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
@@ -181,6 +182,9 @@ FwdOutputs fwd(const Inputs& in) {
 
 GradTensors bwd(const BwdInputs& bwd) {
   if (bwd.in.q.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (bwd.in.q.is_cuda() && have_bwd_kernels_for(bwd)) return bwd_cuda(bwd);
+#endif
   return bwd_aten(bwd);
 }
 

@@ -20,6 +20,11 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& par
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream);
 
+// Queues the kernels of backward. `multiprocessors` of the device: each chunk is computed by one of as many blocks.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition,
+                                                 int multiprocessors, cudaStream_t stream);
+
 SSM_KERNEL_API bool has_wgmma_kernels();
 
 }  // namespace ssm_kernels::delta_rule

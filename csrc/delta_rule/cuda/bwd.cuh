@@ -1,0 +1,46 @@
+// Launches of the delta rule's backward kernels.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "delta_rule/cuda/bwd_chunks.cuh"
+#include "delta_rule/cuda/bwd_matrices.cuh"
+#include "delta_rule/cuda/bwd_states.cuh"
+#include "delta_rule/cuda/launch.h"
+
+namespace ssm_kernels::delta_rule {
+
+template <typename Scalar>
+cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, int multiprocessors,
+                                  cudaStream_t stream) {
+  const auto launch_columns = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    using Matrices = BwdMatrices<Scalar, kColumns>;
+    using States = BwdStates<Scalar, kColumns>;
+    using Chunks = BwdChunks<Scalar, kColumns>;
+    static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
+                  "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
+    static_assert(States::Shared::bytes() <= kSm90SharedBytes && Chunks::Shared::bytes() <= kSm90SharedBytes,
+                  "a block has that much shared memory");
+    const auto launch = [&](auto kernel, int64_t blocks, int threads, int bytes, const auto&... arguments) {
+      if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+      return cuda::launch(kernel, blocks, threads, bytes, stream, /*uses_pdl=*/false, arguments...);
+    };
+    const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+    if (const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns>, chunks, Matrices::kThreads,
+                                         Matrices::Shared::bytes(), params);
+        error != cudaSuccess) {
+      return error;
+    }
+    if (const cudaError_t error = launch(delta_rule_bwd_states_kernel<Scalar, kColumns>, kDirections * partition.work_tiles,
+                                         States::kThreads, States::Shared::bytes(), params, partition);
+        error != cudaSuccess) {
+      return error;
+    }
+    const int64_t blocks = chunks < multiprocessors ? chunks : multiprocessors;
+    return launch(delta_rule_bwd_chunks_kernel<Scalar, kColumns>, blocks, Chunks::kThreads, Chunks::Shared::bytes(), params);
+  };
+  if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
+  return launch_columns(std::integral_constant<int, kStateColumns>());
+}
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,597 @@
+// The last kernel of the delta rule's backward with wgmma: all gradients of the steps, of all chunks in any order, from the
+// states S before each chunk and their gradients D after it (bwd_states.cuh). With g the gradient of out, U = diag(beta) E the
+// additions to the state, s the cumulative sum of log decays from the chunk's start, l its last step, and G(i, j) =
+// e^(s_i - s_j) for j <= i:
+//
+//   dv = diag(beta) Y             dbeta_i = Y_i . E_i
+//   F  = scale tril(g U^T G)      B = -diag(beta) tril(Y U^T G, -1)         gradients of Q K^T and K K^T
+//   dq = scale e^(s_i) (g S) + F K
+//   dk = -e^(s_i) beta_i (Y S) + beta_j e^(s_l - s_j) (E D) + F^T Q + (B + B^T) K
+//
+// The log decay of step t is a factor of all that passes over t, and its gradient is the sum of these terms, none of which is
+// subtracted from another:
+//
+//   sum over j < t <= i of (F Q K^T + B K K^T)(i, j)  +  sum over i >= t of what step i reads of S, by q_i and k_i
+//   +  sum over j < t of what step j adds to D, by k_j  +  e^(s_l) <S, D>
+//
+// A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv and F, the second dk, dbeta and B;
+// rows of all their accumulators are steps. F goes through shared memory as an operand, B^T through that of the second
+// warpgroup. One thread loads by TMA: stages of a pipeline have 64 rows of V, over which products are summed; q and k come
+// once for a chunk. Gradients of q and k of several value heads of a key head are partial sums in memory.
+#pragma once
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "delta_rule/cuda/bwd_workspace.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+// What the warpgroups sum up for the gradients of log decays of one chunk.
+struct DecaySums {
+  float pairs[kWarpgroups * kWarpgroupWarps][kChunk];  // each warp's terms of pairs of steps, of which t is a column
+  float reads[kWarpgroups][kChunk], adds[kChunk];
+  float states[kWarpgroupWarps];  // of <S, D>
+};
+
+template <int columns>
+struct BwdChunksShared {
+  static constexpr int kStages = 3, kTables = 2;
+  struct alignas(kOperandAlignment) Stage {
+    BwdStatesOfChunk<columns> states;
+    SmemTile<kStateRows> grad_out;
+  };
+  Stage stages[kStages];
+  SmemTile<columns> q, k;
+  SmemTile<kChunk> f, b;
+  DeltaRuleTables tables[kTables];
+  DecaySums sums[kTables];
+  Mbarrier full[kStages], empty[kStages], rows_full, rows_empty, tables_full[kTables], tables_empty[kTables];
+
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdChunksShared)); }
+};
+
+template <typename Scalar, int columns>
+struct BwdChunks {
+  using Shared = BwdChunksShared<columns>;
+  static constexpr int kStateGroups = columns / 16, kColumnBlocks = columns / 8, kTileColumns = 64;
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  enum Barrier : int { kConsumers = 1, kFIsThere, kFIsRead, kSumsAreThere, kSecondWarpgroup };
+
+  const DeltaRuleBwdParams& p;
+  Shared& shared;
+
+  template <typename Body>
+  __device__ __forceinline__ void for_each_chunk(const Body& body) const {
+    const int64_t places = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads;
+    for (int64_t place = blockIdx.x; place < places; place += gridDim.x) {
+      const ChunkOfHead at(p, place);
+      if (at.is_there()) body(at);
+    }
+  }
+  __device__ __forceinline__ int blocks_of_rows() const { return static_cast<int>(row_blocks(p.headdim)); }
+
+  // Run by one thread.
+  __device__ __forceinline__ void produce() {
+    PipelineState pipeline, tables, rows;
+    for_each_chunk([&](const ChunkOfHead& at) {
+      const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
+      if (tables.phase > 0) shared.tables_empty[tables.stage].wait(tables.phase - 1);
+      Mbarrier& tables_full = shared.tables_full[tables.stage];
+      tables_full.arrive_and_expect_tx(sizeof(DeltaRuleTables));
+      cuda::tma_load(&shared.tables[tables.stage], &matrices_of_chunk(p, at.number, at.head)->tables, sizeof(DeltaRuleTables),
+                     tables_full);
+      tables.advance(Shared::kTables);
+#pragma unroll 1
+      for (int block = 0; block < blocks_of_rows(); ++block) {
+        if (pipeline.phase > 0) shared.empty[pipeline.stage].wait(pipeline.phase - 1);
+        auto& target = shared.stages[pipeline.stage];
+        Mbarrier& full = shared.full[pipeline.stage];
+        full.arrive_and_expect_tx(sizeof(target.states) + sizeof(target.grad_out));
+        cuda::tma_load_tile(&target.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(), batch, full);
+        cuda::tma_load(&target.states, states_of_chunk<columns>(p, at.number, at.head, block), sizeof(target.states), full);
+        pipeline.advance(Shared::kStages);
+      }
+      if (rows.phase > 0) shared.rows_empty.wait(rows.phase - 1);
+      shared.rows_full.arrive_and_expect_tx(sizeof(shared.q) + sizeof(shared.k));
+#pragma unroll
+      for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+        const int column = panel * kTileColumns;
+        cuda::tma_load_tile(&shared.k.panels[panel], p.k_descriptor, column, key_head, at.first(), batch, shared.rows_full);
+        cuda::tma_load_tile(&shared.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.rows_full);
+      }
+      rows.advance(1);
+    });
+  }
+
+  // Waits for the stage of a block of rows.
+  __device__ __forceinline__ auto& wait_for_stage(const PipelineState& pipeline, const ChunkOfHead& at) {
+    shared.full[pipeline.stage].wait(pipeline.phase);
+    auto& stage = shared.stages[pipeline.stage];
+    if (is_packed(p) && at.steps() < kChunk) {
+      clear_steps(stage.grad_out.panels, at.steps());
+      cuda::barrier_sync(kConsumers, kConsumerThreads);
+    }
+    return stage;
+  }
+  __device__ __forceinline__ void wait_for_rows(const PipelineState& rows, const ChunkOfHead& at) {
+    shared.rows_full.wait(rows.phase);
+    if (is_packed(p) && at.steps() < kChunk) {
+      clear_steps(shared.q.panels, at.steps());
+      clear_steps(shared.k.panels, at.steps());
+      cuda::barrier_sync(kConsumers, kConsumerThreads);
+    }
+  }
+
+  // Run by the first consumer warpgroup.
+  __device__ __forceinline__ void consume_queries() {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    const FragmentPairs<> pairs(lane);
+    PipelineState pipeline, tables_at, rows;
+    bool is_first = true;
+    for_each_chunk([&](const ChunkOfHead& at) {
+      shared.tables_full[tables_at.stage].wait(tables_at.phase);
+      const DeltaRuleTables& tables = shared.tables[tables_at.stage];
+      DecaySums& sums = shared.sums[tables_at.stage];
+      float f[kStepBlocks][4], dq[kColumnBlocks][4], of_states = 0;
+#pragma unroll 1
+      for (int block = 0; block < blocks_of_rows(); ++block) {
+        auto& stage = wait_for_stage(pipeline, at);
+        const uint64_t g_rows = make_operand(stage.grad_out), s_rows = make_operand(stage.states.s),
+                       e_rows = make_operand(stage.states.e);
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kStepGroups; ++k) {
+          cuda::gemm<Scalar, false, true>(f, columns_of(g_rows, k), rows_of(e_rows, k), block > 0 || k > 0);
+          cuda::gemm<Scalar, false, true>(dq, columns_of(g_rows, k), rows_of(s_rows, k), block > 0 || k > 0);
+        }
+        cuda::warpgroup_commit();
+        write_grad_v(at, tables, stage.states.y, block, lane);
+        of_states += dot(stage.states.s, stage.states.d);
+        cuda::warpgroup_wait<0>(f);
+        cuda::warpgroup_wait<0>(dq);
+        shared.empty[pipeline.stage].arrive();
+        pipeline.advance(Shared::kStages);
+      }
+      wait_for_rows(rows, at);
+      const uint64_t q_rows = make_operand(shared.q), k_rows = make_operand(shared.k);
+      float products[kStepBlocks][4];
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false, false>(products, columns_of(q_rows, k), columns_of(k_rows, k), k > 0);
+      }
+      cuda::warpgroup_commit();
+      apply_beta(f, tables, lane);
+      visit_warp(lane, [&](auto warp) {
+        apply_decays<warp, /*has_diagonal=*/true>(p, f, {p.scale, p.scale}, tables, lane);
+        clear_blocks<2 * warp + 2>(f);
+      });
+      uint32_t operand[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) pack_operand<Scalar>(f, j, operand[j]);
+      if (!is_first) cuda::barrier_sync(kFIsRead, kConsumerThreads);
+      is_first = false;
+      put(shared.f, operand, pairs);
+      cuda::fence_proxy_async();
+      cuda::barrier_arrive(kFIsThere, kConsumerThreads);
+      float row_sums[2];
+      const float scale[2] = {p.scale * tables.exp_cumsum[lane.row], p.scale * tables.exp_cumsum[lane.row + 8]};
+      scale_rows(dq, scale, shared.q, pairs, row_sums);
+      cuda::warpgroup_wait<0>(products);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(dq, operand[j], rows_of(k_rows, j), true);
+      cuda::warpgroup_commit();
+      multiply(products, f);
+      sum_pairs(products, sums.pairs[lane.warp], lane);
+      put_row_sums(row_sums, sums.reads[0], lane);
+      of_states = warp_sum(of_states);
+      if (lane.index == 0) sums.states[lane.warp] = of_states;
+      cuda::warpgroup_wait<0>(dq);
+      shared.rows_empty.arrive();
+      write_rows(at, p.grad_q, dq, lane);
+      cuda::barrier_sync(kSumsAreThere, kConsumerThreads);
+      if (lane.warp == 0 && p.grad_log_decay.data != nullptr) write_grad_log_decay(at, sums, tables, lane);
+      shared.tables_empty[tables_at.stage].arrive();
+      tables_at.advance(Shared::kTables);
+      rows.advance(1);
+    });
+    if (!is_first) cuda::barrier_sync(kFIsRead, kConsumerThreads);
+  }
+
+  // Run by the second consumer warpgroup.
+  __device__ __forceinline__ void consume_keys() {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    const FragmentPairs<> pairs(lane);
+    PipelineState pipeline, tables_at, rows;
+    for_each_chunk([&](const ChunkOfHead& at) {
+      shared.tables_full[tables_at.stage].wait(tables_at.phase);
+      const DeltaRuleTables& tables = shared.tables[tables_at.stage];
+      DecaySums& sums = shared.sums[tables_at.stage];
+      float b[kStepBlocks][4], dk[kColumnBlocks][4], added[kColumnBlocks][4];
+#pragma unroll 1
+      for (int block = 0; block < blocks_of_rows(); ++block) {
+        auto& stage = wait_for_stage(pipeline, at);
+        const uint64_t y_rows = make_operand(stage.states.y), s_rows = make_operand(stage.states.s),
+                       e_rows = make_operand(stage.states.e), d_rows = make_operand(stage.states.d);
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kStepGroups; ++k) {
+          const bool adds = block > 0 || k > 0;
+          cuda::gemm<Scalar, true, true>(b, rows_of(y_rows, k), rows_of(e_rows, k), adds);
+          cuda::gemm<Scalar, true, true>(dk, rows_of(y_rows, k), rows_of(s_rows, k), adds);
+          cuda::gemm<Scalar, true, true>(added, rows_of(e_rows, k), rows_of(d_rows, k), adds);
+        }
+        cuda::warpgroup_commit();
+        cuda::warpgroup_wait<0>(b);
+        cuda::warpgroup_wait<0>(dk);
+        cuda::warpgroup_wait<0>(added);
+        shared.empty[pipeline.stage].arrive();
+        pipeline.advance(Shared::kStages);
+      }
+      wait_for_rows(rows, at);
+      float beta[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
+      add_scaled(dk, added, beta, tables, sums, pairs, lane);
+      const uint64_t q_rows = make_operand(shared.q), k_rows = make_operand(shared.k), f_rows = make_operand(shared.f),
+                     b_rows = make_operand(shared.b);
+      float products[kStepBlocks][4];
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false, false>(products, columns_of(k_rows, k), columns_of(k_rows, k), k > 0);
+      }
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<0>(products);
+      visit_warp(lane, [&](auto warp) {
+        if (p.grad_beta.data != nullptr) write_grad_beta<warp>(at, b, lane);
+        apply_beta(b, tables, lane);
+        apply_decays<warp, /*has_diagonal=*/false>(p, b, {-beta[0], -beta[1]}, tables, lane);
+        clear_blocks<2 * warp + 2>(b);
+      });
+      uint32_t operand[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) pack_operand<Scalar>(b, j, operand[j]);
+      // The products of the previous chunk have read B^T: all warps have waited for them before the barriers since.
+      put(shared.b, operand, pairs);
+      cuda::fence_proxy_async();
+      cuda::barrier_sync(kSecondWarpgroup, kWarpgroupThreads);
+      cuda::barrier_sync(kFIsThere, kConsumerThreads);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(dk, operand[j], rows_of(k_rows, j), true);
+        cuda::gemm<Scalar, true, true>(dk, rows_of(b_rows, j), rows_of(k_rows, j), true);
+        cuda::gemm<Scalar, true, true>(dk, rows_of(f_rows, j), rows_of(q_rows, j), true);
+      }
+      cuda::warpgroup_commit();
+      multiply(products, b);
+      sum_pairs(products, sums.pairs[kWarpgroupWarps + lane.warp], lane);
+      cuda::warpgroup_wait<0>(dk);
+      shared.rows_empty.arrive();
+      cuda::barrier_arrive(kFIsRead, kConsumerThreads);
+      cuda::barrier_arrive(kSumsAreThere, kConsumerThreads);
+      write_rows(at, p.grad_k, dk, lane);
+      shared.tables_empty[tables_at.stage].arrive();
+      tables_at.advance(Shared::kTables);
+      rows.advance(1);
+    });
+  }
+
+ private:
+  template <int first>
+  static __device__ __forceinline__ void clear_blocks(float (&d)[kStepBlocks][4]) {
+#pragma unroll
+    for (int n = first; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d[n][i] = 0;
+    }
+  }
+  // Multiplies the columns, which are steps, by beta.
+  static __device__ __forceinline__ void apply_beta(float (&d)[kStepBlocks][4], const DeltaRuleTables& tables,
+                                                    const FragmentLane& lane) {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+      const float2 beta = column_pair(tables.beta, n, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d[n][i] *= i % 2 == 0 ? beta.x : beta.y;
+    }
+  }
+  static __device__ __forceinline__ void multiply(float (&d)[kStepBlocks][4], const float (&by)[kStepBlocks][4]) {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d[n][i] = by[n][i] == 0.0f ? 0.0f : d[n][i] * by[n][i];
+    }
+  }
+  static __device__ __forceinline__ void put(SmemTile<kChunk>& tile, const uint32_t (&operand)[kStepGroups][4],
+                                             const FragmentPairs<>& pairs) {
+#pragma unroll
+    for (int j = 0; j < kStepGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs.at(tile, 2 * j + i / 2, i % 2) = operand[j][i];
+    }
+  }
+
+  // Scales the lane's rows; sums over their columns the products with the tile's rows.
+  static __device__ __forceinline__ void scale_rows(float (&d)[kColumnBlocks][4], const float (&factors)[2],
+                                                    SmemTile<columns>& tile, const FragmentPairs<>& pairs, float (&sums)[2]) {
+    sums[0] = sums[1] = 0;
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 row = cuda::unpack<Scalar>(pairs.at(tile, n, half));
+        d[n][2 * half] *= factors[half];
+        d[n][2 * half + 1] *= factors[half];
+        sums[half] = fmaf(d[n][2 * half], row.x, fmaf(d[n][2 * half + 1], row.y, sums[half]));
+      }
+    }
+  }
+  // Scales what the lane's steps read and what they add, and adds both up; sums over their columns the products
+  // with the keys.
+  __device__ __forceinline__ void add_scaled(float (&reads)[kColumnBlocks][4], const float (&adds)[kColumnBlocks][4],
+                                             const float (&beta)[2], const DeltaRuleTables& tables, DecaySums& sums,
+                                             const FragmentPairs<>& pairs, const FragmentLane& lane) {
+    float sum_of_reads[2] = {0, 0}, sum_of_adds[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      const float of_reads = -beta[half] * tables.exp_cumsum[row], of_adds = beta[half] * tables.gain_to_chunk_end[row];
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+        const float2 key = cuda::unpack<Scalar>(pairs.at(shared.k, n, half));
+        float &low = reads[n][2 * half], &high = reads[n][2 * half + 1];
+        low *= of_reads;
+        high *= of_reads;
+        const float added_low = of_adds * adds[n][2 * half], added_high = of_adds * adds[n][2 * half + 1];
+        sum_of_reads[half] = fmaf(low, key.x, fmaf(high, key.y, sum_of_reads[half]));
+        sum_of_adds[half] = fmaf(added_low, key.x, fmaf(added_high, key.y, sum_of_adds[half]));
+        low += added_low;
+        high += added_high;
+      }
+    }
+    put_row_sums(sum_of_reads, sums.reads[1], lane);
+    put_row_sums(sum_of_adds, sums.adds, lane);
+  }
+  static __device__ __forceinline__ void put_row_sums(float (&sums)[2], float (&target)[kChunk], const FragmentLane& lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
+      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
+      if (lane.pair == 0) target[lane.row + 8 * half] = sums[half];
+    }
+  }
+  static __device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+    return value;
+  }
+
+  // For each step t the sum over the warp's rows i >= t of the elements in columns before t.
+  static __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], float (&target)[kChunk],
+                                                   const FragmentLane& lane) {
+    float before[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+      float of_steps[2] = {0, 0};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = terms[n][2 * half];
+        float sum = low + terms[n][2 * half + 1];
+#pragma unroll
+        for (int distance = 1; distance < 4; distance *= 2) {
+          const float earlier = __shfl_up_sync(kAllLanes, sum, distance, 4);
+          if (lane.pair >= distance) sum += earlier;
+        }
+        float earlier = __shfl_up_sync(kAllLanes, sum, 1, 4);
+        earlier = before[half] + (lane.pair == 0 ? 0.0f : earlier);
+        before[half] += __shfl_sync(kAllLanes, sum, 3, 4);
+        const int distance = lane.row + 8 * half - (kBlockSteps * n + 2 * lane.pair);
+        if (distance >= 0) of_steps[0] += earlier;
+        if (distance >= 1) of_steps[1] += earlier + low;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int distance = 4; distance < kWarpSize; distance *= 2) {
+          of_steps[i] += __shfl_xor_sync(kAllLanes, of_steps[i], distance);
+        }
+      }
+      if (lane.quad == 0) *reinterpret_cast<float2*>(&target[kBlockSteps * n + 2 * lane.pair]) = {of_steps[0], of_steps[1]};
+    }
+  }
+
+  // This thread's share of <S, D>.
+  static __device__ __forceinline__ float dot(const SmemTile<columns>& s, const SmemTile<columns>& d) {
+    constexpr int kVectors = sizeof(SmemTile<columns>) / sizeof(uint4);
+    const auto *s_vectors = reinterpret_cast<const uint4*>(&s), *d_vectors = reinterpret_cast<const uint4*>(&d);
+    float sum = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % kWarpgroupThreads; i < kVectors; i += kWarpgroupThreads) {
+      const uint4 s_vector = s_vectors[i], d_vector = d_vectors[i];
+      const uint32_t s_words[4] = {s_vector.x, s_vector.y, s_vector.z, s_vector.w},
+                     d_words[4] = {d_vector.x, d_vector.y, d_vector.z, d_vector.w};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float2 s_pair = cuda::unpack<Scalar>(s_words[word]), d_pair = cuda::unpack<Scalar>(d_words[word]);
+        sum = fmaf(s_pair.x, d_pair.x, fmaf(s_pair.y, d_pair.y, sum));
+      }
+    }
+    return sum;
+  }
+
+  // Four lanes with a word each of four vectors exchange them: each lane then has a vector, the one of its number.
+  static __device__ __forceinline__ uint4 exchange(const uint32_t (&words)[4], const FragmentLane& lane) {
+    const bool is_odd = lane.pair % 2 != 0, is_second = lane.pair / 2 != 0;
+    const uint32_t first = __shfl_xor_sync(kAllLanes, is_odd ? words[0] : words[1], 1),
+                   second = __shfl_xor_sync(kAllLanes, is_odd ? words[2] : words[3], 1);
+    // Of vectors pair % 2 and 2 + pair % 2, the words of this lane's pair of lanes.
+    const uint32_t low[2] = {is_odd ? first : words[0], is_odd ? words[1] : first},
+                   high[2] = {is_odd ? second : words[2], is_odd ? words[3] : second};
+    uint32_t others[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) others[i] = __shfl_xor_sync(kAllLanes, is_second ? low[i] : high[i], 2);
+    return is_second ? uint4{others[0], others[1], high[0], high[1]} : uint4{low[0], low[1], others[0], others[1]};
+  }
+
+  // Y^T has rows of V; steps times beta become rows.
+  __device__ __forceinline__ void write_grad_v(const ChunkOfHead& at, const DeltaRuleTables& tables, SmemTile<kChunk>& y,
+                                               int block, const FragmentLane& lane) const {
+    const int column = 8 * lane.pair, elements = p.headdim - block * kStateRows;
+    Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + block * kStateRows + column;
+    const float beta[2] = {tables.beta[lane.row], tables.beta[lane.row + 8]};
+#pragma unroll
+    for (int groups = 0; groups < kStepGroups; groups += 2) {
+      uint32_t rows[2][4];
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        cuda::ldmatrix_transposed(rows[group], y.ldmatrix_row(16 * (groups + group), 2 * lane.warp, lane.index));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 values = cuda::unpack<Scalar>(rows[group][i]);
+          rows[group][i] = cuda::pack<Scalar>(beta[i % 2] * values.x, beta[i % 2] * values.y);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half;
+        const uint4 vector = exchange({rows[0][half], rows[0][2 + half], rows[1][half], rows[1][2 + half]}, lane);
+        if (row < at.steps() && 16 * groups + column < elements) {
+          *reinterpret_cast<uint4*>(target + row * p.grad_v.stride_step + 16 * groups) = vector;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_rows(const ChunkOfHead& at, const RowsView& view, const float (&d)[kColumnBlocks][4],
+                                             const FragmentLane& lane) const {
+    if (p.has_partial_sums) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half, column = 2 * lane.pair;
+        float* const target = at.template rows<float>(view, at.head, at.chunk) + row * view.stride_step + column;
+#pragma unroll
+        for (int n = 0; n < kColumnBlocks; ++n) {
+          if (row < at.steps() && 8 * n + column < p.dstate) {
+            *reinterpret_cast<float2*>(target + 8 * n) = {d[n][2 * half], d[n][2 * half + 1]};
+          }
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half, column = 8 * lane.pair;
+      Scalar* const target = at.template rows<Scalar>(view, at.head, at.chunk) + row * view.stride_step + column;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = cuda::pack<Scalar>(d[n + i][2 * half], d[n + i][2 * half + 1]);
+        const uint4 vector = exchange(words, lane);
+        if (row < at.steps() && 8 * n + column < p.dstate) *reinterpret_cast<uint4*>(target + 8 * n) = vector;
+      }
+    }
+  }
+
+  // The diagonal of Y E^T.
+  template <int warp>
+  __device__ __forceinline__ void write_grad_beta(const ChunkOfHead& at, const float (&products)[kStepBlocks][4],
+                                                  const FragmentLane& lane) const {
+    if (lane.pair != lane.quad / 2) return;
+    float* const target = at.template rows<float>(p.grad_beta, at.head, at.chunk);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float (&block)[4] = products[2 * warp + half];
+      const int row = lane.row + 8 * half;
+      if (row < at.steps()) target[row * p.grad_beta.stride_step] = lane.quad % 2 == 0 ? block[2 * half] : block[2 * half + 1];
+    }
+  }
+
+  // Run by one warp, of which each lane has two steps.
+  __device__ __forceinline__ void write_grad_log_decay(const ChunkOfHead& at, const DecaySums& sums,
+                                                       const DeltaRuleTables& tables, const FragmentLane& lane) const {
+    const auto pair_of = [&](const float (&table)[kChunk]) { return reinterpret_cast<const float2*>(table)[lane.index]; };
+    float result[2] = {0, 0};
+#pragma unroll
+    for (const auto& pairs : sums.pairs) {
+      const float2 pair = pair_of(pairs);
+      result[0] += pair.x;
+      result[1] += pair.y;
+    }
+    float of_states = 0;
+#pragma unroll
+    for (const float part : sums.states) of_states += part;
+    if (tables.chunk_decay == 0.0f) {
+      of_states = 0;
+    } else {
+      of_states *= tables.chunk_decay;
+    }
+    float2 reads = pair_of(sums.reads[0]);
+    const float2 reads_by_keys = pair_of(sums.reads[1]), adds = pair_of(sums.adds);
+    reads.x += reads_by_keys.x;
+    reads.y += reads_by_keys.y;
+    float later = reads.x + reads.y, earlier = adds.x + adds.y;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float from_later = __shfl_down_sync(kAllLanes, later, distance),
+                  from_earlier = __shfl_up_sync(kAllLanes, earlier, distance);
+      if (lane.index + distance < kWarpSize) later += from_later;
+      if (lane.index >= distance) earlier += from_earlier;
+    }
+    float after = __shfl_down_sync(kAllLanes, later, 1), before = __shfl_up_sync(kAllLanes, earlier, 1);
+    if (lane.index == kWarpSize - 1) after = 0;
+    if (lane.index == 0) before = 0;
+    result[0] += (later + before) + of_states;
+    result[1] += (reads.y + after) + (before + adds.x) + of_states;
+    float* const target = at.template rows<float>(p.grad_log_decay, at.head, at.chunk);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * lane.index + i;
+      if (step < at.steps()) target[step * p.grad_log_decay.stride_step] = result[i];
+    }
+  }
+};
+
+template <typename Scalar, int columns>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, columns>::kThreads : kWarpSize, 1)
+    delta_rule_bwd_chunks_kernel(const __grid_constant__ DeltaRuleBwdParams p) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Chunks = BwdChunks<Scalar, columns>;
+  using Shared = typename Chunks::Shared;
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<Shared>(unaligned_memory);
+  Chunks chunks{p, shared};
+  if (threadIdx.x < Shared::kStages) {
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(Chunks::kConsumerThreads);
+  }
+  if (threadIdx.x < Shared::kTables) {
+    shared.tables_full[threadIdx.x].init(1);
+    shared.tables_empty[threadIdx.x].init(Chunks::kConsumerThreads);
+  }
+  if (threadIdx.x == 0) {
+    shared.rows_full.init(1);
+    shared.rows_empty.init(Chunks::kConsumerThreads);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  if (warpgroup == kWarpgroups) {
+    cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();
+    if (threadIdx.x % kWarpgroupThreads == 0) chunks.produce();
+  } else {
+    cuda::warpgroup_reg_alloc<Chunks::kConsumerRegisters>();
+    if (warpgroup == 0) {
+      chunks.consume_queries();
+    } else {
+      chunks.consume_keys();
+    }
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,150 @@
+// The first kernel of the delta rule's backward with wgmma: the matrices and the tables of every chunk and value head, all at
+// once. A block of one warpgroup takes a chunk of a head. Keys and queries come by TMA, while a warp computes the tables of
+// decays. Then
+//
+//   A = strictly lower part of diag(beta) (K K^T G)       (I + A)^-1 = I + diag(beta) N       P = scale (Q K^T G)
+//
+// with G(i, j) = e^(s_i - s_j) for j <= i, and N and P go to memory (bwd_workspace.cuh). Each row of the inverse has a factor
+// beta, by which it is divided for N. A beta too small to change another row takes the place of zero.
+#pragma once
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/triangular_inverse.cuh"
+#include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/decay_gates.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+template <int columns>
+struct BwdMatricesShared {
+  struct Rows {
+    SmemTile<columns> q, k;
+  };
+  // The matrices take the place of the rows.
+  union alignas(kOperandAlignment) {
+    Rows rows;
+    struct {
+      SmemTile<kChunk> n, n_lo, p;
+    } matrices;
+  };
+  DeltaRuleTables tables;
+  cuda::TriangularInverse inverse;
+  Mbarrier full;
+
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdMatricesShared)); }
+};
+
+template <typename Scalar, int columns>
+struct BwdMatrices {
+  using Shared = BwdMatricesShared<columns>;
+  using Gates = DecayGates<Scalar>;
+  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 4, kTileColumns = 64;
+  static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
+  static constexpr float kLeastBeta = 0x1p-40f;
+
+  const DeltaRuleBwdParams& p;
+  Shared& shared;
+  const ChunkOfHead& at;
+
+  __device__ __forceinline__ void run() {
+    BwdMatricesOfChunk& target = *matrices_of_chunk(p, at.number, at.head);
+    const FragmentLane lane;
+    if (threadIdx.x == 0) load();
+    if (lane.warp == 1) make_tables();
+    __syncthreads();
+    shared.full.wait(0);
+    if (is_packed(p) && at.steps() < kChunk) {
+      clear_steps(shared.rows.q.panels, at.steps());
+      clear_steps(shared.rows.k.panels, at.steps());
+      __syncthreads();
+    }
+    float of_queries[kStepBlocks][4], of_keys[kStepBlocks][4], beta[2];
+    multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, of_queries);
+    multiply_by_keys<Scalar>(shared.rows.k, shared.rows.k, of_keys);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) beta[half] = not_zero(shared.tables.beta[lane.row + 8 * half]);
+    // All warps have read the rows.
+    __syncthreads();
+    const FragmentPairs<> pairs(lane);
+    auto& matrices = shared.matrices;
+    visit_warp(lane, [&](auto warp) {
+      apply_decays<warp, /*has_diagonal=*/true>(p, of_queries, {p.scale, p.scale}, shared.tables, lane);
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool is_there = n < 2 * warp + 2;
+          pairs.at(matrices.p, n, half) =
+              is_there ? cuda::pack<Scalar>(of_queries[n][2 * half], of_queries[n][2 * half + 1]) : 0;
+          if (n < 2 * warp) pairs.at(matrices.n, n, half) = pairs.at(matrices.n_lo, n, half) = 0;
+        }
+      }
+      cuda::TriangularInverse::DiagonalBlock diagonal;
+      apply_decays<warp, /*has_diagonal=*/false>(p, of_keys, beta, shared.tables, lane);
+      shared.inverse.template put<warp>(of_keys, diagonal, lane);
+      // All warps have put their blocks.
+      cuda::barrier_sync(kMatrixBarrier, kThreads);
+      shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
+        const float2 beta_of = column_pair(shared.tables.beta, n, lane);
+        const float inverse[2] = {__fdividef(1, not_zero(beta_of.x)), __fdividef(1, not_zero(beta_of.y))};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int distance = kBlockSteps * n + 2 * lane.pair - (lane.row + 8 * half);
+          const float low = distance > 0 ? transposed[2 * half] * inverse[0] : 0.0f,
+                      high = distance + 1 > 0 ? transposed[2 * half + 1] * inverse[1] : 0.0f;
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          pairs.at(matrices.n, n, half) = rounded;
+          pairs.at(matrices.n_lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+        }
+      });
+    });
+    cuda::fence_proxy_async();
+    __syncthreads();
+    cuda::tma_store(&target.n, &matrices, sizeof(matrices), threadIdx.x == 0);
+    cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
+    cuda::tma_store_wait_read<0>();
+  }
+
+ private:
+  static __device__ __forceinline__ float not_zero(float beta) { return fabsf(beta) < kLeastBeta ? kLeastBeta : beta; }
+
+  // Run by one thread.
+  __device__ __forceinline__ void load() {
+    const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
+    shared.full.arrive_and_expect_tx(sizeof(shared.rows));
+#pragma unroll
+    for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+      const int column = panel * kTileColumns;
+      cuda::tma_load_tile(&shared.rows.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.full);
+      cuda::tma_load_tile(&shared.rows.k.panels[panel], p.k_descriptor, column, key_head, at.first(), batch, shared.full);
+    }
+  }
+
+  // Run by one warp.
+  __device__ __forceinline__ void make_tables() {
+    FetchedSteps<Gates> fetched;
+    fetched.fetch(p, Gates::source(p, at, at.head, at.chunk), at.resets(p, at.chunk), at.steps());
+    ChunkCumsum<1, Gates> made;
+    made.make(p, Gates(), &fetched);
+    made.store(0, shared.tables);
+    reinterpret_cast<float2*>(shared.tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+  }
+};
+
+template <typename Scalar, int columns>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdMatrices<Scalar, columns>::kThreads : kWarpSize,
+                                  BwdMatrices<Scalar, columns>::kBlocksOfMultiprocessor)
+    delta_rule_bwd_matrices_kernel(const __grid_constant__ DeltaRuleBwdParams p) {
+#if SSM_KERNELS_HAS_WGMMA
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<BwdMatricesShared<columns>>(unaligned_memory);
+  const ChunkOfHead at(p, blockIdx.x);
+  if (!at.is_there()) return;
+  if (threadIdx.x == 0) shared.full.init(1);
+  __syncthreads();
+  BwdMatrices<Scalar, columns>{p, shared, at}.run();
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,290 @@
+// The chains over time of the delta rule's backward with wgmma: the states S and their gradients D before and after each chunk,
+// and with them what each step adds to the state and its gradient. S is V x K; s is the cumulative sum of log decays from the
+// chunk's start, l its last step, N and P are those of bwd_matrices.cuh, g the gradient of out. Forward in time
+//
+//   R^T = V^T - (S K^T) e^(s_i)          E^T = R^T + (R^T diag(beta)) N^T       what S predicts wrongly at each step
+//   S  <- e^(s_l) S + (beta_j e^(s_l - s_j) E_j)^T K
+//
+// and backward in time, with D the gradient of the state after the chunk,
+//
+//   dU^T = g^T P + (D K^T) e^(s_l - s_j)          Y^T = dU^T + (dU^T diag(beta)) N
+//   D  <- e^(s_l) D + scale (e^(s_i) g_i)^T Q - (e^(s_j) beta_j Y_j)^T K
+//
+// D does not need S: half of the blocks, the first ones, go forward and the others backward. E is without the factor beta of
+// U = diag(beta) E, what steps add to the state, and Y without that of the gradient of v, diag(beta) Y: the gradient of beta is
+// Y . E. The identity in the inverse I + diag(beta) N does not round R or dU.
+//
+// A block has a pair of blocks of 64 rows of V of one head and one sequence. Two consumer warpgroups hold 64 rows of S or D
+// each, as accumulators, from which no value of the chain moves: each is the operand A of the next product; K, Q, N and P are
+// operands B in shared memory, which a thread fills by TMA. S, D, E and Y go to memory, once rounded, for bwd_chunks.cuh.
+#pragma once
+
+#include "cuda/chunked/barriers.cuh"
+#include "cuda/chunked/state.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "delta_rule/cuda/bwd_workspace.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+template <int columns>
+struct BwdStatesShared {
+  static constexpr int kStages = 2;
+  struct alignas(kOperandAlignment) Stage {
+    SmemTile<columns> k, q;                  // q backward in time alone, as p
+    SmemTile<kStateRows> rows[kWarpgroups];  // of v or g
+    BwdMatricesOfChunk matrices;
+  };
+  Stage stages[kStages];
+  SmemTile<columns> states[kWarpgroups];  // S or D, and E^T or Y^T, on their way to memory
+  SmemTile<kChunk> steps[kWarpgroups];
+  Mbarrier full[kStages], empty[kStages];
+
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdStatesShared)); }
+};
+
+template <typename Scalar, int columns>
+struct BwdStates {
+  using Shared = BwdStatesShared<columns>;
+  using Stage = typename Shared::Stage;
+  using TileState = State<columns>;
+  static constexpr int kStateGroups = columns / 16, kTileColumns = 64;
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kConsumerBarrier = kPartialOutIsRead + 1;
+
+  const DeltaRuleBwdParams& p;
+  const WorkPartition& partition;
+  Shared& shared;
+  const WorkSpan& at;
+  const bool is_reverse;
+
+  __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? at.chunks - 1 - position : position; }
+  __device__ __forceinline__ int64_t chunk_number(int chunk) const { return first_chunk_index(p, at.entry) + chunk; }
+
+  // Run by one thread.
+  __device__ __forceinline__ void produce() {
+    const int head = at.group, key_head = head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch),
+              first_row = StateTile(p, partition, at, 0).first_row;
+    PipelineState pipeline;
+#pragma unroll 1
+    for (int position = 0; position < at.chunks; ++position) {
+      if (pipeline.phase > 0) shared.empty[pipeline.stage].wait(pipeline.phase - 1);
+      Stage& target = shared.stages[pipeline.stage];
+      Mbarrier& full = shared.full[pipeline.stage];
+      const int chunk = chunk_at(position), step = static_cast<int>(at.start) + chunk * kChunk;
+      const BwdMatricesOfChunk& source = *matrices_of_chunk(p, chunk_number(chunk), head);
+      BwdMatricesOfChunk& matrices = target.matrices;
+      constexpr int kBytes = sizeof(target.k) + sizeof(target.rows) + 2 * sizeof(matrices.n) + sizeof(matrices.tables);
+      full.arrive_and_expect_tx(is_reverse ? kBytes + sizeof(target.q) + sizeof(matrices.p) : kBytes);
+      const auto load_columns = [&](SmemTile<columns>& tile, const cuda::TmaDescriptor& descriptor) {
+#pragma unroll
+        for (int panel = 0; panel < columns / kTileColumns; ++panel) {
+          cuda::tma_load_tile(&tile.panels[panel], descriptor, panel * kTileColumns, key_head, step, batch, full);
+        }
+      };
+      load_columns(target.k, p.k_descriptor);
+      for (int i = 0; i < kWarpgroups; ++i) {
+        cuda::tma_load_tile(&target.rows[i], is_reverse ? p.grad_out_descriptor : p.v_descriptor, first_row + i * kStateRows,
+                            head, step, batch, full);
+      }
+      cuda::tma_load(&matrices.tables, &source.tables, sizeof(source.tables), full);
+      cuda::tma_load(&matrices.n, &source.n, sizeof(source.n) + sizeof(source.n_lo), full);
+      if (is_reverse) {
+        cuda::tma_load(&matrices.p, &source.p, sizeof(source.p), full);
+        load_columns(target.q, p.q_descriptor);
+      }
+      pipeline.advance(Shared::kStages);
+    }
+  }
+
+  // Run by a consumer warpgroup.
+  __device__ __forceinline__ void consume(int index) {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    const StateTile state_tile(p, partition, at, index);
+    TileState state;
+    state.load(p, states_of(p, is_reverse ? p.grad_final_states : p.initial_states, at.entry), state_tile, lane);
+    if (is_reverse) {
+      scan<true>(state, state_tile, index, lane);
+      if (p.grad_initial_states != nullptr) {
+        state.store(p, states_of(p, p.grad_initial_states, at.entry), state_tile, lane);
+      }
+    } else {
+      scan<false>(state, state_tile, index, lane);
+    }
+  }
+
+ private:
+  template <bool backward>
+  __device__ __forceinline__ void scan(TileState& state, const StateTile& state_tile, int index, const FragmentLane& lane) {
+    PipelineState pipeline;
+    const FragmentPairs<> pairs(lane);
+#pragma unroll 1
+    for (int position = 0; position < at.chunks; ++position) {
+      const int chunk = chunk_at(position);
+      shared.full[pipeline.stage].wait(pipeline.phase);
+      Stage& stage = shared.stages[pipeline.stage];
+      const DeltaRuleTables& tables = stage.matrices.tables;
+      if (is_packed(p) && at.steps_of(chunk) < kChunk) {
+        clear_steps(stage.k.panels, at.steps_of(chunk));
+        if (backward) clear_steps(stage.q.panels, at.steps_of(chunk));
+        clear_steps(stage.rows[index].panels, at.steps_of(chunk));
+        cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
+      }
+      const uint64_t k_rows = make_operand(stage.k), q_rows = make_operand(stage.q), n_rows = make_operand(stage.matrices.n),
+                     n_lo_rows = make_operand(stage.matrices.n_lo), p_rows = make_operand(stage.matrices.p);
+      BwdStatesOfChunk<columns>& target =
+          *states_of_chunk<columns>(p, chunk_number(chunk), at.group, state_tile.first_row / kStateRows);
+
+      uint32_t s[kStateGroups][4], x[kStepGroups][4];
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::ldmatrix_transposed(x[j], stage.rows[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
+      }
+      float u[kStepBlocks][4], y[kStepBlocks][4];
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
+      if constexpr (backward) {
+#pragma unroll
+        for (int i = 0; i < kStepGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
+      }
+      cuda::warpgroup_commit();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[k][i];
+      }
+      send(backward ? target.d : target.s, shared.states[index], state_tile, index);
+      cuda::warpgroup_wait<0>(u);
+      if constexpr (backward) cuda::warpgroup_wait<0>(y);
+
+      // u becomes R^T or dU^T; the next product's operand is that times beta.
+      uint32_t scaled[kStepGroups][4];
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+        const float2 decay = column_pair(backward ? tables.gain_to_chunk_end : tables.exp_cumsum, n, lane),
+                     beta = column_pair(tables.beta, n, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float &low = u[n][2 * half], &high = u[n][2 * half + 1];
+          if constexpr (backward) {
+            low = fmaf(decay.x, low, y[n][2 * half]);
+            high = fmaf(decay.y, high, y[n][2 * half + 1]);
+          } else {
+            const float2 v = cuda::unpack<Scalar>(x[n / 2][n % 2 * 2 + half]);
+            low = fmaf(-decay.x, low, v.x);
+            high = fmaf(-decay.y, high, v.y);
+          }
+          scaled[n / 2][n % 2 * 2 + half] = cuda::pack<Scalar>(beta.x * low, beta.y * high);
+        }
+      }
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        if constexpr (backward) {
+          cuda::gemm<Scalar, false>(u, scaled[j], columns_of(n_rows, j), true);
+          cuda::gemm<Scalar, false>(u, scaled[j], columns_of(n_lo_rows, j), true);
+        } else {
+          cuda::gemm<Scalar, true>(u, scaled[j], rows_of(n_rows, j), true);
+          cuda::gemm<Scalar, true>(u, scaled[j], rows_of(n_lo_rows, j), true);
+        }
+      }
+      cuda::warpgroup_commit();
+      if constexpr (backward) {
+#pragma unroll
+        for (int n = 0; n < kStepBlocks; ++n) {
+          const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t& pair = x[n / 2][n % 2 * 2 + half];
+            const float2 g = cuda::unpack<Scalar>(pair);
+            pair = cuda::pack<Scalar>(p.scale * decay.x * g.x, p.scale * decay.y * g.y);
+          }
+        }
+      }
+      state.decay(tables.chunk_decay);
+      const bool keeps_state = !has_reset(p, tables);
+      cuda::warpgroup_wait<0>(u);
+
+      // The factors of E or Y in what the chunk adds to the state.
+      uint32_t added[kStepGroups][4];
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+        float2 factor = column_pair(backward ? tables.exp_cumsum : tables.gain_to_chunk_end, n, lane);
+        const float2 beta = column_pair(tables.beta, n, lane);
+        factor.x *= backward ? -beta.x : beta.x;
+        factor.y *= backward ? -beta.y : beta.y;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          added[n / 2][n % 2 * 2 + half] = cuda::pack<Scalar>(factor.x * u[n][2 * half], factor.y * u[n][2 * half + 1]);
+        }
+      }
+      cuda::warpgroup_arrive();
+      if constexpr (backward) {
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          cuda::gemm<Scalar, true>(state.values, x[j], rows_of(q_rows, j), j > 0 || keeps_state);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(state.values, added[j], rows_of(k_rows, j), backward || j > 0 || keeps_state);
+      }
+      cuda::warpgroup_commit();
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          pairs.at(shared.steps[index], n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+        }
+      }
+      send(backward ? target.y : target.e, shared.steps[index], state_tile, index);
+      cuda::warpgroup_wait<0>(state.values);
+      shared.empty[pipeline.stage].arrive();
+      pipeline.advance(Shared::kStages);
+    }
+    cuda::tma_store_wait_read<0>();
+  }
+
+  // Starts the copy of a tile that the warpgroup has written. TMA has then read the one sent before, which is the next to be
+  // overwritten.
+  template <typename Tile>
+  static __device__ __forceinline__ void send(Tile& target, const Tile& tile, const StateTile& state_tile, int index) {
+    cuda::tma_store_wait_read<0>();
+    cuda::fence_proxy_async();
+    sync_warpgroup(index);
+    cuda::tma_store(&target, &tile, sizeof(tile), threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there());
+  }
+};
+
+template <typename Scalar, int columns>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, columns>::kThreads : kWarpSize, 1)
+    delta_rule_bwd_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
+                                 const __grid_constant__ WorkPartition partition) {
+#if SSM_KERNELS_HAS_WGMMA
+  using States = BwdStates<Scalar, columns>;
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<typename States::Shared>(unaligned_memory);
+  const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
+  const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
+  States states{p, partition, shared, at, blockIdx.x >= work_tiles};
+  if (threadIdx.x < States::Shared::kStages) {
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(States::kConsumerThreads);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  if (warpgroup == kWarpgroups) {
+    cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
+    if (threadIdx.x % kWarpgroupThreads == 0) states.produce();
+  } else {
+    cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
+    states.consume(warpgroup);
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,53 @@
+// What the kernels of the delta rule's backward pass to one another through memory, for each chunk of each value head. Tiles
+// are in the order of shared memory (cuda/smem_tile.cuh), so that a copy of bytes loads an operand.
+#pragma once
+
+#include "cuda/chunked/span.cuh"
+#include "delta_rule/cuda/step_pairs.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+// With A the strictly lower part of diag(beta) (K K^T G), the inverse of I + A is I + diag(beta) N: N is without the factor
+// beta of its row, so that a step with beta = 0 is as any other.
+struct alignas(128) BwdMatricesOfChunk {
+  SmemTile<kChunk> n, n_lo;  // N^T, of which rows are steps j, a hi/lo split
+  SmemTile<kChunk> p;        // scale (Q K^T G), of which rows are steps i
+  DeltaRuleTables tables;
+};
+static_assert(sizeof(BwdMatricesOfChunk) == kBwdMatricesBytes, "the host allocates the matrices");
+
+// For kStateRows rows of V: S before the chunk, D after it, and E^T and Y^T, of which columns are steps.
+template <int columns>
+struct alignas(128) BwdStatesOfChunk {
+  SmemTile<columns> s, d;
+  SmemTile<kChunk> e, y;
+};
+static_assert(sizeof(BwdStatesOfChunk<kStateColumns>) == bwd_states_bytes(kStateColumns), "the host allocates the states");
+
+__device__ __forceinline__ BwdMatricesOfChunk* matrices_of_chunk(const DeltaRuleBwdParams& p, int64_t chunk_number, int head) {
+  return static_cast<BwdMatricesOfChunk*>(p.matrices) + chunk_number * p.heads + head;
+}
+template <int columns>
+__device__ __forceinline__ BwdStatesOfChunk<columns>* states_of_chunk(const DeltaRuleBwdParams& p, int64_t chunk_number,
+                                                                      int head, int row_block) {
+  return static_cast<BwdStatesOfChunk<columns>*>(p.states) + (chunk_number * p.heads + head) * row_blocks(p.headdim) +
+         row_block;
+}
+
+// A chunk of one value head, by its place among all heads of all chunk numbers (cuda/chunked/span.cuh).
+struct ChunkOfHead : ChunkSpan {
+  int64_t number;
+  int chunk, head;
+
+  __device__ __forceinline__ ChunkOfHead(const DeltaRuleBwdParams& p, int64_t place)
+      : ChunkSpan(p, sequence_of_chunk(p, place / p.heads)), number(place / p.heads) {
+    head = static_cast<int>(place - number * p.heads);
+    chunk = static_cast<int>(number - first_chunk_index(p, entry));
+  }
+  // Of packed sequences some numbers belong to none.
+  __device__ __forceinline__ bool is_there() const { return chunk < chunks; }
+  __device__ __forceinline__ int first() const { return static_cast<int>(start) + chunk * kChunk; }
+  __device__ __forceinline__ int steps() const { return steps_of(chunk); }
+};
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,7 @@
+#include "delta_rule/cuda/bwd.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+template cudaError_t launch_delta_rule_bwd<__nv_bfloat16>(const DeltaRuleBwdParams&, const WorkPartition&, int, cudaStream_t);
+
+}  // namespace ssm_kernels::delta_rule

@@ -1,0 +1,262 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/integers.h"
+#include "cuda/device.h"
+#include "delta_rule/aten/gates.h"
+#include "delta_rule/cuda/bwd_cuda.h"
+#include "delta_rule/cuda/fwd_cuda.h"
+#include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/tensors.h"
+#include "torch/allocation.h"
+#include "torch/debug_options.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::delta_rule {
+namespace {
+
+// A part of a call: some rows of the batch, or all packed sequences, and value heads of whole key heads or some of one.
+struct Range {
+  int64_t entry, entries, head, heads, key_head, key_heads;
+  bool begins_key_head = true, ends_key_head = true;
+
+  at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
+  at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
+  at::Tensor of_key_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, key_head, key_heads); }
+};
+
+// The tensors of a call that the kernels read and write. Undefined tensors are absent or not needed.
+struct Operands {
+  at::Tensor q, k, v, grad_out, log_decay, beta, initial_states, grad_final_states, cu_seqlens, resets;
+  at::Tensor grad_q, grad_k, grad_v;     // of q and k only without partial sums
+  at::Tensor grad_log_decay, grad_beta;  // fp32
+  at::Tensor grad_initial_states;
+  NormalizedRows normalized_q, normalized_k;  // with qk_l2norm
+};
+
+at::Tensor with_pairs(const at::Tensor& states) {
+  return states.size(3) % 2 == 0 ? states.contiguous() : at::constant_pad_nd(states, {0, 1}).contiguous();
+}
+
+class Backward {
+ public:
+  Backward(const BwdInputs& bwd, const GradTensors& grads)
+      : bwd_(bwd), in_(bwd.in), grads_(grads), heads_per_key_head_(in_.v.size(2) / in_.q.size(2)) {
+    has_partial_sums_ = in_.qk_l2norm || heads_per_key_head_ > 1;
+    load();
+    allocate();
+  }
+
+  void run() {
+    for_each_range([&](const Range& range) { run_part(range); });
+    finish();
+  }
+
+ private:
+  bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
+  bool needs_gate() const { return needs(kGradG) || needs(kGradALog) || needs(kGradDtBias); }
+  bool is_packed() const { return is_present(in_.cu_seqlens); }
+  at::TensorOptions fp32() const { return in_.q.options().dtype(at::kFloat); }
+
+  void load() {
+    const auto vectors = [&](const at::Tensor& rows, NormalizedRows& of) {
+      if (!in_.qk_l2norm) return as_vectors(rows);
+      of = normalized(in_, rows.to(at::kFloat));
+      return as_vectors(of.rows.to(rows.scalar_type()));
+    };
+    of_.q = vectors(in_.q, of_.normalized_q);
+    of_.k = vectors(in_.k, of_.normalized_k);
+    of_.v = as_vectors(in_.v);
+    of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
+    if (is_present(in_.g)) of_.log_decay = log_decays(in_, *in_.g).to(at::kFloat);
+    of_.beta = betas(in_, in_.beta.to(at::kFloat));
+    if (is_present(in_.initial_states)) of_.initial_states = with_pairs(*in_.initial_states);
+    if (is_present(bwd_.grad_final_states)) of_.grad_final_states = with_pairs(*bwd_.grad_final_states);
+    if (is_packed()) of_.cu_seqlens = in_.cu_seqlens->to(at::kLong).contiguous();
+    if (is_present(in_.seq_idx)) of_.resets = sequence_starts(*in_.seq_idx).contiguous();
+  }
+
+  // Where the kernels write: a gradient in place, if its rows are vectors.
+  at::Tensor place(Grad grad, const at::Tensor& input) const {
+    return needs(grad) && are_vectors(grads_[grad]) ? grads_[grad] : empty_vectors(input);
+  }
+  void allocate() {
+    if (!has_partial_sums_) {
+      of_.grad_q = place(kGradQ, in_.q);
+      of_.grad_k = place(kGradK, in_.k);
+    }
+    of_.grad_v = place(kGradV, in_.v);
+    const auto of_steps = [&] { return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32()); };
+    if (needs_gate()) of_.grad_log_decay = of_steps();
+    if (needs(kGradBeta)) of_.grad_beta = of_steps();
+    if (needs(kGradInitialStates)) {
+      const at::Tensor& target = grads_[kGradInitialStates];
+      of_.grad_initial_states =
+          empty_tensor({target.size(0), target.size(1), target.size(2), round_up(in_.q.size(3), 2)}, fp32());
+    }
+  }
+
+  int64_t chunks_of(int64_t entries) const {
+    return chunk_numbers(is_packed() ? in_.cu_seqlens->size(0) - 1 : entries, in_.q.size(1), is_packed());
+  }
+  int64_t states_bytes() const { return row_blocks(in_.v.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3))); }
+
+  // Parts whose workspace takes at most so many bytes; one value head of a row is the least.
+  template <typename Body>
+  void for_each_range(const Body& body) const {
+    const int64_t batch = in_.q.size(0), heads = in_.v.size(2), key_heads = in_.q.size(2);
+    const int64_t rows_bytes =
+        has_partial_sums_ ? 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)) : 0;
+    const int64_t bytes = chunks_of(1) * (kBwdMatricesBytes + states_bytes() + rows_bytes);
+    const int64_t most_heads = std::max<int64_t>(1, debug_option(DebugOption::kSsdWorkspaceBytes) / bytes);
+    const auto at_once = [&](int64_t count, int64_t heads_of_each) {
+      return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+    };
+    const int64_t entries = at_once(batch, heads), key_heads_at_once = at_once(key_heads, heads_per_key_head_),
+                  heads_at_once = at_once(heads_per_key_head_, 1);
+    for (int64_t entry = 0; entry < batch; entry += entries) {
+      for (int64_t key_head = 0; key_head < key_heads; key_head += key_heads_at_once) {
+        const int64_t count = std::min(key_heads_at_once, key_heads - key_head);
+        for (int64_t head = 0; head < heads_per_key_head_; head += heads_at_once) {
+          const int64_t of_each = std::min(heads_at_once, heads_per_key_head_ - head);
+          body(Range{entry, std::min(entries, batch - entry), key_head * heads_per_key_head_ + head, count * of_each, key_head,
+                     count, head == 0, head + of_each == heads_per_key_head_});
+        }
+      }
+    }
+  }
+
+  void run_part(const Range& range) {
+    DeltaRuleBwdParams params;
+    const int64_t seqlen = in_.q.size(1);
+    params.batch = is_packed() ? in_.cu_seqlens->size(0) - 1 : range.entries;
+    params.seqlen = seqlen;
+    params.heads = params.groups = range.heads;
+    params.headdim = static_cast<int>(in_.v.size(3));
+    params.dstate = static_cast<int>(in_.q.size(3));
+    params.state_columns = static_cast<int>(round_up(in_.q.size(3), 2));
+    params.value_heads_per_key_head = static_cast<int>(range.heads / range.key_heads);
+    params.scale = static_cast<float>(scale_of(in_));
+    const auto of_steps = [&](const at::Tensor& tensor) { return view_of(range.of_heads(tensor).unsqueeze(3)); };
+    if (of_.log_decay.defined()) params.log_decay = of_steps(of_.log_decay);
+    params.beta = of_steps(of_.beta);
+    if (of_.cu_seqlens.defined()) params.cu_seqlens = of_.cu_seqlens.const_data_ptr<int64_t>();
+    if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
+    describe_tiles(params.q_descriptor, range.of_key_heads(of_.q));
+    describe_tiles(params.k_descriptor, range.of_key_heads(of_.k));
+    describe_tiles(params.v_descriptor, range.of_heads(of_.v));
+    describe_tiles(params.grad_out_descriptor, range.of_heads(of_.grad_out));
+
+    params.states_stride_entry = in_.v.size(2) * in_.v.size(3) * params.state_columns;
+    const auto of_states = [&](const at::Tensor& states) -> float* {
+      if (!states.defined()) return nullptr;
+      const int64_t entry = is_packed() ? 0 : range.entry;
+      return static_cast<float*>(const_cast<void*>(states.const_data_ptr())) + entry * states.stride(0) +
+             range.head * states.stride(1);
+    };
+    params.initial_states = of_states(of_.initial_states);
+    params.grad_final_states = of_states(of_.grad_final_states);
+    params.grad_initial_states = of_states(of_.grad_initial_states);
+
+    params.grad_v = view_of(range.of_heads(of_.grad_v));
+    if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
+    if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
+    at::Tensor parts_q, parts_k;
+    params.has_partial_sums = has_partial_sums_;
+    if (has_partial_sums_) {
+      parts_q = empty_tensor({range.entries, seqlen, range.heads, round_up(in_.q.size(3), kRowElements)}, fp32());
+      parts_k = empty_tensor_like(parts_q);
+      params.grad_q = view_of(parts_q);
+      params.grad_k = view_of(parts_k);
+    } else {
+      params.grad_q = view_of(range.of_key_heads(of_.grad_q));
+      params.grad_k = view_of(range.of_key_heads(of_.grad_k));
+    }
+
+    const int64_t chunks = chunks_of(range.entries) * range.heads;
+    const at::TensorOptions bytes = in_.q.options().dtype(at::kByte);
+    const at::Tensor matrices = empty_tensor({chunks, kBwdMatricesBytes}, bytes),
+                     states = empty_tensor({chunks, states_bytes()}, bytes);
+    params.matrices = matrices.data_ptr();
+    params.states = states.data_ptr();
+    const WorkPartition partition =
+        partition_work({params.batch, seqlen, params.heads, params.groups, params.headdim, params.dstate});
+    TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max() &&
+                          kDirections * partition.work_tiles <= std::numeric_limits<int32_t>::max(),
+                      "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
+                       ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
+                       : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
+    if (!has_partial_sums_) return;
+    finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
+    finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
+  }
+
+  // Adds the parts of the value heads of each key head in order, and writes the gradient once all have been added.
+  void finish_key_heads(const Range& range, Grad grad, const at::Tensor& parts, const NormalizedRows& rows, at::Tensor& sum) {
+    if (!needs(grad)) return;
+    const at::Tensor of_part =
+        parts.narrow(3, 0, in_.q.size(3)).unflatten(2, {range.key_heads, range.heads / range.key_heads}).sum(3);
+    sum = range.begins_key_head ? of_part : sum.add_(of_part);
+    if (!range.ends_key_head) return;
+    NormalizedRows of_range;
+    if (in_.qk_l2norm) of_range = {range.of_key_heads(rows.rows), range.of_key_heads(rows.factor)};
+    range.of_key_heads(grads_[grad]).copy_(normalized_adjoint(of_range, sum));
+    sum.reset();
+  }
+
+  void finish() {
+    const auto write = [&](Grad grad, const at::Tensor& written) {
+      if (!needs(grad) || !written.defined() || written.is_same(grads_[grad])) return;
+      grads_[grad].copy_(written.narrow(-1, 0, grads_[grad].size(-1)));
+    };
+    write(kGradQ, of_.grad_q);
+    write(kGradK, of_.grad_k);
+    write(kGradV, of_.grad_v);
+    write(kGradInitialStates, of_.grad_initial_states);
+    if (needs(kGradBeta)) grads_[kGradBeta].copy_(betas_adjoint(in_, in_.beta, of_.grad_beta));
+    if (!needs_gate()) return;
+    const GateGrads gates = log_decays_adjoint(in_, *in_.g, of_.grad_log_decay);
+    if (needs(kGradG)) grads_[kGradG].copy_(gates.raw);
+    if (needs(kGradALog)) grads_[kGradALog].copy_(gates.A_log);
+    if (needs(kGradDtBias)) grads_[kGradDtBias].copy_(gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble));
+  }
+
+  const BwdInputs& bwd_;
+  const Inputs& in_;
+  const GradTensors& grads_;
+  const int64_t heads_per_key_head_;
+  bool has_partial_sums_ = false;
+  Operands of_;
+  at::Tensor sum_of_q_, sum_of_k_;  // of the value heads of a key head that earlier parts had
+};
+
+}  // namespace
+
+bool have_bwd_kernels_for(const BwdInputs& bwd) { return have_fwd_kernels_for(bwd.in); }
+
+GradTensors bwd_cuda(const BwdInputs& bwd) {
+  check_inputs(bwd.in);
+  const GradTensors grads = allocate_bwd(bwd);
+  const c10::cuda::CUDAGuard guard(bwd.in.q.device());
+  if (is_present(bwd.in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values("delta_rule_scan", bwd.in.cu_seqlens->cpu(), bwd.in.q.size(1));
+  }
+  Backward(bwd, grads).run();
+  return grads;
+}
+
+}  // namespace ssm_kernels::delta_rule
+
+#endif

@@ -1,0 +1,52 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "delta_rule/cuda/tensors.h"
+
+#include <c10/cuda/CUDAException.h>
+
+#include "common/integers.h"
+#include "torch/allocation.h"
+
+namespace ssm_kernels::delta_rule {
+namespace {
+
+constexpr int64_t kVectorBytes = 16, kVectorElements = 8;
+
+}  // namespace
+
+bool are_vectors(const at::Tensor& tensor) {
+  bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 &&
+                reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) {
+    result &= tensor.size(axis) == 1 || (tensor.stride(axis) > 0 && tensor.stride(axis) % kVectorElements == 0);
+  }
+  return result;
+}
+
+at::Tensor empty_vectors(const at::Tensor& like) {
+  return empty_tensor({like.size(0), like.size(1), like.size(2), round_up(like.size(3), kVectorElements)}, like.options());
+}
+
+at::Tensor as_vectors(const at::Tensor& tensor) {
+  if (are_vectors(tensor)) return tensor;
+  const at::Tensor result = empty_vectors(tensor);
+  const int64_t elements = tensor.size(3), missing = result.size(3) - elements;
+  result.narrow(3, 0, elements).copy_(tensor);
+  if (missing > 0) result.narrow(3, elements, missing).zero_();
+  return result;
+}
+
+void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor) {
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
+  C10_CUDA_CHECK(cuda::make_tma_descriptor(descriptor, const_cast<void*>(tensor.const_data_ptr()),
+                                           {size(3), size(2), size(1), size(0)},
+                                           {tensor.stride(2), tensor.stride(1), tensor.stride(0)}, {64, 1, kChunk, 1}));
+}
+
+RowsView view_of(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+}  // namespace ssm_kernels::delta_rule
+
+#endif
