@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_helpers import DELTA_RULE_STEP
 from delta_rule_step_helpers import CASES, DTYPES, GATES, assert_step_matches_reference, make_inputs, step
 from helpers import LAYOUTS, arrange, says
 from operator_spec import as_float64
@@ -346,3 +347,22 @@ def test_kernels_agree_to_the_bit():
         copied = step(row | {"states": arrange(row["states"], "offset")})
         for found in (alone, copied):
             assert torch.equal(found[0], out[7:8]) and torch.equal(found[1], states[7:8])
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_tokens_equal_the_reference_of_tokens(updates, device):
+    for gate, tokens in itertools.product(GATES, (1, 5)):
+        options = {"tokens": tokens, "gate": gate, "num_householder": updates, "A_log": gate is not None, "device": device}
+        inputs = make_inputs(**options, beta_sigmoid=True, allow_neg_eigval=True, qk_l2norm=True)
+        exact = reference.delta_rule_step(**inputs)
+        for actual, expected in zip(step(inputs), exact, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_of_models(device):
+    for state_dtype in (torch.float32, torch.bfloat16):
+        options = {"rows": 3, "heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "qk_l2norm": True}
+        inputs = DELTA_RULE_STEP.make_token_inputs(
+            **options, tokens=3, destination=3, dtype=torch.bfloat16, state_dtype=state_dtype, device=device
+        )
+        DELTA_RULE_STEP.assert_matches(inputs)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from delta_rule_step_helpers import DTYPES, GATES, assert_step_matches_reference, make_inputs, make_token_inputs, step
+from decoding_helpers import DELTA_RULE_STEP
+from delta_rule_step_helpers import DTYPES, GATES, assert_step_matches_reference, make_inputs, step
 from helpers import LAYOUTS, captured, says, split
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -15,7 +16,7 @@ import ssm_kernels
 from ssm_kernels import delta_rule_step
 
 OPERATOR = "delta_rule_step"
-operator, operator_out = torch.ops.ssm_kernels.delta_rule_step, torch.ops.ssm_kernels.delta_rule_step_out
+operator = torch.ops.ssm_kernels.delta_rule_step
 
 OPCHECK: dict[str, dict[str, Any]] = {
     "head": {},
@@ -27,20 +28,11 @@ OPCHECK: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
     "transposed": {"layout": "transposed"},
 }
-OPCHECK_OUT: dict[str, dict[str, Any]] = {
-    "tokens": {"tokens": 3, "destination": 4, "intermediate": 3},
-    "packed": {"packed": (0, 2, 3), "columns": 3, "num_householder": 2},
-}
 
 
 @pytest.mark.parametrize("case", OPCHECK)
 def test_opcheck(case, device):
     torch.library.opcheck(operator.default, *split(operator, make_inputs(**OPCHECK[case], device=device)))
-
-
-@pytest.mark.parametrize("case", OPCHECK_OUT)
-def test_opcheck_of_a_servers_call(case, device):
-    torch.library.opcheck(operator_out.default, *split(operator_out, make_token_inputs(**OPCHECK_OUT[case], device=device)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,17 +67,6 @@ def test_compile(slots, backend, device, fresh_dynamo):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_compile_a_servers_call(device, fresh_dynamo):
-    def call(inputs):
-        return delta_rule_step(**inputs) + 1
-
-    inputs = make_token_inputs(tokens=3, destination=3, out=False, device=device)
-    copies = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()} for _ in range(2)]
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(copies[0]), call(copies[1]))
-    assert torch.equal(copies[0]["states"], copies[1]["states"])
-
-
 def test_compile_once_for_every_batch(device, fresh_dynamo):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(decode_twice, fullgraph=True, backend=counter, dynamic=True)
@@ -105,13 +86,6 @@ def test_backward_says_that_there_is_none(name, result, device):
     results = {"out": delta_rule_step(**inputs), "states": inputs["states"]}
     with pytest.raises(RuntimeError, match=says("delta_rule_step: decoding is not differentiable", "delta_rule_scan")):
         results[result].sum().backward()
-
-
-def test_a_servers_call_refuses_gradients(device):
-    inputs = make_token_inputs(device=device)
-    inputs["k"].requires_grad_()
-    with pytest.raises(NotImplementedError, match=says("delta_rule_step: decoding is not differentiable")):
-        delta_rule_step(**inputs)
 
 
 def test_a_cache_collects_no_graph(device):
@@ -203,7 +177,7 @@ def test_autocast(low_state, low, device):
     cast |= {name: inputs[name].to(low).float() for name in ("beta", "A_log")}
     with torch.autocast(device, dtype=low):
         out, states = step(mixed)
-        packed = make_token_inputs(packed=(0, 2, 3), out=False, dtype=torch.float32, device=device)
+        packed = DELTA_RULE_STEP.make_token_inputs(packed=(0, 2, 3), out=False, dtype=torch.float32, device=device)
         assert delta_rule_step(**packed).dtype == low
     expected = step(cast)
     assert out.dtype == low and states.dtype == (low if low_state else torch.float32)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conv_helpers import make_inputs as make_conv_inputs
 from conv_helpers import make_step_inputs as make_conv_step_inputs
-from decoding_helpers import make_conv_token_inputs, make_token_inputs
+from decoding_helpers import SERVER_STEPS, make_conv_token_inputs
 from helpers import split
 from norm_helpers import ADD, GATED, make_add_inputs, make_gated_inputs
 from recurrence_helpers import PLAIN
@@ -99,7 +99,8 @@ def make_summary(spec: Summary, **options: Any) -> Callable[[str], dict[str, Any
 
 def make_decoding_inputs(device: str) -> dict[str, Any]:
     """Every tensor of a call of a server."""
-    return make_token_inputs(packed=(0, 2, 5), columns=3, destination=3, intermediate=3, dtype=torch.float32, device=device)
+    options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3}
+    return SERVER_STEPS["selective_state_update"].make_token_inputs(**options, dtype=torch.float32, device=device)
 
 
 def make_delta_inputs(device: str) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def make_delta_scan_inputs(device: str) -> dict[str, Any]:
 
 def make_delta_decoding_inputs(device: str) -> dict[str, Any]:
     options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3, "dtype": torch.float32}
-    return delta_rule_step_helpers.make_token_inputs(**options, A_log=True, dt_bias=True, device=device)
+    return SERVER_STEPS["delta_rule_step"].make_token_inputs(**options, A_log=True, dt_bias=True, device=device)
 
 
 def make_conv_decoding_inputs(device: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import conv_helpers
 import delta_rule_step_helpers
 import pytest
 import torch
-from decoding_helpers import make_token_inputs
+from decoding_helpers import SELECTIVE_STATE_UPDATE
 from guarded_memory import (
     ALIGNED,
     LAYOUTS,
@@ -51,7 +51,7 @@ def test_decoding_steps_have_the_bits_of_aligned_rows(form: str, dstate: int, de
         inputs = make_step_inputs(heads=3, dim=27, **options)
         inputs["A"] = inputs["A"][:, :1, :1].expand_as(inputs["A"])  # one number a head, as in Mamba-2
     elif form == "tokens":
-        inputs = make_token_inputs(tokens=3, dim=83, out=False, **options)
+        inputs = SELECTIVE_STATE_UPDATE.make_token_inputs(tokens=3, dim=83, out=False, **options)
     else:
         inputs = make_step_inputs(dim=83, **options)
     axes = dict.fromkeys(("state", "x", "dt", "B", "C", "z"), (-1,))

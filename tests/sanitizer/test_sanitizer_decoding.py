@@ -133,7 +133,7 @@ def assert_tokens_are_the_same_on_gpu(function: Any, inputs: Inputs) -> None:
 
 @over("options, tied", token_cases())
 def test_tokens(options, tied):
-    inputs = decoding_helpers.make_token_inputs(dim=37, **options)
+    inputs = decoding_helpers.SELECTIVE_STATE_UPDATE.make_token_inputs(dim=37, **options)
     assert_tokens_are_the_same_on_gpu(selective_state_update, with_tied_A(inputs) if tied else inputs)
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from delta_rule_step_helpers import DTYPES, GATES, OPTIONS, WRITTEN, make_inputs, make_token_inputs
+from decoding_helpers import DELTA_RULE_STEP, WRITTEN
+from delta_rule_step_helpers import DTYPES, GATES, OPTIONS, make_inputs
 from guarded_memory import Layout, guard_all
 from helpers import LAYOUTS, move_all
 from sanitizer import PYTESTMARK, Inputs, assert_close_to_cpu, both_devices, over
@@ -80,9 +81,9 @@ def test_rows_at_any_element(options, layout):
 
 # Options of make_token_inputs: rows and tokens, and what chooses slots.
 TOKEN_CALLS: dict[str, Inputs] = {
-    "destination": {"batch": 3, "destination": 0},
+    "destination": {"rows": 3, "destination": 0},
     "each destination": {"tokens": 3, "destination": 4},
-    "accepted": {"batch": 3, "tokens": 3, "columns": 3},
+    "accepted": {"rows": 3, "tokens": 3, "columns": 3},
     "packed": {"packed": (0, 3, 3, 4), "columns": 3, "intermediate": 3},
 }
 
@@ -96,4 +97,4 @@ def token_cases() -> Iterator[Case]:
 
 @over("options", token_cases())
 def test_tokens(options):
-    assert_is_the_same_on_gpu(make_token_inputs(value_dim=21, **options))
+    assert_is_the_same_on_gpu(DELTA_RULE_STEP.make_token_inputs(value_dim=21, **options))
