@@ -53,7 +53,9 @@ GateActivation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "none"]
 StepInitialization = Literal["random", "constant"]
 """``dt_init`` of :class:`ssm_kernels.nn.Mamba` and :class:`ssm_kernels.nn.SelectiveSSM`."""
 
-MixerName = Literal["Mamba", "Mamba2", "MinGRU", "MinLSTM"]
+MixerName = Literal[
+    "Mamba", "Mamba2", "MinGRU", "MinLSTM", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct"
+]
 """``mixer`` of :class:`ssm_kernels.models.MambaConfig`."""
 
 RecomputeName = Literal["none", "cheap", "all"]

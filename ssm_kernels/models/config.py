@@ -10,19 +10,33 @@ from typing import Any
 
 from ..choices import DiscretizationName, MixerName, RecomputeName
 from ..nn.checks import check_bools, check_choice, check_discretization, check_int, check_recompute
+from ..nn.delta_net import DeltaNet
+from ..nn.gated_delta_net import GatedDeltaNet
+from ..nn.gated_delta_product import GatedDeltaProduct
+from ..nn.kimi_delta_attention import KimiDeltaAttention
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from ..ops._arguments import did_you_mean
 from .recurrent_mixer import RecurrentMixer
 
-__all__ = ["MIXERS", "MambaConfig"]
+__all__ = ["DELTA_RULES", "MIXERS", "MambaConfig"]
 
-_CLASSES: dict[MixerName, Any] = {"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer}
+# Their channels are called hidden_size.
+DELTA_RULES: dict[MixerName, Any] = {
+    "DeltaNet": DeltaNet,
+    "GatedDeltaNet": GatedDeltaNet,
+    "KimiDeltaAttention": KimiDeltaAttention,
+    "GatedDeltaProduct": GatedDeltaProduct,
+}
+_CLASSES: dict[MixerName, Any] = {
+    **{"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer},
+    **DELTA_RULES,
+}
 MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
 _LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
 _OWN_FIELDS = ("discretization", "recompute")
-_SET_BY_THE_MODEL = ("d_model", "rnn", "layer_idx", "device", "dtype")
+_SET_BY_THE_MODEL = ("d_model", "hidden_size", "rnn", "layer_idx", "device", "dtype")
 # The largest sizes: far above those of any model, and small enough that no product of them overflows.
 _LARGEST = {
     "d_model": 2**20,
@@ -71,7 +85,8 @@ class MambaConfig(MambaSsmFields):
         fused_add_norm: computes residual sum and norm in one operator; see :class:`ssm_kernels.nn.Block`.
         pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
         tie_embeddings: embedding and head share their weight.
-        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
+        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"``, ``"MinLSTM"``, ``"DeltaNet"``, ``"GatedDeltaNet"``,
+            ``"KimiDeltaAttention"`` or ``"GatedDeltaProduct"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
         discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
         recompute: for ``"Mamba"`` and ``"Mamba2"``: ``"none"``, ``"cheap"`` or ``"all"``; see :class:`ssm_kernels.nn.Mamba2`.
 

@@ -22,7 +22,7 @@ from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
 from ..nn.weight_decay import NamesNoDecay
 from ..ops._arguments import did_you_mean
-from .config import MambaConfig
+from .config import DELTA_RULES, MambaConfig
 from .padding import Packing, check_attention_mask
 from .prompts import check_tokens
 from .recurrent_mixer import RecurrentMixer
@@ -39,9 +39,17 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
     if config.mixer == "Mamba2":
         rule = cast(ExponentialDiscretizationName, config.discretization)
         return functools.partial(Mamba2, discretization=rule, recompute=config.recompute, **config.ssm_cfg)
+    if config.mixer in DELTA_RULES:
+        return functools.partial(_delta_rule, DELTA_RULES[config.mixer], **config.ssm_cfg)
     return functools.partial(RecurrentMixer, rnn=cast(RecurrenceName, config.mixer), **config.ssm_cfg)
 
 
+def _delta_rule(layer: Callable[..., nn.Module], d_model: int, **options: Any) -> nn.Module:
+    return layer(hidden_size=d_model, **options)
+
+
+# The last projections of mixers and MLPs.
+_OUTPUTS = ("out_proj", "o_proj", "fc2")
 _INITIALIZER_OPTIONS = ("initializer_range", "rescale_prenorm_residual", "n_residuals_per_layer")
 
 
@@ -59,7 +67,7 @@ def _own_initializations(
         for name, child in module.named_children():
             if not isinstance(child, nn.Linear) or getattr(child.bias, "_no_reinit", False):
                 continue
-            if rescale_prenorm_residual and name in ("out_proj", "fc2"):
+            if rescale_prenorm_residual and name in _OUTPUTS:
                 # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
                 divisor = math.sqrt(n_residuals_per_layer * n_layer)
                 initialized(child, functools.partial(reset_linear, divisor=divisor, zero_bias=True)).reset_parameters()
@@ -83,7 +91,7 @@ def _init_weights(
         nn.init.normal_(module.weight, std=initializer_range)
     if rescale_prenorm_residual:
         # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
-        for name in ("out_proj", "fc2"):
+        for name in _OUTPUTS:
             projection = getattr(module, name, None)
             if isinstance(projection, nn.Linear):
                 nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
