@@ -447,3 +447,25 @@ def test_context_parallelism_is_refused(name):
         assert model[0].operators.is_local
     finally:
         dist.destroy_process_group()
+
+
+@every_layer
+def test_fully_shard(name):
+    """FSDP2 acts on the layer, on projections and on the parameters of the gates."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer, u = make_delta_layer(name), make_sequence(1, 6, WIDTH).requires_grad_()
+        expected = gradients(layer(u), leaves_of(layer, u).values())
+        mesh = dist.init_device_mesh("cpu", (1,))
+        sharded = make_delta_layer(name)
+        fully_shard(sharded.o_proj, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        out = sharded(u)
+        (out * make_sequence(*out.shape, seed=5)).sum().backward()
+        actual = (u.grad, *(parameter.grad.full_tensor() for parameter in sharded.parameters()))
+        assert_all_close(actual, expected, 1e-9, 1e-11)
+    finally:
+        dist.destroy_process_group()
