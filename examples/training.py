@@ -293,12 +293,12 @@ class Run(NamedTuple):
     total_steps: int
     test_every: int
     loss: Callable[[int], Tensor]
-    test: Callable[[], float]
+    test: Callable[[], Any]
     settings: dict[str, Any]
     length: str
     label: str
     loss_format: Callable[[float], str]
-    test_format: Callable[[float], str]
+    test_format: Callable[[Any], str]
 
 
 def train(run: Run, args: argparse.Namespace, history_type: type, session: Session) -> tuple[Any, float]:
@@ -427,18 +427,20 @@ def add_options(
     """Adds the options of every script.
 
     Args:
+        discretizations: those that ``--discretization`` takes; without any there is no such option.
         lr, d_model: the defaults.
         checkpoint: when the script writes one.
         metavar: what the checkpoint is, a FILE or a FOLDER.
         several_rules: ``--discretization`` takes several names.
     """
-    several = {"nargs": "+", "metavar": "NAME"} if several_rules else {}
-    parser.add_argument(
-        "--discretization",
-        choices=[*discretizations, *ALIASES],
-        help="for mamba; for mamba2 one of the exponential family; default: zoh",
-        **several,
-    )
+    if discretizations:
+        several = {"nargs": "+", "metavar": "NAME"} if several_rules else {}
+        parser.add_argument(
+            "--discretization",
+            choices=[*discretizations, *ALIASES],
+            help="for mamba; for mamba2 one of the exponential family; default: zoh",
+            **several,
+        )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
     parser.add_argument("--lr", type=number(float, 1e-9, 10), default=lr, help="peak learning rate; default: %(default)s")
     parser.add_argument("--d-model", type=number(int, 1, 4096), default=d_model, help="channels; default: %(default)s")
