@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from ..compat import causal_conv1d as _conv
+from ..compat._delta_rule import check_gates, delta_rule
 from ..compat.selective_scan import selective_scan_fn, selective_state_update
 from ..compat.ssd import mamba_chunk_scan_combined
 
 __all__ = [
+    "DELTA_RULES",
     "FUSED",
     "KERNELS",
     "Function",
     "make_causal_conv1d_fn",
+    "make_causal_conv1d_fn_of_delta_rules",
     "make_causal_conv1d_fn_of_mamba",
     "make_causal_conv1d_update",
 ]
@@ -74,6 +77,23 @@ def make_causal_conv1d_fn_of_mamba(original: Function) -> Function:
         # The scan that follows gets neither: a sequence would continue the state of the one before.
         _refuse_packed("causal_conv1d_fn", seq_idx, cu_seqlens)
         return conv(*args, **kwargs)
+
+    return causal_conv1d_fn
+
+
+def make_causal_conv1d_fn_of_delta_rules(original: Function) -> Function:
+    conv = make_causal_conv1d_fn(original)
+
+    @functools.wraps(original)
+    def causal_conv1d_fn(
+        *args: Any,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # transformers gives the scan what FlashAttention gets, so the convolution separates the same sequences.
+        return conv(*args, seq_idx=seq_idx, cu_seqlens=cu_seq_lens_q if cu_seqlens is None else cu_seqlens, **kwargs)
 
     return causal_conv1d_fn
 
@@ -185,6 +205,54 @@ def make_mamba_chunk_scan_combined(original: Function) -> Function:
     return scan
 
 
+def make_delta_rule(original: Function, name: str) -> Function:
+    """The scan or, for a short call that needs no gradient, the step, which writes to the cache's state in place."""
+    has_channels, is_step = name.endswith("kda"), name.startswith("fused")
+
+    @functools.wraps(original)
+    def scan(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        check_gates(name, value, g=g, key_dim=query.shape[-1] if has_channels else None)
+        ends = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if is_step:
+            _refuse_packed(name, seq_idx, ends)
+        elif initial_state is not None and (seq_idx is not None or ends is not None):
+            raise NotImplementedError(f"{name}: packed sequences after a cached state are not supported: {_STEP_IS_NOT_PACKED}")
+        elif output_final_state and ends is not None:
+            # The cache has one state for the row, that of the last sequence.
+            seq_idx = _sequence_numbers(name, query.shape[1], seq_idx, ends)
+        return delta_rule(
+            name,
+            query,
+            key,
+            value,
+            beta,
+            g=g,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=ends if seq_idx is None else None,
+            seq_idx=seq_idx,
+            by_step=is_step,
+            in_place=is_step and output_final_state,
+        )
+
+    return scan
+
+
 def make_fused(original: Function) -> Function:
     @functools.wraps(original)
     def fused(*args: Any, **kwargs: Any) -> None:
@@ -200,15 +268,19 @@ _REFUSED = {
     "selective_scan_fn": _MAMBA_IS_NOT_PACKED,
     "causal_conv1d_update": _STEP_IS_NOT_PACKED,
     "selective_state_update": _STEP_IS_NOT_PACKED,
+    "fused_recurrent_gated_delta_rule": _STEP_IS_NOT_PACKED,
+    "fused_recurrent_kda": _STEP_IS_NOT_PACKED,
 }
 _ACTIVATIONS = (None, "silu", "swish")
 FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
+DELTA_RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda", "fused_recurrent_kda")
 KERNELS: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": make_causal_conv1d_fn,
     "causal_conv1d_update": make_causal_conv1d_update,
     "mamba_chunk_scan_combined": make_mamba_chunk_scan_combined,
     "selective_scan_fn": make_selective_scan_fn,
     "selective_state_update": make_selective_state_update,
+    **{name: functools.partial(make_delta_rule, name=name) for name in DELTA_RULES},
     **dict.fromkeys(FUSED, make_fused),
 }
 

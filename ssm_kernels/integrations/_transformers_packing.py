@@ -59,15 +59,15 @@ def _names(forward: Function) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def forward_that_checks_packing(forward: Function) -> Function:
-    """``forward`` that raises a ValueError where attention would mix packed sequences."""
+def forward_that_checks_packing(forward: Function, *packings: str) -> Function:
+    """``forward`` that raises a ValueError where attention would mix packed sequences, which ``packings`` name too."""
     names = [*inspect.signature(forward).parameters][1:]
     # Models of transformers 4.57 that make their masks themselves.
     ignores_positions = "create_causal_mask" not in _names(forward)
 
     @functools.wraps(forward)
     def on_separate_sequences(self: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = _packed(kwargs)
+        packed = _packed(kwargs, packings)
         if packed is not None:
             fault = _fault(self, dict(zip(names, args, strict=False)) | kwargs, ignores_positions)
             if fault is not None:
@@ -95,13 +95,14 @@ def forward_that_refuses_packing(forward: Function) -> Function:
     return on_one_sequence
 
 
-def _packed(given: dict[str, Any]) -> str | None:
-    return next((name for name in _PACKED if given.get(name) is not None), None)
+def _packed(given: dict[str, Any], others: tuple[str, ...] = ()) -> str | None:
+    return next((name for name in (*_PACKED, *others) if given.get(name) is not None), None)
 
 
 def _restart(given: dict[str, Any]) -> bool:
     """Whether ``position_ids`` begin anew where a sequence does. True on CUDA, where the host would wait for the device."""
     positions, seq_idx, cu_seqlens = (given.get(name) for name in ("position_ids", *_PACKED))
+    cu_seqlens = given.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.device.type != "cpu":
         return True
     goes_on = positions.diff(dim=-1) == 1

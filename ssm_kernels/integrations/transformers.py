@@ -24,10 +24,12 @@ from types import ModuleType
 from typing import Any
 
 from ._transformers_functions import (
+    DELTA_RULES,
     FUSED,
     KERNELS,
     Function,
     make_causal_conv1d_fn,
+    make_causal_conv1d_fn_of_delta_rules,
     make_causal_conv1d_fn_of_mamba,
     make_causal_conv1d_update,
 )
@@ -79,15 +81,16 @@ def patch() -> Served:
     """Runs the models of transformers on these kernels, on CPU and CUDA; models that exist already included.
 
     Serves the scan, the convolution and the decoding steps of Mamba, Mamba2, FalconMamba, Bamba, Jamba, Zamba, Zamba2,
-    NemotronH, FalconH1 and GraniteMoeHybrid, and the convolution of all other models that call ``causal_conv1d_fn`` and
-    ``causal_conv1d_update`` (LFM2, Qwen3-Next, ...). A second call changes nothing.
+    NemotronH, FalconH1 and GraniteMoeHybrid; the delta rule and the convolution of Qwen3-Next, Qwen3.5, Qwen3.5-MoE,
+    Qwen4-Exp, OLMo-Hybrid, LaraMini, Kimi-Linear, GLM5-Next and BailingHybrid; and the convolution of all other models that
+    call ``causal_conv1d_fn`` and ``causal_conv1d_update`` (LFM2, ...). A second call changes nothing.
 
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
-    contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind and convolutions take packed sequences, as
-    ``seq_idx`` or, in one row, as ``cu_seqlens``; models of Mamba's kind raise an error for them, because transformers does not
-    pass them to their scan. Attention layers ignore both: they need ``position_ids`` that restart with each sequence,
-    ``use_cache=False`` and no ``attention_mask``, and those of GraniteMoeHybrid FlashAttention. A patched model raises a
-    ValueError where its attention would mix the sequences.
+    contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind, delta rules and convolutions take packed
+    sequences, as ``seq_idx`` or, in one row, as ``cu_seqlens``, which delta rules read as ``cu_seq_lens_q``; models of Mamba's
+    kind raise an error for them, because transformers does not pass them to their scan. Attention layers ignore all of these:
+    they need ``position_ids`` that restart with each sequence, ``use_cache=False`` and no ``attention_mask``, and those of
+    GraniteMoeHybrid FlashAttention. A patched model raises a ValueError where its attention would mix the sequences.
 
     Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train. A plain layer with hooks of accelerate
     is not called, because the mixer runs those.
@@ -195,12 +198,15 @@ def _replacements(module: ModuleType) -> dict[str, tuple[str, object]]:
         for attribute, value in list(vars(module).items())
         if callable(value) and (name := _decorated_name(value)) in KERNELS
     }
+    has_delta_rules = any(name in DELTA_RULES for name in names.values())
     found: dict[str, tuple[str, object]] = {}
     for attribute, name in names.items():
         assert name is not None
         make = KERNELS[name]
         if name == "causal_conv1d_fn" and "selective_scan_fn" in names.values():
             make = make_causal_conv1d_fn_of_mamba
+        elif name == "causal_conv1d_fn" and has_delta_rules:
+            make = make_causal_conv1d_fn_of_delta_rules
         found[attribute] = (name, make(getattr(module, attribute)))
     return found
 
@@ -220,8 +226,7 @@ def _replacements_457(module: ModuleType) -> dict[str, tuple[str, object]]:
     if "_causal_conv1d_cache" in vars(module):
         conv = make_causal_conv1d_update(_no_original), make_causal_conv1d_fn(_no_original)
         found["_causal_conv1d_cache"] = ("causal_conv1d_fn", conv)
-    # Qwen3-Next's condition includes kernels that are not served.
-    if found and "is_fast_path_available" in vars(module) and "chunk_gated_delta_rule" not in vars(module):
+    if found and "is_fast_path_available" in vars(module):
         found["is_fast_path_available"] = ("flag", True)
     return found
 
@@ -306,10 +311,11 @@ class _State:
             for name, forward in mixers_that_read_dt_proj(module).items():
                 forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
         kernels = {kernel for kernel, _ in found.values()}
-        has_packing = "mamba_chunk_scan_combined" in kernels
-        if has_packing:
+        has_packing, has_delta_rules = "mamba_chunk_scan_combined" in kernels, not kernels.isdisjoint(DELTA_RULES)
+        if has_packing or has_delta_rules:
+            packings = ("cu_seq_lens_q",) if has_delta_rules else ()
             for name, forward in models_with_attention(module).items():
-                forwards[name] = (PACKING, forward_that_checks_packing(forward))
+                forwards[name] = (PACKING, forward_that_checks_packing(forward, *packings))
         if has_packing or "selective_scan_fn" in kernels:
             for name, forward in models_that_drop_packing(module, has_packing).items():
                 forwards[name] = (PACKING, forward_that_refuses_packing(forward))

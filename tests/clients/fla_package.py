@@ -55,3 +55,11 @@ def import_fla(*modules: str) -> list[ModuleType]:
             return [importlib.import_module(name) for name in modules]
         except Exception as error:
             pytest.skip(f"flash-linear-attention cannot be imported here: {type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def blocked_fla() -> Iterator[None]:
+    """Imports of FLA fail, as where it is not installed."""
+    with without("fla"):
+        sys.modules["fla"] = None  # type: ignore[assignment]
+        yield

@@ -18,9 +18,10 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="the tests patch modules of transformers, in the extra [clients]")
 
 import transformers
-from transformers_models import MODELS, counting, tokens
+from transformers_models import DELTA_MODELS, MODELS, counting, tokens
 
 from ssm_kernels.integrations import transformers as integration
+from ssm_kernels.integrations._transformers_functions import DELTA_RULES
 from ssm_kernels.integrations._transformers_mixers import CalledProjection
 from ssm_kernels.integrations.transformers import patch, patched, served, unpatch
 
@@ -210,7 +211,9 @@ def test_every_modeling_file_that_asks_for_the_kernels_is_served() -> None:
         "selective_scan_fn",
         "selective_state_update",
         "mamba_chunk_scan_combined",
+        *DELTA_RULES,
     }
+    assert sum(not kernels.isdisjoint(DELTA_RULES) for kernels in asked.values()) == len(DELTA_MODELS)
     for name, kernels in asked.items():
         assert set(report.modules[name].values()) == kernels & ours, name
     assert "modeling_lfm2: causal_conv1d_update, causal_conv1d_fn" in str(report)

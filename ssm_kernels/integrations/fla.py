@@ -1,0 +1,115 @@
+"""A backend of flash-linear-attention (0.6): its functions of Gated DeltaNet and KDA on these operators.
+
+FLA dispatches some of its functions to registered backends. :func:`register` adds one that serves ``chunk_gated_delta_rule``,
+``chunk_kda`` and ``fused_recurrent_kda``, so that FLA's layers and models call it without a change of their code. Calls that
+it does not serve, such as those with a ``cp_context``, go on to FLA's other backends and its Triton kernels. FLA has no such
+place for its other functions: :mod:`ssm_kernels.compat.fla` has them by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+from ..compat import fla as _functions
+
+__all__ = ["register", "unregister"]
+
+NAME = "ssm_kernels"
+# Before FLA's own backends, whose priority is 3 or more; those of other hardware have 0.
+_PRIORITY = 1
+_UNSERVED = {
+    "chunk_gated_delta_rule": ("cp_context",),
+    "chunk_kda": ("cp_context", "return_intermediate_states", "use_graph"),
+    "fused_recurrent_kda_fwd": ("ssm_state_indices", "num_accepted_tokens", "out"),
+}
+_lock = threading.Lock()
+_is_active = False
+_classes: dict[int, Any] = {}
+
+
+def register() -> None:
+    """Adds the backend to FLA's registry and enables it, in this process. Further calls do nothing.
+
+    The environment variable ``FLA_SSM_KERNELS=0`` disables it, and ``FLA_DISABLE_BACKEND_DISPATCH=1`` all backends.
+
+    Raises:
+        ImportError: flash-linear-attention is not installed.
+        RuntimeError: its version has no registry of backends: it is older than 0.6.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> ssm_kernels.integrations.fla.register()  # doctest: +SKIP
+        >>> from fla.ops.kda import chunk_kda  # doctest: +SKIP
+    """
+    global _is_active
+    backends = _backends()
+    with _lock:
+        # The import of FLA anew makes another registry.
+        if id(backends) not in _classes:
+            _classes.clear()
+            _classes[id(backends)] = _add(backends)
+        _is_active = True
+
+
+def unregister() -> None:
+    """Disables the backend: FLA's functions take its own kernels again.
+
+    Examples:
+        >>> import ssm_kernels
+        >>> ssm_kernels.integrations.fla.unregister()
+    """
+    global _is_active
+    with _lock:
+        _is_active = False
+
+
+def _backends() -> Any:
+    try:
+        importlib.import_module("fla")
+    except ModuleNotFoundError as error:
+        if error.name != "fla":
+            raise
+        raise ImportError("ssm_kernels.integrations.fla: expected flash-linear-attention, which is not installed") from error
+    try:
+        return importlib.import_module("fla.backends")
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            "ssm_kernels.integrations.fla: expected flash-linear-attention 0.6 or newer, which has a registry of backends"
+        ) from error
+
+
+def _add(backends: Any) -> Any:
+    class Backend(backends.BaseBackend):
+        backend_type = NAME
+        package_name = NAME
+        env_var = "FLA_SSM_KERNELS"
+        priority = _PRIORITY
+
+        def is_enabled(self) -> bool:
+            return _is_active and bool(super().is_enabled())
+
+        def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+            if function_name not in _UNSERVED:
+                return False, f"{NAME} has no {function_name}"
+            options = {name: kwargs.get(name) for name in _UNSERVED[function_name]}
+            given = [name for name, value in options.items() if value is not None and value is not False]
+            if given or (function_name == "fused_recurrent_kda_fwd" and kwargs.get("inplace_final_state", True)):
+                return False, f"{NAME} does not serve {', '.join(given) or 'inplace_final_state'}"
+            return True, None
+
+        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
+            return _functions.chunk_gated_delta_rule(*args, **kwargs)
+
+        def chunk_kda(self, *args: Any, **kwargs: Any) -> Any:
+            return _functions.chunk_kda(*args, **kwargs)
+
+        def fused_recurrent_kda_fwd(self, *args: Any, inplace_final_state: bool, **kwargs: Any) -> Any:
+            return _functions.fused_recurrent_kda(*args, **kwargs)
+
+    kda = importlib.import_module("fla.ops.kda")
+    importlib.import_module("fla.ops.gated_delta_rule")
+    for entry_point in ("gated_delta_rule", "kda", kda.chunk_kda):
+        backends.register(entry_point)(Backend)
+    return Backend
