@@ -1,4 +1,4 @@
-"""Trains a language model on the bytes of any text file and samples from it: Mamba, Mamba-2, minGRU or minLSTM.
+"""Trains a language model on the bytes of any text file: Mamba, Mamba-2, Gated DeltaNet, minGRU or minLSTM. Samples from it.
 
 Without ``--text`` it reads the reference pages that ship with Python (the text of ``help("for")``): nothing is downloaded. The
 last tenth of the text is for testing. The loss is in bits per byte; an untrained model has 8.
@@ -42,13 +42,23 @@ try:
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install tqdm matplotlib")
 
-MIXERS: dict[str, MixerName] = {"mamba": "Mamba", "mamba2": "Mamba2", "mingru": "MinGRU", "minlstm": "MinLSTM"}
+MIXERS: dict[str, MixerName] = {
+    "mamba": "Mamba",
+    "mamba2": "Mamba2",
+    "gated_deltanet": "GatedDeltaNet",
+    "mingru": "MinGRU",
+    "minlstm": "MinLSTM",
+}
 
 
 def make_model(name: str, d_model: int, n_layers: int, discretization: DiscretizationName) -> MambaLM:
     """A model whose tokens are bytes."""
-    # Mamba2's defaults, 64 channels a head and 128 states, suit larger models.
-    sizes = {"mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32}}
+    # The defaults of Mamba2, 64 channels a head and 128 states, and of GatedDeltaNet, six heads of 256, suit larger models.
+    heads = math.gcd(d_model, 4)
+    sizes = {
+        "mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32},
+        "gated_deltanet": {"num_heads": heads, "head_dim": d_model // heads},
+    }
     return MambaLM(
         MambaConfig(
             d_model=d_model,
