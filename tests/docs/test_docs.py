@@ -13,6 +13,7 @@ import pytest
 import recurrence_helpers
 import torch
 import torch._inductor.config
+from decoding_helpers import DECODING_STEPS
 from operators import OPERATORS
 
 from ssm_kernels import compat, ops, reference
@@ -86,10 +87,10 @@ def test_schemas_of_the_page_are_those_registered():
         if not name.startswith("_"):
             results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
             has_states = any(argument.name == "states_at" for argument in schema.arguments)
-            assert len(schema.returns) == (1 if name.endswith(("_update", "delta_rule_step")) else len(results) + has_states)
+            assert len(schema.returns) == (1 if name in DECODING_STEPS else len(results) + has_states)
         else:
-            forms = "_(selective|ssd_chunk)_scan_states_at|_delta_rule_scan|"
-            forms += "_ssd_chunk_scan(_states)?|_linear_recurrence|_causal_conv1d|_norm_gated(_squares|_products)?|_add_norm"
+            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk)_scan_states_at|"
+            forms += "_ssd_chunk_scan_states|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_mamba2?_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"

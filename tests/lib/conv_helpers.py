@@ -147,6 +147,7 @@ class CausalConv1d(OperatorSpec):
     nested = ("x", "weight")
     good = MappingProxyType({"batch": 2, "seqlen": 9, "channels": 5, "width": 4})
     indices = ({"seq_idx": True}, {"cu_seqlens": (0, 4, 9)})
+    together = MappingProxyType({"seq_idx": True})
     either = ("weight", "bias")
     bad_shapes = (
         ({}, SHAPES),

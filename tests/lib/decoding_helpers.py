@@ -27,6 +27,13 @@ class DecodingStep(NamedTuple):
         family: the operator's key in ``helpers.KERNEL_OPTIONS``.
         large: options of ``make_inputs``, to which tests add ``batch``.
         sizes: more of them.
+        first: the argument whose dtype messages name.
+        written: tensors that a call changes and that must have their values in memory.
+        either: tensors that may have the dtype of the first one or the accumulation dtype.
+        good: options of ``make_inputs`` with sizes that no error confuses, by which the tables of messages are written.
+        together: options of ``make_inputs`` with every tensor that a call of one token can have.
+        make_token_inputs: the arguments of a call of several tokens.
+        tokens_together: its options with every tensor.
     """
 
     family: str
@@ -35,39 +42,18 @@ class DecodingStep(NamedTuple):
     reference: Callable[..., tuple[Tensor, Tensor]]
     large: Mapping[str, Any]
     sizes: Sequence[Mapping[str, Any]]
+    first: str
+    written: Sequence[str]
+    either: Sequence[str]
+    good: Mapping[str, Any]
+    together: Mapping[str, Any]
+    make_token_inputs: Callable[..., dict[str, Any]]
+    tokens_together: Mapping[str, Any]
 
     def row_names(self, **options: Any) -> list[str]:
         """Names of the tensors of such inputs that have an entry for each row of the batch."""
         one, two = (self.make_inputs(**{**options, "batch": batch}) for batch in (1, 2))
         return [name for name, value in one.items() if isinstance(value, Tensor) and value.shape != two[name].shape]
-
-
-DECODING_STEPS = {
-    "selective_state_update": DecodingStep(
-        "selective_state_update",
-        make_step_inputs,
-        selective_scan_helpers.step,
-        reference.selective_state_update,
-        {"heads": 4, "groups": 2, "dim": 40, "dstate": 16},
-        [{**size, "dstate": 64} for size in (*STEP_FORMS.values(), {"dim": 700}, {"heads": 16, "dim": 64})],
-    ),
-    "delta_rule_step": DecodingStep(
-        "delta_rule_step",
-        delta_rule_step_helpers.make_inputs,
-        delta_rule_step_helpers.step,
-        reference.delta_rule_step,
-        {"heads": 2, "value_heads": 4, "key_dim": 24, "value_dim": 20},
-        [{"key_dim": 128, "value_dim": 128, "qk_l2norm": True}, {"key_dim": 33}, {"key_dim": 256, "gate": "column"}],
-    ),
-    "causal_conv1d_update": DecodingStep(
-        "causal_conv1d",
-        make_conv_step_inputs,
-        conv_helpers.step,
-        reference.causal_conv1d_update,
-        {"channels": 700, "seqlen": 3},
-        [{}, {"channels": 64, "width": 2}],
-    ),
-}
 
 
 def distinct_slots(rows: int, columns: int | None, seed: int, device: str, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -416,3 +402,56 @@ def convolve_by_rows(inputs: dict[str, Any], convolve: Callable = convolve_rows)
                 windows[entry, t] = inputs_of_row[:, end + t + 1 - past : end + t + 1]
     results = {"conv_state": state, "out": out}
     return results if windows is None else results | {"intermediate_conv_window": windows}
+
+
+# Raw gates of a delta rule, a number for each column of the state.
+RAW_GATES = {"gate": "column", "A_log": True, "dt_bias": True}
+# All that a server passes with several tokens a row.
+OF_SERVERS = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3}
+DECODING_STEPS = {
+    "selective_state_update": DecodingStep(
+        family="selective_state_update",
+        make_inputs=make_step_inputs,
+        step=selective_scan_helpers.step,
+        reference=reference.selective_state_update,
+        large={"heads": 4, "groups": 2, "dim": 40, "dstate": 16},
+        sizes=[{**size, "dstate": 64} for size in (*STEP_FORMS.values(), {"dim": 700}, {"heads": 16, "dim": 64})],
+        first="x",
+        written=("state", "out"),
+        either=("state", "A", "D", "dt_bias"),
+        good={"batch": 2, "dim": 6, "dstate": 4, "groups": 2, "slots": 2},
+        together={"slots": 3},
+        make_token_inputs=SELECTIVE_STATE_UPDATE.make_token_inputs,
+        tokens_together=OF_SERVERS,
+    ),
+    "delta_rule_step": DecodingStep(
+        family="delta_rule_step",
+        make_inputs=delta_rule_step_helpers.make_inputs,
+        step=delta_rule_step_helpers.step,
+        reference=reference.delta_rule_step,
+        large={"heads": 2, "value_heads": 4, "key_dim": 24, "value_dim": 20},
+        sizes=[{"key_dim": 128, "value_dim": 128, "qk_l2norm": True}, {"key_dim": 33}, {"key_dim": 256, "gate": "column"}],
+        first="q",
+        written=("states", "out"),
+        either=("states", "beta", "g", "A_log", "dt_bias"),
+        good={"batch": 2, "heads": 3, "value_heads": 6, "key_dim": 4, "value_dim": 5, "slots": 2, **RAW_GATES},
+        together={"slots": 3, **RAW_GATES},
+        make_token_inputs=DELTA_RULE_STEP.make_token_inputs,
+        tokens_together={**OF_SERVERS, "A_log": True, "dt_bias": True},
+    ),
+    "causal_conv1d_update": DecodingStep(
+        family="causal_conv1d",
+        make_inputs=make_conv_step_inputs,
+        step=conv_helpers.step,
+        reference=reference.causal_conv1d_update,
+        large={"channels": 700, "seqlen": 3},
+        sizes=[{}, {"channels": 64, "width": 2}],
+        first="x",
+        written=("conv_state",),
+        either=("weight", "bias", "conv_state"),
+        good={"slots": 3},
+        together={"slots": 4},
+        make_token_inputs=make_conv_token_inputs,
+        tokens_together={"packed": (0, 2, 5), "destination": True, "accepted": (1, 2), "length": 6, "intermediate": 3},
+    ),
+}

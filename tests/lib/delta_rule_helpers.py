@@ -186,6 +186,7 @@ class DeltaRuleScan(OperatorSpec):
     nested = ("q", "beta")
     good = MappingProxyType({"value_dim": 6})
     indices = ({"resets": ((2,),)}, {"cu_seqlens": PACKED})
+    together = MappingProxyType({"raw": "softplus"})
     wide = WIDE
     either = ("beta", "g")
     large = MappingProxyType({"key_dim": 8, "value_dim": 8, "seqlen": 70})

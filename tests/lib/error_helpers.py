@@ -7,11 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import conv_helpers
-import delta_rule_step_helpers
 import pytest
-import selective_scan_helpers
 import torch
+from decoding_helpers import DECODING_STEPS
 from operator_spec import Inputs, OperatorSpec
 from operators import OPERATORS
 from recurrence_helpers import PLAIN
@@ -58,22 +56,20 @@ def function(spec: OperatorSpec) -> Function:
     return Function(spec.name, spec.make_inputs, next(iter(spec.make_inputs())), dict(spec.good), (*spec.indices,), spec)
 
 
-UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
-UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
-CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
-DELTA_STEP_SIZES = {"batch": 2, "heads": 3, "value_heads": 6, "key_dim": 4, "value_dim": 5, "gate": "column"}
-DELTA_STEP = Function(
-    "delta_rule_step",
-    delta_rule_step_helpers.make_inputs,
-    "q",
-    DELTA_STEP_SIZES | {"A_log": True, "dt_bias": True},
-    ({"slots": 2},),
-)
+def function_of_step(name: str) -> Function:
+    step = DECODING_STEPS[name]
+    sizes = dict(step.good)
+    slots = sizes.pop("slots")
+    return Function(name, step.make_inputs, step.first, sizes, ({"slots": slots},))
+
+
+STEPS = {name: function_of_step(name) for name in DECODING_STEPS}
+UPDATE, CONV_UPDATE = STEPS["selective_state_update"], STEPS["causal_conv1d_update"]
 BY_NAME = {name: function(spec) for name, spec in OPERATORS.items()}
 OF_SPECS = [*BY_NAME.values()]
 SELECTIVE, SSD, CONV = (BY_NAME[name] for name in ("selective_scan", "ssd_chunk_scan", "causal_conv1d"))
 RECURRENCES = {name: BY_NAME[name] for name in PLAIN}
-FUNCTIONS = [*OF_SPECS, UPDATE, CONV_UPDATE, DELTA_STEP]
+FUNCTIONS = [*OF_SPECS, *STEPS.values()]
 PACKING = [each for each in OF_SPECS if each.spec.packs]
 
 

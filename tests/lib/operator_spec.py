@@ -75,6 +75,7 @@ class OperatorSpec:
         nested: two of the tensors, mapped by one vmap inside another.
         good: options of :meth:`make_inputs` with sizes that no error confuses, by which the tables of messages are written.
         indices: options that add tensors of integers, a set for each call.
+        together: options of a call with every tensor that can be there together.
         wide: tensors in the accumulation dtype.
         either: tensors that may have the dtype of the first one or the accumulation dtype. All others have the first one's.
         bad_shapes: options, and by argument the shape that an error expects, and wrong ones. Sizes of 1 must not be broadcast.
@@ -109,6 +110,7 @@ class OperatorSpec:
     nested: ClassVar[tuple[str, str]]
     good: ClassVar[Inputs] = {}
     indices: ClassVar[Sequence[Inputs]] = ({},)
+    together: ClassVar[Inputs] = {}
     wide: ClassVar[Sequence[str]] = ()
     either: ClassVar[Sequence[str]] = ()
     bad_shapes: ClassVar[Sequence[tuple[Inputs, Shapes]]] = ()

@@ -190,6 +190,7 @@ class Variant(OperatorSpec):
     compiled = ("h0", "reverse", "reset")
     good = MappingProxyType({"batch": 2, "seqlen": 5, "channels": 4})
     indices = ({"cu_seqlens": (0, 2, 5)}, {"reset": True})
+    together = MappingProxyType({"cu_seqlens": (0, 2, 5)})
     wide = ("h0",)
     cuda_calls = CUDA_CALLS
     layouts = LAYOUTS

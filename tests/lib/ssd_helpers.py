@@ -260,6 +260,7 @@ class SsdChunkScan(OperatorSpec):
     nested = ("x", "A")
     good = MappingProxyType({"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"})
     indices = ({"resets": ((2,),)}, {"cu_seqlens": PACKED})
+    together = MappingProxyType({"resets": ((2,),)})
     wide = ("A", "D", "dt_bias", "initial_states")
     bad_shapes = (
         ({}, SHAPES),

@@ -106,6 +106,7 @@ class SsdChunkScanSummary(Summary):
         "log_decay": {"log_decay": True, "gain": False},
         "log_decay_with_resets": {"log_decay": True, "resets": ((2, 3), (1,))},
     }
+    together: ClassVar[Inputs] = {"resets": ((2,),)}
     cases = options
     compiled = ("all", "resets", "log_decay")
     mapped = ("all", "required_only", "resets", "log_decay_with_resets")

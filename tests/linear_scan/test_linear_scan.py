@@ -9,8 +9,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding_helpers import DECODING_STEPS
 from helpers import LAYOUTS, arrange, dtypes, parameter_dtype
 from operator_spec import tensor_names
+from operators import SCANS
 from recurrence_helpers import (
     COMMON,
     FORMS,
@@ -19,6 +21,7 @@ from recurrence_helpers import (
     MINGRU,
     MINLSTM,
     PACKED,
+    PLAIN,
     RECURRENCES,
     VARIANTS,
     assert_all_close,
@@ -41,13 +44,9 @@ OPERATOR = "linear_scan"
 
 
 def test_every_recurrence_has_its_row_its_functions_and_its_reference():
-    scans = {name for name in ssm_kernels.__all__ if name.endswith("_scan")} - {
-        "selective_scan",
-        "ssd_chunk_scan",
-        "delta_rule_scan",
-    }
+    of_others = {*SCANS, *DECODING_STEPS} - {*PLAIN}
+    scans, steps = ({name for name in ssm_kernels.__all__ if name.endswith(end)} - of_others for end in ("_scan", "_step"))
     assert scans == set(RECURRENCES) == set(reference.RECURRENCES)
-    steps = {name for name in ssm_kernels.__all__ if name.endswith("_step")} - {"delta_rule_step"}
     assert steps == {name.replace("_scan", "_step") for name in RECURRENCES}
 
 

@@ -11,22 +11,16 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import delta_rule_helpers
-import delta_rule_step_helpers
 import numpy as np
 import pytest
 import torch
-from conv_helpers import make_inputs as make_conv_inputs
-from conv_helpers import make_step_inputs as make_conv_step_inputs
-from decoding_helpers import SERVER_STEPS, make_conv_token_inputs
+from decoding_helpers import DECODING_STEPS
 from helpers import split
-from norm_helpers import ADD, GATED, make_add_inputs, make_gated_inputs
-from recurrence_helpers import PLAIN
+from operators import OPERATORS as SPECS
+from recurrence_helpers import PLAIN, Variant
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 from recurrence_helpers import step_inputs as make_recurrence_step_inputs
-from selective_scan_helpers import make_inputs, make_step_inputs
-from ssd_helpers import make_inputs as make_ssd_inputs
-from summary_helpers import RECURRENCE_SUMMARIES, SELECTIVE_SUMMARY, SSD_SUMMARY, Summary
+from summary_helpers import SUMMARIES, Summary
 from torch import Tensor
 
 import ssm_kernels
@@ -78,70 +72,44 @@ class Operator(NamedTuple):
         ]
 
 
-def _recurrence_operators(name: str) -> list[Operator]:
-    variant = PLAIN[name]
-
-    def scan(device: str) -> dict[str, Any]:
-        return make_recurrence_inputs(variant, cu_seqlens=(0, 2, 5), dtype=torch.float32, device=device)
-
-    def step(device: str) -> dict[str, Any]:
-        inputs = make_recurrence_inputs(variant, seqlen=1, dtype=torch.float32, device=device)
-        options = {key: inputs[key] for key in variant.fixed}
-        return make_recurrence_step_inputs(variant, inputs) | options | {"state": inputs["h0"]}
-
-    summary = RECURRENCE_SUMMARIES[name]
-    return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step), Operator(summary.name, make_summary(summary))]
+def _operators(name: str) -> list[Operator]:
+    """An operator with a spec; a recurrence with its step."""
+    spec = SPECS[name]
+    found = [Operator(name, lambda device: spec.make_inputs(**spec.together, dtype=torch.float32, device=device))]
+    if name in PLAIN:
+        found.append(Operator(name.replace("_scan", "_step"), lambda device: _step_of_recurrence(PLAIN[name], device)))
+    return found
 
 
-def make_summary(spec: Summary, **options: Any) -> Callable[[str], dict[str, Any]]:
-    return lambda device: spec.make_inputs(dtype=torch.float32, device=device, **options)
+def _step_of_recurrence(variant: Variant, device: str) -> dict[str, Any]:
+    inputs = make_recurrence_inputs(variant, seqlen=1, dtype=torch.float32, device=device)
+    options = {key: inputs[key] for key in variant.fixed}
+    return make_recurrence_step_inputs(variant, inputs) | options | {"state": inputs["h0"]}
 
 
-def make_decoding_inputs(device: str) -> dict[str, Any]:
-    """Every tensor of a call of a server."""
-    options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3}
-    return SERVER_STEPS["selective_state_update"].make_token_inputs(**options, dtype=torch.float32, device=device)
+def _decoding_operators(name: str) -> list[Operator]:
+    """The operators of one token and of several."""
+    step = DECODING_STEPS[name]
+
+    def make(device: str) -> dict[str, Any]:
+        return step.make_inputs(**step.together, dtype=torch.float32, device=device)
+
+    def make_tokens(device: str) -> dict[str, Any]:
+        return step.make_token_inputs(**step.tokens_together, dtype=torch.float32, device=device)
+
+    return [Operator(name, make), Operator(f"{name}_out", make_tokens, name)]
 
 
-def make_delta_inputs(device: str) -> dict[str, Any]:
-    """Every tensor of a call of one token."""
-    options = {"gate": "column", "A_log": True, "dt_bias": True, "slots": 3, "dtype": torch.float32}
-    return delta_rule_step_helpers.make_inputs(**options, device=device)
-
-
-def make_delta_scan_inputs(device: str) -> dict[str, Any]:
-    return delta_rule_helpers.make_inputs(raw="softplus", dtype=torch.float32, device=device)
-
-
-def make_delta_decoding_inputs(device: str) -> dict[str, Any]:
-    options = {"packed": (0, 2, 5), "columns": 3, "destination": 3, "intermediate": 3, "dtype": torch.float32}
-    return SERVER_STEPS["delta_rule_step"].make_token_inputs(**options, A_log=True, dt_bias=True, device=device)
-
-
-def make_conv_decoding_inputs(device: str) -> dict[str, Any]:
-    return make_conv_token_inputs(
-        packed=(0, 2, 5), destination=True, accepted=(1, 2), length=6, intermediate=3, dtype=torch.float32, device=device
-    )
+def _summary(spec: Summary) -> Operator:
+    return Operator(spec.name, lambda device: spec.make_inputs(**spec.together, dtype=torch.float32, device=device))
 
 
 OPERATORS = {
     operator.name: operator
     for operator in (
-        Operator("selective_scan", lambda device: make_inputs(dtype=torch.float32, device=device)),
-        Operator("selective_state_update", lambda device: make_step_inputs(slots=3, dtype=torch.float32, device=device)),
-        Operator("selective_state_update_out", make_decoding_inputs, "selective_state_update"),
-        Operator("ssd_chunk_scan", lambda device: make_ssd_inputs(resets=[[2]], dtype=torch.float32, device=device)),
-        Operator("selective_scan_summary", make_summary(SELECTIVE_SUMMARY)),
-        Operator("ssd_chunk_scan_summary", make_summary(SSD_SUMMARY, resets=[[2]])),
-        Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
-        Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
-        Operator("causal_conv1d_update_out", make_conv_decoding_inputs, "causal_conv1d_update"),
-        Operator("delta_rule_scan", make_delta_scan_inputs),
-        Operator("delta_rule_step", make_delta_inputs),
-        Operator("delta_rule_step_out", make_delta_decoding_inputs, "delta_rule_step"),
-        *(operator for name in PLAIN for operator in _recurrence_operators(name)),
-        *(Operator(name, lambda device: make_gated_inputs(dtype=torch.float32, device=device)) for name in GATED),
-        *(Operator(name, lambda device: make_add_inputs(dtype=torch.float32, device=device)) for name in ADD),
+        *(operator for name in SPECS for operator in _operators(name)),
+        *(operator for name in DECODING_STEPS for operator in _decoding_operators(name)),
+        *(_summary(spec) for spec in SUMMARIES.values()),
     )
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))

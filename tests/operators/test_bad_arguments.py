@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bad_arguments import FLAGS, INTEGERS, NAMES, NUMBERS, call_of, fresh, is_ours, replaced, same
+from decoding_helpers import DECODING_STEPS
 from test_arguments import OPERATORS, Operator
 from torch import Tensor
 
@@ -165,27 +166,20 @@ def test_symbols_as_numbers_and_flags() -> None:
             torch.testing.assert_close(compiled(x), function(x))
 
 
-WRITTEN = {
-    "selective_state_update": ("state", "out"),
-    "causal_conv1d_update": ("conv_state",),
-    "delta_rule_step": ("states", "out"),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", DECODING_STEPS)
 def test_lazily_negated_views_of_decoding_operators(name: str) -> None:
     """The memory of x.conj().imag holds the negatives of its values."""
     function, good = getattr(ssm_kernels, name), OPERATORS[name].make("cpu")
-    expected = function(**fresh(good))
+    expected, written = function(**fresh(good)), DECODING_STEPS[name].written
     good["out"] = torch.empty_like(expected)
-    if "out" not in WRITTEN[name]:
+    if "out" not in written:
         del good["out"]
     for argument, value in good.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         negated = torch._neg_view(-value)
         error = call_of(function, fresh(good) | {argument: negated})
-        if argument in WRITTEN[name]:
+        if argument in written:
             message = f"expected {argument} to have its values in memory, got a lazily negated view: pass a copy"
             assert isinstance(error, NotImplementedError) and message in str(error), (argument, error)
         else:

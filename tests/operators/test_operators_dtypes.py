@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoding_helpers import DECODING_STEPS
 from error_helpers import (
     RECURRENCES,
     SELECTIVE,
@@ -23,19 +24,13 @@ OPERATOR = "every operator"
 SCALARS = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 INTEGERS = {torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"}
 FLOATS = "float32, float16, bfloat16 or float64"
-# Arguments of decoding steps that may have the dtype of the first or the accumulation dtype.
-EITHER = {
-    "selective_state_update": ("state", "A", "D", "dt_bias"),
-    "causal_conv1d_update": ("weight", "bias", "conv_state"),
-    "delta_rule_step": ("states", "beta", "g", "A_log", "dt_bias"),
-}
 
 
 def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
     own, accumulation = SCALARS[dtype], "float64" if dtype == torch.float64 else "float32"
     if function.spec is not None and name in function.spec.wide:
         return [accumulation]
-    either = EITHER[function.name] if function.spec is None else function.spec.either
+    either = DECODING_STEPS[function.name].either if function.spec is None else function.spec.either
     return [*dict.fromkeys((own, accumulation))] if name in either else [own]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoding_helpers import DECODING_STEPS
 
 from ssm_kernels import ops
 from ssm_kernels.rules import ROWS, column
@@ -11,9 +12,7 @@ from ssm_kernels.rules._table import Row
 
 # Exporters take neither updates in place nor summaries, which only ranks that share a sequence call.
 WITHOUT_DECOMPOSITION = {
-    "causal_conv1d_update",
-    "delta_rule_step",
-    "selective_state_update",
+    *DECODING_STEPS,
     *(name for name in ops.__all__ if name.endswith("_summary")),
 }
 # Rows of operators inside layers' own operators, which neither vmap nor DTensor nor an exporter reaches.

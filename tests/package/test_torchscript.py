@@ -13,10 +13,9 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import delta_rule_step_helpers
 import pytest
 import torch
-from conv_helpers import make_step_inputs as conv_step_inputs
+from decoding_helpers import DECODING_STEPS
 from layer_helpers import LAYERS, MIXERS, RECURRENCES, WIDTH, assert_all_close, make_layer, make_sequence, new_layer, width_of
 from model_helpers import make_model, make_tokens
 from operator_spec import Inputs, OperatorSpec, tensor_names
@@ -24,7 +23,6 @@ from operators import ALL_SCANS, OPERATORS, over
 from plain_delta_layers import DELTA_LAYERS, make_delta_layer
 from process_pool import Mesh, Place, Processes
 from recurrence_helpers import PLAIN, make_inputs, step_inputs
-from selective_scan_helpers import make_step_inputs as selective_step_inputs
 from summary_helpers import SUMMARIES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -228,14 +226,9 @@ def test_steps_of_recurrences_are_traced(name: str) -> None:
 
 
 def test_steps_in_place_are_traced() -> None:
-    steps = {
-        "selective_state_update": selective_step_inputs,
-        "causal_conv1d_update": conv_step_inputs,
-        "delta_rule_step": delta_rule_step_helpers.make_inputs,
-    }
-    for function, make in steps.items():
+    for function, step in DECODING_STEPS.items():
         for slots in (None, 5):
-            example, other = (make(batch=batch, slots=slots) for batch in (2, 3))
+            example, other = (step.make_inputs(batch=batch, slots=slots) for batch in (2, 3))
             is_traced_by_name(getattr(ssm_kernels, function), example, [other], modified=True)
 
 
