@@ -67,7 +67,7 @@ struct DeltaRuleFoldParams {
 
 // The workspaces of backward (cuda/bwd_workspace.cuh): bytes of the matrices of a chunk and value head, and of the states of 64
 // rows of V of these, of so many columns.
-constexpr int64_t kBwdMatricesBytes = 3 * kChunk * kChunk * 2 + 13 * 128;
+constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 13 * 128;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
 // Of the gradients, those of q and k have rows of value heads: of fp32 if has_partial_sums, of which the host adds those of a

@@ -15,8 +15,8 @@
 //   +  sum over j < t of what step j adds to D, by k_j  +  e^(s_l) <S, D>
 //
 // A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv and F, the second dk, dbeta and B;
-// rows of all their accumulators are steps. F goes through shared memory as an operand, B^T through that of the second
-// warpgroup. One thread loads by TMA: stages of a pipeline have 64 rows of V, over which products are summed; q and k come
+// rows of all their accumulators are steps. F and B^T go through shared memory as
+// operands. Two threads load by TMA: stages of a pipeline have 64 rows of V, over which products are summed; q and k come
 // once for a chunk. Gradients of q and k of several value heads of a key head are partial sums in memory.
 #pragma once
 
@@ -64,19 +64,18 @@ struct BwdChunks {
 
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk(const Body& body) const {
-    const int64_t places = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads;
-    for (int64_t place = blockIdx.x; place < places; place += gridDim.x) {
-      const ChunkOfHead at(p, place);
+    const unsigned places = static_cast<unsigned>(chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads);
+    for (unsigned place = blockIdx.x; place < places; place += gridDim.x) {
+      const ChunkOfHead at(p, static_cast<int>(place));
       if (at.is_there()) body(at);
     }
   }
   __device__ __forceinline__ int blocks_of_rows() const { return static_cast<int>(row_blocks(p.headdim)); }
 
   // Run by one thread.
-  __device__ __forceinline__ void produce() {
-    PipelineState pipeline, tables, rows;
+  __device__ __forceinline__ void produce_stages() {
+    PipelineState pipeline, tables;
     for_each_chunk([&](const ChunkOfHead& at) {
-      const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
       if (tables.phase > 0) shared.tables_empty[tables.stage].wait(tables.phase - 1);
       Mbarrier& tables_full = shared.tables_full[tables.stage];
       tables_full.arrive_and_expect_tx(sizeof(DeltaRuleTables));
@@ -89,10 +88,19 @@ struct BwdChunks {
         auto& target = shared.stages[pipeline.stage];
         Mbarrier& full = shared.full[pipeline.stage];
         full.arrive_and_expect_tx(sizeof(target.states) + sizeof(target.grad_out));
-        cuda::tma_load_tile(&target.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(), batch, full);
+        cuda::tma_load_tile(&target.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(),
+                            static_cast<int>(at.batch), full);
         cuda::tma_load(&target.states, states_of_chunk<columns>(p, at.number, at.head, block), sizeof(target.states), full);
         pipeline.advance(Shared::kStages);
       }
+    });
+  }
+
+  // Run by another thread, so that the stages of later chunks do not wait for the rows' place.
+  __device__ __forceinline__ void produce_rows() {
+    PipelineState rows;
+    for_each_chunk([&](const ChunkOfHead& at) {
+      const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
       if (rows.phase > 0) shared.rows_empty.wait(rows.phase - 1);
       shared.rows_full.arrive_and_expect_tx(sizeof(shared.q) + sizeof(shared.k));
 #pragma unroll
@@ -582,7 +590,9 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, colu
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   if (warpgroup == kWarpgroups) {
     cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) chunks.produce();
+    const int thread = threadIdx.x % kWarpgroupThreads;
+    if (thread == 0) chunks.produce_stages();
+    if (thread == kWarpSize) chunks.produce_rows();
   } else {
     cuda::warpgroup_reg_alloc<Chunks::kConsumerRegisters>();
     if (warpgroup == 0) {

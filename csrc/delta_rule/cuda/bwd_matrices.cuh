@@ -25,7 +25,7 @@ struct BwdMatricesShared {
   union alignas(kOperandAlignment) {
     Rows rows;
     struct {
-      SmemTile<kChunk> n, n_lo, p;
+      SmemTile<kChunk> n, p;
     } matrices;
   };
   DeltaRuleTables tables;
@@ -77,7 +77,7 @@ struct BwdMatrices {
           const bool is_there = n < 2 * warp + 2;
           pairs.at(matrices.p, n, half) =
               is_there ? cuda::pack<Scalar>(of_queries[n][2 * half], of_queries[n][2 * half + 1]) : 0;
-          if (n < 2 * warp) pairs.at(matrices.n, n, half) = pairs.at(matrices.n_lo, n, half) = 0;
+          if (n < 2 * warp) pairs.at(matrices.n, n, half) = 0;
         }
       }
       cuda::TriangularInverse::DiagonalBlock diagonal;
@@ -93,9 +93,7 @@ struct BwdMatrices {
           const int distance = kBlockSteps * n + 2 * lane.pair - (lane.row + 8 * half);
           const float low = distance > 0 ? transposed[2 * half] * inverse[0] : 0.0f,
                       high = distance + 1 > 0 ? transposed[2 * half + 1] * inverse[1] : 0.0f;
-          const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          pairs.at(matrices.n, n, half) = rounded;
-          pairs.at(matrices.n_lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+          pairs.at(matrices.n, n, half) = cuda::pack<Scalar>(low, high);
         }
       });
     });
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdMatrices<Scalar, co
 #if SSM_KERNELS_HAS_WGMMA
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<BwdMatricesShared<columns>>(unaligned_memory);
-  const ChunkOfHead at(p, blockIdx.x);
+  const ChunkOfHead at(p, static_cast<int>(blockIdx.x));
   if (!at.is_there()) return;
   if (threadIdx.x == 0) shared.full.init(1);
   __syncthreads();

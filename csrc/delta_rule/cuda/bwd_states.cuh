@@ -12,7 +12,8 @@
 //
 // D does not need S: half of the blocks, the first ones, go forward and the others backward. E is without the factor beta of
 // U = diag(beta) E, what steps add to the state, and Y without that of the gradient of v, diag(beta) Y: the gradient of beta is
-// Y . E. The identity in the inverse I + diag(beta) N does not round R or dU.
+// Y . E. The identity in the inverse I + diag(beta) N does not round R or dU; N multiplies a hi/lo split of these, and a hi/lo
+// split of U is added to S, because for correlated keys the roundings would make most of the errors of the gradients.
 //
 // A block has a pair of blocks of 64 rows of V of one head and one sequence. Two consumer warpgroups hold 64 rows of S or D
 // each, as accumulators, from which no value of the chain moves: each is the operand A of the next product; K, Q, N and P are
@@ -75,7 +76,7 @@ struct BwdStates {
       const int chunk = chunk_at(position), step = static_cast<int>(at.start) + chunk * kChunk;
       const BwdMatricesOfChunk& source = *matrices_of_chunk(p, chunk_number(chunk), head);
       BwdMatricesOfChunk& matrices = target.matrices;
-      constexpr int kBytes = sizeof(target.k) + sizeof(target.rows) + 2 * sizeof(matrices.n) + sizeof(matrices.tables);
+      constexpr int kBytes = sizeof(target.k) + sizeof(target.rows) + sizeof(matrices.n) + sizeof(matrices.tables);
       full.arrive_and_expect_tx(is_reverse ? kBytes + sizeof(target.q) + sizeof(matrices.p) : kBytes);
       const auto load_columns = [&](SmemTile<columns>& tile, const cuda::TmaDescriptor& descriptor) {
 #pragma unroll
@@ -89,7 +90,7 @@ struct BwdStates {
                             head, step, batch, full);
       }
       cuda::tma_load(&matrices.tables, &source.tables, sizeof(source.tables), full);
-      cuda::tma_load(&matrices.n, &source.n, sizeof(source.n) + sizeof(source.n_lo), full);
+      cuda::tma_load(&matrices.n, &source.n, sizeof(source.n), full);
       if (is_reverse) {
         cuda::tma_load(&matrices.p, &source.p, sizeof(source.p), full);
         load_columns(target.q, p.q_descriptor);
@@ -132,7 +133,7 @@ struct BwdStates {
         cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
       }
       const uint64_t k_rows = make_operand(stage.k), q_rows = make_operand(stage.q), n_rows = make_operand(stage.matrices.n),
-                     n_lo_rows = make_operand(stage.matrices.n_lo), p_rows = make_operand(stage.matrices.p);
+                     p_rows = make_operand(stage.matrices.p);
       BwdStatesOfChunk<columns>& target =
           *states_of_chunk<columns>(p, chunk_number(chunk), at.group, state_tile.first_row / kStateRows);
 
@@ -161,8 +162,8 @@ struct BwdStates {
       cuda::warpgroup_wait<0>(u);
       if constexpr (backward) cuda::warpgroup_wait<0>(y);
 
-      // u becomes R^T or dU^T; the next product's operand is that times beta.
-      uint32_t scaled[kStepGroups][4];
+      // u becomes R^T or dU^T; the next product's operand is that times beta, in a hi/lo split.
+      uint32_t scaled[kStepGroups][4], scaled_lo[kStepGroups][4];
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
         const float2 decay = column_pair(backward ? tables.gain_to_chunk_end : tables.exp_cumsum, n, lane),
@@ -178,7 +179,9 @@ struct BwdStates {
             low = fmaf(-decay.x, low, v.x);
             high = fmaf(-decay.y, high, v.y);
           }
-          scaled[n / 2][n % 2 * 2 + half] = cuda::pack<Scalar>(beta.x * low, beta.y * high);
+          uint32_t& rounded = scaled[n / 2][n % 2 * 2 + half];
+          rounded = cuda::pack<Scalar>(beta.x * low, beta.y * high);
+          scaled_lo[n / 2][n % 2 * 2 + half] = cuda::pack_lo<Scalar>(beta.x * low, beta.y * high, rounded);
         }
       }
       cuda::warpgroup_arrive();
@@ -186,10 +189,10 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) {
         if constexpr (backward) {
           cuda::gemm<Scalar, false>(u, scaled[j], columns_of(n_rows, j), true);
-          cuda::gemm<Scalar, false>(u, scaled[j], columns_of(n_lo_rows, j), true);
+          cuda::gemm<Scalar, false>(u, scaled_lo[j], columns_of(n_rows, j), true);
         } else {
           cuda::gemm<Scalar, true>(u, scaled[j], rows_of(n_rows, j), true);
-          cuda::gemm<Scalar, true>(u, scaled[j], rows_of(n_lo_rows, j), true);
+          cuda::gemm<Scalar, true>(u, scaled_lo[j], rows_of(n_rows, j), true);
         }
       }
       cuda::warpgroup_commit();
@@ -209,8 +212,8 @@ struct BwdStates {
       const bool keeps_state = !has_reset(p, tables);
       cuda::warpgroup_wait<0>(u);
 
-      // The factors of E or Y in what the chunk adds to the state.
-      uint32_t added[kStepGroups][4];
+      // What the chunk adds to the state: E or Y times factors, forward in time in a hi/lo split.
+      uint32_t added[kStepGroups][4], added_lo[kStepGroups][4];
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
         float2 factor = column_pair(backward ? tables.exp_cumsum : tables.gain_to_chunk_end, n, lane);
@@ -219,7 +222,10 @@ struct BwdStates {
         factor.y *= backward ? -beta.y : beta.y;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          added[n / 2][n % 2 * 2 + half] = cuda::pack<Scalar>(factor.x * u[n][2 * half], factor.y * u[n][2 * half + 1]);
+          const float low = factor.x * u[n][2 * half], high = factor.y * u[n][2 * half + 1];
+          uint32_t& rounded = added[n / 2][n % 2 * 2 + half];
+          rounded = cuda::pack<Scalar>(low, high);
+          if constexpr (!backward) added_lo[n / 2][n % 2 * 2 + half] = cuda::pack_lo<Scalar>(low, high, rounded);
         }
       }
       cuda::warpgroup_arrive();
@@ -232,6 +238,7 @@ struct BwdStates {
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::gemm<Scalar, true>(state.values, added[j], rows_of(k_rows, j), backward || j > 0 || keeps_state);
+        if constexpr (!backward) cuda::gemm<Scalar, true>(state.values, added_lo[j], rows_of(k_rows, j), true);
       }
       cuda::warpgroup_commit();
 #pragma unroll

@@ -10,8 +10,8 @@ namespace ssm_kernels::delta_rule {
 // With A the strictly lower part of diag(beta) (K K^T G), the inverse of I + A is I + diag(beta) N: N is without the factor
 // beta of its row, so that a step with beta = 0 is as any other.
 struct alignas(128) BwdMatricesOfChunk {
-  SmemTile<kChunk> n, n_lo;  // N^T, of which rows are steps j, a hi/lo split
-  SmemTile<kChunk> p;        // scale (Q K^T G), of which rows are steps i
+  SmemTile<kChunk> n;  // N^T, of which rows are steps j
+  SmemTile<kChunk> p;  // scale (Q K^T G), of which rows are steps i
   DeltaRuleTables tables;
 };
 static_assert(sizeof(BwdMatricesOfChunk) == kBwdMatricesBytes, "the host allocates the matrices");
@@ -34,20 +34,28 @@ __device__ __forceinline__ BwdStatesOfChunk<columns>* states_of_chunk(const Delt
          row_block;
 }
 
-// A chunk of one value head, by its place among all heads of all chunk numbers (cuda/chunked/span.cuh).
+// A chunk of one value head, by its place among all heads of all chunk numbers (cuda/chunked/span.cuh), fewer than 2^31.
 struct ChunkOfHead : ChunkSpan {
-  int64_t number;
-  int chunk, head;
+  int number, chunk, head;
 
-  __device__ __forceinline__ ChunkOfHead(const DeltaRuleBwdParams& p, int64_t place)
-      : ChunkSpan(p, sequence_of_chunk(p, place / p.heads)), number(place / p.heads) {
-    head = static_cast<int>(place - number * p.heads);
-    chunk = static_cast<int>(number - first_chunk_index(p, entry));
-  }
+  __device__ __forceinline__ ChunkOfHead(const DeltaRuleBwdParams& p, int place)
+      : ChunkOfHead(p, place, static_cast<unsigned>(place) / static_cast<unsigned>(p.heads)) {}
   // Of packed sequences some numbers belong to none.
   __device__ __forceinline__ bool is_there() const { return chunk < chunks; }
   __device__ __forceinline__ int first() const { return static_cast<int>(start) + chunk * kChunk; }
   __device__ __forceinline__ int steps() const { return steps_of(chunk); }
+
+ private:
+  __device__ __forceinline__ ChunkOfHead(const DeltaRuleBwdParams& p, int place, int number)
+      : ChunkSpan(p, entry_of(p, number)),
+        number(number),
+        chunk(number - static_cast<int>(first_chunk_index(p, entry))),
+        head(place - number * static_cast<int>(p.heads)) {}
+
+  static __device__ __forceinline__ int64_t entry_of(const DeltaRuleBwdParams& p, int number) {
+    if (is_packed(p)) return sequence_of_chunk(p, number);
+    return static_cast<unsigned>(number) / static_cast<unsigned>((p.seqlen + kChunk - 1) / kChunk);
+  }
 };
 
 }  // namespace ssm_kernels::delta_rule
