@@ -35,7 +35,7 @@ struct Range {
 };
 
 // The tensors of a call that the kernels read and write. Undefined tensors are absent or not needed.
-struct Operands {
+struct GradOperands {
   at::Tensor q, k, v, grad_out, log_decay, beta, initial_states, grad_final_states, cu_seqlens, resets;
   at::Tensor grad_q, grad_k, grad_v;     // of q and k only without partial sums
   at::Tensor grad_log_decay, grad_beta;  // fp32
@@ -238,7 +238,7 @@ class Backward {
   const GradTensors& grads_;
   const int64_t heads_per_key_head_;
   bool has_partial_sums_ = false;
-  Operands of_;
+  GradOperands of_;
   at::Tensor sum_of_q_, sum_of_k_;  // of the value heads of a key head that earlier parts had
 };
 
