@@ -40,7 +40,12 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ..models.mamba_lm import MambaLM
 from ..nn.block import GatedMLP
 from ..nn.checks import check_bools
+from ..nn.delta_net import DeltaNet
+from ..nn.delta_rule import DeltaRuleMixer
+from ..nn.gated_delta_net import GatedDeltaNet
+from ..nn.gated_delta_product import GatedDeltaProduct
 from ..nn.gated_rms_norm import GatedRMSNorm
+from ..nn.kimi_delta_attention import KimiDeltaAttention
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from ..nn.naming import class_name
@@ -73,10 +78,11 @@ class TensorParallel(ParallelStyle):
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, mesh["tensor"], TensorParallel())
 
-    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, :class:`ssm_kernels.nn.block.GatedMLP` and to
-    :class:`ssm_kernels.models.MambaLM` with such mixers: embedding, blocks and head. All ranks call the layer with equal inputs
-    and get equal outputs. Gradients are DTensors like their parameters. Apply the style before ``fully_shard``, which takes
-    another dimension of the mesh, and before the optimizer is made. A mesh of one rank leaves the module unchanged.
+    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, the layers of the delta rule,
+    :class:`ssm_kernels.nn.block.GatedMLP` and to :class:`ssm_kernels.models.MambaLM` with such mixers: embedding, blocks and
+    head. All ranks call the layer with equal inputs and get equal outputs. Gradients are DTensors like their parameters. Apply
+    the style before ``fully_shard``, which takes another dimension of the mesh, and before the optimizer is made. A mesh of one
+    rank leaves the module unchanged.
 
     The layer's attributes then describe this rank: ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups`` count its channels, heads
     and groups, attributes such as ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are
@@ -205,14 +211,21 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
         raise ValueError(f"{name}: expected a Mamba of one direction, got bimamba_type {layer.bimamba_type!r}")
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(f"{name}: expected parameters that are not distributed yet: apply it once, and before fully_shard")
-    for projection in ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"):
-        linear = getattr(layer, projection, None)
+    projections = ["in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"]
+    projections += ["q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "o_proj"]
+    is_kimi = isinstance(layer, KimiDeltaAttention)
+    projections += ["f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"] if is_kimi else ["g_proj"]
+    modules = dict(layer.named_modules())
+    for projection in projections:
+        linear = modules.get(projection)
         if linear is not None and not isinstance(linear, nn.Linear):
             raise TypeError(f"{name}: expected {projection} to be an nn.Linear, got {type(linear).__name__}")
     if isinstance(layer, Mamba):
         sizes = {"d_inner": layer.d_inner}
     elif isinstance(layer, Mamba2):
         sizes = {"nheads": layer.nheads, "d_inner - d_ssm": layer.d_inner - layer.d_ssm}
+    elif isinstance(layer, DeltaRuleMixer):
+        sizes = {"num_heads": layer.num_heads}
     else:
         sizes = {"fc2.in_features": cast(GatedMLP, layer).fc2.in_features}
     for size_name, size in sizes.items():
@@ -307,7 +320,44 @@ def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool
     swap_class(layer, ShardedLayer, how.group)
 
 
-_DISTRIBUTE = {Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp}
+def _distribute_delta_rule(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
+    layer = cast(DeltaRuleMixer, layer)
+    updates = getattr(layer, "num_householder", 1)
+
+    def of_updates(size: int) -> list[ShardSpec]:
+        return [ShardSpec(f"update{i}", size) for i in range(updates)]
+
+    queries, keys, values = [ShardSpec("q", layer.key_dim)], of_updates(layer.key_dim), of_updates(layer.value_dim)
+    for name, parts in (("q", queries), ("k", keys), ("v", values)):
+        _column_parallel(layer.get_submodule(f"{name}_proj"), how, parts, sequence_parallel)
+        if layer.use_short_conv:
+            conv = layer.get_submodule(f"{name}_conv1d")
+            swap_class(conv, ShardedLinear, how.group)
+            cast(Any, conv).distribute(how, parts, {"weight": 0, "bias": 0})
+    for name, parts in (
+        ("a_proj", [ShardSpec("a", layer.num_v_heads)]),
+        ("b_proj", of_updates(layer.num_v_heads)),
+        ("f_proj", [ShardSpec("f", layer.num_v_heads * layer.head_k_dim)]),
+        ("g_proj", [ShardSpec("g", layer.value_dim)]),
+    ):
+        projection = layer._modules.get(name)
+        if isinstance(projection, nn.Sequential):
+            # Every rank has the few columns between the two matrices.
+            _replicate(projection[0], how, sequence_parallel)
+            projection = projection[1]
+        if projection is not None:
+            _column_parallel(projection, how, parts, sequence_parallel)
+    _replicate(layer.o_norm, how, True)
+    _row_parallel(layer.o_proj, how, [ShardSpec("y", layer.value_dim)], sequence_parallel)
+    for size in ("num_heads", "num_v_heads", "key_dim", "value_dim"):
+        setattr(layer, size, getattr(layer, size) // how.mesh.size())
+    _localize(layer, how, ShardedLayer, A_log=Shard(0), dt_bias=Shard(0))
+
+
+_DISTRIBUTE = {
+    **{Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp},
+    **dict.fromkeys((DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct), _distribute_delta_rule),
+}
 
 
 class _TensorParallelMamba2(ShardedLayer):

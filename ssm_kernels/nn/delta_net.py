@@ -128,11 +128,11 @@ class DeltaNet(DeltaRuleMixer):
         use_beta = "b_proj" in self._modules
         return {}, {"beta_sigmoid": use_beta, "allow_neg_eigval": use_beta and self.allow_neg_eigval}
 
-    def _beta(self, u: Tensor) -> Tensor:
+    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         if "b_proj" in self._modules:
             beta: Tensor = self.b_proj(u)
             return beta
-        return u.new_full((*u.shape[:-1], self.num_heads), 2.0 if self.allow_neg_eigval else 1.0)
+        return q.new_full(q.shape[:-1], 2.0 if self.allow_neg_eigval else 1.0)
 
     def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:
         q, k, v = super()._activate(projected)

@@ -82,6 +82,7 @@ class DeltaRuleMixer(PackedMixer):
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
+    q_conv1d: nn.Conv1d
     g_proj: nn.Module
     o_norm: GatedRMSNorm
 
@@ -221,7 +222,7 @@ class DeltaRuleMixer(PackedMixer):
         q, k, v = self._heads(self._convolve_one(self._project(u), conv_state))
         tensors, flags = self._gates(u)
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
-        beta = self._beta(u)
+        beta = self._beta(u, q)
         y = update_state(
             ssm_state,
             q.dtype,
@@ -239,8 +240,8 @@ class DeltaRuleMixer(PackedMixer):
         """The operator's arguments for gates and betas: tensors, and options. ``u`` may lack the axis of time."""
         raise NotImplementedError
 
-    def _beta(self, u: Tensor) -> Tensor:
-        """(..., updates, value heads), without the axis of updates if there is one."""
+    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
+        """(..., updates, value heads), without the axis of updates if there is one. ``q`` is (..., heads, columns)."""
         raise NotImplementedError
 
     def _gate_of_output(self, u: Tensor) -> Tensor | None:
@@ -262,7 +263,7 @@ class DeltaRuleMixer(PackedMixer):
         tensors, flags = self._gates(hidden_states)
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
         # Updates follow one another: (batch, seqlen, updates, ...) -> (batch, seqlen * updates, ...).
-        k, v, beta = ((x.flatten(1, 2) if self.num_householder > 1 else x) for x in (k, v, self._beta(hidden_states)))
+        k, v, beta = ((x.flatten(1, 2) if self.num_householder > 1 else x) for x in (k, v, self._beta(hidden_states, q)))
         y, final_states = delta_rule_scan(
             q,
             k,
@@ -371,8 +372,7 @@ class DeltaRuleMixer(PackedMixer):
         return torch.cat(projected, dim=-1) if self.use_short_conv else q[..., :0]
 
     def _weight_of_states(self) -> Tensor:
-        weight = self.get_parameter("q_conv1d.weight") if self.use_short_conv else self.o_norm.weight
-        return weight
+        return self.q_conv1d.weight if self.use_short_conv else self.o_norm.weight
 
     _state_axes = "(batch, num_v_heads, head_v_dim, head_k_dim)"
 

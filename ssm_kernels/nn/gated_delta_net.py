@@ -129,6 +129,6 @@ class GatedDeltaNet(DeltaRuleMixer):
         tensors = {"g": g, "A_log": self._wide(self.A_log, g), "dt_bias": self._wide(self.dt_bias, g)}
         return tensors, {"beta_sigmoid": True, "allow_neg_eigval": self.allow_neg_eigval}
 
-    def _beta(self, u: Tensor) -> Tensor:
+    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         beta: Tensor = self.b_proj(u)
         return beta

@@ -133,6 +133,6 @@ class GatedDeltaProduct(DeltaRuleMixer):
         g = self.a_proj(u)
         return {"g": g, "A_log": self._wide(self.A_log, g), "dt_bias": self._wide(self.dt_bias, g)}, options
 
-    def _beta(self, u: Tensor) -> Tensor:
+    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         beta: Tensor = self.b_proj(u)
         return beta if self.num_householder == 1 else beta.unflatten(-1, (self.num_householder, self.num_v_heads))

@@ -156,6 +156,6 @@ class KimiDeltaAttention(DeltaRuleMixer):
         options = {"gate_lower_bound": self.lower_bound, "beta_sigmoid": True, "allow_neg_eigval": self.allow_neg_eigval}
         return tensors, options
 
-    def _beta(self, u: Tensor) -> Tensor:
+    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         beta: Tensor = self.b_proj(u)
         return beta

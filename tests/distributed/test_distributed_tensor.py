@@ -322,7 +322,9 @@ def check_errors(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"backbone.layers.0.mlp: expected a number of ranks that divides fc2.in_features"):
         apply(model)
     assert not any(hasattr(parameter, "placements") for parameter in model.parameters())
-    with pytest.raises(ValueError, match="expected a layer of Mamba, Mamba2, GatedMLP or a MambaLM of such, got Linear"):
+    with pytest.raises(
+        ValueError, match=r"expected a layer of Mamba, Mamba2, GatedMLP, DeltaNet, .* or a MambaLM of such, got Linear"
+    ):
         apply(nn.Linear(3, 3))
     recurrent = MambaLM(MambaConfig(d_model=12, n_layer=1, vocab_size=24, mixer="MinGRU"))
     with pytest.raises(ValueError, match=r"backbone.layers.0.mixer: expected a layer of .*, got RecurrentMixer"):
