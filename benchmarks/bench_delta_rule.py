@@ -30,7 +30,7 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers, triton_kernels
-from benchmarks.benchmark import Benchmark, Contender, Contest, Copy, Function, Result, Run, main, speedups
+from benchmarks.benchmark import FLA, Benchmark, Contender, Contest, Copy, Function, Result, Run, main, speedups
 from benchmarks.operator_cases import OperatorCase
 from benchmarks.tables import (
     DIRECTIONS,
@@ -48,7 +48,7 @@ from benchmarks.tables import (
     versus,
 )
 
-FLA, LONG_FORM = "flash-linear-attention", "2T steps"
+LONG_FORM = "2T steps"
 DELTA, GATED, KDA, PRODUCT = "DeltaNet", "Gated DeltaNet", "KDA", "DeltaProduct"
 # The cosine of two keys of a case of similar keys.
 COSINE = 0.9

@@ -24,7 +24,7 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks import peers
 from benchmarks.bench_state_update import SHORT, time_call
-from benchmarks.benchmark import Benchmark, Case, Contest, Result, Row, Run, main
+from benchmarks.benchmark import FLA, Benchmark, Case, Contest, Result, Row, Run, main
 from benchmarks.tables import Table, figure, ratio, text, throughput, versus
 from ssm_kernels import reference
 
@@ -33,7 +33,6 @@ OPERATOR = "delta_rule_step"
 
 # Relative L2 errors against float64 up to which a result is right: rounding to bfloat16 alone makes 1.7e-3.
 ALLOWED_ERROR = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
-FLA = "flash-linear-attention"
 GATES = {None: "none", "head": "a head", "column": "a column"}
 
 

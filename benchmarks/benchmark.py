@@ -27,7 +27,7 @@ from benchmarks import bars, peers, triton_kernels
 from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, median, show, text
 
-PEER = "mamba_ssm"
+PEER, FLA = "mamba_ssm", "flash-linear-attention"
 RECORDED = Path(__file__).with_name("recorded.json")
 # The JSON file is written after a group of rows, unless more than this share of the time went to writing it.
 SHARE_OF_WRITES = 0.05

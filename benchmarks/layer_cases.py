@@ -1,4 +1,4 @@
-"""The cases of ``bench_layers.py``: layers, decoding steps and language models, ours and mamba_ssm's in turns.
+"""The cases of ``bench_layers.py`` and ``bench_delta_rule_layers.py``: layers, decoding steps and language models, in turns.
 
 A row has the figures of "ours", of "mamba_ssm" and of ours "before", where these are known: times as in ``harness.Timing``,
 sizes as numbers of bytes. mamba_ssm's layers get the weights of ours. Every result is compared with ours in float64 on the CPU,
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ssm_kernels
 import ssm_kernels.nn
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Case, Contender, Contest, Run
+from benchmarks.benchmark import FLA, PEER, Case, Contender, Contest, Run
 from benchmarks.harness import Stages, graph_of, peak_bytes, synchronize
 from ssm_kernels.choices import RecomputeName
 from ssm_kernels.models import MambaConfig, MambaLM
@@ -59,13 +59,16 @@ def share_weights(ours: nn.Module, peer: nn.Module) -> None:
     ours.load_state_dict(peer.state_dict(), strict=True)
 
 
-def make_layers(layer: str, d_model: int, device: torch.device, dtype: torch.dtype, **options: int) -> dict[str, nn.Module]:
-    """Ours, and mamba_ssm's where it is installed, with the same weights."""
+def make_layers(layer: str, d_model: int, device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, nn.Module]:
+    """Ours, and that of mamba_ssm or flash-linear-attention where it is installed, with the same weights."""
     torch.manual_seed(0)
     found = {"ours": getattr(ssm_kernels.nn, layer)(d_model, device=device, dtype=dtype, **options)}
     if layer in (installed := peers.layers()):
         found[PEER] = installed[layer](d_model, device=device, dtype=dtype, **options)
         share_weights(found["ours"], found[PEER])
+    if (make := peers.layer_of_fla(layer)) is not None:
+        found[FLA] = make(d_model, device=device, dtype=dtype, **options)
+        share_weights(found["ours"], found[FLA])
     return found
 
 
@@ -119,6 +122,12 @@ class LayerCase(PairedCase):
     seqlen: int = 2048
     recompute: RecomputeName | None = None
     kind = "layer"
+    judges_others = True
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Arguments of the layer's constructor beside its channels."""
+        return {}
 
     @property
     def name(self) -> str:
@@ -148,7 +157,9 @@ class LayerCase(PairedCase):
         torch.autograd.grad(layer(x), [x, *layer.parameters()], grad_out)
 
     def contest(self, run: Run) -> Contest:
-        layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
+        layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16, **self.options)
+        if getattr(run.options, "without_peers", False):
+            layers = {"ours": layers["ours"]}
         if self.recompute is not None:
             layers = {"ours": layers["ours"]}
             layers["ours"].recompute = self.recompute  # type: ignore[assignment]
@@ -166,7 +177,7 @@ class LayerCase(PairedCase):
 
         doubles = (first(tensor).detach().cpu().double() for tensor in (x, grad_out))
         exact = exact_of(
-            (self.layer, self.batch, self.d_model, self.seqlen),
+            (self.layer, self.batch, self.d_model, self.seqlen, *self.options.items()),
             lambda: contender(copy.deepcopy(layers["ours"]).cpu().double(), *doubles).results(),
         )
 
@@ -180,7 +191,30 @@ class LayerCase(PairedCase):
             figures["held"] = None if held is None else held / tokens
             return timed.stages("forward", "both")
 
-        return Contest(layers, results, exact, prepare, self.allowed, {"tokens": tokens})
+        return Contest(layers, results, exact, prepare, self.allowed, {"tokens": tokens}, self.judges_others)
+
+
+@dataclass(frozen=True)
+class DeltaLayerCase(LayerCase):
+    """The same of a layer of a delta rule, beside flash-linear-attention's: heads of keys / values, key_dim and value_dim."""
+
+    layer: str = "GatedDeltaNet"
+    seqlen: int = 4096
+    heads: int = 6
+    value_heads: int = 6
+    key_dim: int = 256
+    value_dim: int = 512
+    kind = "delta rule layer"
+    judges_others = False
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}, H{self.heads}/{self.value_heads} K{self.key_dim} V{self.value_dim}"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        sizes = {"num_heads": self.heads, "num_v_heads": self.value_heads, "head_dim": self.key_dim}
+        return {**sizes, "expand_v": self.value_dim / self.key_dim}
 
 
 class Step(NamedTuple):

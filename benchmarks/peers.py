@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -182,7 +181,22 @@ def _disable_check_of_triton() -> None:
 
     For its time the check is disabled.
     """
-    sys.modules["fla.ops.common.chunk_o"].TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+    importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+
+
+def layer_of_fla(name: str) -> Callable[..., nn.Module] | None:
+    """flash-linear-attention's layer of this name, whose forward returns the output alone; None where there is none."""
+    found = imported("fla.layers", name) if name in ("DeltaNet", "GatedDeltaNet", "KimiDeltaAttention") else None
+    if found is None:
+        return None
+    _disable_check_of_triton()
+
+    def make(hidden_size: int, *, device: Any, dtype: Any, **options: Any) -> nn.Module:
+        layer = found[0](hidden_size=hidden_size, **options).to(device, dtype)
+        layer.register_forward_hook(lambda layer, inputs, outputs: outputs[0])
+        return layer
+
+    return make
 
 
 def delta_rule(name: str) -> Callable[..., Any] | None:

@@ -18,6 +18,7 @@ from benchmarks import (
     bench_causal_conv1d,
     bench_clients,
     bench_delta_rule,
+    bench_delta_rule_layers,
     bench_delta_rule_step,
     bench_linear_scan,
     bench_norms,
@@ -231,6 +232,9 @@ def smallest(name: str) -> list:
             replace(case, batch=1, seqlen=24, heads=1, value_heads=2, key_dim=8, value_dim=4)
             for case in bench_delta_rule.CASES[3:]
         ],
+        "delta_rule_layers": [
+            layer_cases.DeltaLayerCase(**few, d_model=32, heads=1, value_heads=2, key_dim=16, value_dim=16),
+        ],
         "delta_rule_step": [
             replace(case, batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4) for case in bench_delta_rule_step.CASES[:3]
         ],
@@ -284,6 +288,9 @@ def test_page_has_every_table():
         product = next(case for case in bench_delta_rule.CASES if case.householder > 1)
         products = [replace(product, batch=1, seqlen=24, heads=1, value_heads=1, key_dim=8, value_dim=4)]
         committed.insert(0, measured(bench_delta_rule.BENCHMARK, RUN, products))
+    if not any(result["benchmark"] == "delta_rule_layers" for result in committed):
+        layers = [layer_cases.DeltaLayerCase(batch=1, seqlen=24, d_model=32, heads=1, value_heads=2, key_dim=16, value_dim=16)]
+        committed.insert(0, measured(bench_delta_rule_layers.BENCHMARK, RUN, layers))
     if not any(result["benchmark"] == "delta_rule_step" for result in committed):
         steps = [replace(bench_delta_rule_step.CASES[0], batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4)]
         committed.insert(0, measured(bench_delta_rule_step.BENCHMARK, RUN, steps))

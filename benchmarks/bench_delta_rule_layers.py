@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""nn.GatedDeltaNet on CUDA beside flash-linear-attention's layer, projections included; eager, without torch.compile.
+
+    python benchmarks/bench_delta_rule_layers.py [--json FILE] [--append] [--cases NAME ...] [--without_peers] [--trials N]
+
+``page.md`` says what each figure is. flash-linear-attention's layers get the weights of ours, and both ``state_dict``s must
+load into the other. Outputs and gradients are compared with ours in float64 on the CPU. Exits with 1 if one of ours is wrong; a
+missed bar is only reported. Triton compiles and tunes the peer's kernels for minutes: ``--without_peers`` measures ours alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import peers, triton_kernels
+from benchmarks.benchmark import FLA, Benchmark, Result, Run, main, speedups
+from benchmarks.layer_cases import DeltaLayerCase
+from benchmarks.tables import Row, Table, errors_of, figure, largest_errors, median, ratio, text, versus
+
+# The defaults of the layer, and the heads of Qwen3-Next.
+CASES = [DeltaLayerCase(), DeltaLayerCase(heads=16, value_heads=32, key_dim=128, value_dim=128)]
+
+
+def figures(row: Row, result: Result) -> dict[str, float]:
+    found = speedups(row, {FLA: FLA}, ("forward", "both"))
+    ours, theirs = (median(row.get(who), "peak") for who in ("ours", FLA))
+    if ours and theirs:
+        found[f"peak over {FLA}"] = ours / theirs
+    return found | {"largest error": max(errors_of(row).values())}
+
+
+def tables(result: Result) -> list[Table]:
+    columns = [text("layer", "name")]
+    for what, name in (("forward", "forward, ms"), ("both", "forward + backward, ms")):
+        columns += [figure(name, "ours", what), *versus(FLA, FLA, what)]
+    columns += [
+        figure("peak, MB", "ours", "peak", 1e6, 0),
+        figure(FLA, FLA, "peak", 1e6, 0),
+        ratio("ratio", "peak", "ours", FLA),
+    ]
+    columns.append(figure("kept, kB", "ours", "kept", 1e3, 1))
+    return [Table("layers of the delta rules", columns, result["rows"]), largest_errors(result["rows"], "name")]
+
+
+def context(run: Run) -> Result:
+    without_peers = getattr(run.options, "without_peers", False)
+    if run.device.type == "cuda" and not without_peers:
+        triton_kernels.tune(once=False)
+    found = None if without_peers else peers.layer_of_fla("GatedDeltaNet")
+    return {"peer": peers.described_of_fla(found)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--without_peers", action="store_true", help="ours alone")
+
+
+BENCHMARK = Benchmark(
+    "delta_rule_layers",
+    lambda options: CASES,
+    tables,
+    figures,
+    cache_writes=1,
+    context=context,
+    add_options=add_options,
+    appends=True,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK, __doc__))
