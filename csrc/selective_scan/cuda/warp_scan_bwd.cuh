@@ -127,6 +127,13 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   }
 }
 
+// Tiles in shared memory: of the inputs, or of the results that overwrite them (the gradients of u, delta and z, and out in
+// place of grad_out).
+template <typename TileConfig>
+struct BwdTiles {
+  SequenceTile<TileConfig> u, delta, z, grad_out;
+};
+
 // A block of the backward kernel: its functions share these members.
 template <typename TileConfig>
 struct BwdBlock {
@@ -146,6 +153,32 @@ struct BwdBlock {
   __device__ __forceinline__ Sequence z() const { return {shared.z, plan.z}; }
   __device__ __forceinline__ Sequence grad_out() const { return {shared.grad_out, plan.grad_out}; }
 };
+
+// Writes the scaled A of each state, and its adjoint after the block's steps: the gradient of the last state, and the maps of
+// the segments after this one. A carry pass begins with the identity.
+template <typename Method, typename TileConfig>
+__device__ __forceinline__ void begin_states(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                             const BwdShared<TileConfig>& shared, const Position& at, bool carry_pass) {
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int kA = Shared::kA, kAdjoint = Shared::kAdjoint, kPerState = Shared::kPerState;
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
+    const int64_t d = at.first_channel + channel;
+    Acc g = 0;
+    if (carry_pass) {
+      shared.decay[index] = 1;
+    } else {
+      g = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
+      for (int64_t s = plan.segments - 1; s > at.segment; --s) {
+        g = fold_segment(plan, state_offset(p, at.row * plan.segments + s, d, state), g);
+      }
+      if (!p.B.per_step) shared.grad_constant_B[index] = 0;
+      if (!p.C.per_step) shared.grad_constant_C[index] = 0;
+    }
+    shared.states[index * kPerState + kA] = load_bounded_A<Acc>(p, d, state) * scale_of_A<Method, Acc>(p);
+    shared.states[index * kPerState + kAdjoint] = g;
+  });
+}
 
 // Starts the copies of a tile's sequences, and loads the states before it.
 template <typename TileConfig>
@@ -169,6 +202,24 @@ __device__ __forceinline__ void load_tile(const BwdBlock<TileConfig>& block, int
   }
 }
 
+// Starts the copies of B and C of a slice of states.
+template <typename TileConfig>
+__device__ __forceinline__ void stage_slice(const BwdBlock<TileConfig>& block,
+                                            const MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>& B,
+                                            const MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>& C,
+                                            bool has_B_steps, bool has_C_steps, int first_state, int64_t t0, int slice_states,
+                                            int steps) {
+  using Scalar = typename TileConfig::Scalar;
+  using AnyTile = AnyBwdTile<TileConfig>;
+  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
+  if (has_shifted_vectors<Scalar>(plan)) {
+    AnyTile::stage(arguments, first_state, t0);
+  } else {
+    if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+    if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+  }
+}
+
 // Waits for the copies of a tile's sequences. The block synchronizes next.
 template <typename TileConfig>
 __device__ __forceinline__ void finish_load(const BwdBlock<TileConfig>& block, int64_t t0) {
@@ -183,6 +234,43 @@ __device__ __forceinline__ void finish_load(const BwdBlock<TileConfig>& block, i
     if (p.grad_out.data != nullptr) block.grad_out().finish_load();
     if (p.z.data != nullptr) block.z().finish_load();
     if (!carry_pass) block.u().finish_load();
+  }
+}
+
+// Reads a lane's steps from the tiles, and begins the sums over the states. A carry pass has no u.
+template <typename Method, typename TileConfig, typename OfChannel>
+__device__ __forceinline__ void read_steps(const SelectiveScanBwdParams& p, const BwdTiles<TileConfig>& tiles,
+                                           const Lane<TileConfig>& lane, const OfChannel& of_channel, int first_step, int valid,
+                                           bool carry_pass, typename TileConfig::Acc (&delta)[TileConfig::kSteps],
+                                           typename TileConfig::Acc (&u_or_delta_u)[TileConfig::kSteps],
+                                           typename TileConfig::Acc (&dy)[TileConfig::kSteps],
+                                           typename TileConfig::Acc (&y)[TileConfig::kSteps],
+                                           typename TileConfig::Acc (&grad_input)[TileConfig::kSteps],
+                                           typename TileConfig::Acc (&grad_step)[TileConfig::kSteps],
+                                           typename TileConfig::Acc& sum_of_delta) {
+  using Acc = typename TileConfig::Acc;
+  constexpr int K = TileConfig::kSteps;
+  const Acc bias = of_channel(p.delta_bias);
+  tiles.delta.read(lane.channel, first_step, delta);
+  if (!carry_pass) tiles.u.read(lane.channel, first_step, u_or_delta_u);
+  if (p.grad_out.data != nullptr) {
+    tiles.grad_out.read(lane.channel, first_step, dy);
+    if (p.z.data != nullptr) {
+      tiles.z.read(lane.channel, first_step, y);
+#pragma unroll
+      for (int j = 0; j < K; ++j) dy[j] *= silu(y[j]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < K; ++j) dy[j] = 0;
+  }
+  make_step_sizes(delta, bias, p.delta_softplus, valid);
+  const bool unit_gain = has_unit_gain<Method>(p);
+#pragma unroll
+  for (int j = 0; j < K; ++j) {
+    if (unit_gain) u_or_delta_u[j] *= delta[j];
+    y[j] = grad_input[j] = grad_step[j] = 0;
+    sum_of_delta += delta[j];
   }
 }
 
@@ -254,22 +342,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   clear<TileConfig>(shared.states, state_rows<TileConfig>(plan) * state_pitch(p) * kPerState);
   clear<TileConfig>(shared.zeros, K);
   __syncthreads();
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
-    const int64_t d = at.first_channel + channel;
-    Acc g = 0;
-    if (carry_pass) {
-      shared.decay[index] = 1;
-    } else {
-      g = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
-      for (int64_t s = plan.segments - 1; s > at.segment; --s) {
-        g = fold_segment(plan, state_offset(p, at.row * plan.segments + s, d, state), g);
-      }
-      if (!p.B.per_step) shared.grad_constant_B[index] = 0;
-      if (!p.C.per_step) shared.grad_constant_C[index] = 0;
-    }
-    shared.states[index * kPerState + kA] = load_bounded_A<Acc>(p, d, state) * scale_of_A<Method, Acc>(p);
-    shared.states[index * kPerState + kAdjoint] = g;
-  });
+  begin_states<Method>(p, plan, shared, at, carry_pass);
 
   const bool is_channel = lane.channel < at.channels, is_first = lane.is_first(), is_last = lane.is_last();
   const int first_step = lane.time * K;
@@ -281,7 +354,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   };
   const MatrixSlice<TileConfig, Shared::kMaxSlice> B{shared.B}, C{shared.C};
   const BwdBlock<TileConfig> block{p, plan, shared, at, rows, arguments, carry_pass};
-  const auto u_tile = block.u(), delta_tile = block.delta(), z_tile = block.z(), grad_out_tile = block.grad_out();
+  const BwdTiles<TileConfig> inputs{block.u(), block.delta(), block.z(), block.grad_out()};
 
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
@@ -297,38 +370,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (has_shifted_vectors<Scalar>(plan)) {
-        AnyTile::stage(arguments, first_state, t0);
-      } else {
-        if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
-        if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
-      }
+      stage_slice(block, B, C, has_B_steps, has_C_steps, first_state, t0, slice_states, steps);
       if (first_state == 0) finish_load(block, t0);
       __syncthreads();
 
       if (first_state == 0) {
-        const Acc bias = of_channel(p.delta_bias);
-        delta_tile.read(lane.channel, first_step, delta);
-        if (!carry_pass) u_tile.read(lane.channel, first_step, u_or_delta_u);
-        if (p.grad_out.data != nullptr) {
-          grad_out_tile.read(lane.channel, first_step, dy);
-          if (p.z.data != nullptr) {
-            z_tile.read(lane.channel, first_step, y);
-#pragma unroll
-            for (int j = 0; j < K; ++j) dy[j] *= silu(y[j]);
-          }
-        } else {
-#pragma unroll
-          for (int j = 0; j < K; ++j) dy[j] = 0;
-        }
-        make_step_sizes(delta, bias, p.delta_softplus, valid);
-        const bool unit_gain = has_unit_gain<Method>(p);
-#pragma unroll
-        for (int j = 0; j < K; ++j) {
-          if (unit_gain) u_or_delta_u[j] *= delta[j];
-          y[j] = grad_input[j] = grad_step[j] = 0;
-          sum_of_delta += delta[j];
-        }
+        read_steps<Method>(p, inputs, lane, of_channel, first_step, valid, carry_pass, delta, u_or_delta_u, dy, y, grad_input,
+                           grad_step, sum_of_delta);
       }
 
       const auto run_states = [&](auto tail, auto method) {
@@ -462,15 +510,15 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
     if (!carry_pass) {
       // The input tiles are intact. The gradients overwrite them once every lane has read its steps.
-      const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
-          grad_z_tile{shared.z, plan.grad_z}, out_tile{shared.grad_out, plan.grad_out};
+      const BwdTiles<TileConfig> gradients{
+          {shared.u, plan.grad_u}, {shared.delta, plan.grad_delta}, {shared.z, plan.grad_z}, {shared.grad_out, plan.grad_out}};
       const Acc skip = of_channel(p.D);
       if (p.grad_z.data != nullptr || p.replaces_grad_out) {
         Acc gate[K], out[K];
-        u_tile.read(lane.channel, first_step, gate);
+        inputs.u.read(lane.channel, first_step, gate);
 #pragma unroll
         for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(skip, gate[j], y[j]);
-        if (p.z.data != nullptr) z_tile.read(lane.channel, first_step, gate);
+        if (p.z.data != nullptr) inputs.z.read(lane.channel, first_step, gate);
         if (p.replaces_grad_out) {
 #pragma unroll
           for (int j = 0; j < K; ++j) out[j] = p.z.data != nullptr ? y[j] * silu(gate[j]) : y[j];
@@ -478,18 +526,18 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         if (p.grad_z.data != nullptr) {
 #pragma unroll
           for (int j = 0; j < K; ++j) y[j] *= silu_derivative(gate[j], sigmoid(gate[j]));
-          if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, gate);
+          if (p.grad_out.data != nullptr) inputs.grad_out.read(lane.channel, first_step, gate);
 #pragma unroll
           for (int j = 0; j < K; ++j) y[j] *= p.grad_out.data != nullptr ? gate[j] : Acc(0);
         }
         __syncthreads();
-        if (p.grad_z.data != nullptr) grad_z_tile.write(lane.channel, first_step, y);
-        if (p.replaces_grad_out) out_tile.write(lane.channel, first_step, out);
+        if (p.grad_z.data != nullptr) gradients.z.write(lane.channel, first_step, y);
+        if (p.replaces_grad_out) gradients.grad_out.write(lane.channel, first_step, out);
       }
       // Read here, not above, to save registers.
       Acc u[K], raw[K];
-      u_tile.read(lane.channel, first_step, u);
-      delta_tile.read(lane.channel, first_step, raw);
+      inputs.u.read(lane.channel, first_step, u);
+      inputs.delta.read(lane.channel, first_step, raw);
       const Acc bias = of_channel(p.delta_bias);
       const bool unit_gain = has_unit_gain<Method>(p);
       const Acc scale = scale_of_A<Method, Acc>(p);
@@ -510,16 +558,16 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       grad_channel[0] += grad_D;
       grad_channel[TileConfig::kThreads] += grad_bias;
       __syncthreads();
-      grad_u_tile.write(lane.channel, first_step, grad_input);
-      grad_delta_tile.write(lane.channel, first_step, grad_step);
+      gradients.u.write(lane.channel, first_step, grad_input);
+      gradients.delta.write(lane.channel, first_step, grad_step);
       __syncthreads();
       if (has_shifted_vectors<Scalar>(plan)) {
         AnyTile::store(arguments, t0);
       } else {
-        if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
-        if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
-        if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
-        if (p.replaces_grad_out) out_tile.store(p.grad_out, rows.grad_out, t0, at.channels, steps);
+        if (p.grad_u.data != nullptr) gradients.u.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
+        if (p.grad_delta.data != nullptr) gradients.delta.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+        if (p.grad_z.data != nullptr) gradients.z.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
+        if (p.replaces_grad_out) gradients.grad_out.store(p.grad_out, rows.grad_out, t0, at.channels, steps);
       }
     }
     __syncthreads();
