@@ -1,11 +1,10 @@
 """State-space model kernels for PyTorch: the selective scan with a choice of discretization, Mamba-2's scan in chunks, gated
 linear recurrences, and the short causal convolution before them.
 
-``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update``,
-``delta_rule_step``, the scans and steps of ``linear_scan``'s family, the scans' summaries (``selective_scan_summary``, ...) and
-the norms (``rms_norm_gated``, ``add_rms_norm``, ...) are the operators, ``ssm_kernels.nn`` the layers made of them,
-``ssm_kernels.models`` language models of these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
-``ssm_kernels.choices`` has the types of names, such as those of discretizations.
+The package's functions are its operators, which ``ssm_kernels.ops.__all__`` lists: scans, steps for decoding, summaries of
+scans, convolutions and norms. ``ssm_kernels.nn`` has the layers made of them, ``ssm_kernels.models`` language models of these
+layers, and ``ssm_kernels.reference`` the operators in plain PyTorch. ``ssm_kernels.choices`` has the types of names, such as
+those of discretizations.
 ``python -m ssm_kernels`` prints what was built and what is usable on this machine.
 
 ``ssm_kernels.distributed``, ``ssm_kernels.compat`` and ``ssm_kernels.integrations`` are imported when they are first used.

@@ -3,8 +3,9 @@
 //
 // A block has two consumer warpgroups and one producer warpgroup. Two producer warps copy the chunks ahead to shared memory.
 // The other two compute the tables of decays (chunk_cumsum), one for each consumer warpgroup (cuda/pipeline.cuh). A consumer
-// warpgroup overlaps its products with other work: while S C^T runs, it applies decays and gains to B C^T (bmm_chunk); while S
-// is updated (chunk_state), it rounds out (epilogue.cuh).
+// warpgroup keeps its state tile S in registers from chunk to chunk (state.cuh); scan_segments (state_carry.cuh) loads it
+// before a segment and passes it to the next block. The warpgroup overlaps its products with other work: while S C^T runs, it
+// applies decays and gains to B C^T (bmm_chunk); while S is updated (chunk_state), it rounds out (epilogue.cuh).
 //
 // Products sum over steps along the rows of B, x and M^T. In these tiles the steps come from both ends of the chunk in turn
 // (FromBothEnds), so that all warps have equally much of M^T to scale. Values from shared memory that are needed while a
