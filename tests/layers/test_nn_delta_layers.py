@@ -170,7 +170,8 @@ def test_values_and_gradients(name, device):
 
 @every_layer
 def test_several_chunks(name, device):
-    layer, u = make_delta_layer(name, device), make_sequence(1, 150, WIDTH, device=device).requires_grad_()
+    steps = 70 if name == "GatedDeltaProduct" else 130  # of one or two updates: three chunks of 64
+    layer, u = make_delta_layer(name, device), make_sequence(1, steps, WIDTH, device=device).requires_grad_()
     actual, expected = layer(u), plain_delta_layer(layer, u)
     assert_all_close(actual, expected, 1e-8, 1e-10)
     assert_same_gradients(actual, expected, leaves_of(layer, u), 1e-6, 1e-8)
@@ -249,7 +250,7 @@ def test_steps(name, device):
 def test_prefill_then_continue(name, device):
     """By a segment, by one step under no_grad, and by one step with gradients."""
     layer, u = make_delta_layer(name, device), make_sequence(2, 9, WIDTH, device=device)
-    for segments in ([0, 5, 8, 9], [0, 1, 2, 9], [0, 2, 9]):
+    for segments in ([0, 5, 8, 9], [0, 1, 2, 9]):
         for enabled in (False, True):
             cache, outputs = new_cache(), []
             with torch.set_grad_enabled(enabled):
