@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks import bench_ssd, composed_layers
+from benchmarks import bench_delta_rule, bench_ssd, composed_layers
 from benchmarks.benchmark import Benchmark, Case, Contender, Result, Run, Turns, main, relative_error
 from benchmarks.discretization.scans import ScanSize, scan_inputs
 from benchmarks.labels import label
@@ -50,6 +50,7 @@ RECURRENCES: dict[str, dict[str, str]] = {
 }
 SSD_SHAPE = {"batch": 2, "seqlen": 512, "heads": 8, "headdim": 64, "dstate": 64}
 PACKED_SHAPE = {"sequences": 500, "steps": 8, "heads": 8, "headdim": 32, "dstate": 32}
+DELTA_RULE_SHAPE = {"batch": 2, "seqlen": 1024, "heads": 4, "value_heads": 4, "key_dim": 64, "value_dim": 64}
 # The convolution of a Mamba2 of d_model 768, which cuts its input out of the projection's output.
 CONVOLUTION_SHAPE = {"batch": 2, "channels": 1792, "width": 4}
 CONVOLUTION_SEQLENS = (512, 2048)
@@ -67,12 +68,14 @@ SECTIONS = {
     "methods": ("method", "kernel", "loop", "selective_scan, milliseconds"),
     "recurrences": ("scan", "kernel", "loop", "linear recurrences, milliseconds"),
     "ssd": ("scan", "kernel", "loop", "ssd_chunk_scan, milliseconds"),
+    "delta_rules": ("rule", "kernel", "loop", "delta_rule_scan, milliseconds"),
     "convolutions": ("x", "kernel", "PyTorch", "causal_conv1d, milliseconds"),
     "layers": ("layer", "layer", "composed", "layers, milliseconds"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "recurrences": {"settings": RECURRENCE_SHAPE},
     "ssd": {"settings": SSD_SHAPE, "packed": PACKED_SHAPE},
+    "delta_rules": {"settings": DELTA_RULE_SHAPE},
     "convolutions": {"settings": CONVOLUTION_SHAPE | {"columns": CONVOLUTION_COLUMNS}},
     "layers": {"settings": LAYER_SHAPE},
 }
@@ -136,6 +139,11 @@ def of_ssd(case: bench_ssd.Case, sequences: int, seed: int) -> Sides:
     return of_functions(case.operator, inputs, **case.options)
 
 
+def of_delta_rule(rule: str, seed: int) -> Sides:
+    case = bench_delta_rule.DeltaCase(rule, **DELTA_RULE_SHAPE, dtype=torch.float32)
+    return of_functions(case.operator, case.inputs(torch.device("cpu"), seed))
+
+
 def convolutions() -> dict[str, Convolution]:
     """The cases of causal_conv1d by the names of their rows."""
     layouts: dict[str, dict[str, int]] = {"slice": {"columns": CONVOLUTION_COLUMNS}, "channels-first": {"channels_first": True}}
@@ -192,6 +200,8 @@ def cases(options: argparse.Namespace) -> list[Pair]:
         makers[f"recurrences/{row}"] = functools.partial(of_recurrence, row.partition(",")[0], arguments)
     for row, (case, sequences) in ssd_cases().items():
         makers[f"ssd/{row}"] = functools.partial(of_ssd, case, sequences)
+    for rule in (bench_delta_rule.DELTA, bench_delta_rule.GATED, bench_delta_rule.KDA):
+        makers[f"delta_rules/{rule}"] = functools.partial(of_delta_rule, rule)
     for row, case in convolutions().items():
         makers[f"convolutions/{row}"] = functools.partial(of_convolution, row, case)
     for layer, name, d_model in itertools.product(("Mamba", "Mamba2"), COMPARED_DTYPES, LAYER_SIZES):

@@ -83,7 +83,8 @@ def test_requirements(section, enough, too_much, monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     assert main(bench_cpu.BENCHMARK, None, [f"--require{section}", str(too_much)]) == 1
     assert f"required ≥ {too_much}" in capsys.readouterr().err
-    assert set(made) == {"selective_scan", "ssd_chunk_scan", *(row.partition(",")[0] for row in bench_cpu.RECURRENCES)}
+    operators = {"selective_scan", "ssd_chunk_scan", "delta_rule_scan"}
+    assert set(made) == {*operators, *(row.partition(",")[0] for row in bench_cpu.RECURRENCES)}
 
     result = json.loads(path.read_text())
     assert result["methods"].keys() == {"zoh"} and result["recurrences"]["rows"].keys() == bench_cpu.RECURRENCES.keys()
