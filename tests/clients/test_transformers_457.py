@@ -161,3 +161,21 @@ def test_falcon_h1_keeps_its_own_path_on_the_cpu() -> None:
             actual = net(ids, use_cache=False).logits
     assert not calls
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.serves("training", model="Qwen3Next")
+def test_qwen3_next_that_is_made_after_the_patch(device: str) -> None:
+    of, ids = DELTA_MODELS["Qwen3Next"], tokens(2, 37, device)
+    own = of.make(device)
+    expected, expected_tokens = logits_and_gradients(own, ids), own.generate(ids, max_new_tokens=4, do_sample=False)
+    with patched():
+        net = of.make(device)
+        with counting() as calls:
+            actual = logits_and_gradients(net, ids)
+        assert calls == of.training_calls()
+        with counting() as calls:
+            found = net.generate(ids, max_new_tokens=4, do_sample=False)
+        assert calls == of.calls(1, steps=3)
+    assert torch.equal(found, expected_tokens)
+    for name, value in actual.items():
+        close(value, expected[name], rounding(of, 37), name)
