@@ -41,6 +41,13 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore:ShortConvolution is crucial")
 
 
+@pytest.fixture(autouse=True)
+def without_tf32():
+    """PyTorch's convolution takes TF32 by default."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
 def convolution(conv: torch.nn.Conv1d, x: Tensor, **options: object) -> tuple[Tensor, None]:
     out = F.conv1d(F.pad(x.transpose(1, 2), (conv.kernel_size[0] - 1, 0)), conv.weight, conv.bias, groups=conv.groups)
     out = out.transpose(1, 2)
