@@ -10,8 +10,8 @@
 //
 // M^T (w, j) stays in registers, because the accumulators of two neighboring column blocks are an operand A
 // (cuda/mma_tf32x3.cuh). A (i, j) and M(i, i) are accumulators of other warps and operands B without a change of layout: in
-// shared memory they are in the order of lanes. All loops are unrolled with the warp's number known, so that no branch divides
-// the code.
+// shared memory they are in the order of lanes. All warps run the same code, which counts blocks from the diagonal: with code
+// of its own for each, instructions would come from memory more slowly than they run.
 #pragma once
 
 #include "cuda/fragment.cuh"
@@ -30,8 +30,19 @@ class TriangularInverse {
   // Inverts the diagonal block.
   template <int warp>
   __device__ __forceinline__ void put(const float (&a)[kColumnBlocks][4], DiagonalBlock& transposed, const FragmentLane& lane) {
+    put_left(a, lane);
+    put_diagonal(a[2 * warp], a[2 * warp + 1], transposed, lane);
+  }
+
+  // The same in two parts: the blocks left of the diagonal, and the diagonal block. Of `a` the other blocks are ignored.
+  __device__ __forceinline__ void put_left(const float (&a)[kColumnBlocks][4], const FragmentLane& lane) {
 #pragma unroll
-    for (int j = 0; j < warp; ++j) put_words(products_[product_of(warp, j)], a[2 * j], a[2 * j + 1], lane);
+    for (int j = 0; j < kBlocks - 1; ++j) {
+      if (j < lane.warp) put_words(products_[product_of(lane.warp, j)], a[2 * j], a[2 * j + 1], lane);
+    }
+  }
+  __device__ __forceinline__ void put_diagonal(const float (&left)[4], const float (&right)[4], DiagonalBlock& transposed,
+                                               const FragmentLane& lane) {
     // The blocks of eight rows of M that are not zero: first and second on the diagonal, and below it.
     float first[2], second[2], below[2] = {};
 #pragma unroll
@@ -44,7 +55,6 @@ class TriangularInverse {
 #pragma unroll
       for (int i = 0; i < 2; ++i) m[i] = fmaf(-factor, row[i], m[i]);
     };
-    const float (&left)[4] = a[2 * warp], (&right)[4] = a[2 * warp + 1];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float first_row[2] = {row_of(first, j, 0), row_of(first, j, 1)},
@@ -58,7 +68,7 @@ class TriangularInverse {
       const float below_row[2] = {row_of(below, j, 0), row_of(below, j, 1)};
       eliminate(below, column_of(right[2], right[3], j), below_row);
     }
-    put_words(inverses_[warp], {-first[0], -first[1], -below[0], -below[1]}, {0, 0, -second[0], -second[1]}, lane);
+    put_words(inverses_[lane.warp], {-first[0], -first[1], -below[0], -below[1]}, {0, 0, -second[0], -second[1]}, lane);
     const auto transpose = [&](const float (&m)[2], float& low, float& high) {
       const auto element = [&](int i) {
         const int source = 4 * (2 * lane.pair + i) + lane.quad / 2;
@@ -78,21 +88,28 @@ class TriangularInverse {
   // the diagonal on.
   template <int warp, typename Emit>
   __device__ __forceinline__ void multiply(const DiagonalBlock& diagonal, const FragmentLane& lane, const Emit& emit) const {
+    multiply(diagonal, lane, [&](int n, const float (&values)[4]) { emit(2 * warp + n, values); });
+  }
+  // The same; emit counts blocks from the diagonal.
+  template <typename Emit>
+  __device__ __forceinline__ void multiply(const DiagonalBlock& diagonal, const FragmentLane& lane, const Emit& emit) const {
     float block[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) block[n][i] = diagonal[n][i];
-      emit(2 * warp + n, block[n]);
+      emit(n, block[n]);
     }
-    Operand rows[kBlocks];
+    Operand rows[kBlocks - 1];
 #pragma unroll
-    for (int column_block = warp + 1; column_block < kBlocks; ++column_block) {
-      rows[column_block - 1].prepare(block);
+    for (int distance = 1; distance < kBlocks; ++distance) {
+      const int column_block = lane.warp + distance;
+      if (column_block >= kBlocks) return;
+      rows[distance - 1].prepare(block);
       float sums[2][2][4] = {};
 #pragma unroll
-      for (int j = warp; j < column_block; ++j) {
-        rows[j].multiply(sums[0], sums[1], products_[product_of(column_block, j)], lane);
+      for (int j = 0; j < distance; ++j) {
+        rows[j].multiply(sums[0], sums[1], products_[product_of(column_block, lane.warp + j)], lane);
       }
       add(sums[0], sums[1]);
       Operand summed;
@@ -106,7 +123,7 @@ class TriangularInverse {
       summed.multiply(block, other, inverses_[column_block], lane);
       add(block, other);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) emit(2 * column_block + n, block[n]);
+      for (int n = 0; n < 2; ++n) emit(2 * distance + n, block[n]);
     }
   }
 

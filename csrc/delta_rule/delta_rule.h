@@ -22,9 +22,8 @@ SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, b
 // The inputs and the output of the kernel of these matrices. Of ChunkedGeometry it reads batch, seqlen, heads and dstate.
 struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
-  int multiprocessors = 1;     // of the device
-  bool scales_by_beta = true;  // the columns of the matrices
-  RowsView log_decay, beta;    // as in DeltaRuleFwdParams
+  int multiprocessors = 1;   // of the device
+  RowsView log_decay, beta;  // as in DeltaRuleFwdParams
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
   void* inverses = nullptr;               // (chunk_numbers, heads, kChunkMatrixElements), aligned to 16 bytes
@@ -46,7 +45,7 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   float* final_states = nullptr;
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
-  cuda::TmaDescriptor inverse_descriptors[kBands] = {};  // of `inverses` of DeltaRuleMatricesParams, columns scaled by beta
+  cuda::TmaDescriptor inverse_descriptors[kBands] = {};  // of `inverses` of DeltaRuleMatricesParams
   // As in SsdFwdParams.
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
@@ -59,8 +58,7 @@ struct DeltaRuleFoldParams {
   int segments = 0;
   int headdim = 0, dstate = 0;
   int map_rows = 0;               // of a segment's map: headdim, filled up to whole tiles, and dstate
-  int map_segments = 0;           // of a sequence whose maps are given: all, or all but the last
-  const float* maps = nullptr;    // (batch * map_segments, heads, map_rows, dstate)
+  const float* maps = nullptr;    // (batch * segments, heads, map_rows, dstate)
   const float* states = nullptr;  // (batch, heads, headdim, dstate): before the first segment; null: zero
   float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
 };
@@ -90,7 +88,7 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
 };
 
 SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 896);
-SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
+SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 56);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 

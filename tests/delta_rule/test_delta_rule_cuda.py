@@ -55,7 +55,7 @@ def make_inputs(
     return found
 
 
-def in_float64(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+def in_float64(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, ...]:
     typed = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     return reference.delta_rule_scan(**typed, **options, return_final_states=True)
 
@@ -207,6 +207,52 @@ def test_repeats_and_batches_have_the_same_bits():
         assert torch.equal(states_again, states)
     row = {name: tensor[7:8] for name, tensor in inputs.items()}
     assert torch.equal(delta_rule_scan(**row), out[7:8])
+
+
+def test_states_at_positions_are_final_states_of_prefixes():
+    inputs = make_inputs(2, 300, 2, 4, 100, 64)
+    inputs["initial_states"] = torch.randn(2, 4, 64, 100, device="cuda")
+    positions = [0, 64, 70, 299, 300]
+    out, final, states = delta_rule_scan(**inputs, states_at=positions, return_final_states=True)
+    expected = in_float64(inputs, states_at=positions)
+    for found, wanted in zip((out, final, states), expected, strict=True):
+        assert relative_error(found, wanted) < BARS[torch.bfloat16]
+    assert torch.equal(states[:, 0], inputs["initial_states"]) and torch.equal(states[:, 4], final)
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.002])
+@pytest.mark.parametrize(("batch", "value_dim"), [(1, 128), (2, 72)])
+def test_long_sequences_of_few_heads(batch, value_dim, decay):
+    """Blocks take segments of a sequence, whose maps of the state are folded."""
+    inputs = make_inputs(batch, 8229, 1, 2, 128, value_dim, decay=decay)
+    inputs["initial_states"] = torch.randn(batch, 2, value_dim, 128, device="cuda")
+    assert_accurate(inputs, 4e-3)
+    # Strides that do not allow a view as one sequence: no segments.
+    apart = {name: torch.stack([tensor, tensor], 1)[:, 0] for name, tensor in inputs.items()}
+    whole, states = delta_rule_scan(**inputs, return_final_states=True)
+    found, final = delta_rule_scan(**apart, return_final_states=True)
+    assert relative_error(found, whole.double()) < 6e-3
+    assert relative_error(final, states.double()) < 6e-3
+
+
+def test_spans_of_a_limited_workspace():
+    """96 heads: the matrices of 69,888 steps fill the workspace. The rest is a second launch, from the states of the first."""
+    inputs = make_inputs(1, 70000, 1, 96, 16, 16)
+    whole, states = delta_rule_scan(**inputs, return_final_states=True)
+    cut = 69888
+    first, between = delta_rule_scan(**{n: t[:, :cut] for n, t in inputs.items()}, return_final_states=True)
+    second, final = delta_rule_scan(
+        **{n: t[:, cut:] for n, t in inputs.items()}, initial_states=between, return_final_states=True
+    )
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=0)
+    torch.testing.assert_close(final, states, rtol=0, atol=0)
+    bounds = torch.tensor([0, 10, 69000, 69950, 70000], device="cuda")
+    packed, packed_states = delta_rule_scan(**inputs, cu_seqlens=bounds, return_final_states=True)
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        alone = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
+        out_alone, states_alone = delta_rule_scan(**alone, return_final_states=True)
+        assert relative_error(packed[:, begin:end], out_alone.double()) < 6e-3
+        assert relative_error(packed_states[i], states_alone[0].double()) < 6e-3
 
 
 @pytest.mark.usefixtures("needs_wgmma")

@@ -5,7 +5,7 @@
 
 namespace ssm_kernels::delta_rule {
 
-// Whether they take a call of CUDA tensors: those that forward's kernels take.
+// Whether they take a call of CUDA tensors: those that forward's kernels take, without states_at.
 bool have_bwd_kernels_for(const BwdInputs& bwd);
 
 // The inputs are checked. Rows that are not vectors of 16 bytes are copied, and normalized rows rounded, as by forward. A call

@@ -1,7 +1,7 @@
 // The matrix of each chunk and value head by which the delta rule multiplies its corrections: with A the strictly lower part of
 // diag(beta) (K K^T G), as in fwd_sm90.cuh,
 //
-//   M = (I + A)^-1, or M diag(beta)
+//   M = (I + A)^-1 diag(beta)
 //
 // It depends on k, beta and the decays alone. A kernel before the chain over chunks computes it for all chunks at once. The
 // chain of dependent instructions of one inverse (cuda/triangular_inverse.cuh) takes longer than a chunk of the scan; those of
@@ -10,8 +10,7 @@
 // the next value head.
 //
 // M^T, of which rows are steps j, is stored as a hi/lo split of the dtype (chunk_matrices.h), for each chunk number
-// (cuda/chunked/span.cuh) and value head. Steps past the end of a sequence are rows and columns of zeros but for their
-// diagonal.
+// (cuda/chunked/span.cuh) and value head. Rows and columns of steps past the end of a sequence are zeros.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -51,22 +50,23 @@ class alignas(128) ChunkMatrix {
   uint4 bands_[kBands][kBandRows][8];  // the high part, then the low part; vectors are swizzled as in SmemTile
 };
 
-// The lane's pairs of M^T in memory; `band` is its warp.
-template <int band>
+// The lane's pairs of M^T in memory.
 class ChunkMatrixPairs {
  public:
   __device__ __forceinline__ ChunkMatrixPairs(void* matrices, int64_t place, const FragmentLane& lane)
-      : pairs_(static_cast<uint32_t*>(matrices) +
-               (place * kChunkMatrixElements + band_offset(band) + lane.quad * band_columns(band)) / 2 + lane.pair) {}
+      : columns_(band_columns(lane.warp)),
+        pairs_(static_cast<uint32_t*>(matrices) +
+               (place * kChunkMatrixElements + band_offset(lane.warp) + lane.quad * columns_) / 2 + lane.pair) {}
 
-  // In row lane.row + 8 half, of the n-th block of 8 columns, from the diagonal block on.
+  // In row lane.row + 8 half, of the n-th block of 8 columns from the diagonal block on.
   __device__ __forceinline__ void put(int n, int half, uint32_t high, uint32_t low) const {
-    uint32_t* const target = pairs_ + (8 * half * band_columns(band) + kBlockSteps * (n - 2 * band)) / 2;
+    uint32_t* const target = pairs_ + half * 4 * columns_ + n * 4;
     target[0] = high;
-    target[kBandSteps * band_columns(band) / 2] = low;
+    target[kBandSteps / 2 * columns_] = low;
   }
 
  private:
+  int columns_;
   uint32_t* pairs_;
 };
 
@@ -205,25 +205,71 @@ struct ChunkMatrices {
     if (tables.is_last_head) shared.keys_empty.arrive();
 #pragma unroll
     for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
-    visit_warp(lane, [&](auto warp) {
-      cuda::TriangularInverse::DiagonalBlock diagonal;
-      apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, tables, lane);
-      const ChunkMatrixPairs<warp> target(p.inverses, tables.place, lane);
-      empty.arrive();
-      // All warps have read the blocks of the matrix before.
-      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
-      shared.inverse.template put<warp>(products, diagonal, lane);
-      cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
-      shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
+    float left[4], right[4];
+    apply_decays(products, beta, tables, left, right, lane);
+    const ChunkMatrixPairs target(p.inverses, tables.place, lane);
+    empty.arrive();
+    // All warps have read the blocks of the inverse before.
+    cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+    cuda::TriangularInverse::DiagonalBlock diagonal;
+    shared.inverse.put_left(products, lane);
+    shared.inverse.put_diagonal(left, right, diagonal, lane);
+    cuda::barrier_sync(kMatrixBarrier, kWarpgroupThreads);
+    shared.inverse.multiply(diagonal, lane, [&](int n, const float (&transposed)[4]) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float factor = p.scales_by_beta ? beta[half] : 1.0f, low = factor * transposed[2 * half],
-                      high = factor * transposed[2 * half + 1];
-          const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          target.put(n, half, rounded, cuda::pack_lo<Scalar>(low, high, rounded));
-        }
-      });
+      for (int half = 0; half < 2; ++half) {
+        const float low = beta[half] * transposed[2 * half], high = beta[half] * transposed[2 * half + 1];
+        const uint32_t rounded = cuda::pack<Scalar>(low, high);
+        target.put(n, half, rounded, cuda::pack_lo<Scalar>(low, high, rounded));
+      }
     });
+  }
+
+  // Makes A of products of keys, as delta_rule::apply_decays, but by the same code in all warps: the two column blocks of the
+  // diagonal are `left` and `right`; blocks right of them are left with anything finite.
+  __device__ __forceinline__ void apply_decays(float (&products)[kStepBlocks][4], const float (&beta)[2],
+                                               const ChunkTables& tables, float (&left)[4], float (&right)[4],
+                                               const FragmentLane& lane) const {
+    const float log2_of_first = tables.log2_cumsum[lane.row - lane.quad];
+    float log2_of_row[2], rows[2];
+    int first[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      log2_of_row[half] = tables.log2_cumsum[lane.row + 8 * half];
+      rows[half] = beta[half] * Math<float>::exp2(log2_of_row[half] - log2_of_first);
+      if (has_reset(p, tables)) first[half] = tables.first[lane.row + 8 * half];
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float (&block)[4] = n == 0 ? left : right;
+      const float2 log2 = column_pair(tables.log2_cumsum, 2 * lane.warp + n, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float product = products[n][i];
+#pragma unroll
+        for (int warp = 1; warp < kWarpgroupWarps; ++warp) product = lane.warp == warp ? products[2 * warp + n][i] : product;
+        const int column = kBlockSteps * n + 2 * lane.pair + i % 2, row = lane.quad + 8 * (i / 2);
+        // Above the diagonal the decay may be Inf: it is selected.
+        const float decay = beta[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
+        block[i] = column < row && column + 16 * lane.warp >= first[i / 2] ? product * decay : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kStepBlocks - 2; ++n) {
+      const float2 log2 = column_pair(tables.log2_cumsum, n, lane);
+      const float of_columns[2] = {Math<float>::exp2(fminf(log2_of_first - log2.x, 0.0f)),
+                                   Math<float>::exp2(fminf(log2_of_first - log2.y, 0.0f))};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[n][i] *= rows[i / 2] * of_columns[i % 2];
+    }
+    if (!has_reset(p, tables)) return;
+#pragma unroll
+    for (int n = 0; n < kStepBlocks - 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kBlockSteps * n + 2 * lane.pair + i % 2 < first[i / 2]) products[n][i] = 0;
+      }
+    }
   }
 };
 

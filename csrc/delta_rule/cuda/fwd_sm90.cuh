@@ -24,8 +24,8 @@
 //
 // Blocks of 64 rows of V of a head belong to one block, in pairs; with an odd number one warpgroup idles. Where work tiles
 // outnumber the multiprocessors, blocks share them by chunks (cuda/chunked/scheduler.cuh). A block takes a packed sequence
-// whole. Value heads of a key head are work tiles of different blocks at the same time, where that takes hardly longer, so that
-// q and k come from memory once.
+// whole. Neighboring heads are work tiles of different blocks at the same time, where that takes hardly longer: they are
+// neighbors in memory, and value heads of a key head read q and k from memory once.
 #pragma once
 
 #include "cuda/chunked/epilogue.cuh"

@@ -1,7 +1,10 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -9,6 +12,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "common/integers.h"
 #include "cuda/device.h"
@@ -101,9 +105,9 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   params.beta = fwd.beta;
   params.cu_seqlens = fwd.cu_seqlens;
   params.resets = fwd.resets;
-  params.inverses = inverses;
   params.multiprocessors = multiprocessors;
   params.k_descriptor = fwd.k_descriptor;
+  params.inverses = inverses;
   return params;
 }
 
@@ -127,8 +131,7 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
                 whole = of_block * schedule.chunks;
   if (params.cu_seqlens != nullptr) {
     schedule.length = 1;
-  } else if (params.value_heads_per_key_head > 1 && of_block > 1 && schedule.work_tiles % of_block == 0 &&
-             16 * whole <= 17 * equal) {
+  } else if (of_block > 1 && schedule.work_tiles % of_block == 0 && 8 * whole <= 9 * equal) {
     schedule.length = whole;
     params.work_tiles_of_block = static_cast<int>(of_block);
   } else {
@@ -152,24 +155,123 @@ int64_t steps_of_span(const Inputs& in) {
   return std::max(int64_t{1}, chunks / in.q.size(0)) * kChunk;
 }
 
-void launch(const Inputs& in, const Operands& operands) {
-  DeltaRuleFwdParams params = parameters_of(in, operands);
-  const int64_t matrices = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
-  const at::Tensor inverses = empty_tensor({matrices * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
-  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), matrices));
-  const DeltaRuleMatricesParams of_matrices =
-      matrices_parameters_of(params, inverses.data_ptr(), cuda::multiprocessor_count(in.q.device().index()));
-  const Work work = divide(params, in.q.options());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (in.q.scalar_type() == at::kHalf) {
-    C10_CUDA_CHECK(launch_delta_rule_chunk_matrices<__half>(of_matrices, stream));
-    C10_CUDA_CHECK(
-        launch_delta_rule_fwd<__half>(params, work.schedule, /*states_only=*/false, /*follows_matrices=*/true, stream));
-  } else {
-    C10_CUDA_CHECK(launch_delta_rule_chunk_matrices<__nv_bfloat16>(of_matrices, stream));
-    C10_CUDA_CHECK(
-        launch_delta_rule_fwd<__nv_bfloat16>(params, work.schedule, /*states_only=*/false, /*follows_matrices=*/true, stream));
+cudaError_t launch_matrices(at::ScalarType dtype, const DeltaRuleMatricesParams& params, cudaStream_t stream) {
+  return dtype == at::kHalf ? launch_delta_rule_chunk_matrices<__half>(params, stream)
+                            : launch_delta_rule_chunk_matrices<__nv_bfloat16>(params, stream);
+}
+
+// Launches the kernel of forward after that of the chunks' matrices, or after others.
+void launch_scan(at::ScalarType dtype, DeltaRuleFwdParams params, const at::TensorOptions& options, bool states_only,
+                 bool follows_matrices, cudaStream_t stream) {
+  const Work work = divide(params, options);
+  const auto launch = dtype == at::kHalf ? launch_delta_rule_fwd<__half> : launch_delta_rule_fwd<__nv_bfloat16>;
+  C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_matrices, stream));
+}
+
+// Launches the kernel of the chunks' matrices, and sets the parameters that describe them. They are in the result.
+at::Tensor make_matrices(const Inputs& in, DeltaRuleFwdParams& params, cudaStream_t stream) {
+  const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
+  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
+  const int multiprocessors = cuda::multiprocessor_count(in.q.device().index());
+  C10_CUDA_CHECK(
+      launch_matrices(in.q.scalar_type(), matrices_parameters_of(params, inverses.data_ptr(), multiprocessors), stream));
+  return inverses;
+}
+
+// Rows (1, batch * seqlen, ...), or undefined where strides do not allow a view.
+at::Tensor as_one_row(const at::Tensor& tensor) {
+  if (tensor.size(0) > 1 && tensor.stride(0) != tensor.size(1) * tensor.stride(1)) return {};
+  std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
+  sizes[1] *= sizes[0];
+  sizes[0] = 1;
+  return tensor.as_strided(sizes, strides);
+}
+
+// The chunks of a segment of each sequence, or 0: a few long sequences are cut where that takes less time. On an H200 a chunk
+// takes about 2 us, and 1.4 us in a map (cuda/segment_fold.cuh), whose blocks may run in several waves; folding a segment takes
+// about 6 us.
+int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
+  const int64_t multiprocessors = cuda::multiprocessor_count(in.q.device().index()),
+                chunks = ceil_div(operands.q.size(1), int64_t{kChunk}),
+                blocks = operands.q.size(0) * in.v.size(2) * ceil_div(row_blocks(in.v.size(3)), int64_t{kWarpgroups});
+  if (operands.cu_seqlens.defined() || operands.resets.defined() || in.q.size(3) % 4 != 0) return 0;
+  const int64_t map_tiles = row_blocks(in.v.size(3)) + row_blocks(in.q.size(3)),
+                map_blocks = operands.q.size(0) * in.v.size(2) * ceil_div(map_tiles, int64_t{kWarpgroups});
+  int64_t best = 0, least = 16 * chunks;  // in 0.1 us; four fifths of the uncut time
+  for (int64_t segments = 3; segments <= std::min(multiprocessors / blocks, chunks); ++segments) {
+    const int64_t length = ceil_div(chunks, segments), waves = ceil_div(map_blocks * segments, multiprocessors),
+                  time = 400 + (20 + 14 * waves) * length + 60 * segments;
+    if (time < least) {
+      least = time;
+      best = length;
+    }
   }
+  return best;
+}
+
+// The call as one of packed sequences, the segments of so many chunks; the states before and after them are uninitialized.
+// Without q if strides do not allow it.
+Operands as_segments(const Operands& operands, int64_t chunks) {
+  const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1), steps = chunks * kChunk;
+  Operands result = operands;
+  for (at::Tensor* tensor : {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta}) {
+    if (!tensor->defined()) continue;
+    *tensor = as_one_row(*tensor);
+    if (!tensor->defined()) return {};
+  }
+  const at::TensorOptions options = operands.q.options().dtype(at::kLong);
+  const at::Tensor bounds = at::arange(0, seqlen, steps, options);
+  result.cu_seqlens = at::cat({at::arange(0, batch * seqlen, seqlen, options).unsqueeze(1).add(bounds).flatten(),
+                               at::full({1}, batch * seqlen, options)});
+  std::vector<int64_t> sizes = operands.final_states.sizes().vec();
+  sizes[0] *= bounds.size(0);
+  result.initial_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
+  result.final_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
+  return result;
+}
+
+void launch_segments(const Inputs& in, const Operands& operands, const Operands& segments) {
+  const at::ScalarType dtype = in.q.scalar_type();
+  const int64_t key_dim = in.q.size(3), batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  // A segment's map: the state after one that begins with zero, and below it, without values, that after the identity.
+  const int64_t map_rows = round_up(in.v.size(3), int64_t{kStateRows}) + key_dim;
+  const at::Tensor identities = at::zeros({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options()),
+                   maps = empty_tensor({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options());
+  identities.narrow(2, map_rows - key_dim, key_dim).diagonal(0, 2, 3).fill_(1);
+  DeltaRuleFwdParams params = parameters_of(in, segments);
+  const at::Tensor inverses = make_matrices(in, params, stream);
+  DeltaRuleFwdParams of_maps = params;
+  of_maps.headdim = static_cast<int>(map_rows);
+  of_maps.initial_states = identities.const_data_ptr<float>();
+  of_maps.final_states = maps.data_ptr<float>();
+  of_maps.states_stride_entry = maps.stride(0);
+  launch_scan(dtype, of_maps, in.q.options(), /*states_only=*/true, /*follows_matrices=*/true, stream);
+  DeltaRuleFoldParams fold;
+  fold.batch = batch;
+  fold.heads = in.v.size(2);
+  fold.segments = static_cast<int>(count);
+  fold.headdim = params.headdim;
+  fold.dstate = params.dstate;
+  fold.map_rows = static_cast<int>(map_rows);
+  fold.maps = maps.const_data_ptr<float>();
+  if (operands.initial_states.defined()) fold.states = operands.initial_states.const_data_ptr<float>();
+  fold.starts = segments.initial_states.data_ptr<float>();
+  C10_CUDA_CHECK(launch_delta_rule_fold(fold, stream));
+  launch_scan(dtype, params, in.q.options(), /*states_only=*/false, /*follows_matrices=*/false, stream);
+  operands.final_states.copy_(segments.final_states.unflatten(0, {batch, count}).select(1, count - 1));
+}
+
+void launch(const Inputs& in, const Operands& operands) {
+  if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
+    const Operands segments = as_segments(operands, chunks);
+    if (segments.q.defined()) return launch_segments(in, operands, segments);
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  DeltaRuleFwdParams params = parameters_of(in, operands);
+  const at::Tensor inverses = make_matrices(in, params, stream);
+  launch_scan(in.q.scalar_type(), params, in.q.options(), /*states_only=*/false, /*follows_matrices=*/true, stream);
 }
 
 }  // namespace
@@ -178,7 +280,7 @@ bool have_fwd_kernels_for(const Inputs& in) {
   const at::ScalarType dtype = in.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
   if (in.q.size(3) > kStateColumns || in.has_gate_per_channel() || in.num_householder != 1 || in.reverse) return false;
-  if (!in.states_at.empty() || (is_present(in.seq_idx) && is_present(in.cu_seqlens))) return false;
+  if (is_present(in.cu_seqlens) && (!in.states_at.empty() || is_present(in.seq_idx))) return false;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (in.q.numel() == 0 || in.v.numel() == 0 || in.q.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
   const c10::cuda::CUDAGuard guard(in.q.device());
@@ -193,9 +295,25 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   }
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
-  const int64_t seqlen = in.q.size(1), steps = steps_of_span(in);
-  for (int64_t first = 0; first < seqlen; first += steps) {
-    launch(in, span_of(operands, first, std::min(steps, seqlen - first)));
+  // A span ends at each of the positions whose states are results.
+  const int64_t seqlen = in.q.size(1), most_steps = steps_of_span(in);
+  size_t stored = 0;
+  for (int64_t first = 0;;) {
+    for (; stored < in.states_at.size() && in.states_at[stored] == first; ++stored) {
+      const at::Tensor target = outputs.states.select(1, static_cast<int64_t>(stored));
+      if (first > 0) {
+        target.copy_(operands.final_states.narrow(3, 0, target.size(3)));
+      } else if (is_present(in.initial_states)) {
+        target.copy_(*in.initial_states);
+      } else {
+        target.zero_();
+      }
+    }
+    if (first == seqlen) break;
+    int64_t steps = std::min(most_steps, seqlen - first);
+    if (stored < in.states_at.size()) steps = std::min(steps, in.states_at[stored] - first);
+    launch(in, span_of(operands, first, steps));
+    first += steps;
   }
   if (!operands.out.is_same(outputs.out)) outputs.out.copy_(operands.out.narrow(3, 0, outputs.out.size(3)));
   if (!operands.final_states.is_same(outputs.final_states)) {

@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(kFoldThreads) delta_rule_fold_kernel(const __g
     }
     if (segment == p.segments - 1) return;
     __syncthreads();
-    const int64_t map = entry * p.map_segments + segment;
+    const int64_t map = entry * p.segments + segment;
     const float* const columns = p.maps + ((map * p.heads + head + 1) * p.map_rows - p.dstate) * p.dstate + column;
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) state[i] = has_row(i) ? p.maps[offset(map, p.map_rows, i)] : 0.0f;
     const int groups = column < p.dstate ? p.dstate / 4 : 0;
-#pragma unroll 2
+#pragma unroll 8
     for (int k = 0; k < groups; ++k) {
       float factors[4];
 #pragma unroll
