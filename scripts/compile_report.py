@@ -35,6 +35,7 @@ KERNEL_LIMITS = {
     "delta_rule_step": 21,
     "linear_scan": 198,
     "mixers": 4,
+    "mlstm": 32,
     "norm": 70,
     "selective_scan": 94,
     "selective_state_update": 136,
@@ -51,13 +52,13 @@ SECONDS = {
     "delta_rule_step": 25,
     "linear_scan": 120,
     "mixers": 10,
+    "mlstm": 40,
     "norm": 70,
     "selective_scan": 340,
     "selective_state_update": 70,
     "ssd": 190,
 }
 FAMILY_SECONDS = {
-    "mLSTM": 40,
     "two-sample, complex and dense rules of the selective scan": 130,
     "Mamba-3": 130,
     "LSTM, GRU and sLSTM": 130,

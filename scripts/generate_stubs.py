@@ -13,6 +13,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -86,6 +87,9 @@ def signature(name: str, arguments: list[tuple[str, str]], returned: str) -> str
 def function_stub(source: str, function: ast.FunctionDef) -> str:
     arguments, returned = parameters(source, function.args), ast.get_source_segment(source, function.returns)
     of_flags = overloads({name for name, _ in arguments})
+    states = re.match(r"Tensor \| tuple\[Tensor, (tuple\[.*\])\]$", returned)
+    if states:  # several tensors
+        of_flags = [(types, each.replace(result_type(2), f"tuple[Tensor, {states[1]}]")) for types, each in of_flags]
     if len(of_flags) == 1 or returned == "Any":
         return signature(function.name, arguments, returned)
     return "".join(

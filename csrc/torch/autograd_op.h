@@ -280,6 +280,7 @@ struct InPlaceOp {
   using Inputs = InputsType;
   using Result = ResultType;
   static constexpr bool kIsPublic = true;
+  static constexpr size_t kStates = 1;  // of tensors(): the first ones, which are written to
 };
 
 // Counts the writes, so that autograd notices when a tensor has been saved for backward.
@@ -318,25 +319,32 @@ NoResult step_into_arguments_below_autograd(const char* op, const char* scan, c1
 }
 
 // The form of a decoding operator that returns its result, which has a node that raises when backward reaches it if one of the
-// arguments requires a gradient. The state gets one only if it requires a gradient itself: a cache beside parameters that
-// require gradients would collect a node in each step. `tensors`: all of them but the state.
+// arguments requires a gradient. A state gets one only if it requires a gradient itself: a cache beside parameters that
+// require gradients would collect a node in each step. `tensors`: the states first.
 template <typename Op, typename... Tensors>
 at::Tensor step_below_autograd(const char* op, const char* scan, c10::DispatchKeySet keys, const typename Op::Inputs& in,
-                               const at::Tensor& state, const Tensors&... tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(state) || (has_tangent(tensors) || ...)), not_supported(op, kForwardMode));
-  const bool needs_graph = torch::autograd::compute_requires_grad(state, tensors...);
-  const bool state_needs_graph = torch::autograd::compute_requires_grad(state);
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_leaf_of_graph(state), not_differentiable(op, scan));
-  torch::autograd::check_inplace(state, state_needs_graph);
+                               const Tensors&... tensors) {
+  const auto for_each_state = [&](const auto& visit) {
+    const std::tuple<const Tensors&...> all(tensors...);
+    [&]<size_t... i>(std::index_sequence<i...>) { (visit(std::get<i>(all)), ...); }(std::make_index_sequence<Op::kStates>());
+  };
+  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...), not_supported(op, kForwardMode));
+  const bool needs_graph = torch::autograd::compute_requires_grad(tensors...);
+  for_each_state([&](const at::Tensor& state) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_leaf_of_graph(state), not_differentiable(op, scan));
+    torch::autograd::check_inplace(state, torch::autograd::compute_requires_grad(state));
+  });
   torch::autograd::edge_list edges;
-  if (needs_graph) edges = torch::autograd::collect_next_edges(state, tensors...);
+  if (needs_graph) edges = torch::autograd::collect_next_edges(tensors...);
   at::Tensor out;
   {
     at::AutoDispatchBelowAutograd guard;
     out = operator_of<Op>().redispatch(keys & c10::after_autograd_keyset, in);
   }
   if (needs_graph) set_error_node(out, not_differentiable(op, scan), edges);
-  if (state_needs_graph) rebase_to_error_node(state, not_differentiable(op, scan), edges);
+  for_each_state([&](const at::Tensor& state) {
+    if (torch::autograd::compute_requires_grad(state)) rebase_to_error_node(state, not_differentiable(op, scan), edges);
+  });
   return out;
 }
 

@@ -3,11 +3,12 @@
 :func:`register` tells DTensor along which axes an operator may be cut without communication:
 
 ======================================================  ==================================================
-selective_scan, ssd_chunk_scan, causal_conv1d, the      the batch; channels or heads
-recurrences, their steps, and the scans' summaries
-selective_state_update, causal_conv1d_update and        the batch, unless the call has slots or packed
-delta_rule_step, also with ``out`` and the arguments    tokens; channels or heads
-of servers
+selective_scan, ssd_chunk_scan, mlstm_scan,             the batch; channels or heads
+causal_conv1d, the recurrences, their steps, and the
+scans' summaries
+selective_state_update, causal_conv1d_update,           the batch, unless the call has slots or packed
+delta_rule_step, mlstm_step, also with ``out`` and the  tokens; channels or heads
+arguments of servers
 the norms, and the mixers of Mamba and Mamba2           the batch
 ======================================================  ==================================================
 

@@ -11,6 +11,7 @@ selective_state_update  the same, with one step for each token
 delta_rule_step         per element of a token's states 4 an update, 2 for the output and 1 for a gate
 SSD                     the products of the chunked algorithm (Mamba-2, arXiv:2405.21060, section 6), chunks of Q steps:
                         C B^T of a group, its product with x, the chunks' states, and the states' share of the output
+mLSTM                   SSD's, for the values and for the divisor; a step 5 per element of its states
 convolution             2 * width per element
 linear recurrences      2 per element
 summaries               as the scan, less the output: 7 per element of the states; SSD's 2 * headdim * dstate per step and head;

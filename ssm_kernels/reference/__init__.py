@@ -11,7 +11,7 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 and differs only in the two functions ``Abar`` and ``gain``.
 
 In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number. The delta rule
-also subtracts from such a state what it already has for a key.
+also subtracts from such a state what it already has for a key. xLSTM's matrix memory divides by the size of another one.
 """
 
 from .._submodules import public_names
@@ -21,6 +21,8 @@ from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
+from .mlstm import mlstm_scan
+from .mlstm_step import mlstm_step
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
 from .recurrences import *  # noqa: F403
 from .selective_scan import selective_scan
@@ -40,6 +42,8 @@ __all__ = [
     "delta_rule_scan",
     "delta_rule_step",
     "layer_norm_gated",
+    "mlstm_scan",
+    "mlstm_step",
     "phi1",
     "rms_norm_gated",
     "selective_scan",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mlstm_helpers import function_of
 from process_pool import start
 from torch import Tensor
 
@@ -63,6 +64,19 @@ def ssd_chunk_scan_of_log_decays() -> tuple[Callable[..., Any], dict[str, Tensor
     tensors |= {name: torch.rand(BATCH, SEQLEN, CHANNELS) - 0.7 for name in ("log_decay", "gain")}
     channels = {name: axis for name, axis in channels.items() if name in tensors} | {"log_decay": 2, "gain": 2}
     return lambda **t: ssm_kernels.ssd_chunk_scan(dt=None, A=None, **t, return_final_states=True), tensors, channels
+
+
+def mlstm_scan() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    tensors = {
+        **{name: torch.randn(BATCH, SEQLEN, CHANNELS, DSTATE) for name in "qk"},
+        "v": torch.randn(BATCH, SEQLEN, CHANNELS, HEADDIM),
+        **{name: torch.randn(BATCH, SEQLEN, CHANNELS) for name in "if"},
+        "initial_C": torch.randn(BATCH, CHANNELS, HEADDIM, DSTATE),
+        "initial_n": torch.randn(BATCH, CHANNELS, DSTATE),
+        "initial_m": torch.randn(BATCH, CHANNELS),
+    }
+    channels = dict.fromkeys("qkvif", 2) | dict.fromkeys(("initial_C", "initial_n", "initial_m"), 1)
+    return lambda **t: function_of("mlstm_scan")(**t, return_final_states=True), tensors, channels
 
 
 def causal_conv1d() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
@@ -160,6 +174,22 @@ def delta_rule_step(*, gate: bool = False, updates: int = 1, tokens: int = 0, wr
     return call, tensors, places
 
 
+def mlstm_step() -> Case:
+    tensors = {
+        "C": torch.randn(BATCH, CHANNELS, HEADDIM, DSTATE),
+        "n": torch.randn(BATCH, CHANNELS, DSTATE),
+        "m": torch.randn(BATCH, CHANNELS),
+        **{name: torch.randn(BATCH, CHANNELS, DSTATE) for name in "qk"},
+        "v": torch.randn(BATCH, CHANNELS, HEADDIM),
+        **{name: torch.randn(BATCH, CHANNELS) for name in "if"},
+    }
+
+    def call(**t: Tensor) -> tuple[Tensor, ...]:
+        return ssm_kernels.mlstm_step(**t), t["C"], t["n"], t["m"]
+
+    return call, tensors, dict.fromkeys(tensors, 1)
+
+
 def causal_conv1d_update(*, tokens: int = 0, writes: tuple[str, ...] = ()) -> Case:
     rows = (BATCH, tokens) if tokens else (BATCH,)
     tensors = {
@@ -198,6 +228,7 @@ CASES = {
     "selective_scan_summary": lambda: summary("selective_scan", selective_scan(2)),
     "ssd_chunk_scan_summary": lambda: summary("ssd_chunk_scan", ssd_chunk_scan(2)),
     "rglru_scan_summary": lambda: summary("rglru_scan", rglru_scan()),
+    "mlstm_scan": mlstm_scan,
     "causal_conv1d": causal_conv1d,
     "rglru_scan": rglru_scan,
     "rms_norm_gated": rms_norm_gated,
@@ -215,6 +246,7 @@ CASES = {
     "delta_rule_step, gates of columns": lambda: delta_rule_step(gate=True),
     "delta_rule_step, updates": lambda: delta_rule_step(updates=2),
     "delta_rule_step_out, tokens": lambda: delta_rule_step(tokens=2, updates=2, writes=BUFFER),
+    "mlstm_step": mlstm_step,
     "causal_conv1d_update": causal_conv1d_update,
     "causal_conv1d_update, tokens": lambda: causal_conv1d_update(tokens=2),
     "causal_conv1d_update_out": lambda: causal_conv1d_update(writes=("out",)),
@@ -236,7 +268,7 @@ def check_operator(name: str, axis: str, mesh: Any) -> None:
         if not channels:
             return
     placements = {tensor: Shard(cut[tensor]) if tensor in cut else Replicate() for tensor in tensors}
-    trains = not {"state", "states", "conv_state"} & set(tensors)
+    trains = not {"state", "states", "conv_state", "m"} & set(tensors)
     whole = {key: value.clone().requires_grad_(trains) for key, value in tensors.items()}
     sharded = {key: distribute_tensor(value, mesh, [placements[key]]).requires_grad_(trains) for key, value in tensors.items()}
     expected = function(**whole)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from decoding_helpers import DECODING_STEPS
+from mlstm_helpers import function_of
 from operator_spec import Inputs, OperatorSpec
 from operators import OPERATORS
 from recurrence_helpers import PLAIN
 from torch import Tensor
-
-import ssm_kernels
 
 
 class Function(NamedTuple):
@@ -39,14 +38,14 @@ class Function(NamedTuple):
         return self.name
 
     def __call__(self, **inputs: Any) -> Any:
-        return getattr(ssm_kernels, self.name)(**inputs)
+        return function_of(self.name)(**inputs)
 
     def inputs(self, **options: Any) -> Inputs:
         return self.make(**({"dtype": torch.float32} | self.sizes | options))
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(getattr(ssm_kernels, self.name)).parameters
+        return inspect.signature(function_of(self.name)).parameters
 
 
 HEADS = {"heads": 3, "groups": 3}

@@ -16,6 +16,8 @@ import pytest
 import torch
 from decoding_helpers import DECODING_STEPS
 from helpers import split
+from mlstm_helpers import function_of
+from mlstm_step_helpers import make_inputs as make_mlstm_step_inputs
 from operators import OPERATORS as SPECS
 from recurrence_helpers import PLAIN, Variant
 from recurrence_helpers import make_inputs as make_recurrence_inputs
@@ -46,7 +48,7 @@ class Operator(NamedTuple):
 
     def may_be_none(self, name: str) -> bool:
         """Whether the Python function takes None for it, although the operator may not."""
-        return "None" in str(inspect.signature(getattr(ssm_kernels, self.function)).parameters[name].annotation)
+        return "None" in str(inspect.signature(function_of(self.function)).parameters[name].annotation)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -60,7 +62,7 @@ class Operator(NamedTuple):
             positional, keywords = split(packet, arguments)
             return packet(*positional, **keywords)
 
-        return {"function": getattr(ssm_kernels, self.function), "torch.ops": operator}
+        return {"function": function_of(self.function), "torch.ops": operator}
 
     def tensors(self, *, required: bool) -> list[str]:
         """The names of the tensor arguments that must, or need not, be there."""
@@ -110,6 +112,7 @@ OPERATORS = {
         *(operator for name in SPECS for operator in _operators(name)),
         *(operator for name in DECODING_STEPS for operator in _decoding_operators(name)),
         *(_summary(spec) for spec in SUMMARIES.values()),
+        Operator("mlstm_step", lambda device: make_mlstm_step_inputs(slots=3, dtype=torch.float32, device=device)),
     )
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
@@ -231,7 +234,7 @@ KINDS = {"int": "an integer", "float": "a number", "str": "a string", "Sequence[
 
 @every_operator
 def test_other_types_of_options(operator, device):
-    function, arguments = getattr(ssm_kernels, operator.function), operator.make(device)
+    function, arguments = function_of(operator.function), operator.make(device)
     for name, parameter in inspect.signature(function).parameters.items():
         annotation, _, optional = str(parameter.annotation).partition(" | ")
         if annotation in KINDS:
@@ -248,18 +251,18 @@ def test_other_types_of_options(operator, device):
 @every_operator
 def test_other_types_by_position(operator, device):
     arguments = operator.make(device)
-    for name, parameter in inspect.signature(getattr(ssm_kernels, operator.function)).parameters.items():
+    for name, parameter in inspect.signature(function_of(operator.function)).parameters.items():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name in operator.tensors(required=True):
             before = [*arguments.values()][: [*arguments].index(name)]
             after = {key: arguments[key] for key in [*arguments][len(before) + 1 :]}
             with pytest.raises(TypeError, match=f"^{operator.function}: expected {name} to be a tensor.*, got str$"):
-                getattr(ssm_kernels, operator.function)(*before, "x", **after)
+                function_of(operator.function)(*before, "x", **after)
 
 
 @every_operator
 def test_other_errors_are_the_operators_own(operator, device):
     """Errors of calls with the right types pass unchanged, and so do Python's of calls that do not fit the signature."""
-    function, arguments = getattr(ssm_kernels, operator.function), operator.make(device)
+    function, arguments = function_of(operator.function), operator.make(device)
     name = operator.tensors(required=True)[0]
     with pytest.raises(NotImplementedError, match=f"^{operator.function}: expected {name} to be a dense tensor"):
         function(**arguments | {name: arguments[name].to_sparse()})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bad_arguments import FLAGS, INTEGERS, NAMES, NUMBERS, call_of, fresh, is_ours, replaced, same
 from decoding_helpers import DECODING_STEPS
+from mlstm_helpers import function_of
 from test_arguments import OPERATORS, Operator
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def values_of(annotation: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
 def test_every_argument_of_operators(operator: Operator) -> None:
-    function, good = getattr(ssm_kernels, operator.function), operator.make("cpu")
+    function, good = function_of(operator.function), operator.make("cpu")
     tried = 0
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = str(parameter.annotation)

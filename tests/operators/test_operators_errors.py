@@ -121,7 +121,7 @@ def test_values_of_offsets(function, offsets, reverse, device):
     inputs = function.inputs(cu_seqlens=(0, 10), device=device)
     inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int64 if reverse else torch.int32, device=device)
     options = {"reverse": reverse} if "reverse" in function.parameters else {}
-    states = {name: None for name in inputs if name in ("h0", "initial_state", "initial_states")}
+    states = {name: None for name in inputs if name == "h0" or name.startswith("initial_")}
     message = f"expected cu_seqlens {BAD_OFFSETS[offsets]}"
     if len(offsets) == 1:
         message += " sequences"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlstm_helpers import function_of
 
-import ssm_kernels
 from ssm_kernels import ops
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -55,7 +55,7 @@ def test_overloads_of_states_and_flags():
 def test_typed_functions_have_the_arguments_of_the_schema(name):
     """Names, order and kinds of the inputs, and the names of the options."""
     schema = getattr(torch.ops.ssm_kernels, name).default._schema.arguments
-    parameters = inspect.signature(getattr(ssm_kernels, name)).parameters
+    parameters = inspect.signature(function_of(name)).parameters
     required = [each.name for each in parameters.values() if each.default is each.empty]
     assert required == [each.name for each in schema if not each.has_default_value()]
     of_schema = {each.name for each in schema}

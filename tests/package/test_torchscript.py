@@ -341,7 +341,7 @@ def test_arguments_refuse_trace() -> None:
 @over({name: spec for name, spec in OPERATORS.items() if "scan" in name})
 def test_references_of_scans_refuse_trace(operator: OperatorSpec) -> None:
     inputs = operator.make_inputs()
-    call, names = call_of(getattr(reference, operator.name), inputs)
+    call, names = call_of(operator.reference, inputs)
     refuses_trace(call, [inputs[name] for name in names], operator.name, LOOPS)
 
 

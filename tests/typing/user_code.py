@@ -40,6 +40,10 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, states_at=(1, 2)), Pair)
     assert_type(ssm_kernels.delta_rule_scan(x, x, x, x, states_at=x, return_final_states=True), Triple)
 
+    assert_type(ssm_kernels.mlstm_scan(x, x, x, x, x), Tensor)
+    assert_type(ssm_kernels.mlstm_scan(x, x, x, x, x, return_final_states=True), tuple[Tensor, Triple])
+    assert_type(ssm_kernels.mlstm_scan(x, x, x, x, x, return_final_states=flag), Tensor | tuple[Tensor, Triple])
+
     assert_type(ssm_kernels.causal_conv1d(x, state), Tensor)
     assert_type(ssm_kernels.causal_conv1d(x, state, activation="silu", return_final_state=False), Tensor)
     assert_type(ssm_kernels.causal_conv1d(x, state, state, initial_state=x, return_final_state=True), Pair)
@@ -107,6 +111,7 @@ def steps() -> None:
     assert_type(ssm_kernels.causal_conv1d_update(state, x, state, activation="silu"), Tensor)
     assert_type(ssm_kernels.selective_state_update(x, x, x, x, x, x, out=x, pad_slot_id=0, cu_seqlens=x), Tensor)
     assert_type(ssm_kernels.causal_conv1d_update(state, x, state, out=x, num_accepted_tokens=x), Tensor)
+    assert_type(ssm_kernels.mlstm_step(x, x, x, x, x, x, x, x, scale=0.1, state_batch_indices=x), Tensor)
     assert_type(ssm_kernels.delta_rule_step(x, x, x, x, x, g=x, qk_l2norm=True, num_householder=2), Tensor)
     assert_type(ssm_kernels.delta_rule_step(x, x, x, x, x, out=x, dst_state_batch_indices=x, cu_seqlens=x), Tensor)
     assert_type(ssm_kernels.linear_step(state, state, reset=state), Pair)

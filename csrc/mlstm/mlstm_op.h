@@ -1,0 +1,104 @@
+// Shared by the dispatcher's side of mlstm_scan (mlstm_op.cpp), the composition of its kernels (scan.cpp) and its devices:
+// arguments and results of its operators, checks and allocation.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "torch/checks.h"
+
+namespace ssm_kernels::mlstm {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The largest key_dim: the dstate of ssd_chunk_scan.
+constexpr int64_t kMaxKeyDim = 256;
+
+enum class InputGate { kExp, kSigmoid };
+// Raises a ValueError unless it is "exp" or "sigmoid".
+InputGate parse_input_gate(const char* op, std::string_view name);
+// The checks of options that scan and step share.
+void check_options(const char* op, std::optional<double> scale, double eps, std::string_view input_gate, bool normalize);
+
+struct Inputs {
+  at::Tensor q, k;  // (batch, seqlen, heads, key_dim)
+  at::Tensor v;     // (batch, seqlen, heads, value_dim)
+  at::Tensor i, f;  // (batch, seqlen, heads), before their activations
+  std::optional<double> scale;
+  double eps = 1e-6;
+  std::string_view input_gate;
+  bool normalize = true;
+  // (batch or sequences, heads, value_dim, key_dim), (.., heads, key_dim) and (.., heads): all or none.
+  OptionalTensor initial_C, initial_n, initial_m;
+  OptionalTensor cu_seqlens;
+
+  auto fields() {
+    return std::tie(q, k, v, i, f, scale, eps, input_gate, normalize, initial_C, initial_n, initial_m, cu_seqlens);
+  }
+};
+
+// The argument scale, by default key_dim^-1/2.
+double scale_of(const Inputs& in);
+
+// Raises unless the inputs are as ssm_kernels.mlstm_scan documents, the values of cu_seqlens apart.
+void check_inputs(const Inputs& in);
+
+struct Outputs {
+  at::Tensor out, final_C, final_n, final_m;
+
+  auto fields() { return std::tie(out, final_C, final_n, final_m); }
+};
+struct FwdOutputs : Outputs {
+  // scale n q of each step in units of e^m, (batch, seqlen, heads), for backward; without `normalize` no elements.
+  at::Tensor divisor;
+
+  auto fields() { return std::tuple_cat(Outputs::fields(), std::tie(divisor)); }
+};
+// Uninitialized, on the device of q (the Meta device included).
+FwdOutputs allocate_fwd(const Inputs& in);
+
+enum Grad { kGradQ, kGradK, kGradV, kGradI, kGradF, kGradC, kGradN, kGradM, kNumGrads };
+using NeedsGrad = std::array<bool, kNumGrads>;
+using GradTensors = std::array<at::Tensor, kNumGrads>;
+
+struct BwdInputs {
+  OptionalTensor grad_out, grad_final_C, grad_final_n;
+  OptionalTensor divisor;
+  Inputs in;
+  NeedsGrad needs_grad = {};
+
+  auto grads() { return std::tie(grad_out, grad_final_C, grad_final_n); }
+  auto saved() { return std::tie(divisor); }
+  auto fields() { return std::tuple_cat(grads(), saved(), in.fields(), std::tie(needs_grad)); }
+};
+
+// Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence has its layout, those
+// of states are contiguous, and those absent or not needed have no elements.
+GradTensors allocate_bwd(const BwdInputs& bwd);
+
+// Each step as the chunked scan takes it, (batch, seqlen, heads) in the accumulation type, and the last step's m.
+struct Gates {
+  at::Tensor m, log_decay, gain, final_m;
+};
+Gates gates_cpu(const Inputs& in);
+Gates gates_cuda(const Inputs& in);
+
+// On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps) with a row for each step and head, or rows * scale if m is
+// undefined. Returns false, and writes nothing, unless rows are contiguous. `products` may be undefined; else divisor is
+// computed, scale * products, and written.
+bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor& products, const at::Tensor& divisor,
+                     const at::Tensor& m, const at::Tensor& out);
+// On CUDA, the gradient of the products n q from that of q through the numerators. Returns false, and writes nothing, unless
+// rows are contiguous.
+bool grad_products_cuda(const Inputs& in, const at::Tensor& grad_q, const at::Tensor& divisor, const at::Tensor& m,
+                        const at::Tensor& grad_products);
+
+// Forward and backward without the dispatcher, on any device and on Meta (scan.cpp).
+FwdOutputs fwd(const Inputs& in);
+GradTensors bwd(const BwdInputs& bwd);
+
+}  // namespace ssm_kernels::mlstm
