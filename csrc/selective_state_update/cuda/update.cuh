@@ -134,6 +134,33 @@ __device__ __forceinline__ void store_without_state(Input* out, bool owner, int6
   }
 }
 
+// Computes what a step of the owner's row needs besides the state: Abar (`first`) and the input's factor (`second`) if A is
+// tied, else delta and delta x; D x and the gate.
+template <bool tied_A, typename Input, typename Method, typename Acc>
+__device__ __forceinline__ void prepare_row(const StateUpdateParams& p, const Method& method, const Input& x_in,
+                                            const Input& dt_in, const Input& z_in, const Parameter<Input>& dt_bias,
+                                            const Parameter<Input>& skip, const Parameter<Input>& tied, Acc& first, Acc& second,
+                                            Acc& skipped, Acc& gate) {
+  const Acc x = to_accumulate(x_in);
+  Acc delta = to_accumulate(dt_in);
+  if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
+  if (p.dt_softplus) delta = softplus(delta);
+  delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
+  first = delta;
+  second = delta * x;
+  if constexpr (tied_A) {
+    Acc row_A = tied.value(p.A_is_input_kind);
+    if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
+    visit_method(method, [&](const auto& method) {
+      const Acc z = delta * row_A, basis = method.basis(z);
+      first = method.abar(z, basis);
+      second *= current_gain(method, z, basis);
+    });
+  }
+  if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
+  if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
+}
+
 template <typename Input, typename State, typename Method, bool fast, bool tied_A, typename Tokens>
 __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling, const Tokens& tokens) {
   constexpr bool has_tokens = std::is_same_v<Tokens, TokenParams>;
@@ -293,26 +320,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   // Abar and the input's factor if A is tied; otherwise delta and delta x, from which they are computed.
   Acc first = 0, second = 0, skipped = 0, gate = 1;
   const auto prepare = [&] {
-    if (owner) {
-      const Acc x = to_accumulate(x_in);
-      Acc delta = to_accumulate(dt_in);
-      if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
-      if (p.dt_softplus) delta = softplus(delta);
-      delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
-      first = delta;
-      second = delta * x;
-      if constexpr (tied_A) {
-        Acc row_A = tied.value(p.A_is_input_kind);
-        if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
-        visit_method(method, [&](const auto& method) {
-          const Acc z = delta * row_A, basis = method.basis(z);
-          first = method.abar(z, basis);
-          second *= current_gain(method, z, basis);
-        });
-      }
-      if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
-      if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
-    }
+    if (owner) prepare_row<tied_A>(p, method, x_in, dt_in, z_in, dt_bias, skip, tied, first, second, skipped, gate);
   };
   // Updates row r in flight and returns the lane's part of <C, h>.
   const auto update_row = [&](int r) {
