@@ -7,6 +7,7 @@
   constructor and ``state_dict``.
 - :class:`DeltaNet`, :class:`GatedDeltaNet`, :class:`KimiDeltaAttention`, :class:`GatedDeltaProduct`: layers around the delta
   rule, with the constructors and the ``state_dict`` of flash-linear-attention.
+- :class:`MLSTM`: the layer of xLSTM-7B around the matrix memory, with its parameters.
 - :class:`MinGRU`, :class:`MinLSTM`: projections and linear recurrence, with the constructor and the calls of ``torch.nn.GRU``.
 - :class:`Liquid`: the same for states that relax towards a target, with step lengths for irregular samples.
 - :class:`Block`, :class:`GatedMLP`: the residual block of Mamba's language models and its MLP, with ``mamba_ssm``'s parameters.
@@ -25,9 +26,11 @@ from .liquid import Liquid
 from .mamba import Mamba
 from .mamba2 import Mamba2
 from .minrnn import MinGRU, MinLSTM
+from .mlstm import MLSTM
 from .selective_ssm import SelectiveSSM
 
 __all__ = [
+    "MLSTM",
     "Block",
     "DeltaNet",
     "GatedDeltaNet",
