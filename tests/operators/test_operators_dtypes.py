@@ -48,8 +48,7 @@ def test_mixed_dtypes(function, dtype, device):
                 function(**changed)
                 continue
             like = f"(with {function.first} of dtype {SCALARS[dtype]})"
-            named = expected[-1:] if function is UPDATE else expected  # its message leaves out the dtype of x
-            message = f"expected {name} of dtype {' or '.join(named)} {like}, got {scalar}"
+            message = f"expected {name} of dtype {' or '.join(expected)} {like}, got {scalar}"
             assert_refuses(function, changed, RuntimeError, message)
 
 
