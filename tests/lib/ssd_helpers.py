@@ -378,13 +378,10 @@ class SsdChunkScan(OperatorSpec):
         of_16_bits = is_of_few and has_16_bit_products(inputs)
         if of_16_bits:
             return torch.finfo(inputs["x"].dtype).eps / 2
-        # Through the final states alone it is their gradient times the decay of all steps. The sums of log decays of a chunk reach
-        # 2^7, and their rounding is not in the products of the yardstick.
-        return (
-            2**-18
-            if name == "grad_initial_states" and inputs["log_decay"] is not None and has_16_bit_products(inputs)
-            else None
-        )
+        # Through the final states alone it is their gradient times the decay of all steps. The sums of log decays of a chunk
+        # reach 2^7, and their rounding is not in the products of the yardstick.
+        has_sums = name == "grad_initial_states" and inputs["log_decay"] is not None
+        return 2**-18 if has_sums and has_16_bit_products(inputs) else None
 
 
 class SsdStates(SsdChunkScan):

@@ -8,7 +8,6 @@ from decoding_helpers import DECODING_STEPS
 from error_helpers import (
     RECURRENCES,
     SELECTIVE,
-    UPDATE,
     Function,
     assert_refuses,
     every_function,
