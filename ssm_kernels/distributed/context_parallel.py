@@ -72,7 +72,7 @@ class ContextParallel(ParallelStyle):
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one
             with :class:`TensorParallel` over the same ranks; on every rank, if the ranks call with different shapes, dtypes or
             options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
-        NotImplementedError: from ``parallelize_module``, if the module contains a layer of the delta rule.
+        NotImplementedError: from ``parallelize_module``, if the module contains a layer of the delta rule or an ``MLSTM``.
         RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
             backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
             CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.
@@ -106,7 +106,7 @@ class ContextParallel(ParallelStyle):
             if not layer.serves_spans:
                 raise NotImplementedError(
                     f"ContextParallel: expected layers whose sequences ranks can share, got {class_name(layer)}: no operator "
-                    "passes the states of a delta rule from rank to rank"
+                    "passes its states from rank to rank"
                 )
         for layer in layers:
             ranks_of_shards = layer._group if isinstance(layer, ShardedModule) else None

@@ -27,6 +27,7 @@ from ..ops._packing import with_padding
 from ..ops.mlstm import mlstm_scan
 from ..ops.mlstm_step import mlstm_step
 from ..ops.norm import layer_norm_gated
+from ._operators import CallsOperators
 from .checks import (
     check_bools,
     check_choice,
@@ -95,7 +96,7 @@ def _reset_forget_gate(gate: nn.Linear) -> None:
 
 
 @names_layer
-class MLSTM(NamesNoDecay, nn.Module):
+class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
     """The layer of xLSTM's matrix memory, a causal map (batch, seqlen, embedding_dim) -> (batch, seqlen, embedding_dim).
 
     Parameters are those of xLSTM-7B's layer, whose checkpoints load here, with ``qk_dim = embedding_dim * qk_dim_factor`` and
@@ -131,6 +132,8 @@ class MLSTM(NamesNoDecay, nn.Module):
         >>> layer(x, cu_seqlens=torch.tensor([0, 30, 100])).shape  # two packed sequences
         torch.Size([1, 100, 64])
     """
+
+    serves_spans = False
 
     def __init__(
         self,

@@ -431,7 +431,7 @@ def test_bad_calls(name):
         make_delta_layer(name, layer_idx=None)(u, new_cache())
 
 
-@every_layer
+@pytest.mark.parametrize("name", [*DELTA_LAYERS, "MLSTM"])
 def test_context_parallelism_is_refused(name):
     """Before it changes anything."""
     import torch.distributed as dist
@@ -441,7 +441,8 @@ def test_context_parallelism_is_refused(name):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = torch.nn.Sequential(nn.Mamba(WIDTH), make_delta_layer(name))
+        layer = nn.MLSTM(WIDTH, num_heads=2) if name == "MLSTM" else make_delta_layer(name)
+        model = torch.nn.Sequential(nn.Mamba(WIDTH), layer)
         message = f"ContextParallel: expected layers whose sequences ranks can share, got {name}"
         with pytest.raises(NotImplementedError, match=says(message)):
             parallelize_module(model, dist.init_device_mesh("cpu", (1,)), ContextParallel())
