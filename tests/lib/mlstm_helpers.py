@@ -133,10 +133,13 @@ def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
     return scan_of_tensors
 
 
+# Once, not in each call: Dynamo of PyTorch 2.11 does not trace the making of such a function.
+SCAN, REFERENCE_SCAN = of_tensors(ssm_kernels.mlstm_scan), of_tensors(reference.mlstm_scan)
+
+
 def function_of(name: str) -> Callable[..., Any]:
     """The Python function of an operator, that of mlstm_scan with the operator's arguments."""
-    function = getattr(ssm_kernels, name)
-    return of_tensors(function) if name == "mlstm_scan" else function
+    return SCAN if name == "mlstm_scan" else getattr(ssm_kernels, name)
 
 
 def states_like(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +236,7 @@ class MlstmScan(OperatorSpec):
         on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in args]
         named_on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        results = of_tensors(reference.mlstm_scan)(*on_cpu, **named_on_cpu)
+        results = REFERENCE_SCAN(*on_cpu, **named_on_cpu)
         return results.to(device) if isinstance(results, Tensor) else tuple(result.to(device) for result in results)
 
     def make_inputs(self, **options: Any) -> dict[str, Any]:
