@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import parameter_dtype
+from helpers import assert_equal, parameter_dtype
 from mlstm_helpers import (
     CASES,
     MLSTM,
@@ -310,10 +310,15 @@ def test_long_sequences_keep_their_digits_in_float32(device):
 # ----- autograd
 
 
-def test_m_has_no_gradient(device):
-    inputs = with_gradients(make_inputs(device=device))
-    out, C, n, m = MLSTM(**inputs)
-    assert out.requires_grad and C.requires_grad and n.requires_grad and not m.requires_grad
+def test_m_is_constant(device):
+    """The gradient of an initial m is zero, and that of the final m, a result of the node like the others, reaches nothing."""
+    inputs = make_inputs(device=device)
+    *cotangents, of_m = MLSTM.make_cotangents(inputs)
+    found = evaluate(MLSTM, inputs, (*cotangents, of_m))
+    assert not found["grad_initial_m"].any()
+    assert_equal(found, evaluate(MLSTM, inputs, (*cotangents, None)))
+    alone = evaluate(MLSTM, inputs, (None, None, None, of_m))
+    assert not any(value.any() for name, value in alone.items() if name.startswith("grad_"))
 
 
 def test_backward_saves_the_inputs_and_a_number_for_each_row(device):
