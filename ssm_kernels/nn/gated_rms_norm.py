@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from .._torchscript import refuse_script
 from ..choices import GateActivation
 from ..ops.norm import rms_norm_gated
-from .checks import check_bools, check_dtype, check_int, check_not_negative
+from .checks import check_bools, check_choice, check_dtype, check_int, check_not_negative
 from .weight_decay import NamesNoDecay
 
 __all__ = ["GatedRMSNorm"]
@@ -46,6 +48,7 @@ class GatedRMSNorm(NamesNoDecay, nn.Module):
         check_int("GatedRMSNorm", "groups", groups)
         check_bools("GatedRMSNorm", norm_before_gate=norm_before_gate)
         check_not_negative("GatedRMSNorm", "eps", eps)
+        check_choice("GatedRMSNorm", "activation", activation, get_args(GateActivation))
         check_dtype("GatedRMSNorm", dtype)
         if channels % groups != 0:
             raise ValueError(f"GatedRMSNorm: expected groups that divide channels = {channels}, got {groups}")

@@ -95,11 +95,11 @@ LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
     ),
     GatedRMSNorm: (
         {"channels": 8},
-        {"channels": SIZE, "groups": SIZE, "norm_before_gate": BOOL, "eps": NOT_NEGATIVE, "dtype": DTYPE},
+        {"channels": SIZE, "groups": SIZE, "norm_before_gate": BOOL, "eps": NOT_NEGATIVE, "activation": NAME, "dtype": DTYPE},
     ),
 }
 
-NAMED = ("discretization", "dt_init", "candidate_activation", "dt_rank", "recompute")
+NAMED = ("discretization", "dt_init", "candidate_activation", "activation", "dt_rank", "recompute")
 RECURRENCES = (MinGRU, MinLSTM, Liquid)
 every_layer = pytest.mark.parametrize("layer_type", LAYERS, ids=lambda layer_type: layer_type.__name__)
 
