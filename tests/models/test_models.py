@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from pathlib import Path
+from typing import get_args
 
 import plain_layers
 import pytest
@@ -19,6 +20,7 @@ from model_helpers import MIXERS, every_mixer, make_config, make_model, make_tok
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ssm_kernels.choices import MixerName
 from ssm_kernels.models import InferenceParams, MambaConfig, MambaLM, RecurrentMixer
 
 OPERATOR = "selective_scan"  # the devices of all the mixers' operators
@@ -171,7 +173,7 @@ def test_gate_that_lets_the_candidate_in_starts_closed(rnn, between):
         ({"ssm_cfg": [1]}, TypeError, "expected ssm_cfg to be a dict, got list"),
         ({"attn_layer_idx": [3]}, ValueError, "expected no attention layers"),
         ({"attn_cfg": {"num_heads": 3}}, ValueError, "expected no attention layers"),
-        ({"mixer": "LSTM"}, ValueError, "unknown mixer 'LSTM', expected one of ['Mamba', 'Mamba2', 'MinGRU', 'MinLSTM']"),
+        ({"mixer": "LSTM"}, ValueError, f"unknown mixer 'LSTM', expected one of {[*get_args(MixerName)]}"),
         ({"mixer": "Mamba", "ssm_cfg": {"layer": "Mamba2"}}, ValueError, "expected one mixer, got mixer='Mamba'"),
         ({"discretization": "tustin"}, ValueError, "unknown discretization 'tustin'"),
         ({"discretization": "foh", "mixer": "MinGRU"}, ValueError, "expected no discretization with mixer 'MinGRU'"),
