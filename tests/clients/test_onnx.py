@@ -24,6 +24,7 @@ CLIENT = "onnxruntime"
 D_MODEL = 16
 TOLERANCE = 1e-5
 SMALL = {"headdim": 8, "d_state": 16}
+HEADS = {"hidden_size": D_MODEL, "head_dim": 4, "num_heads": 2}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Mamba": lambda: layers.Mamba(D_MODEL),
     "Mamba2": lambda: layers.Mamba2(D_MODEL, **SMALL),
@@ -33,6 +34,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Liquid": lambda: layers.Liquid(D_MODEL, D_MODEL),
     "MinGRU": lambda: layers.MinGRU(D_MODEL, D_MODEL),
     "MinLSTM": lambda: layers.MinLSTM(D_MODEL, D_MODEL),
+    "DeltaNet": lambda: layers.DeltaNet(hidden_size=D_MODEL, num_heads=2),
+    "GatedDeltaNet": lambda: layers.GatedDeltaNet(**HEADS, num_v_heads=4),
+    "KimiDeltaAttention": lambda: layers.KimiDeltaAttention(**HEADS),
+    "GatedDeltaProduct": lambda: layers.GatedDeltaProduct(**HEADS),
+    "MLSTM": lambda: layers.MLSTM(D_MODEL, 2),
     "Block": lambda: layers.Block(D_MODEL, layers.Mamba, norm_cls=nn.RMSNorm, mlp_cls=layers.GatedMLP),
 }
 
