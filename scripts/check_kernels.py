@@ -31,8 +31,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # of addresses, the warp scan's backward of methods with a gain a word or two of a tile, that of float64 for rare methods 40
 # doubles, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile. The sequential scan's
 # backward of rare methods spills addresses, and loads about ten words for four steps of two channels. The delta rule's forward
-# has four warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. Those of
-# its backward that make or multiply a chunk's matrices spill a word or two.
+# has four warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
+# backward, those that make a chunk's matrices or its gradients spill a word or two.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 264,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+>@sm_90a"): 16,
