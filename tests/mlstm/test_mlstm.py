@@ -23,6 +23,7 @@ from mlstm_helpers import (
     every_option,
     make_inputs,
 )
+from mlstm_rounding import in_two_tf32_parts, mlstm_scan_in_16_bit_products
 from operator_spec import with_gradients
 from torch import Tensor
 
@@ -98,6 +99,21 @@ def test_one_step_from_nothing():
     assert torch.equal(m, i)
     products = (q * k).sum(-1) * 3**-0.5
     torch.testing.assert_close(out[:, 0], v * (products / (torch.maximum(products.abs(), (-i).exp()) + 1e-6))[..., None])
+
+
+@every_option
+def test_rounded_products_are_the_reference_in_float64(options):
+    """The yardstick of CUDA's errors, which rounds nothing of float64 inputs."""
+    inputs = make_inputs(seqlen=70, **options)
+    cotangents = MLSTM.make_cotangents(inputs)
+    found = MLSTM.evaluate(mlstm_scan_in_16_bit_products, inputs, cotangents)
+    assert_close(found, MLSTM.evaluate(MLSTM.reference, inputs, cotangents))
+
+
+def test_numbers_in_two_tf32_parts():
+    ulp = 2.0**-23
+    numbers = torch.tensor([1.0, 1 + ulp, 1 + 2 * ulp, 1 + 4 * ulp, -1 - 3 * ulp, 0.0])
+    assert in_two_tf32_parts(numbers).tolist() == [1.0, 1.0, 1 + 4 * ulp, 1 + 4 * ulp, -1 - 4 * ulp, 0.0]
 
 
 # ----- the operator against the reference
