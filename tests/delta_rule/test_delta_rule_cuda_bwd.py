@@ -19,6 +19,10 @@ pytestmark = pytest.mark.cuda
 DTYPES = [torch.bfloat16, torch.float16]
 BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 CORRELATED_BARS = {"beta": 1.2e-2}
+# The gradients of g in the last chunk are the largest, and share a few sums over the gradient of the final state: the errors of
+# two or eight heads do not average. Emulated in PyTorch, the rounding of S, D, E and Y to bf16 gives 4.9e-3 for 65 steps and
+# 6.0e-3 for 320 rows of values (1.0e-3 to 3.7e-3 for seven other draws), and 2.7e-4 without it.
+FEW_SUMS = {"65 steps": 6e-3, "320 rows": 7.5e-3}
 
 
 def make_inputs(
@@ -97,6 +101,8 @@ def needs_wgmma() -> None:
 def test_every_length(seqlen, dtype):
     # One number a step and head: the errors of a few do not average.
     few = dict.fromkeys(("beta", "g"), 3 * BARS[dtype]) if seqlen < 15 else {}
+    if seqlen == 65 and dtype == torch.bfloat16:
+        few = {"g": FEW_SUMS["65 steps"]}
     assert_accurate(make_inputs(2, seqlen, 2, 4, 128, 128, dtype=dtype), bars=few)
 
 
@@ -107,8 +113,9 @@ def test_every_length(seqlen, dtype):
 )
 def test_every_size_of_a_head(key_dim, value_dim, value_heads, dtype):
     inputs = make_inputs(1, 150, 2, value_heads, key_dim, value_dim, dtype=dtype)
+    few = {"g": FEW_SUMS["320 rows"]} if value_dim == 320 and value_heads == 2 and dtype == torch.bfloat16 else {}
     # Keys of few dimensions are correlated: the corrections of a chunk depend on one another.
-    assert_accurate(inputs, BARS[dtype] * (1 if key_dim > 8 else 4))
+    assert_accurate(inputs, BARS[dtype] * (1 if key_dim > 8 else 4), few)
 
 
 @pytest.mark.parametrize("most_beta", [1.0, 2.0])

@@ -247,9 +247,15 @@ class DeltaRuleScan(OperatorSpec):
         return [inputs[name] is not None for name in TENSORS]
 
     def rounding_floor(self, name: str, inputs: dict[str, Any]) -> float | None:
-        # The kernels of forward round the state and the corrections to the dtype of q.
-        of_kernels = inputs["q"].is_cuda and inputs["q"].element_size() == 2 and name == "final_states"
-        return torch.finfo(inputs["q"].dtype).eps if of_kernels else None
+        q, g = inputs["q"], inputs["g"]
+        if not q.is_cuda or q.element_size() != 2:
+            return None
+        # The kernels round the state, its gradient and the corrections of both to the dtype of q, also for float32 results.
+        # Emulated in PyTorch, the largest errors of the tests' gradients are 0.3 to 0.72 eps, and 1.1 eps over 40 draws.
+        argument = name.removeprefix("grad_")
+        of_few_bits = argument in ("beta", "g", "initial_states") and inputs[argument].dtype == torch.float32
+        has_kernel = g is None or g.dim() == 3
+        return torch.finfo(q.dtype).eps if name == "final_states" or (of_few_bits and has_kernel) else None
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs | {"states_at": [], "grad_states": None}
