@@ -105,8 +105,20 @@ def read_out_inverse(k: Tensor, beta: Tensor) -> Tensor:
     return states[0, 0, :, size:].T / tiny
 
 
+# Of 16-bit calls on CUDA: the kernel's inverse has products of TF32 numbers, and what a step adds is rounded to the dtype.
+# Twice the largest errors of that arithmetic emulated in PyTorch, over eleven draws and both dtypes.
+BARS_OF_TF32 = {
+    ("random", 1.0): 2.2e-3,
+    ("random", 2.0): 3.4e-3,
+    ("cosine 0.9", 1.0): 2.7e-3,
+    ("cosine 0.9", 2.0): 1.2e-2,
+    ("identical", 1.0): 4e-3,
+    ("identical", 2.0): 8.2e-2,
+}
+
+
 @pytest.mark.parametrize(("keys", "beta"), [*itertools.product(("random", "cosine 0.9", "identical"), (1.0, 2.0))])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_inverse_of_a_chunk(dtype, keys, beta, device):
     """Trap 23: the elements of the inverse, of badly conditioned triangles, which a Neumann series loses."""
     generator = torch.Generator().manual_seed(1)
@@ -122,4 +134,7 @@ def test_inverse_of_a_chunk(dtype, keys, beta, device):
     assert tiny**2 < 1e-7
     exact = torch.linalg.solve_triangular(A + torch.eye(64).double(), beta * torch.eye(64).double(), upper=False)
     error = (actual - exact).norm() / exact.norm()
-    assert error < {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
+    if device == "cuda" and dtype.itemsize == 2:
+        assert error < BARS_OF_TF32[keys, beta]
+    else:
+        assert error < (1e-9 if dtype == torch.float64 else 2e-4)
