@@ -26,13 +26,17 @@ CONV, CONV_STEP = "_causal_conv1d_fwd", "causal_conv1d_update"
 STEP = "selective_state_update"
 
 # Where FLA is installed, the models with delta rules have its Triton kernels for their own path, which need a GPU.
-with blocked_fla():
-    for _name in (
+DELTA_MODULES = [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
         *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini"),
         *("kimi_linear", "bailing_hybrid", "glm5_next"),
-    ):
-        if importlib.util.find_spec(f"transformers.models.{_name}"):
-            importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
+    )
+    if importlib.util.find_spec(f"transformers.models.{name}")
+]
+with blocked_fla():
+    for _module in DELTA_MODULES:
+        importlib.import_module(_module)
 
 # transformers' warnings about slow paths are what some tests run on purpose.
 transformers.utils.logging.set_verbosity_error()
