@@ -124,9 +124,11 @@ MAMBA2_GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parame
 HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KIMI = {"linear_head_dim": 8, "linear_num_heads": 2}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Batched products: the default, grouped products, does not compile in float32 with every release of PyTorch.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "batched_mm"}
 SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+# Values lie behind qk_nope_head_dim keys in one tensor: attention kernels read them misaligned if those are not 16 bytes.
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 LATENT |= {"num_key_value_heads": 4}
 
 
