@@ -7,8 +7,8 @@
 //   apply(element, offset)                 an element of the state after the segment, from that before it.
 //   store(maps, index), load(maps, index)  for the workspace WorkPartition::maps.
 //
-// ScalarMap is for the decay of a head. With a decay for each column of the state, apply() would also take the column; where
-// the map is a matrix, as in delta rules, fold_into() would multiply by it.
+// ScalarMap is for the decay of a head. With a decay for each column of the state, apply() would also take the column; the
+// maps of delta rules are matrices, which delta_rule/cuda/segment_fold.cuh folds.
 #pragma once
 
 #include "cuda/carry.cuh"

@@ -35,6 +35,7 @@ struct AnyRecurrence {
     switch (recurrence) {
 #define SSM_ROW(enumerator, name, type)                                                                  \
   case Recurrence::enumerator:                                                                           \
+    static_assert(type::kNames.size() >= 2, "no instance has recurrences of one input");                 \
     if constexpr (type::kNames.size() >= least && type::kNames.size() <= most) {                         \
       static_assert(kIsPair ? type::kFirstBroadcast == 2 : type::kFirstBroadcast <= size_t(kMostStaged), \
                     "shared memory has room for the staged inputs");                                     \
