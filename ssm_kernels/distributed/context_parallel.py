@@ -8,8 +8,8 @@ A layer's scan runs in these steps:
    ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
    autocast, and applies an autograd node of ``_scans.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
 3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
-   the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2`` along
-   a chain and the convolution exchange in their own files, without a carry.
+   the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2``
+   along a chain and the convolution exchange in their own files, without a carry.
 4. ``ChainCarry`` receives states from the rank before and sends them to the next rank (``_messages.py``). ``SummaryCarry``
    all-gathers a summary of each rank's span (``_collectives.py``) and folds those of the ranks before. ``GroupOperators``
    chooses between them (``_group_operators.py``).
