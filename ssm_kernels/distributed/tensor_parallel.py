@@ -84,10 +84,11 @@ class TensorParallel(ParallelStyle):
     the style before ``fully_shard``, which takes another dimension of the mesh, and before the optimizer is made. A mesh of one
     rank leaves the module unchanged.
 
-    The layer's attributes then describe this rank: ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups`` count its channels, heads
-    and groups, attributes such as ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are
-    those of its channels. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes
-    of the unsharded layer. They are collective calls: every rank makes them.
+    The layer's attributes then describe this rank. ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups``, or ``num_heads``,
+    ``num_v_heads``, ``key_dim`` and ``value_dim``, count its channels, heads and groups. Attributes such as ``A_log`` are its
+    shards, and the states of ``allocate_inference_cache`` and ``step`` are those of its channels. ``named_parameters`` has
+    DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of the unsharded layer. They are collective
+    calls: every rank makes them.
 
     Args:
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
@@ -342,7 +343,7 @@ def _distribute_delta_rule(layer: nn.Module, how: Distribution, sequence_paralle
     ):
         projection = layer._modules.get(name)
         if isinstance(projection, nn.Sequential):
-            # Every rank has the few columns between the two matrices.
+            # Every rank computes all of the few columns between the two matrices.
             _replicate(projection[0], how, sequence_parallel)
             projection = projection[1]
         if projection is not None:

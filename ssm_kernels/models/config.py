@@ -21,7 +21,7 @@ from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["DELTA_RULES", "MIXERS", "MambaConfig"]
 
-# Their channels are called hidden_size.
+# The mixers whose constructors call the channels hidden_size.
 DELTA_RULES: dict[MixerName, Any] = {
     "DeltaNet": DeltaNet,
     "GatedDeltaNet": GatedDeltaNet,

@@ -133,5 +133,5 @@ class CallsOperators:
 
     # A class attribute, so that layers that no style has changed neither save nor copy it.
     operators: Operators = LOCAL
-    # Whether its operators can continue from the ranks before.
+    # Whether ContextParallel can share the layer's sequences: its operators continue from the states of the ranks before.
     serves_spans = True

@@ -164,8 +164,8 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
     conv1d: nn.Conv1d
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Any, Tensor]:
-        """Mixes a sequence, from the given states or from zero. Also returns what contains the convolution's inputs, which
-        ``_conv_inputs`` extracts, and the last state of the recurrence.
+        """Mixes a sequence, from the given states or from zero. Also returns the projected inputs, of which
+        ``_conv_inputs`` extracts those of the convolution, and the last state of the recurrence.
         """
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         return inputs
 
     def _weight_of_states(self) -> Tensor:
-        """A parameter with the device of the states and the dtype of the convolution's."""
+        """A parameter with the device of the states and the dtype of the convolution's state."""
         return self.conv1d.weight
 
     def _conv_channels(self) -> int:
@@ -273,8 +273,8 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
             max_seqlen: ignored, because the states do not grow; for callers written for ``mamba_ssm``.
             dtype: dtype of both states, any floating-point one, whatever the layer's. By default ``conv_state`` has the
                 layer's dtype and ``ssm_state`` is float32 (float64 in a float64 layer), so that steps lose no precision: a
-                narrower state is rounded after every step. Steps update the default and, in a layer of 16 bits, states of
-                the layer's dtype in place; other dtypes take a copy each way.
+                narrower state is rounded after every step. Steps update the default and, in an fp16 or bf16 layer, states
+                of the layer's dtype in place; other dtypes take a copy each way.
             kwargs: ignored.
 
         Raises:
@@ -374,8 +374,8 @@ class PackedMixer(ConvMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any, Tensor]:
-        """Mixes sequences, from the given states or from zero. Also returns what contains the convolution's inputs, which
-        ``_conv_inputs`` extracts, and the last states of the recurrence.
+        """Mixes sequences, from the given states or from zero. Also returns the projected inputs, of which
+        ``_conv_inputs`` extracts those of the convolution, and the last states of the recurrence.
         """
         raise NotImplementedError
 

@@ -6,11 +6,11 @@ For hidden states :math:`u_t`, heads :math:`h` and the value heads that read the
     q_t, k_t, v_t &= \mathrm{silu}(\mathrm{conv}(W_q u)_t),\ \mathrm{silu}(\mathrm{conv}(W_k u)_t),\
         \mathrm{silu}(\mathrm{conv}(W_v u)_t) \\
     S_t &= S_{t-1}\, \mathrm{Diag}(e^{g_t}), \quad S_t \leftarrow S_t + \beta_t (v_t - S_t k_t)\, k_t^\top, \quad
-        y_t = S_t q_t \\
+        y_t = d_k^{-1/2}\, S_t q_t \\
     \mathrm{out}_t &= W_o\, (\mathrm{norm}(y_t) \cdot a(W_z u_t))
 
-with rows of :math:`q` and :math:`k` of length one. The layers differ in the gate :math:`g`; see
-:func:`ssm_kernels.delta_rule_scan`. Parameter names are those of flash-linear-attention, whose layers have this form.
+with rows of :math:`q` and :math:`k` of length one and :math:`d_k` columns of a key. The layers differ in the gate :math:`g`;
+see :func:`ssm_kernels.delta_rule_scan`. Parameter names are those of flash-linear-attention, whose layers have this form.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def value_columns(layer: str, head_dim: int, expand_v: float) -> int:
 
 
 class DeltaRuleMixer(PackedMixer):
-    """A mixer around a delta rule. A derived layer makes the parameters, in its own order, and says what the gates are.
+    """A mixer around a delta rule. A derived layer makes the parameters, in its own order, and computes gates and betas.
 
     ``q_conv1d``, ``k_conv1d`` and ``v_conv1d`` hold parameters and are not called.
     """
@@ -73,7 +73,7 @@ class DeltaRuleMixer(PackedMixer):
     use_short_conv: bool
     conv_size: int
     num_householder: int = 1
-    # Of queries and keys after their projection or convolution, and whether their rows then have length one.
+    # The activation of queries and keys after projection and convolution, and whether the operator then normalizes their rows.
     qk_activation: str = "silu"
     qk_l2norm: bool = True
     allow_neg_eigval: bool = False
@@ -142,7 +142,7 @@ class DeltaRuleMixer(PackedMixer):
         dtype: torch.dtype | None,
         activation: GateActivation | None = "silu",
     ) -> GatedRMSNorm:
-        """The norm of each head, with a gate of ``activation``. Without one its weight is float32 in layers of 16 bits."""
+        """The norm of each head, with a gate of ``activation``. Without one, its weight is float32 in fp16 and bf16 layers."""
         if activation is None:
             dtype = wide_dtype(self.q_proj.weight.dtype)
         return GatedRMSNorm(self.head_v_dim, 1, True, eps, device, dtype, activation=activation or "silu")
@@ -154,7 +154,7 @@ class DeltaRuleMixer(PackedMixer):
         self.dt_bias = nn.Parameter(torch.empty(gates, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", self.A_log, self.dt_bias)
 
-    # Of -A at initialization.
+    # The range of -A at initialization.
     _A_range: tuple[float, float] = (0.0, 16.0)
 
     @torch.no_grad()
@@ -214,6 +214,7 @@ class DeltaRuleMixer(PackedMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            ValueError: a key has more than 512 columns, the most that :func:`ssm_kernels.delta_rule_step` takes.
             RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
         """
@@ -241,7 +242,7 @@ class DeltaRuleMixer(PackedMixer):
         raise NotImplementedError
 
     def _beta(self, u: Tensor, q: Tensor) -> Tensor:
-        """(..., updates, value heads), without the axis of updates if there is one. ``q`` is (..., heads, columns)."""
+        """(..., updates, value heads), without the axis of updates if a step has one. ``q`` is (..., heads, columns)."""
         raise NotImplementedError
 
     def _gate_of_output(self, u: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The gated norm of the Mamba-2 mixer and of the heads of delta rules as a module."""
+"""The gated RMSNorm of the Mamba-2 mixer and of the heads of the delta rules, as a module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["GatedRMSNorm"]
 class GatedRMSNorm(NamesNoDecay, nn.Module):
     """RMSNorm of each group of channels, with a gate.
 
-    ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; without z a plain norm.
-    Computed in float32 (float64 for float64 inputs).
+    ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; without ``z`` a plain
+    norm. Computed in float32 (float64 for float64 inputs).
 
     Args:
         channels: size of the last axis.

@@ -49,7 +49,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         use_short_conv: whether queries, keys and values go through short convolutions.
         allow_neg_eigval: doubles beta, so that transitions have eigenvalues down to -1.
         safe_gate: needs ``lower_bound``; ``A_log`` is then zero at initialization.
-        lower_bound: a negative number, below which no log decay of a step is: see the formulas of
+        lower_bound: a negative number, which the log decay of a step never falls below: see the formulas of
             ``kimi_delta_attention.py``. ``None`` is no bound.
         conv_size: width of the convolutions.
         conv_bias: whether the convolutions have a bias.

@@ -107,13 +107,13 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
 
     Args:
         embedding_dim: channels of input and output.
-        num_heads: heads.
-        use_bias: whether projections and norm have a bias. The gates always have.
+        num_heads: heads. A head has at most 256 channels of a query, as :func:`ssm_kernels.mlstm_scan` takes them.
+        use_bias: whether projections and norm have a bias. The gates always have one.
         norm_eps: of the norm of each head's output.
-        eps: of the divisor; see :func:`ssm_kernels.mlstm_scan`.
+        eps: added to the divisor; see :func:`ssm_kernels.mlstm_scan`.
         qk_dim_factor: ``embedding_dim * qk_dim_factor`` channels of queries and of keys.
         v_dim_factor: ``embedding_dim * v_dim_factor`` channels of values.
-        gate_soft_cap: a bound of the gates before their activation; ``None`` is none.
+        gate_soft_cap: bounds the gates before their activation; ``None`` leaves them as they are.
         weight_mode: ``"single"``, or ``"fused"`` for one matrix of all projections and one of both gates.
         layer_idx: key of this layer in the cache of ``inference_params``.
         device: where the parameters are made.
@@ -261,6 +261,10 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
             max_seqlen: ignored, because the states do not grow.
             dtype: must be ``None`` or the dtype of the states, float32 (float64 in a float64 layer).
             kwargs: ignored.
+
+        Raises:
+            ValueError: ``batch_size`` is negative, or ``dtype`` is another.
+            TypeError: ``batch_size`` is not an int.
         """
         name = f"{class_name(self)}.allocate_inference_cache"
         check_int(name, "batch_size", batch_size, low=0)

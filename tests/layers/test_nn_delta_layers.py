@@ -226,7 +226,7 @@ def test_autocast(name, device):
 
 @every_layer
 def test_layer_converted_to_half(name, device):
-    """The gates' parameters then have 16 bits, too."""
+    """The gates' parameters are then bf16, too."""
     layer = make_delta_layer(name, device, torch.float32).bfloat16()
     u = make_sequence(1, 5, WIDTH, device=device, dtype=torch.bfloat16)
     out = layer(u)
