@@ -1,4 +1,4 @@
-"""What the functions of :mod:`ssm_kernels.compat.fla` have in common: one call of the operators, and arguments."""
+"""Shared parts of :mod:`ssm_kernels.compat.fla`: the call of the operators, and checks of FLA's arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ._promotion import common_dtype, no_autocast
 
 __all__ = ["check_gates", "delta_rule", "read_beta", "read_gate", "read_keywords", "read_layout", "refuse"]
 
-# Tokens of a sequence up to which a call without gradients takes the decoding step, which reads and writes each state once.
+# The most tokens of a sequence for which a call without gradients takes the decoding step, which reads and writes each state
+# once.
 _TOKENS_OF_A_STEP = 16
 
 
@@ -46,9 +47,9 @@ def delta_rule(
     by_step: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the functions of this file have in common, for any of their gates.
+    """Calls the scan, or the decoding step, with FLA's arguments, for any gate.
 
-    ``by_step``: short calls without gradients take :func:`ssm_kernels.delta_rule_step`. ``in_place``: this writes the final
+    ``by_step``: short calls without gradients take :func:`ssm_kernels.delta_rule_step`. ``in_place``: the step writes the final
     state to ``initial_state`` and returns that tensor, if it has the dtype of states.
     """
     dtype = common_dtype(function, q=q, k=k, v=v)
@@ -120,7 +121,7 @@ def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) 
 def _step(
     states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None, options: Mapping[str, Any]
 ) -> Tensor:
-    """The decoding step, whose packed tokens have no axis of the batch."""
+    """Runs the decoding step, whose packed tokens have no axis of the batch."""
     if cu_seqlens is None:
         return delta_rule_step(states, q, k, v, beta, **options)
     given = {name: value[0] if name == "g" and value is not None else value for name, value in options.items()}
@@ -155,7 +156,7 @@ def read_gate(
     lower_bound: float | None = None,
     channels: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The parameters of a raw gate. FLA reads them by address: (1, 1, heads, 1) for ``A_log`` is as good as (heads,)."""
+    """The parameters of a raw gate, flattened: FLA reads elements and ignores shapes, such as (1, 1, heads, 1) of ``A_log``."""
     if not is_raw:
         return {}
     if A_log is None and lower_bound is None:

@@ -206,8 +206,9 @@ def chunk_kda(
             ``-exp(A_log) softplus(g + dt_bias)``.
         lower_bound: with ``use_gate_in_kernel``, a negative number: the log decay is ``lower_bound * sigmoid(exp(A_log) * (g +
             dt_bias))``. ``A_log`` may then be absent.
-        safe_gate, disable_recompute, cu_seqlens_cpu, max_num_seqs: without effect: gates need no bound, and backward computes
-            the chunks again.
+        safe_gate: needs ``lower_bound`` with ``use_gate_in_kernel``, as FLA's does; otherwise without effect, because gates
+            need no bound.
+        disable_recompute, cu_seqlens_cpu, max_num_seqs: without effect: backward always computes the chunks again.
         return_intermediate_states, use_graph: False.
         kwargs: ``A_log``, ``dt_bias``; ``transpose_state_layout`` and ``chunk_size`` as for :func:`chunk_gated_delta_rule`.
 
@@ -330,7 +331,8 @@ def fused_recurrent_delta_rule(
     Args:
         q, k, v, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as for
             :func:`chunk_delta_rule`.
-        beta: as there, or None for 1. One number a channel of the value, (batch, seqlen, heads, value_dim), is not supported.
+        beta: as there, or None for 1. One number a channel of the value, (batch, seqlen, value_heads, value_dim), is not
+            supported.
 
     Returns:
         as :func:`chunk_delta_rule`. ``initial_state`` stays as it is.

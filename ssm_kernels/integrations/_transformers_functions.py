@@ -206,7 +206,7 @@ def make_mamba_chunk_scan_combined(original: Function) -> Function:
 
 
 def make_delta_rule(original: Function, name: str) -> Function:
-    """The scan or, for a short call that needs no gradient, the step, which writes to the cache's state in place."""
+    """Makes the scan. A recurrent one takes the step for short calls without gradients, and writes the cache in place."""
     has_channels, is_step = name.endswith("kda"), name.startswith("fused")
 
     @functools.wraps(original)

@@ -60,7 +60,10 @@ def _names(forward: Function) -> tuple[str, ...]:
 
 
 def forward_that_checks_packing(forward: Function, *packings: str) -> Function:
-    """``forward`` that raises a ValueError where attention would mix packed sequences, which ``packings`` name too."""
+    """``forward`` that raises a ValueError where attention would mix packed sequences.
+
+    ``packings`` are further arguments that pack sequences, beside ``seq_idx`` and ``cu_seqlens``.
+    """
     names = [*inspect.signature(forward).parameters][1:]
     # Models of transformers 4.57 that make their masks themselves.
     ignores_positions = "create_causal_mask" not in _names(forward)
