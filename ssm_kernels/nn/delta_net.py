@@ -50,7 +50,6 @@ class DeltaNet(DeltaRuleMixer):
         layer_idx: key of this layer in the cache of ``inference_params``.
         qk_activation: of queries and keys: ``"silu"``, ``"relu"``, ``"elu"`` (plus 1) or ``"identity"``.
         qk_norm: of each head's query and key: ``"l2"``, or ``"sum"``, which divides by the sum of absolute values.
-            flash-linear-attention divides by the plain sum, which differs for ``"silu"`` and ``"identity"``.
         norm_eps: of the norm of each head's output.
         device: where the parameters are made.
         dtype: dtype of the layer. ``o_norm.weight`` without ``use_gate`` and states are float32 (float64 in a float64 layer).
