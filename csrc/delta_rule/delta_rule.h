@@ -14,12 +14,13 @@ namespace ssm_kernels::delta_rule {
 // The delta rule is one of the chunked scans: a state (V, K) of each value head, with headdim V and dstate K.
 using namespace cuda::chunked;
 
-// Chunk numbers: cuda/chunked/span.cuh.
+// How many chunk numbers there are (cuda/chunked/span.cuh): workspaces have a place for each.
 SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, bool is_packed) {
   return is_packed ? max_packed_chunks(seqlen, batch) : batch * ((seqlen + kChunk - 1) / kChunk);
 }
 
-// The inputs and the output of the kernel of these matrices. Of ChunkedGeometry it reads batch, seqlen, heads and dstate.
+// Parameters of the kernel that computes forward's chunk matrices (cuda/chunk_matrices_sm90.cuh). Of ChunkedGeometry it reads
+// batch, seqlen, heads and dstate.
 struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   int multiprocessors = 1;   // of the device
@@ -46,13 +47,13 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
   cuda::TmaDescriptor inverse_descriptors[kBands] = {};  // of `inverses` of DeltaRuleMatricesParams
-  // As in SsdFwdParams.
+  // StateCarry reads these members, as in SsdFwdParams. The delta rule has no chunk states: they keep their defaults.
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
 };
 
-// The states before each of `segments` segments of a sequence (cuda/segment_fold.cuh).
+// Parameters of the kernel that computes the states before each of `segments` segments of a sequence (cuda/segment_fold.cuh).
 struct DeltaRuleFoldParams {
   int64_t batch = 0, heads = 0;
   int segments = 0;
@@ -63,14 +64,14 @@ struct DeltaRuleFoldParams {
   float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
 };
 
-// The workspaces of backward (cuda/bwd_workspace.cuh): bytes of the matrices of a chunk and value head, and of the states of 64
-// rows of V of these, of so many columns.
+// Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
+// take 13 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
 constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 13 * 128;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
-// Of the gradients, those of q and k have rows of value heads: of fp32 if has_partial_sums, of which the host adds those of a
-// key head, else of the inputs' type. Those of log decays and beta are of fp32. Gradients that are not needed are null, except
-// those of q, k and v.
+// Parameters of backward's kernels. grad_q and grad_k have rows of value heads. With has_partial_sums they are fp32, and the
+// host adds up the value heads of a key head; else they have the inputs' type. grad_log_decay and grad_beta are fp32. Gradients
+// that are not needed are null, except grad_q, grad_k and grad_v.
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;

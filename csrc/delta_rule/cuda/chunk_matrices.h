@@ -1,5 +1,5 @@
-// How the matrices of chunks (chunk_matrices_sm90.cuh) lie in memory, for the host, which allocates and describes them, and for
-// the kernels.
+// The layout of the chunk matrices (chunk_matrices_sm90.cuh) in memory, for the host, which allocates and describes them, and
+// for the kernels.
 //
 // M^T of a chunk is an upper triangle of 64 x 64, as a hi/lo split. It is stored without the blocks of 16 x 16 left of the
 // diagonal. Band w is 16 rows, from column 16 w on: first all rows of the high part, then those of the low part. A matrix is

@@ -1,16 +1,17 @@
-// Forward of delta_rule_scan by the kernels of this folder.
+// Forward of delta_rule_scan by the wgmma kernels of this folder.
 #pragma once
 
 #include "delta_rule/delta_rule_op.h"
 
 namespace ssm_kernels::delta_rule {
 
-// Whether they take a call of CUDA tensors: fp16 or bf16, key_dim up to 128, one gate a head or none, one update a step,
-// forward in time, and cu_seqlens without seq_idx and states_at, on compute capability 9.0.
+// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 128, one gate a head or none, one
+// update a step, forward in time, and cu_seqlens without seq_idx and states_at, on compute capability 9.0.
 bool have_fwd_kernels_for(const Inputs& in);
 
-// The inputs are checked. Rows of q, k, v and out that are not vectors of 16 bytes are copied. With qk_l2norm the normalized
-// rows are rounded to the dtype.
+// Checks the inputs. Copies rows of q, k, v and out that are not vectors of 16 bytes. With qk_l2norm it rounds the normalized
+// rows to the dtype. A call with states_at or with chunk matrices of more than 1 GiB runs in spans of steps, one after another;
+// few long sequences run in segments at the same time (segment_fold.cuh).
 FwdOutputs fwd_cuda(const Inputs& in);
 
 }  // namespace ssm_kernels::delta_rule

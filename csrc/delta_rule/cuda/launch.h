@@ -1,4 +1,4 @@
-// The interface between the host code that launches the delta rule's kernels (launch_fwd.cpp) and the kernels.
+// The interface between the delta rule's kernels and the host code that launches them (launch_fwd.cpp, launch_bwd.cpp).
 #pragma once
 
 #include "common/kernel_abi.h"
@@ -6,25 +6,26 @@
 
 namespace ssm_kernels::delta_rule {
 
-// Queues the kernel on the stream. Instantiated for __half and __nv_bfloat16, on devices for which has_wgmma_kernels(). With
-// states_only it writes the final states alone. follows_matrices: whether the stream's previous kernel computes the chunks'
-// matrices, so that this one may start before it has finished.
+// Queues forward's kernel (fwd_sm90.cuh) on the stream. Templates are instantiated for __half and __nv_bfloat16; all kernels
+// need a device for which has_wgmma_kernels(). With states_only the kernel writes the final states alone. With follows_matrices
+// it may start before the stream's previous kernel, which computes the chunk matrices, has finished.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, bool states_only,
                                                  bool follows_matrices, cudaStream_t stream);
 
-// Queues the kernel that folds the maps of segments (cuda/segment_fold.cuh).
+// Queues the kernel that folds the maps of segments (segment_fold.cuh).
 SSM_KERNEL_API cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream);
 
-// Queues the kernel that computes the matrices of all chunks; for the same types and devices.
+// Queues the kernel that computes forward's matrices of all chunks (chunk_matrices_sm90.cuh).
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream);
 
-// Queues the kernels of backward. `multiprocessors` of the device: each chunk is computed by one of as many blocks.
+// Queues the three kernels of backward (bwd.cuh). The last has a block for each of the device's `multiprocessors`.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                                  int multiprocessors, cudaStream_t stream);
 
+// Whether the current device can run the kernels.
 SSM_KERNEL_API bool has_wgmma_kernels();
 
 }  // namespace ssm_kernels::delta_rule

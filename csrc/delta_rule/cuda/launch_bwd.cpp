@@ -85,7 +85,8 @@ class Backward {
     if (is_present(in_.seq_idx)) of_.resets = sequence_starts(*in_.seq_idx).contiguous();
   }
 
-  // Where the kernels write: a gradient in place, if its rows are vectors.
+  // The tensor that the kernels write: the gradient itself if its rows are whole vectors, else one with padded rows, which
+  // finish() copies.
   at::Tensor place(Grad grad, const at::Tensor& input) const {
     return needs(grad) && are_vectors(grads_[grad]) ? grads_[grad] : empty_vectors(input);
   }
@@ -110,7 +111,8 @@ class Backward {
   }
   int64_t states_bytes() const { return row_blocks(in_.v.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3))); }
 
-  // Parts whose workspace takes at most so many bytes; one value head of a row is the least.
+  // Calls body(range) for parts of the call, whose workspaces take at most the bytes of the debug option. The smallest part is
+  // one value head of a row, whatever it takes.
   template <typename Body>
   void for_each_range(const Body& body) const {
     const int64_t batch = in_.q.size(0), heads = in_.v.size(2), key_heads = in_.q.size(2);
@@ -239,7 +241,7 @@ class Backward {
   const int64_t heads_per_key_head_;
   bool has_partial_sums_ = false;
   GradOperands of_;
-  at::Tensor sum_of_q_, sum_of_k_;  // of the value heads of a key head that earlier parts had
+  at::Tensor sum_of_q_, sum_of_k_;  // gradients of a key head's rows, summed over the value heads of earlier parts
 };
 
 }  // namespace

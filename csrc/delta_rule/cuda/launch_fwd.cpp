@@ -26,7 +26,7 @@
 namespace ssm_kernels::delta_rule {
 namespace {
 
-// Of the workspace of the chunks' matrices. A call that needs more takes its steps in spans.
+// The most bytes of chunk matrices at a time. A call whose matrices need more runs over its steps in several spans.
 constexpr int64_t kMaxWorkspaceBytes = int64_t{1} << 30;
 
 // The tensors that a kernel reads and writes.
@@ -34,7 +34,8 @@ struct Operands {
   at::Tensor q, k, v, out, log_decay, beta, initial_states, final_states, cu_seqlens, resets;
 };
 
-// The operands of `steps` steps from `first` on. Of packed sequences, those outside of them become empty.
+// The operands of `steps` steps from `first` on. Packed sequences that have none of these steps become empty. A later span
+// starts from the final states of the one before.
 Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
   Operands result = operands;
   if (steps == operands.q.size(1)) return result;
@@ -111,12 +112,16 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   return params;
 }
 
-// Blocks take equally many chunks, where no work tile becomes longer than a block's range, or whole work tiles; these also
-// where value heads share keys and it takes hardly longer. A packed sequence is a work tile that counts as one chunk.
+// A schedule and the memory that it points to.
 struct Work {
   Schedule schedule;
   at::Tensor states, flags;
 };
+
+// Divides the work tiles among blocks. Packed sequences: each work tile is the range of a block. Others: ranges of whole work
+// tiles, equally many in each block, if they take at most an eighth longer than equal ranges, because blocks then take
+// neighboring heads at the same time; else ranges of equally many chunks, if none is shorter than a work tile; else ranges of
+// whole work tiles.
 Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   Work work;
   Schedule& schedule = work.schedule;
@@ -148,7 +153,7 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   return work;
 }
 
-// How many steps a launch takes: whole chunks.
+// The steps of a span: as many whole chunks as have matrices of at most kMaxWorkspaceBytes, but at least one.
 int64_t steps_of_span(const Inputs& in) {
   const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
                 chunks = kMaxWorkspaceBytes / kChunkMatrixBytes / heads - sequences;
@@ -160,7 +165,7 @@ cudaError_t launch_matrices(at::ScalarType dtype, const DeltaRuleMatricesParams&
                             : launch_delta_rule_chunk_matrices<__nv_bfloat16>(params, stream);
 }
 
-// Launches the kernel of forward after that of the chunks' matrices, or after others.
+// Queues forward's kernel; launch.h describes states_only and follows_matrices.
 void launch_scan(at::ScalarType dtype, DeltaRuleFwdParams params, const at::TensorOptions& options, bool states_only,
                  bool follows_matrices, cudaStream_t stream) {
   const Work work = divide(params, options);
@@ -168,7 +173,8 @@ void launch_scan(at::ScalarType dtype, DeltaRuleFwdParams params, const at::Tens
   C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_matrices, stream));
 }
 
-// Launches the kernel of the chunks' matrices, and sets the parameters that describe them. They are in the result.
+// Queues the kernel that computes the chunk matrices and sets params.inverse_descriptors, which describe them to forward's
+// kernel. Returns the matrices' memory.
 at::Tensor make_matrices(const Inputs& in, DeltaRuleFwdParams& params, cudaStream_t stream) {
   const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
@@ -188,9 +194,9 @@ at::Tensor as_one_row(const at::Tensor& tensor) {
   return tensor.as_strided(sizes, strides);
 }
 
-// The chunks of a segment of each sequence, or 0: a few long sequences are cut where that takes less time. On an H200 a chunk
-// takes about 2 us, and 1.4 us in a map (cuda/segment_fold.cuh), whose blocks may run in several waves; folding a segment takes
-// about 6 us.
+// The chunks of a segment, if cutting each sequence into segments takes less time than not, else 0. On an H200 a chunk takes
+// about 2 us, and 1.4 us in a map (segment_fold.cuh), whose blocks may run in several waves; folding a segment takes about 6
+// us, and the additional launches about 40 us.
 int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
   const int64_t multiprocessors = cuda::multiprocessor_count(in.q.device().index()),
                 chunks = ceil_div(operands.q.size(1), int64_t{kChunk}),
@@ -210,8 +216,8 @@ int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
   return best;
 }
 
-// The call as one of packed sequences, the segments of so many chunks; the states before and after them are uninitialized.
-// Without q if strides do not allow it.
+// The same steps as packed sequences, which are the segments of `chunks` chunks. The states before and after each segment are
+// uninitialized. Returns undefined tensors if strides do not allow a view of all rows as one.
 Operands as_segments(const Operands& operands, int64_t chunks) {
   const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1), steps = chunks * kChunk;
   Operands result = operands;
@@ -231,11 +237,13 @@ Operands as_segments(const Operands& operands, int64_t chunks) {
   return result;
 }
 
+// Queues four kernels: the chunk matrices; the maps of all segments at once; the fold, which computes the state before each
+// segment; forward of all segments at once.
 void launch_segments(const Inputs& in, const Operands& operands, const Operands& segments) {
   const at::ScalarType dtype = in.q.scalar_type();
   const int64_t key_dim = in.q.size(3), batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  // A segment's map: the state after one that begins with zero, and below it, without values, that after the identity.
+  // A segment's map has the rows of B, filled up to whole state tiles, and below them the rows of T, whose values are zero.
   const int64_t map_rows = round_up(in.v.size(3), int64_t{kStateRows}) + key_dim;
   const at::Tensor identities = at::zeros({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options()),
                    maps = empty_tensor({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options());

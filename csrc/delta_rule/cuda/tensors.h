@@ -1,4 +1,5 @@
-// Tensors as the delta rule's kernels take them: rows of vectors of 16 bytes, described for TMA.
+// Tensors as the delta rule's kernels take them, (batch, seqlen, heads, row): rows of whole vectors of 16 bytes, and their
+// descriptors for TMA.
 #pragma once
 
 #ifdef SSM_KERNELS_WITH_CUDA
@@ -9,16 +10,17 @@
 
 namespace ssm_kernels::delta_rule {
 
-// Whether the rows of a (batch, seqlen, heads, row) tensor consist of whole vectors.
+// Whether rows are contiguous, consist of whole vectors and begin at multiples of 16 bytes.
 bool are_vectors(const at::Tensor& tensor);
-// Uninitialized, with rows rounded up to whole vectors.
+// An uninitialized tensor of the same sizes, whose rows are rounded up to whole vectors.
 at::Tensor empty_vectors(const at::Tensor& like);
-// Rows as vectors of 16 bytes, the last filled up with zeros.
+// The tensor itself if are_vectors(), else a copy whose rows end in zeros.
 at::Tensor as_vectors(const at::Tensor& tensor);
 
 // Describes tiles of kChunk steps and 64 elements of a row.
 void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor);
 
+// The address and the strides. Kernels may write to it.
 RowsView view_of(const at::Tensor& tensor);
 
 }  // namespace ssm_kernels::delta_rule
