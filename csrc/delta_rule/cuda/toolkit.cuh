@@ -12,7 +12,7 @@ using cuda::align_shared, cuda::make_operand, cuda::columns_of, cuda::rows_of;
 using cuda::kBlockSteps, cuda::kWarpSize, cuda::kAllLanes, cuda::kWarpgroupWarps, cuda::kWarpgroupThreads,
     cuda::kOperandAlignment;
 using cuda::Mbarrier, cuda::PipelineState, cuda::WarpShare;
-using cuda::SmemTile, cuda::RowCopier, cuda::InOrder, cuda::FragmentLane, cuda::FragmentPairs;
+using cuda::SmemTile, cuda::InOrder, cuda::FragmentLane, cuda::FragmentPairs;
 
 // The operand A of the group-th 16 columns of accumulators.
 template <typename Scalar, int blocks>
