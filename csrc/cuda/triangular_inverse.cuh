@@ -10,8 +10,9 @@
 //
 // M^T (w, j) stays in registers, because the accumulators of two neighboring column blocks are an operand A
 // (cuda/mma_tf32x3.cuh). A (i, j) and M(i, i) are accumulators of other warps and operands B without a change of layout: in
-// shared memory they are in the order of lanes. All warps run the same code, which counts blocks from the diagonal: with code
-// of its own for each, instructions would come from memory more slowly than they run.
+// shared memory they are in the order of lanes. The functions without a template parameter `warp` are the same code for all
+// warps, because they count blocks from the diagonal: with code of its own for each warp, a kernel may be bound by the fetching
+// of instructions.
 #pragma once
 
 #include "cuda/fragment.cuh"

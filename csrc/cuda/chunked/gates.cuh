@@ -2,7 +2,7 @@
 //
 //   S_t = e^(log decay_t) S_{t-1} + gain_t x_t B_t^T
 //
-// and SSD's kernels know nothing else about a step; those of the delta rule also read beta from `Kept`, write the gradients
+// and SSD's kernels know nothing else about a step; those of the delta rule also read beta from `Loaded`, write the gradients
 // themselves and need no backward part. Where these two come from is a type, `Gates`, a parameter of the kernels. To add a gate
 // is to write such a type; ssd/cuda/log_gates.cuh is the simplest. It describes the gates of one head, is default-constructible
 // and trivially copyable. A warp evaluates it: a lane has two steps of a chunk. It provides:

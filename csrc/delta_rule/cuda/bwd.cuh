@@ -1,5 +1,8 @@
-// Launches of the delta rule's backward kernels.
+// Launches the delta rule's backward kernels, one after another: matrices and tables, with a block for each chunk of a value
+// head; states, with a block for each work tile and direction in time; gradients, with a block for each multiprocessor.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "delta_rule/cuda/bwd_chunks.cuh"

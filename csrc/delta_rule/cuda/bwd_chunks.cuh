@@ -14,10 +14,11 @@
 //   sum over j < t <= i of (F Q K^T + B K K^T)(i, j)  +  sum over i >= t of what step i reads of S, by q_i and k_i
 //   +  sum over j < t of what step j adds to D, by k_j  +  e^(s_l) <S, D>
 //
-// A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv and F, the second dk, dbeta and B;
-// rows of all their accumulators are steps. F and B^T go through shared memory as
-// operands. Two threads load by TMA: stages of a pipeline have 64 rows of V, over which products are summed; q and k come
-// once for a chunk. Gradients of q and k of several value heads of a key head are partial sums in memory.
+// A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv, F and the gradients of log decays,
+// the second dk, dbeta and B; rows of all their accumulators are steps. Both write their matrix to shared memory, where F^T and
+// B^T are operands of dk. Two threads load by TMA: one fills stages of a pipeline, each with 64 rows of V, over which products
+// are summed; the other loads q and k once for a chunk. If several value heads share a key head, each writes its dq and dk in
+// fp32, and the host adds them up.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -27,11 +28,11 @@
 
 namespace ssm_kernels::delta_rule {
 
-// What the warpgroups sum up for the gradients of log decays of one chunk.
+// The sums from which one warp computes the gradients of a chunk's log decays.
 struct DecaySums {
-  float pairs[kWarpgroups * kWarpgroupWarps][kChunk];  // each warp's terms of pairs of steps, of which t is a column
-  float reads[kWarpgroups][kChunk], adds[kChunk];
-  float states[kWarpgroupWarps];  // of <S, D>
+  float pairs[kWarpgroups * kWarpgroupWarps][kChunk];  // of a warp's rows i: for each step t, over pairs j < t <= i
+  float reads[kWarpgroups][kChunk], adds[kChunk];      // of each step, by q and by k, and by k
+  float states[kWarpgroupWarps];                       // of <S, D>
 };
 
 template <int columns>
@@ -96,7 +97,7 @@ struct BwdChunks {
     });
   }
 
-  // Run by another thread, so that the stages of later chunks do not wait for the rows' place.
+  // Run by another thread than produce_stages(), so that later chunks' stages do not wait until q and k may be overwritten.
   __device__ __forceinline__ void produce_rows() {
     PipelineState rows;
     for_each_chunk([&](const ChunkOfHead& at) {

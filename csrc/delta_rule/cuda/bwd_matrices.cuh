@@ -4,8 +4,9 @@
 //
 //   A = strictly lower part of diag(beta) (K K^T G)       (I + A)^-1 = I + diag(beta) N       P = scale (Q K^T G)
 //
-// with G(i, j) = e^(s_i - s_j) for j <= i, and N and P go to memory (bwd_workspace.cuh). Each row of the inverse has a factor
-// beta, by which it is divided for N. A beta too small to change another row takes the place of zero.
+// with G(i, j) = e^(s_i - s_j) for j <= i. The block writes N, P and the tables to memory (bwd_workspace.cuh). To get N it
+// divides each row of the inverse by that row's beta. A beta below kLeastBeta, which is too small to change another row, counts
+// as kLeastBeta.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"

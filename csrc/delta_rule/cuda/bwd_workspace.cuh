@@ -1,5 +1,6 @@
-// What the kernels of the delta rule's backward pass to one another through memory, for each chunk of each value head. Tiles
-// are in the order of shared memory (cuda/smem_tile.cuh), so that a copy of bytes loads an operand.
+// The workspaces of the delta rule's backward, for each chunk of each value head: bwd_matrices.cuh writes the matrices,
+// bwd_states.cuh reads them and writes the states, and bwd_chunks.cuh reads the states and the tables. Tiles are in the order
+// of shared memory (cuda/smem_tile.cuh), so that a copy of bytes loads an operand.
 #pragma once
 
 #include "cuda/chunked/span.cuh"
@@ -40,7 +41,7 @@ struct ChunkOfHead : ChunkSpan {
 
   __device__ __forceinline__ ChunkOfHead(const DeltaRuleBwdParams& p, int place)
       : ChunkOfHead(p, place, static_cast<unsigned>(place) / static_cast<unsigned>(p.heads)) {}
-  // Of packed sequences some numbers belong to none.
+  // Whether a sequence has this chunk: with packed sequences some numbers belong to none.
   __device__ __forceinline__ bool is_there() const { return chunk < chunks; }
   __device__ __forceinline__ int first() const { return static_cast<int>(start) + chunk * kChunk; }
   __device__ __forceinline__ int steps() const { return steps_of(chunk); }

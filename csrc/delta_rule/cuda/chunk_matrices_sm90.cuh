@@ -70,16 +70,16 @@ class ChunkMatrixPairs {
   uint32_t* pairs_;
 };
 
-// The number of the span's chunk.
+// The chunk number of the span's `chunk`-th chunk.
 template <typename Params>
 __device__ __forceinline__ int64_t chunk_number(const Params& p, const ChunkSpan& span, int chunk) {
   const int64_t earlier = is_packed(p) ? 0 : span.start / kChunk;  // chunks of the sequence before the span
   return first_chunk_index(p, span.entry) + earlier + chunk;
 }
 
-// The tables of a chunk of a value head, and the chunk's place.
+// The tables of a chunk of a value head, and the place of its matrix.
 struct MatrixTables : DeltaRuleTables {
-  int64_t place;  // of the matrix; -1 after the block's last
+  int64_t place;  // among all matrices: chunk number * heads + head; -1 after the block's last
   int steps;
   bool is_first_head, is_last_head;  // of the key head
 };

@@ -1,7 +1,8 @@
-// Launches of the delta rule's forward kernels, and of the kernel of the matrices of chunks, which backward launches, too.
+// Launches of the delta rule's forward kernels: the chunk matrices (chunk_matrices_sm90.cuh), and the scan (fwd_sm90.cuh).
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/chunked/launch_staged.cuh"
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"

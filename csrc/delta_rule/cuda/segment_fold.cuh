@@ -4,8 +4,8 @@
 //
 // B, V x K, is the state after a segment that begins with zero; T, K x K, that after a segment without values that begins with
 // the identity: rows of a state do not depend on one another. The kernel of forward computes both as one state of V + K rows
-// (launch_fwd.cpp). This kernel folds the maps in order: a block takes some rows of a head's state from segment to segment, and
-// writes them before each. Products are fp32.
+// (launch_fwd.cpp). This kernel folds the maps in order: a block takes kFoldRows rows of a head's state from segment to
+// segment, and writes the rows before each segment. A thread has one column of some of the rows. Products are fp32.
 #pragma once
 
 #include "cuda/constants.h"
