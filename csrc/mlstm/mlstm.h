@@ -26,8 +26,8 @@ struct GateParams {
   void *m = nullptr, *log_decay = nullptr, *gain = nullptr, *final_m = nullptr;
 };
 
-// Rows of `columns` elements, one for each of `count` steps and heads, and the numbers of each row: contiguous. `products` is
-// null where `divisor` is given.
+// A row of `columns` elements and a number of each kind for each of `count` steps and heads, all contiguous. The kernel
+// computes and writes `divisor` from `products`, or reads `divisor` where `products` is null.
 struct RowParams {
   int64_t count = 0, columns = 0;
   double scale = 1, eps = 0;

@@ -23,15 +23,16 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "mlstm_scan(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, *, float? scale=None, float eps=1e-06, "
       "str input_gate='exp', bool normalize=True, Tensor? initial_C=None, Tensor? initial_n=None, Tensor? initial_m=None, "
       "Tensor? cu_seqlens=None) -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m)");
-  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone, with what backward needs.
+  // _mlstm_scan is the differentiable form with all arguments positional, as vmap wants them. _mlstm_scan_fwd is forward alone
+  // and also returns the divisor, which backward reads.
   const std::string arguments =
       "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float? scale, float eps, str input_gate, bool normalize, "
       "Tensor? initial_C, Tensor? initial_n, Tensor? initial_m, Tensor? cu_seqlens";
   const std::string results = ") -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m";
   schemas.def("_mlstm_scan(" + arguments + results + ")");
   schemas.kernels("_mlstm_scan_fwd(" + arguments + results + ", Tensor divisor)");
-  // Its adjoint. m is constant: its gradient is zero, and that of the final m is not read. Gradients that are absent or not
-  // needed have no elements.
+  // The adjoint of _mlstm_scan_fwd, which takes m as a constant: the gradient of initial_m is zero, and that of final_m is no
+  // argument. Gradients that are absent or not needed have no elements.
   schemas.kernels("_mlstm_scan_bwd(Tensor? grad_out, Tensor? grad_final_C, Tensor? grad_final_n, Tensor? divisor, " +
                   arguments +
                   ", bool[8] needs_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_i, Tensor grad_f, "
@@ -155,8 +156,8 @@ struct MlstmScan : DifferentiableOp<MlstmScan, BwdInputs, Outputs> {
     return outputs;
   }
 
-  // Sequences in the autocast dtype, states in float32. The gates keep float32: a forget gate near one has few digits
-  // otherwise.
+  // Casts q, k and v to the autocast dtype and states to float32. Gates of the autocast dtype stay, others become float32, in
+  // which a forget gate near one keeps more digits.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.q, in.k, in.v);
     to.to_float_unless(to.lower, in.i, in.f);

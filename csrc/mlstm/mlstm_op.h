@@ -15,7 +15,7 @@ namespace ssm_kernels::mlstm {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The largest key_dim: the dstate of ssd_chunk_scan.
+// The largest key_dim, which is ssd_chunk_scan's largest dstate.
 constexpr int64_t kMaxKeyDim = 256;
 
 enum class InputGate { kExp, kSigmoid };
@@ -80,20 +80,21 @@ struct BwdInputs {
 // of states are contiguous, and those absent or not needed have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
-// Each step as the chunked scan takes it, (batch, seqlen, heads) in the accumulation type, and the last step's m.
+// Units, log decays and gains of all steps, (batch, seqlen, heads), and the units after the last steps, (sequences, heads). All
+// have the accumulation type.
 struct Gates {
   at::Tensor m, log_decay, gain, final_m;
 };
 Gates gates_cpu(const Inputs& in);
 Gates gates_cuda(const Inputs& in);
 
-// On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps) with a row for each step and head, or rows * scale if m is
-// undefined. Returns false, and writes nothing, unless rows are contiguous. `products` may be undefined; else divisor is
-// computed, scale * products, and written.
+// On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps), with a row for each step and head. If `products` is defined, the
+// kernel computes the divisor, scale * products, and writes it; otherwise it reads the divisor. Returns false, and writes
+// nothing, unless all tensors are contiguous.
 bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor& products, const at::Tensor& divisor,
                      const at::Tensor& m, const at::Tensor& out);
-// On CUDA, the gradient of the products n q from that of q through the numerators. Returns false, and writes nothing, unless
-// rows are contiguous.
+// On CUDA, the gradient of the products n q from grad_q, the gradient of q through the numerators alone. Returns false, and
+// writes nothing, unless the rows of q and grad_q are contiguous.
 bool grad_products_cuda(const Inputs& in, const at::Tensor& grad_q, const at::Tensor& divisor, const at::Tensor& m,
                         const at::Tensor& grad_products);
 

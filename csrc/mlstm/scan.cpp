@@ -7,6 +7,7 @@
 //
 // Backward holds m constant: the results depend on it through eps alone. The gradient of a step's divisor is that of out times
 // out, summed; this sum is q times the gradient of q through the numerators, so that backward reads neither out nor numerators.
+// The gradient of q is rounded to the inputs' dtype before this product.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -134,17 +135,18 @@ void scale_rows(const Inputs& in, const at::Tensor& rows, const at::Tensor& prod
   at::mul_out(out, rows, row_factors(in, divisor, m));
 }
 
-// The gradient of the products n q, (batch, seqlen, heads, 1), in the dtype of q.
+// The gradient of the products n q, (batch, seqlen, heads, 1), in the dtype of q. grad_q is the gradient of q through the
+// numerators.
 at::Tensor grad_products(const Inputs& in, const at::Tensor& grad_q, const at::Tensor& divisor, const at::Tensor& m) {
   at::Tensor result = empty_tensor({in.q.size(0), in.q.size(1), in.q.size(2), 1}, in.q.options());
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.q.is_cuda() && grad_products_cuda(in, grad_q, divisor, m, result)) return result;
 #endif
-  // The sum of grad_out * out, and with it the gradient of scale n q, is that of the numerators times themselves.
+  // q times grad_q equals the sum of grad_out * out, to which the gradient of the divisor is proportional.
   const at::Tensor sums = in.q.to(divisor.scalar_type()).mul(grad_q).sum(3, /*keepdim=*/true);
   const at::Tensor size = divisor.abs(), floor = m.neg().exp();
   const at::Tensor factor = divisor.sign().mul_(size.gt(floor)).mul_(-scale_of(in)).div_(at::maximum(size, floor).add_(in.eps));
-  // An infinite divisor makes the factor zero.
+  // The factor is zero where the divisor or e^-m is infinite.
   return result.copy_(sums.mul_(factor.unsqueeze(3)));
 }
 

@@ -48,7 +48,7 @@ void check_intermediate(const ArgumentChecks& checks, const BufferNames& names, 
                         const std::optional<c10::SymInt>& tokens);
 
 // Raises if a tensor that the call writes to shares memory with an argument, with another one that it writes to, or with
-// itself. `arguments`: those that it reads, but the options other than state_batch_indices.
+// itself. `arguments`: the tensors that it reads, state_batch_indices included; the function adds those of the other options.
 void check_writes(const char* op, std::initializer_list<NamedTensor> written, at::ArrayRef<NamedTensor> arguments,
                   const DecodingOptions& options);
 

@@ -9,7 +9,7 @@
 
 namespace ssm_kernels::mlstm::step {
 
-// Decayed keys and queries of a head, and a row of C that is not contiguous, in the accumulation type.
+// The key and the query of a head, and a row of C that is not contiguous, in the accumulation type.
 constexpr int64_t kScratchBytes = 3 * kMaxKeyDim * 8;
 
 struct CpuKernels {

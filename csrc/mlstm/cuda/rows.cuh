@@ -1,8 +1,8 @@
 // The divisions of mlstm_scan on CUDA: a warp has a row, the values of one step and head.
 //
 // mlstm_scale_rows_kernel: out = row scale / (max(|d|, e^-m) + eps), forward of the numerators, backward of the gradient of
-// out. mlstm_grad_products_kernel: the gradient of n q, -scale sign(d) [|d| > e^-m] q grad_q / (max(|d|, e^-m) + eps), where q
-// grad_q, with the gradient of q through the numerators, is the sum of grad_out times out.
+// out. mlstm_grad_products_kernel: the gradient of n q, -scale sign(d) [|d| > e^-m] q . grad_q / (max(|d|, e^-m) + eps). grad_q
+// is the gradient of q through the numerators, rounded to Scalar; q . grad_q equals the sum of grad_out times out.
 #pragma once
 
 #include <cuda_runtime.h>

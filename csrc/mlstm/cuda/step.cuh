@@ -1,10 +1,9 @@
 // The decoding step of xLSTM's matrix memory on CUDA, in two kernels.
 //
 // 1. mlstm_step_gates_kernel: a warp has a row of the call and a head. It updates n and m, and writes the decay, the gain and
-// the
-//    factor of the output, which all rows of C need: blocks that update C then read no state that another block writes.
-// 2. mlstm_step_kernel: a warp has kRowsOfWarp rows of a head's C, and a lane some columns of each. C is read and written once,
-//    where rows are vectors in accesses of 16 bytes, and its products with q are summed over the warp.
+//    the factor of the output, which all rows of C need: blocks that update C then read no state that another block writes.
+// 2. mlstm_step_kernel: a warp has kRowsOfWarp rows of a head's C, and a lane some columns of each. The warp reads and writes
+//    each element of C once, in accesses of 16 bytes where rows are whole vectors, and sums the products with q over its lanes.
 #pragma once
 
 #include <cuda_runtime.h>
