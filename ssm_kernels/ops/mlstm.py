@@ -37,7 +37,7 @@ def mlstm_scan(
         C_t &= \sigma(f_t)\, C_{t-1} + e^{i_t} v_t k_t^\top, \qquad n_t = \sigma(f_t)\, n_{t-1} + e^{i_t} k_t \\
         \mathrm{out}_t &= \frac{\mathrm{scale} \cdot C_t q_t}{\max(\lvert \mathrm{scale} \cdot n_t^\top q_t \rvert, 1)}
 
-    No number of this size is computed. States are in units of :math:`e^{m_t}` with
+    The operator never computes :math:`e^{i_t}`, which overflows. States are in units of :math:`e^{m_t}` with
     :math:`m_t = \max(\log \sigma(f_t) + m_{t-1}, i_t)`, in which the gates are at most 1 and the 1 of the divisor is
     :math:`e^{-m_t}`.
 

@@ -45,7 +45,7 @@ def mlstm_step(
         f: likewise.
         scale: of ``q``, finite; key_dim ** -0.5 if None.
         eps: added to the divisor, in units of :math:`e^m`.
-        input_gate: ``"exp"`` or ``"sigmoid"``.
+        input_gate: ``"exp"``, or ``"sigmoid"``, which leaves ``m`` at 0.
         normalize: divide; ``False`` only with ``input_gate="sigmoid"``.
         state_batch_indices: (batch,), int32 or int64: the slot that each row of the batch uses. A negative index is padding:
             the output is zero and no state is touched. Other indices must be distinct and below the number of slots; the CPU

@@ -11,7 +11,8 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 and differs only in the two functions ``Abar`` and ``gain``.
 
 In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number. The delta rule
-also subtracts from such a state what it already has for a key. xLSTM's matrix memory divides by the size of another one.
+also subtracts from such a state what it already has for a key. xLSTM's matrix memory has a vector ``n`` that decays and grows
+as the matrix does, and divides its output by the size of ``n q``.
 """
 
 from .._submodules import public_names

@@ -26,7 +26,7 @@ def _unit(m: Tensor, i: Tensor, f: Tensor, input_gate: str) -> Tensor:
 
 
 def advance(states: States, of_step: Sequence[Tensor], eps: float, input_gate: str, normalize: bool) -> tuple[Tensor, States]:
-    """One step, of q, k, v, i and f; q has its scale."""
+    """The output and the states after one step. ``of_step``: its q, times the scale, k, v, i and f."""
     q, k, v, i, f = of_step
     C, n, m = states
     unit = _unit(m, i, f, input_gate)
