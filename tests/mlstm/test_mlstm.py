@@ -171,7 +171,7 @@ def test_gradcheck(options):
 
 
 def test_gradients_of_final_states_in_true_units():
-    """Trap 24: df through the last C and n, whose unit depends on the gates: chained calls have the gradients of the whole."""
+    """Gradients through the C and n of chained calls, whose units depend on the gates, are those of one loop in true units."""
     whole = make_inputs(seqlen=12, eps=0.0)
     leaves = with_gradients(whole, TENSORS)
     states: tuple[Tensor, ...] = tuple(leaves[name] for name in STATES)
@@ -250,7 +250,7 @@ def extreme_inputs(log_forget: float, i: float, *, input_gate: str = "exp", **op
     ("i", "initial_states"), [(-torch.inf, True), (-60.0, False), (10.0, True), (60.0, False), (1000.0, True)]
 )
 def test_gates_of_any_size(log_forget, i, initial_states, device):
-    """Traps 10 and 11: decays from e^-0.0001 to 0, input gates from 0 to e^1000: finite, and those of the loop."""
+    """Decays from e^-0.0001 to 0 and input gates from 0 to e^1000: all results are finite, and those of the loop."""
     inputs = extreme_inputs(log_forget, i, initial_states=initial_states, device=device)
     found = assert_matches_reference(inputs)
     assert all(torch.isfinite(value).all() for name, value in found.items() if name != "final_m")
