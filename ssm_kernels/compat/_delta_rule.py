@@ -52,6 +52,8 @@ def delta_rule(
     ``by_step``: short calls without gradients take :func:`ssm_kernels.delta_rule_step`. ``in_place``: the step writes the final
     state to ``initial_state`` and returns that tensor, if it has the dtype of states.
     """
+    if cu_seqlens is not None and q.dim() == 4 and q.shape[0] != 1:
+        raise ValueError(f"{function}: expected a batch of 1 with cu_seqlens, got {q.shape[0]}")
     dtype = common_dtype(function, q=q, k=k, v=v)
     common_dtype(function, beta=beta, g=g, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
     wide = wide_dtype(dtype)
@@ -124,8 +126,10 @@ def _step(
     """Runs the decoding step, whose packed tokens have no axis of the batch."""
     if cu_seqlens is None:
         return delta_rule_step(states, q, k, v, beta, **options)
-    given = {name: value[0] if name == "g" and value is not None else value for name, value in options.items()}
-    return delta_rule_step(states, q[0], k[0], v[0], beta[0], cu_seqlens=cu_seqlens, **given)[None]
+    # squeeze, not [0]: the operator then refuses tensors whose batch is not 1.
+    given = {name: value.squeeze(0) if name == "g" and value is not None else value for name, value in options.items()}
+    q, k, v, beta = (x.squeeze(0) for x in (q, k, v, beta))
+    return delta_rule_step(states, q, k, v, beta, cu_seqlens=cu_seqlens, **given)[None]
 
 
 def read_keywords(function: str, given: Mapping[str, Any], *known: str) -> Mapping[str, Any]:

@@ -186,6 +186,19 @@ def test_packed_sequences(model, device):
         assert_close(finals[i : i + 1], final, "final_state")
 
 
+@pytest.mark.parametrize("model", [name for name in HOMES if not name.endswith("gdn")])
+def test_packed_sequences_are_a_batch_of_one(model):
+    options = options_of(model)
+    given = tensors(model, "cpu", seqlen=10, updates=options.get("num_householder", 1))
+    with pytest.raises(ValueError, match=f"^{model}: expected a batch of 1 with cu_seqlens, got 2$"):
+        getattr(functions, model)(**given, **options, cu_seqlens=torch.tensor([0, 5, 10]))
+    given["initial_state"], given["q"] = None, given["q"][:1]
+    for name in ("k", "v", "beta"):  # which the decoding step, without an axis of the batch, must not cut
+        one = {key: value if value is None or key == name else value[:1] for key, value in given.items()}
+        with pytest.raises(ValueError, match=f"^{model}: expected .*, got"):
+            getattr(functions, model)(**one, **options, cu_seqlens=torch.tensor([0, 5, 10]))
+
+
 @pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
 def test_options_in_the_kernel_of_gated_delta_rule(fla, function, allow_neg_eigval, device):
