@@ -46,6 +46,32 @@ from .naming import class_name
 
 __all__ = ["DeltaRuleMixer", "value_columns"]
 
+# The most columns of a key that delta_rule_step takes.
+_COLUMNS_OF_A_STEP = 512
+
+
+def _step_by_scan(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, num_householder: int, **options: Any
+) -> Tensor:
+    """:func:`ssm_kernels.delta_rule_step` for keys of any size. Modifies ``state`` in place."""
+    if options.get("g") is not None:
+        options["g"] = options["g"][:, None]
+    if num_householder == 1:  # several updates have their axis already
+        k, v, beta = (x[:, None] for x in (k, v, beta))
+    initial_states = state.to(wide_dtype(q.dtype))
+    y, last = delta_rule_scan(
+        q[:, None],
+        k,
+        v,
+        beta,
+        num_householder=num_householder,
+        initial_states=initial_states,
+        return_final_states=True,
+        **options,
+    )
+    state.copy_(last)
+    return y[:, 0]
+
 
 def value_columns(layer: str, head_dim: int, expand_v: float) -> int:
     """The columns of a value head, ``head_dim * expand_v``, which must be whole."""
@@ -214,7 +240,6 @@ class DeltaRuleMixer(PackedMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
-            ValueError: a key has more than 512 columns, the most that :func:`ssm_kernels.delta_rule_step` takes.
             RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
             TypeError: an argument is not a tensor.
         """
@@ -223,12 +248,9 @@ class DeltaRuleMixer(PackedMixer):
         q, k, v = self._heads(self._convolve_one(self._project(u), conv_state))
         tensors, flags = self._gates(u)
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
+        update = delta_rule_step if self.head_k_dim <= _COLUMNS_OF_A_STEP else _step_by_scan
         beta = self._beta(u, q)
-        y = update_state(
-            ssm_state,
-            q.dtype,
-            lambda state: delta_rule_step(state, q, k, v, beta, **options),
-        )
+        y = update_state(ssm_state, q.dtype, lambda state: update(state, q, k, v, beta, **options))
         return self._finish(y, u)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ssm_kernels import nn
 from ssm_kernels.models import parameter_groups
+from ssm_kernels.nn import delta_rule
 
 OPERATOR = "delta_rule_scan"
 
@@ -26,6 +27,8 @@ every_variant = pytest.mark.parametrize("name", VARIANTS)
 # Those whose states or updates differ.
 WAYS = ("default", "no_conv", "conv_of_one_step", "more_value_heads", "one_update", "three_updates")
 every_way_to_continue = pytest.mark.parametrize("name", [name for name in VARIANTS if name.partition("-")[2] in WAYS])
+
+PRODUCTS = [f"GatedDeltaProduct-{way}" for way in ("default", "one_update", "no_forget_gate")]
 
 # The constructors of flash-linear-attention 0.6, without **kwargs.
 SIGNATURES = {
@@ -244,6 +247,25 @@ def test_steps(name, device):
     states = layer.allocate_inference_cache(2, 7)
     steps = torch.cat([layer.step(u[:, t : t + 1], *states)[0] for t in range(7)], dim=1)
     assert_all_close(steps, layer(u).detach(), 1e-9, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["DeltaNet-default", "GatedDeltaNet-default", "KimiDeltaAttention-default", *PRODUCTS])
+def test_steps_of_long_keys(name, monkeypatch, device):
+    """The scan takes steps whose keys are longer than those of the decoding step."""
+    monkeypatch.setattr(delta_rule, "_COLUMNS_OF_A_STEP", 3)
+    monkeypatch.setattr(delta_rule, "delta_rule_step", None)
+    test_steps(name, device)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_steps_of_a_key_of_520_columns(dtype, device):
+    layer = nn.GatedDeltaNet(8, head_dim=520, num_heads=1, expand_v=1 / 260, device=device)
+    u = make_sequence(2, 3, 8, device=device, dtype=torch.float32)
+    states = layer.allocate_inference_cache(2, 3, dtype)
+    steps = torch.cat([layer.step(u[:, t : t + 1], *states)[0] for t in range(3)], dim=1)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    assert_all_close(steps, layer(u).detach(), tolerance, tolerance)
+    assert all(state.any() for state in states)
 
 
 @every_way_to_continue
