@@ -32,6 +32,9 @@ class GatedRMSNorm(NamesNoDecay, nn.Module):
         activation: of the gate, as in :func:`ssm_kernels.rms_norm_gated`.
     """
 
+    # A class attribute, because layers that earlier versions pickled have no value of their own.
+    activation: GateActivation = "silu"
+
     def __init__(
         self,
         channels: int,
@@ -53,7 +56,7 @@ class GatedRMSNorm(NamesNoDecay, nn.Module):
         if channels % groups != 0:
             raise ValueError(f"GatedRMSNorm: expected groups that divide channels = {channels}, got {groups}")
         self.group_size, self.norm_before_gate, self.eps = channels // groups, norm_before_gate, eps
-        self.activation: GateActivation = activation
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
         self.reset_parameters()
 

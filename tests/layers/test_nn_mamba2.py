@@ -28,6 +28,13 @@ def test_gated_norm_of_groups():
             GatedRMSNorm(8, groups)
 
 
+def test_gated_norms_pickled_by_an_earlier_version_have_the_default():
+    layer, x = GatedRMSNorm(8), make_sequence(2, 8, dtype=torch.float32)
+    expected = layer(x, x)
+    del layer.__dict__["activation"]
+    assert layer.activation == "silu" and torch.equal(layer(x, x), expected)
+
+
 # ----- flattened batches
 
 
