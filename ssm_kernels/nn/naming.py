@@ -118,7 +118,7 @@ def _explain(module: nn.Module, layer: str, name: str, value: Any, error: Except
 
 def _first_weight(module: nn.Module) -> Tensor | None:
     """The weight of the projection that reads the input, if it has a floating-point dtype: quantized ones take several."""
-    for name in ("in_proj", "x_proj", "fc1", "gate_proj", "q_proj"):
+    for name in ("in_proj", "x_proj", "fc1", "gate_proj", "q_proj", "q", "qkv_opreact"):
         weight = getattr(getattr(module, name, None), "weight", None)
         if weight is not None:
             break

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from ssm_kernels.models import RecurrentMixer
-from ssm_kernels.nn import Block, GatedMLP, Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
+from ssm_kernels.nn import MLSTM, Block, GatedMLP, Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
 from ssm_kernels.nn.naming import class_name
 
 FIRST = {"Mamba": "hidden_states", "Mamba2": "u", "SelectiveSSM": "x"}
@@ -77,6 +77,10 @@ def test_dtype_of_other_layers():
         GatedMLP(4)(torch.zeros(2, 4, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=says("RecurrentMixer: expected hidden_states of dtype torch.float32")):
         RecurrentMixer(4)(torch.zeros(1, 2, 4, dtype=torch.float64))
+    for mode in ("single", "fused"):
+        expected = "MLSTM: expected hidden_states of dtype torch.float32 (the layer's; or use autocast), got torch.float16"
+        with pytest.raises(RuntimeError, match="^" + says(expected)):
+            MLSTM(8, 2, weight_mode=mode)(torch.zeros(1, 2, 8, dtype=torch.float16))
 
 
 @every_layer
