@@ -47,6 +47,9 @@ __all__ = ["MLSTM"]
 
 States = tuple[Tensor, Tensor, Tensor]
 
+# The most channels of a head's query that mlstm_scan takes.
+_MAX_QUERY_CHANNELS = 256
+
 
 @refuse_script
 class _HeadLayerNorm(NamesNoDecay, nn.Module):
@@ -120,7 +123,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         dtype: dtype of the layer. States are float32 (float64 in a float64 layer).
 
     Raises:
-        ValueError: an argument is not as above.
+        ValueError: an argument is not as above, such as a head of more than 256 channels of a query.
         TypeError: an argument is of another type.
 
     Examples:
@@ -168,6 +171,9 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         self.qk_dim_factor, self.v_dim_factor = qk_dim_factor, v_dim_factor
         self.qk_dim = _channels(layer, embedding_dim, "qk_dim_factor", qk_dim_factor, num_heads)
         self.v_dim = _channels(layer, embedding_dim, "v_dim_factor", v_dim_factor, num_heads)
+        if self.qk_dim // num_heads > _MAX_QUERY_CHANNELS:
+            expected = f"embedding_dim * qk_dim_factor / num_heads to be at most {_MAX_QUERY_CHANNELS}"
+            raise ValueError(f"{layer}: expected {expected}, got {self.qk_dim} / {num_heads}")
         self.eps, self.gate_soft_cap, self.weight_mode = eps, gate_soft_cap, weight_mode
         if weight_mode == "single":
             self.q = linear(embedding_dim, self.qk_dim, use_bias, device, dtype)

@@ -173,12 +173,21 @@ def test_compiled():
         ({"qk_dim_factor": 0.25}, "MLSTM: expected embedding_dim * qk_dim_factor to be a multiple of num_heads = 2, got 12"),
         ({"gate_soft_cap": 0.0}, "MLSTM: expected gate_soft_cap to be positive and finite, got 0.0"),
         ({"weight_mode": "both"}, "MLSTM: unknown weight_mode 'both'"),
+        (
+            {"embedding_dim": 1024, "num_heads": 1},
+            "MLSTM: expected embedding_dim * qk_dim_factor / num_heads to be at most 256, got 512 / 1",
+        ),
         ({"num_heads": 0}, "MLSTM: expected num_heads to be at least 1, got 0"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=says(message)):
         make_layer(**options)
+
+
+def test_largest_heads():
+    layer = nn.MLSTM(256, 1, qk_dim_factor=1.0, v_dim_factor=0.125)
+    assert layer(torch.zeros(1, 2, 256)).shape == (1, 2, 256)
 
 
 def test_bad_calls():
