@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..ops._arguments import is_autocast_enabled
 from ..ops._packing import check_same_packing, with_padding
 from ..ops.convolution import causal_conv1d_update
 from ._operators import CallsOperators
-from .checks import check_dtype, check_int, check_number, check_shape, check_tensor
+from .checks import check_dtype, check_floating, check_int, check_number, check_shape, check_tensor
 from .initialization import initialized, reset_conv
 from .naming import class_name
 from .weight_decay import NamesNoDecay
@@ -36,6 +36,43 @@ def update_state(state: Tensor, dtype: torch.dtype, update: Callable[[Tensor], T
     if converted is not state:
         state.copy_(converted)
     return out
+
+
+def states_from_cache(
+    module: Any, inference_params: Any, batch_size: int, device: torch.device, expected: str, names: Sequence[str]
+) -> Sequence[Tensor]:
+    """The states ``names`` of a layer in ``inference_params.key_value_memory_dict``; created if absent.
+
+    A caller may have replaced or damaged them. Messages call all of them ``expected``. Layers check the shapes.
+    """
+    layer = class_name(module)
+    refuse_tracing(layer, "inference_params")
+    for name in ("seqlen_offset", "key_value_memory_dict"):
+        if not hasattr(inference_params, name):
+            raise TypeError(f"{layer}: expected inference_params with {name}, got {type(inference_params).__name__}")
+    if module.layer_idx is None:
+        raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
+    cache = inference_params.key_value_memory_dict
+    if not isinstance(cache, MutableMapping):
+        raise TypeError(f"{layer}: expected inference_params.key_value_memory_dict to be a dict, got {type(cache).__name__}")
+    offset = inference_params.seqlen_offset
+    if not isinstance(offset, (torch.SymInt, Tensor)):
+        check_int(layer, "inference_params.seqlen_offset", offset, low=0)
+    if module.layer_idx not in cache:
+        cache[module.layer_idx] = module.allocate_inference_cache(batch_size, max_seqlen=0)
+    entry, what = cache[module.layer_idx], f"entry {module.layer_idx} of the cache"
+    if not isinstance(entry, (tuple, list)) or len(entry) != len(names):
+        got = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list)) else type(entry).__name__
+        raise TypeError(f"{layer}: expected {what} to be {expected}, got {got}")
+    for name, state in zip(names, entry, strict=True):
+        check_tensor(layer, f"{name} of {what}", state)
+    for name, state in zip(names, entry, strict=True):
+        check_floating(layer, name, state)
+        if state.device != device:
+            raise RuntimeError(f"{layer}: expected {name} of {what} on {device} (the layer's device), got {state.device}")
+    if entry[0].dim() > 0 and entry[0].shape[0] != batch_size:
+        raise ValueError(f"{layer}: expected a batch of {entry[0].shape[0]} as in the cache, got {batch_size}")
+    return entry
 
 
 def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
@@ -316,47 +353,14 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         self, inference_params: Any, batch_size: int, initialize_states: bool = False
     ) -> tuple[Tensor, Tensor]:
         """This layer's states in ``inference_params.key_value_memory_dict``; created if absent, cleared on request."""
-        layer = class_name(self)
-        refuse_tracing(layer, "inference_params")
-        for name in ("seqlen_offset", "key_value_memory_dict"):
-            if not hasattr(inference_params, name):
-                raise TypeError(f"{layer}: expected inference_params with {name}, got {type(inference_params).__name__}")
-        if self.layer_idx is None:
-            raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
-        cache = inference_params.key_value_memory_dict
-        if not isinstance(cache, MutableMapping):
-            raise TypeError(
-                f"{layer}: expected inference_params.key_value_memory_dict to be a dict, got {type(cache).__name__}"
-            )
-        offset = inference_params.seqlen_offset
-        if not isinstance(offset, (torch.SymInt, Tensor)):
-            check_int(layer, "inference_params.seqlen_offset", offset, low=0)
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
-        conv_state, ssm_state = self._check_cache_entry(cache[self.layer_idx], batch_size)
+        expected, names = "a pair of conv_state and ssm_state", ("conv_state", "ssm_state")
+        device = self._weight_of_states().device
+        conv_state, ssm_state = states_from_cache(self, inference_params, batch_size, device, expected, names)
+        self._check_conv_state(class_name(self), conv_state, batch_size)
+        self._check_ssm_state(class_name(self), ssm_state, batch_size)
         if initialize_states:
             conv_state.zero_()
             ssm_state.zero_()
-        return conv_state, ssm_state
-
-    def _check_cache_entry(self, entry: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-        """``conv_state`` and ``ssm_state`` of this layer's entry in a cache, which a caller may have replaced or damaged."""
-        layer, what = class_name(self), f"entry {self.layer_idx} of the cache"
-        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            got = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list)) else type(entry).__name__
-            raise TypeError(f"{layer}: expected {what} to be a pair of conv_state and ssm_state, got {got}")
-        conv_state, ssm_state = entry
-        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
-            check_tensor(layer, f"{name} of {what}", state)
-        self._check_dtypes(layer, conv_state, ssm_state)
-        if conv_state.dim() > 0 and conv_state.shape[0] != batch_size:
-            raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
-        self._check_conv_state(layer, conv_state, batch_size)
-        self._check_ssm_state(layer, ssm_state, batch_size)
-        device = self._weight_of_states().device
-        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
-            if state.device != device:
-                raise RuntimeError(f"{layer}: expected {name} of {what} on {device} (the layer's device), got {state.device}")
         return conv_state, ssm_state
 
 

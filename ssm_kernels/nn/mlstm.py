@@ -14,7 +14,6 @@ with the recurrence of :func:`ssm_kernels.mlstm_scan`. Sources: Beck et al., *xL
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._dtypes import wide_dtype
-from .._torchscript import refuse_script, refuse_tracing
+from .._torchscript import refuse_script
 from ..ops._packing import with_padding
 from ..ops.mlstm import mlstm_scan
 from ..ops.mlstm_step import mlstm_step
@@ -39,6 +38,7 @@ from .checks import (
     check_shape,
     check_tensor,
 )
+from .common import states_from_cache
 from .initialization import fill_, initialized, linear
 from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay
@@ -305,23 +305,15 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         return *(x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v)), i, f, o
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> States:
-        layer = class_name(self)
-        refuse_tracing(layer, "inference_params")
-        for name in ("seqlen_offset", "key_value_memory_dict"):
-            if not hasattr(inference_params, name):
-                raise TypeError(f"{layer}: expected inference_params with {name}, got {type(inference_params).__name__}")
-        if self.layer_idx is None:
-            raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
-        cache = inference_params.key_value_memory_dict
-        if not isinstance(cache, MutableMapping):
-            raise TypeError(
-                f"{layer}: expected inference_params.key_value_memory_dict to be a dict, got {type(cache).__name__}"
-            )
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
-        C, n, m = cache[self.layer_idx]
-        if C.shape[0] != batch_size:
-            raise ValueError(f"{layer}: expected a batch of {C.shape[0]} as in the cache, got {batch_size}")
+        device = self.multihead_norm.weight.device
+        C, n, m = states_from_cache(self, inference_params, batch_size, device, "the tensors C, n and m", ("C", "n", "m"))
+        heads, of_keys, of_values = self.num_heads, self.qk_dim // self.num_heads, self.v_dim // self.num_heads
+        for name, state, axes, sizes in (
+            ("C", C, "(batch, num_heads, head_v_dim, head_qk_dim)", (of_values, of_keys)),
+            ("n", n, "(batch, num_heads, head_qk_dim)", (of_keys,)),
+            ("m", m, "(batch, num_heads)", ()),
+        ):
+            check_shape(class_name(self), f"{name} of the cache", state, axes, (batch_size, heads, *sizes))
         return C, n, m
 
 

@@ -200,6 +200,31 @@ def test_bad_calls():
         layer.step(u, *layer.allocate_inference_cache(2, 0))
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+def test_damaged_caches(offset):
+    layer, x = nn.MLSTM(8, 2, layer_idx=3), torch.zeros(2, 1, 8)
+    C, n, m = layer.allocate_inference_cache(2, 4)
+    cases: list[tuple[type[Exception], str, Any]] = [
+        *((TypeError, "to be the tensors C, n and m, got", bad) for bad in (None, (C, n), (C, n, m, m), {}, "abc", C)),
+        *((TypeError, "to be a tensor", bad) for bad in ((None, n, m), (C, n, 0.0))),
+        *((RuntimeError, "of a floating-point dtype", bad) for bad in ((C.long(), n, m), (C, n, m.to(torch.complex64)))),
+        (ValueError, "expected a batch of 1 as in the cache, got 2", (C[:1], n[:1], m[:1])),
+        (ValueError, "expected C of the cache of shape", (C.mT[..., :1], n, m)),
+        (ValueError, "expected n of the cache of shape", (C, n[:1], m)),
+        (ValueError, "expected m of the cache of shape", (C, n, m.sum())),
+        (RuntimeError, "(the layer's device), got meta", (C, n.to("meta"), m)),
+    ]
+    for error, message, entry in cases:
+        cache = SimpleNamespace(seqlen_offset=offset, key_value_memory_dict={3: entry})
+        for sequence in (x, x.expand(2, 3, 8)):
+            with torch.no_grad(), pytest.raises(error, match=rf"^MLSTM: .*{says(message)}"):
+                layer(sequence, cache)
+    layer(x, SimpleNamespace(seqlen_offset=offset, key_value_memory_dict={3: [C, n, m]}))
+    for offset_given, error in ((None, TypeError), (-1, ValueError)):
+        with pytest.raises(error, match=says("MLSTM: expected inference_params.seqlen_offset to be")):
+            layer(x, SimpleNamespace(seqlen_offset=offset_given, key_value_memory_dict={}))
+
+
 @pytest.mark.parametrize("mode", ["single", "fused"])
 def test_layer_of_transformers(mode):
     """With its checkpoint."""
