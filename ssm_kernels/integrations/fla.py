@@ -26,7 +26,8 @@ _UNSERVED = {
 }
 _lock = threading.Lock()
 _is_active = False
-_classes: dict[int, Any] = {}
+# The module fla.backends whose registry has the backend.
+_registered: Any = None
 
 
 def register() -> None:
@@ -43,13 +44,13 @@ def register() -> None:
         >>> ssm_kernels.integrations.fla.register()  # doctest: +SKIP
         >>> from fla.ops.kda import chunk_kda  # doctest: +SKIP
     """
-    global _is_active
+    global _is_active, _registered
     backends = _backends()
     with _lock:
         # The import of FLA anew makes another registry.
-        if id(backends) not in _classes:
-            _classes.clear()
-            _classes[id(backends)] = _add(backends)
+        if backends is not _registered:
+            _add(backends)
+            _registered = backends
         _is_active = True
 
 
@@ -80,7 +81,7 @@ def _backends() -> Any:
         ) from error
 
 
-def _add(backends: Any) -> Any:
+def _add(backends: Any) -> None:
     class Backend(backends.BaseBackend):
         backend_type = NAME
         package_name = NAME
@@ -112,4 +113,3 @@ def _add(backends: Any) -> Any:
     importlib.import_module("fla.ops.gated_delta_rule")
     for entry_point in ("gated_delta_rule", "kda", kda.chunk_kda):
         backends.register(entry_point)(Backend)
-    return Backend

@@ -15,6 +15,7 @@ from fla_package import import_fla, without
 from test_fla import counted_kernels
 
 from ssm_kernels import delta_rule_scan
+from ssm_kernels.integrations import fla as integration
 from ssm_kernels.integrations.fla import register, unregister
 
 CLIENT, OPERATOR = "flash-linear-attention", "delta_rule_scan"
@@ -96,6 +97,17 @@ def test_switches(fla, monkeypatch):
     assert backend.is_enabled()
     unregister()
     assert not backend.is_enabled()
+
+
+def test_every_import_of_fla_has_the_backend(monkeypatch):
+    """Also if a module takes the address of one that is gone."""
+    added = []
+    monkeypatch.setattr(integration, "_backends", SimpleNamespace)
+    monkeypatch.setattr(integration, "_add", lambda backends: added.append("one more"))
+    monkeypatch.setattr(integration, "_registered", None)
+    for _ in range(5):
+        register()
+    assert len(added) == 5
 
 
 def test_without_fla():
