@@ -2,13 +2,14 @@
 
 FLA dispatches some of its functions to registered backends. :func:`register` adds one that serves ``chunk_gated_delta_rule``,
 ``chunk_kda`` and ``fused_recurrent_kda``, so that FLA's layers and models call it without a change of their code. Calls that
-it does not serve, such as those with a ``cp_context``, go on to FLA's other backends and its Triton kernels. FLA has no such
-place for its other functions: :mod:`ssm_kernels.compat.fla` has them by name.
+it does not serve, such as those with a ``cp_context`` or a ``beta`` of channels, go on to FLA's other backends and its Triton
+kernels. FLA has no such place for its other functions: :mod:`ssm_kernels.compat.fla` has them by name.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 from typing import Any
 
@@ -23,6 +24,11 @@ _UNSERVED = {
     "chunk_gated_delta_rule": ("cp_context",),
     "chunk_kda": ("cp_context", "return_intermediate_states", "use_graph"),
     "fused_recurrent_kda_fwd": ("ssm_state_indices", "num_accepted_tokens", "out"),
+}
+_HOMES = {
+    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "chunk_kda": "fla.ops.kda",
+    "fused_recurrent_kda_fwd": "fla.ops.kda.fused_recurrent",
 }
 _lock = threading.Lock()
 _is_active = False
@@ -82,6 +88,15 @@ def _backends() -> Any:
 
 
 def _add(backends: Any) -> None:
+    functions = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
+    signatures = {name: inspect.signature(function) for name, function in functions.items()}
+
+    def by_name(function_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of FLA's function, without those that take their default."""
+        given = signatures[function_name].bind_partial(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        return given | more
+
     class Backend(backends.BaseBackend):
         backend_type = NAME
         package_name = NAME
@@ -94,11 +109,15 @@ def _add(backends: Any) -> None:
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             if function_name not in _UNSERVED:
                 return False, f"{NAME} has no {function_name}"
-            options = {name: kwargs.get(name) for name in _UNSERVED[function_name]}
-            given = [name for name, value in options.items() if value is not None and value is not False]
-            if given or (function_name == "fused_recurrent_kda_fwd" and kwargs.get("inplace_final_state", True)):
-                return False, f"{NAME} does not serve {', '.join(given) or 'inplace_final_state'}"
-            return True, None
+            given = by_name(function_name, args, kwargs)
+            unserved = [name for name in _UNSERVED[function_name] if not (given.get(name) is None or given[name] is False)]
+            if function_name == "fused_recurrent_kda_fwd":
+                if given.get("inplace_final_state", True):
+                    unserved.append("inplace_final_state")
+                beta, v = given.get("beta"), given.get("v")
+                if beta is not None and v is not None and beta.dim() == v.dim():
+                    unserved.append("a beta of channels")
+            return (False, f"{NAME} does not serve {', '.join(unserved)}") if unserved else (True, None)
 
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
             return _functions.chunk_gated_delta_rule(*args, **kwargs)
@@ -106,10 +125,12 @@ def _add(backends: Any) -> None:
         def chunk_kda(self, *args: Any, **kwargs: Any) -> Any:
             return _functions.chunk_kda(*args, **kwargs)
 
-        def fused_recurrent_kda_fwd(self, *args: Any, inplace_final_state: bool, **kwargs: Any) -> Any:
-            return _functions.fused_recurrent_kda(*args, **kwargs)
+        def fused_recurrent_kda_fwd(self, *args: Any, **kwargs: Any) -> Any:
+            # By name: initial_state comes before scale here, and after it in fused_recurrent_kda.
+            given = by_name("fused_recurrent_kda_fwd", args, kwargs)
+            for name in ("inplace_final_state", *_UNSERVED["fused_recurrent_kda_fwd"]):
+                given.pop(name, None)
+            return _functions.fused_recurrent_kda(**given)
 
-    kda = importlib.import_module("fla.ops.kda")
-    importlib.import_module("fla.ops.gated_delta_rule")
-    for entry_point in ("gated_delta_rule", "kda", kda.chunk_kda):
+    for entry_point in ("gated_delta_rule", "kda", functions["chunk_kda"]):
         backends.register(entry_point)(Backend)

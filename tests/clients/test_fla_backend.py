@@ -15,6 +15,7 @@ from fla_package import import_fla, without
 from test_fla import counted_kernels
 
 from ssm_kernels import delta_rule_scan
+from ssm_kernels.compat import fla as functions
 from ssm_kernels.integrations import fla as integration
 from ssm_kernels.integrations.fla import register, unregister
 
@@ -66,6 +67,11 @@ def test_recurrent_kda(fla):
     with counted_kernels() as calls:
         o, state = fwd(*(x[:, :3] for x in given), inplace_final_state=False, output_final_state=True)
     assert calls == {"delta_rule_step": 1} and o.shape == (2, 3, 4, 6) and state.shape == (2, 4, 8, 6)
+    # A_log, dt_bias, initial_state, scale, output_final_state, inplace_final_state by place.
+    continued = fwd(*(x[:, 3:6] for x in given), None, None, state, 0.5, True, False)
+    named = {"initial_state": state, "scale": 0.5, "output_final_state": True}
+    expected = functions.fused_recurrent_kda(*(x[:, 3:6] for x in given), **named)
+    assert all(torch.equal(x, y) for x, y in zip(continued, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +82,10 @@ def test_recurrent_kda(fla):
         ("chunk_kda", {"return_intermediate_states": True}),
         ("fused_recurrent_kda_fwd", {}),
         ("fused_recurrent_kda_fwd", {"inplace_final_state": False, "ssm_state_indices": torch.arange(2)}),
+        (
+            "fused_recurrent_kda_fwd",
+            {"inplace_final_state": False, "v": torch.zeros(1, 2, 4, 6), "beta": torch.zeros(1, 2, 4, 6)},
+        ),
         ("chunk_gated_delta_rule_fwd_intra", {}),
     ],
 )
