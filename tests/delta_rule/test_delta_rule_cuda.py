@@ -213,15 +213,35 @@ def test_repeats_and_batches_have_the_same_bits():
     assert torch.equal(delta_rule_scan(**row), out[7:8])
 
 
-def test_states_at_positions_are_final_states_of_prefixes():
+@pytest.mark.parametrize("starts", [None, (250, 66)], ids=["whole", "seq_idx"])
+def test_states_at_positions_are_final_states_of_prefixes(starts):
     inputs = make_inputs(2, 300, 2, 4, 100, 64)
     inputs["initial_states"] = torch.randn(2, 4, 64, 100, device="cuda")
+    if starts is not None:  # a second sequence of each row
+        inputs["seq_idx"] = (torch.arange(300) >= torch.tensor(starts)[:, None]).int().cuda()
     positions = [0, 64, 70, 299, 300]
     out, final, states = delta_rule_scan(**inputs, states_at=positions, return_final_states=True)
     expected = in_float64(inputs, states_at=positions)
     for found, wanted in zip((out, final, states), expected, strict=True):
         assert relative_error(found, wanted) < BARS[torch.bfloat16]
     assert torch.equal(states[:, 0], inputs["initial_states"]) and torch.equal(states[:, 4], final)
+
+
+def test_states_at_any_address():
+    """Of which kernels read pairs."""
+    inputs = make_inputs(2, 100, 2, 4, 64, 48)
+    states, cotangent = torch.randn(2, 2, 4, 48, 64, device="cuda")
+
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
+
+    results = []
+    for place in (torch.clone, shifted):
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs["v"], place(states))]
+        final = delta_rule_scan(**inputs | {"v": leaves[0]}, initial_states=leaves[1], return_final_states=True)[1]
+        results.append((final, *torch.autograd.grad(final, leaves, place(cotangent))))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("decay", [0.1, 0.002])

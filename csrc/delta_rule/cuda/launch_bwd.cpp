@@ -1,7 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -43,10 +42,6 @@ struct GradOperands {
   NormalizedRows normalized_q, normalized_k;  // with qk_l2norm
 };
 
-at::Tensor with_pairs(const at::Tensor& states) {
-  return states.size(3) % 2 == 0 ? states.contiguous() : at::constant_pad_nd(states, {0, 1}).contiguous();
-}
-
 class Backward {
  public:
   Backward(const BwdInputs& bwd, const GradTensors& grads)
@@ -79,8 +74,8 @@ class Backward {
     of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
     if (is_present(in_.g)) of_.log_decay = log_decays(in_, *in_.g).to(at::kFloat);
     of_.beta = betas(in_, in_.beta.to(at::kFloat));
-    if (is_present(in_.initial_states)) of_.initial_states = with_pairs(*in_.initial_states);
-    if (is_present(bwd_.grad_final_states)) of_.grad_final_states = with_pairs(*bwd_.grad_final_states);
+    if (is_present(in_.initial_states)) of_.initial_states = as_states(*in_.initial_states);
+    if (is_present(bwd_.grad_final_states)) of_.grad_final_states = as_states(*bwd_.grad_final_states);
     if (is_packed()) of_.cu_seqlens = in_.cu_seqlens->to(at::kLong).contiguous();
     if (is_present(in_.seq_idx)) of_.resets = sequence_starts(*in_.seq_idx).contiguous();
   }

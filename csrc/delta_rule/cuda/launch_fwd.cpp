@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
@@ -42,6 +41,8 @@ Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
   for (at::Tensor* tensor : {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.resets}) {
     if (tensor->defined()) *tensor = tensor->narrow(1, first, steps);
   }
+  // The kernels find the flags of a row of the batch by the number of steps.
+  if (result.resets.defined()) result.resets = result.resets.contiguous();
   if (operands.cu_seqlens.defined()) result.cu_seqlens = operands.cu_seqlens.sub(first).clamp(0, steps);
   if (first > 0) result.initial_states = operands.final_states;
   return result;
@@ -59,14 +60,8 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
   if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
   result.beta = betas(in, in.beta.to(at::kFloat));
-  if (is_present(in.initial_states)) result.initial_states = in.initial_states->contiguous();
-  result.final_states = outputs.final_states;
-  // States have rows of pairs in memory.
-  if (in.q.size(3) % 2 != 0) {
-    if (result.initial_states.defined())
-      result.initial_states = at::constant_pad_nd(result.initial_states, {0, 1}).contiguous();
-    result.final_states = at::constant_pad_nd(outputs.final_states, {0, 1}).contiguous();
-  }
+  if (is_present(in.initial_states)) result.initial_states = as_states(*in.initial_states);
+  result.final_states = as_states(outputs.final_states);
   if (is_present(in.cu_seqlens)) result.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
   if (is_present(in.seq_idx)) result.resets = sequence_starts(*in.seq_idx).contiguous();
   return result;
@@ -153,11 +148,12 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   return work;
 }
 
-// The steps of a span: as many whole chunks as have matrices of at most kMaxWorkspaceBytes, but at least one.
+// The steps of a span: as many whole chunks as have matrices of at most kMaxWorkspaceBytes, but at least one, and as many as
+// there are packed sequences, each of which may begin a chunk.
 int64_t steps_of_span(const Inputs& in) {
   const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
                 chunks = kMaxWorkspaceBytes / kChunkMatrixBytes / heads - sequences;
-  return std::max(int64_t{1}, chunks / in.q.size(0)) * kChunk;
+  return std::max({int64_t{1}, sequences, chunks / in.q.size(0)}) * kChunk;
 }
 
 cudaError_t launch_matrices(at::ScalarType dtype, const DeltaRuleMatricesParams& params, cudaStream_t stream) {
@@ -166,9 +162,8 @@ cudaError_t launch_matrices(at::ScalarType dtype, const DeltaRuleMatricesParams&
 }
 
 // Queues forward's kernel; launch.h describes states_only and follows_matrices.
-void launch_scan(at::ScalarType dtype, DeltaRuleFwdParams params, const at::TensorOptions& options, bool states_only,
+void launch_scan(at::ScalarType dtype, const DeltaRuleFwdParams& params, const Work& work, bool states_only,
                  bool follows_matrices, cudaStream_t stream) {
-  const Work work = divide(params, options);
   const auto launch = dtype == at::kHalf ? launch_delta_rule_fwd<__half> : launch_delta_rule_fwd<__nv_bfloat16>;
   C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_matrices, stream));
 }
@@ -255,7 +250,8 @@ void launch_segments(const Inputs& in, const Operands& operands, const Operands&
   of_maps.initial_states = identities.const_data_ptr<float>();
   of_maps.final_states = maps.data_ptr<float>();
   of_maps.states_stride_entry = maps.stride(0);
-  launch_scan(dtype, of_maps, in.q.options(), /*states_only=*/true, /*follows_matrices=*/true, stream);
+  const Work work_of_maps = divide(of_maps, in.q.options()), work = divide(params, in.q.options());
+  launch_scan(dtype, of_maps, work_of_maps, /*states_only=*/true, /*follows_matrices=*/true, stream);
   DeltaRuleFoldParams fold;
   fold.batch = batch;
   fold.heads = in.v.size(2);
@@ -267,7 +263,7 @@ void launch_segments(const Inputs& in, const Operands& operands, const Operands&
   if (operands.initial_states.defined()) fold.states = operands.initial_states.const_data_ptr<float>();
   fold.starts = segments.initial_states.data_ptr<float>();
   C10_CUDA_CHECK(launch_delta_rule_fold(fold, stream));
-  launch_scan(dtype, params, in.q.options(), /*states_only=*/false, /*follows_matrices=*/false, stream);
+  launch_scan(dtype, params, work, /*states_only=*/false, /*follows_matrices=*/false, stream);
   operands.final_states.copy_(segments.final_states.unflatten(0, {batch, count}).select(1, count - 1));
 }
 
@@ -278,13 +274,16 @@ void launch(const Inputs& in, const Operands& operands) {
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   DeltaRuleFwdParams params = parameters_of(in, operands);
+  // It queues a fill of flags, which forward's kernel reads before it waits for the matrices: they come between.
+  const Work work = divide(params, in.q.options());
   const at::Tensor inverses = make_matrices(in, params, stream);
-  launch_scan(in.q.scalar_type(), params, in.q.options(), /*states_only=*/false, /*follows_matrices=*/true, stream);
+  launch_scan(in.q.scalar_type(), params, work, /*states_only=*/false, /*follows_matrices=*/true, stream);
 }
 
 }  // namespace
 
 bool have_fwd_kernels_for(const Inputs& in) {
+  if (in.q.dim() != 4 || in.v.dim() != 4) return false;  // check_inputs() says so
   const at::ScalarType dtype = in.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
   if (in.q.size(3) > kStateColumns || in.has_gate_per_channel() || in.num_householder != 1 || in.reverse) return false;

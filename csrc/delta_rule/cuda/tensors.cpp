@@ -2,6 +2,7 @@
 
 #include "delta_rule/cuda/tensors.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <c10/cuda/CUDAException.h>
 
 #include "common/integers.h"
@@ -12,11 +13,12 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16, kVectorElements = 8;
 
+bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0; }
+
 }  // namespace
 
 bool are_vectors(const at::Tensor& tensor) {
-  bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 &&
-                reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
+  bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 && is_aligned(tensor);
   for (int64_t axis = 0; axis < 3; ++axis) {
     result &= tensor.size(axis) == 1 || (tensor.stride(axis) > 0 && tensor.stride(axis) % kVectorElements == 0);
   }
@@ -34,6 +36,11 @@ at::Tensor as_vectors(const at::Tensor& tensor) {
   result.narrow(3, 0, elements).copy_(tensor);
   if (missing > 0) result.narrow(3, elements, missing).zero_();
   return result;
+}
+
+at::Tensor as_states(const at::Tensor& states) {
+  if (states.size(3) % 2 != 0) return at::constant_pad_nd(states, {0, 1}).contiguous();
+  return states.is_contiguous() && is_aligned(states) ? states : states.clone(at::MemoryFormat::Contiguous);
 }
 
 void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor) {

@@ -16,6 +16,9 @@ bool are_vectors(const at::Tensor& tensor);
 at::Tensor empty_vectors(const at::Tensor& like);
 // The tensor itself if are_vectors(), else a copy whose rows end in zeros.
 at::Tensor as_vectors(const at::Tensor& tensor);
+// States (entries, value_heads, value_dim, key_dim): the tensor itself if it is contiguous, begins at a multiple of 16 bytes
+// and has rows of an even number of elements, else such a copy, whose rows of an odd number end in a zero.
+at::Tensor as_states(const at::Tensor& states);
 
 // Describes tiles of kChunk steps and 64 elements of a row.
 void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor);
