@@ -11,10 +11,10 @@
 
 namespace ssm_kernels {
 
-// log sigmoid(x) = min(x, 0) - log(1 + e^-|x|); minus infinity stays.
+// log sigmoid(x) = min(x, 0) - log(1 + e^-|x|): minus infinity stays, and plus infinity becomes 0.
 template <typename T>
 SSM_HOST_DEVICE T log_sigmoid(T x) {
-  return (x < T(0) ? x : T(0) * x) - ::log1p(Math<T>::exp(-Math<T>::abs(x)));
+  return (x < T(0) ? x : T(0)) - ::log1p(Math<T>::exp(-Math<T>::abs(x)));
 }
 
 // The unit after a step whose forget gate has the logarithm `log_forget`.

@@ -9,6 +9,7 @@
 // out, summed; this sum is q times the gradient of q through the numerators, so that backward reads neither out nor numerators.
 // The gradient of q is rounded to the inputs' dtype before this product.
 
+#include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -16,7 +17,6 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <limits>
 
@@ -128,7 +128,7 @@ void scale_rows(const Inputs& in, const at::Tensor& rows, const at::Tensor& prod
   if (rows.is_cuda() && in.normalize && scale_rows_cuda(in, rows, products, divisor, m, out)) return;
 #endif
   if (!in.normalize) {
-    at::mul_out(out, rows, at::scalar_tensor(scale_of(in), rows.options()));
+    at::mul_out(out, rows, c10::scalar_to_tensor(scale_of(in)));  // not rounded to the dtype of the rows
     return;
   }
   if (products.defined()) divisor.copy_(products).mul_(scale_of(in));

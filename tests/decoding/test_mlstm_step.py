@@ -83,11 +83,11 @@ def test_an_empty_memory_may_hold_anything(device):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("log_forget", [-1e-4, -30.0, -400.0, -torch.inf])
+@pytest.mark.parametrize("log_forget", [0.0, -1e-4, -30.0, -400.0, -torch.inf])
 @pytest.mark.parametrize("i", [-torch.inf, -60.0, 1000.0])
 def test_gates_of_any_size(log_forget, i, device):
     inputs = make_inputs(device=device)
-    before = 9.2102 if log_forget == -1e-4 else log_forget
+    before = {0.0: torch.inf, -1e-4: 9.2102}.get(log_forget, log_forget)
     inputs |= {"i": torch.full_like(inputs["i"], i), "f": torch.full_like(inputs["f"], before)}
     assert_matches_reference(inputs)
 
