@@ -427,7 +427,7 @@ def add_options(
     """Adds the options of every script.
 
     Args:
-        discretizations: those that ``--discretization`` takes; without any there is no such option.
+        discretizations: the names that ``--discretization`` accepts; the parser has the option only if there are any.
         lr, d_model: the defaults.
         checkpoint: when the script writes one.
         metavar: what the checkpoint is, a FILE or a FOLDER.

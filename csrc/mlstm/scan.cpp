@@ -77,7 +77,7 @@ OptionalTensor map(const OptionalTensor& tensor, const auto& function) {
   return is_present(tensor) ? OptionalTensor(function(*tensor)) : std::nullopt;
 }
 
-// What both scans have in common.
+// The arguments that the scans of the numerator and of the divisor share.
 ssd::Inputs shared_scan(const Inputs& in) {
   ssd::Inputs scan;
   scan.B = in.k;

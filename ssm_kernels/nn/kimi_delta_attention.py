@@ -50,7 +50,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         allow_neg_eigval: doubles beta, so that transitions have eigenvalues down to -1.
         safe_gate: needs ``lower_bound``; ``A_log`` is then zero at initialization.
         lower_bound: a negative number, which the log decay of a step never falls below: see the formulas of
-            ``kimi_delta_attention.py``. ``None`` is no bound.
+            ``kimi_delta_attention.py``. ``None`` leaves the decay unbounded.
         conv_size: width of the convolutions.
         conv_bias: whether the convolutions have a bias.
         layer_idx: key of this layer in the cache of ``inference_params``.

@@ -1,4 +1,4 @@
-"""What transformers' models with delta rules ask for beside the tests of all models: packed sequences, strong gates, caches."""
+"""transformers' models with delta rules: packed sequences, strong gates and caches, which no test of all models covers."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_states_at_positions_are_final_states_of_prefixes(starts):
 
 
 def test_states_at_any_address():
-    """Of which kernels read pairs."""
+    """Kernels read pairs of a state's elements: the host copies states that begin at odd addresses."""
     inputs = make_inputs(2, 100, 2, 4, 64, 48)
     states, cotangent = torch.randn(2, 2, 4, 48, 64, device="cuda")
 

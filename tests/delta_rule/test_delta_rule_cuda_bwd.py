@@ -60,7 +60,7 @@ def make_inputs(
 
 
 def gradients(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
-    """Of the inputs of floating point, for random gradients of out and of the final states."""
+    """Returns the gradients of all floating-point inputs, given random gradients of out and of the final states."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)

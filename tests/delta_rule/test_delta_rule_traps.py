@@ -105,8 +105,8 @@ def read_out_inverse(k: Tensor, beta: Tensor) -> Tensor:
     return states[0, 0, :, size:].T / tiny
 
 
-# Of 16-bit calls on CUDA: the kernel's inverse has products of TF32 numbers, and what a step adds is rounded to the dtype.
-# Twice the largest errors of that arithmetic emulated in PyTorch, over eleven draws and both dtypes.
+# Bars of 16-bit calls on CUDA, whose kernel multiplies blocks of the inverse in TF32 and rounds what each step adds: twice the
+# largest error of an emulation in PyTorch, over eleven draws and both dtypes.
 BARS_OF_TF32 = {
     ("random", 1.0): 2.2e-3,
     ("random", 2.0): 3.4e-3,

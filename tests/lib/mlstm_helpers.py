@@ -268,8 +268,8 @@ class MlstmScan(OperatorSpec):
     ) -> dict[str, Tensor]:
         """On CUDA, rounds the operands of products as the kernels of ssd_chunk_scan do.
 
-        A loop over float32 operands is no yardstick for them: n q is a sum of terms that cancel, and the division multiplies
-        the roundings of its operands by the sizes of the terms over that of the sum, 370 in one test.
+        A loop over float32 operands is too exact to bound their error: n q is a sum of terms that cancel, and the division
+        multiplies the roundings of its operands by the sizes of the terms over that of the sum, 370 in one test.
         """
         q = inputs["q"]
         if not q.is_cuda or q.dtype == torch.float64:

@@ -438,7 +438,7 @@ struct BwdChunks {
     const bool is_odd = lane.pair % 2 != 0, is_second = lane.pair / 2 != 0;
     const uint32_t first = __shfl_xor_sync(kAllLanes, is_odd ? words[0] : words[1], 1),
                    second = __shfl_xor_sync(kAllLanes, is_odd ? words[2] : words[3], 1);
-    // Of vectors pair % 2 and 2 + pair % 2, the words of this lane's pair of lanes.
+    // `low` holds vector pair % 2 and `high` vector 2 + pair % 2: the words of this lane and its partner.
     const uint32_t low[2] = {is_odd ? first : words[0], is_odd ? words[1] : first},
                    high[2] = {is_odd ? second : words[2], is_odd ? words[3] : second};
     uint32_t others[2];

@@ -212,7 +212,7 @@ struct BwdStates {
       const bool keeps_state = !has_reset(p, tables);
       cuda::warpgroup_wait<0>(u);
 
-      // What the chunk adds to the state: E or Y times factors, forward in time in a hi/lo split.
+      // The chunk adds E or Y, scaled by the steps' factors, to the state. Forward in time the operand is a hi/lo split.
       uint32_t added[kStepGroups][4], added_lo[kStepGroups][4];
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {

@@ -4,7 +4,7 @@
 // block takes a sequence and head, kTileSteps steps at a time; a thread has kThreadSteps consecutive ones. The threads' maps
 // are composed over the warp and then over the block. The unit before a thread's first step, which follows from this
 // composition, also replaces the one after the last step of the thread before: the units of two neighboring steps are then the
-// same number in both, and the rounding of m, which is only a unit, is no error of the memory.
+// same number in both. The memory then does not depend on the rounding of m, which only sets its unit.
 #pragma once
 
 #include <cuda_runtime.h>
