@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from typing import cast as cast_type
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..ops.delta_rule_step import delta_rule_step
 from ._errors import check_given, check_shape
 from ._promotion import common_dtype, no_autocast
 
-__all__ = ["check_gates", "delta_rule", "read_beta", "read_gate", "read_keywords", "read_layout", "refuse"]
+__all__ = ["FUNCTIONS", "check_gates", "delta_rule", "serve"]
 
 # The most tokens of a sequence for which a call without gradients takes the decoding step, which reads and writes each state
 # once.
@@ -132,74 +133,150 @@ def _step(
     return delta_rule_step(states, q, k, v, beta, cu_seqlens=cu_seqlens, **given)[None]
 
 
-def read_keywords(function: str, given: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+class Function(NamedTuple):
+    """How a function of FLA differs from the others."""
+
+    needs_gate: bool = False
+    has_channels: bool = False  # the gate has one number a channel of the key
+    by_step: bool = False
+    keywords: Sequence[str] = ()  # arguments that ``**kwargs`` may hold
+
+
+_LAYOUT = "transpose_state_layout"
+
+FUNCTIONS: Mapping[str, Function] = {
+    "chunk_delta_rule": Function(),
+    "chunk_gated_delta_rule": Function(needs_gate=True, keywords=("use_gate_in_kernel", "A_log", "dt_bias", _LAYOUT)),
+    "chunk_kda": Function(needs_gate=True, has_channels=True, keywords=("A_log", "dt_bias", _LAYOUT)),
+    "chunk_gated_delta_product": Function(),
+    "fused_recurrent_delta_rule": Function(by_step=True),
+    "fused_recurrent_gated_delta_rule": Function(by_step=True, keywords=(_LAYOUT,)),
+    "fused_recurrent_kda": Function(needs_gate=True, has_channels=True, by_step=True, keywords=(_LAYOUT,)),
+}
+
+
+def serve(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    keywords: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls one of ``FUNCTIONS`` after it has refused what is not supported.
+
+    ``keywords`` are the function's ``**kwargs``, and ``options`` its other arguments by name.
+    """
+    function = FUNCTIONS[name]
+    options |= _read_keywords(name, {} if keywords is None else keywords, function.keywords)
+    for refused, instead in _REFUSED.items():
+        value = options.pop(refused, None)
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name}: {refused} is not supported{instead}")
+    g = _read_gates(name, q, v, options.pop("g", None), options.pop("gk", None), options.get("use_gate_in_kernel", False))
+    return delta_rule(
+        name,
+        q,
+        k,
+        v,
+        _read_beta(name, beta, v) if function.by_step else cast_type(Tensor, beta),
+        g=g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        by_step=function.by_step,
+        **_read_parameters(name, g, options),
+    )
+
+
+_REFUSED = {
+    "cp_context": ": expected None",
+    "return_intermediate_states": ": states_at of ssm_kernels.delta_rule_scan returns states between steps",
+    "use_graph": ": calls can be captured without it, with cu_seqlens that end at seqlen",
+    "gv": ": decays are one a head (g) or one a channel of the key (gk)",
+}
+
+
+def _read_keywords(name: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The keywords that change a call, with the state's layout under its newer name."""
     if "head_first" in given:
-        raise TypeError(f"{function}: head_first is not supported, as in FLA itself: sequences are (batch, seqlen, heads, dim)")
-    for name in given:
-        if name not in (*known, "chunk_size"):
+        raise TypeError(f"{name}: head_first is not supported, as in FLA itself: sequences are (batch, seqlen, heads, dim)")
+    for keyword in given:
+        if keyword not in (*known, "chunk_size"):
             raise TypeError(
-                f"{function}: got an unexpected keyword argument {name!r}{did_you_mean(name, (*known, 'chunk_size'))}"
+                f"{name}: got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, (*known, 'chunk_size'))}"
             )
-    return given
+    return {keyword: value for keyword, value in given.items() if keyword != "chunk_size"}
 
 
-def read_layout(function: str, state_v_first: bool, options: Mapping[str, Any]) -> bool:
-    if "transpose_state_layout" not in options:
-        return state_v_first
-    if state_v_first:
-        raise ValueError(f"{function}: expected state_v_first or its older name transpose_state_layout, got both")
-    warn(f"{function}: transpose_state_layout is the older name of state_v_first", DeprecationWarning)
-    return bool(options["transpose_state_layout"])
+def _read_gates(name: str, q: Tensor, v: Tensor, g: Tensor | None, gk: Tensor | None, is_raw: bool) -> Tensor | None:
+    """The sum of the gates that are given."""
+    function = FUNCTIONS[name]
+    if gk is not None and is_raw:
+        raise NotImplementedError(f"{name}: gk with use_gate_in_kernel is not supported: compute one log decay of both")
+    if function.needs_gate or is_raw or g is not None:
+        check_gates(name, v, g=g, key_dim=q.shape[-1] if function.has_channels else None, steps=q.shape[1:2])
+    if gk is None:
+        return g
+    check_gates(name, v, gk=gk, key_dim=q.shape[-1])
+    return gk if g is None else g.unsqueeze(-1) + gk
 
 
-def read_gate(
-    function: str,
-    is_raw: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None = None,
-    channels: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """The parameters of a raw gate, flattened: FLA reads elements and ignores shapes, such as (1, 1, heads, 1) of ``A_log``."""
-    if not is_raw:
-        return {}
+def _read_parameters(name: str, g: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options as :func:`delta_rule` takes them.
+
+    Parameters of a raw gate are flattened: FLA reads elements and ignores shapes, such as (1, 1, heads, 1) of ``A_log``.
+    """
+    if _LAYOUT in options:
+        if options["state_v_first"]:
+            raise ValueError(f"{name}: expected state_v_first or its older name {_LAYOUT}, got both")
+        warn(f"{name}: {_LAYOUT} is the older name of state_v_first", DeprecationWarning)
+        options["state_v_first"] = bool(options.pop(_LAYOUT))
+    A_log, dt_bias = options.pop("A_log", None), options.pop("dt_bias", None)
+    lower_bound, is_safe = options.pop("lower_bound", None), options.pop("safe_gate", False)
+    if not options.pop("use_gate_in_kernel", False):
+        return options
+    if is_safe and lower_bound is None:
+        raise ValueError(f"{name}: expected lower_bound with safe_gate and use_gate_in_kernel, got None")
     if A_log is None and lower_bound is None:
-        raise ValueError(f"{function}: expected A_log with use_gate_in_kernel, got None")
+        raise ValueError(f"{name}: expected A_log with use_gate_in_kernel, got None")
     if dt_bias is not None:
         dt_bias = dt_bias.flatten()
+        channels = g.shape[2:] if g is not None and FUNCTIONS[name].has_channels else None
         if channels is not None and dt_bias.numel() == channels[0] * channels[1]:
             dt_bias = dt_bias.view(*channels)
-    return {"A_log": None if A_log is None else A_log.flatten(), "dt_bias": dt_bias, "lower_bound": lower_bound}
+    return {**options, "A_log": None if A_log is None else A_log.flatten(), "dt_bias": dt_bias, "lower_bound": lower_bound}
 
 
-def read_beta(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
+def _read_beta(name: str, beta: Tensor | None, v: Tensor) -> Tensor:
     if beta is None:
         return v.new_ones(v.shape[:3])
     if beta.dim() == v.dim():
         raise NotImplementedError(
-            f"{function}: a beta of channels is not supported: expected (batch, seqlen, value_heads), got {list(beta.shape)}"
+            f"{name}: a beta of channels is not supported: expected (batch, seqlen, value_heads), got {list(beta.shape)}"
         )
     return beta
 
 
-def check_gates(function: str, v: Tensor, *, key_dim: int | None = None, **gates: Tensor | None) -> None:
-    """Raises unless the gates have one number a value head or, with ``key_dim``, one a channel of the key."""
+def check_gates(
+    function: str, v: Tensor, *, key_dim: int | None = None, steps: Sequence[int] | None = None, **gates: Tensor | None
+) -> None:
+    """Raises unless the gates have one number a value head or, with ``key_dim``, one a channel of the key.
+
+    ``steps``: (seqlen,), if ``v`` may have several updates in a step.
+    """
     check_given(function, **gates)
     channels = () if key_dim is None else (key_dim,)
+    steps = v.shape[1:2] if steps is None else steps
     for name, gate in gates.items():
         assert gate is not None
         axes = "(batch, seqlen, value_heads)" if key_dim is None else "(batch, seqlen, value_heads, key_dim)"
-        check_shape(function, name, gate, axes, (*v.shape[:3], *channels))
-
-
-def refuse(function: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{function}: {name} is not supported{_INSTEAD[name]}")
-
-
-_INSTEAD = {
-    "cp_context": ": expected None",
-    "return_intermediate_states": ": states_at of ssm_kernels.delta_rule_scan returns states between steps",
-    "use_graph": ": calls can be captured without it, with cu_seqlens that end at seqlen",
-}
+        check_shape(function, name, gate, axes, (*v.shape[:1], *steps, *v.shape[2:3], *channels))

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._delta_rule import check_gates, delta_rule, read_beta, read_gate, read_keywords, read_layout, refuse
-from ._errors import check_given, check_shape, peer_arguments
+from ._delta_rule import serve
+from ._errors import peer_arguments
 
 __all__ = [
     "chunk_delta_rule",
@@ -80,19 +80,8 @@ def chunk_delta_rule(
         >>> o.shape, state
         (torch.Size([2, 100, 4, 16]), None)
     """
-    read_keywords("chunk_delta_rule", kwargs)
-    return delta_rule(
-        "chunk_delta_rule",
-        q,
-        k,
-        v,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve("chunk_delta_rule", q, k, v, beta, *common, kwargs)
 
 
 @_peer
@@ -146,26 +135,20 @@ def chunk_gated_delta_rule(
         >>> state.shape
         torch.Size([2, 4, 16, 16])
     """
-    name = "chunk_gated_delta_rule"
-    options = read_keywords(name, kwargs, "use_gate_in_kernel", "A_log", "dt_bias", "transpose_state_layout")
-    refuse(name, cp_context=cp_context)
-    check_gates(name, v, g=g)
-    return delta_rule(
-        name,
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve(
+        "chunk_gated_delta_rule",
         q,
         k,
         v,
         beta,
+        *common,
+        kwargs,
         g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=read_layout(name, state_v_first, options),
-        cu_seqlens=cu_seqlens,
-        **read_gate(name, options.get("use_gate_in_kernel", False), options.get("A_log"), options.get("dt_bias")),
+        state_v_first=state_v_first,
+        cp_context=cp_context,
     )
 
 
@@ -228,28 +211,25 @@ def chunk_kda(
         >>> o.shape
         torch.Size([2, 100, 4, 16])
     """
-    name = "chunk_kda"
-    options = read_keywords(name, kwargs, "A_log", "dt_bias", "transpose_state_layout")
-    refuse(name, cp_context=cp_context, return_intermediate_states=return_intermediate_states, use_graph=use_graph)
-    check_gates(name, v, g=g, key_dim=q.shape[-1])
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
-        raise ValueError(f"{name}: expected lower_bound with safe_gate and use_gate_in_kernel, got None")
-    return delta_rule(
-        name,
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve(
+        "chunk_kda",
         q,
         k,
         v,
         beta,
+        *common,
+        kwargs,
         g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=read_layout(name, state_v_first, options),
-        cu_seqlens=cu_seqlens,
-        **read_gate(name, use_gate_in_kernel, options.get("A_log"), options.get("dt_bias"), lower_bound, g.shape[2:]),
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cp_context=cp_context,
+        return_intermediate_states=return_intermediate_states,
+        use_graph=use_graph,
     )
 
 
@@ -293,24 +273,9 @@ def chunk_gated_delta_product(
         >>> o.shape
         torch.Size([2, 100, 4, 16])
     """
-    name = "chunk_gated_delta_product"
-    refuse(name, cp_context=cp_context)
-    if g is not None:
-        check_shape(name, "g", g, "(batch, seqlen, value_heads)", (*q.shape[:2], *v.shape[2:3]))
-    return delta_rule(
-        name,
-        q,
-        k,
-        v,
-        beta,
-        g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        num_householder=num_householder,
-    )
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    options = {"g": g, "num_householder": num_householder, "cp_context": cp_context}
+    return serve("chunk_gated_delta_product", q, k, v, beta, *common, **options)
 
 
 @_peer
@@ -350,20 +315,8 @@ def fused_recurrent_delta_rule(
         >>> state.shape
         torch.Size([2, 4, 16, 16])
     """
-    name = "fused_recurrent_delta_rule"
-    return delta_rule(
-        name,
-        q,
-        k,
-        v,
-        read_beta(name, beta, v),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        by_step=True,
-    )
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve("fused_recurrent_delta_rule", q, k, v, beta, *common)
 
 
 @_peer
@@ -419,36 +372,24 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape
         torch.Size([2, 1, 4, 16])
     """
-    name = "fused_recurrent_gated_delta_rule"
-    options = read_keywords(name, kwargs, "transpose_state_layout")
-    if gv is not None:
-        raise NotImplementedError(f"{name}: gv is not supported: decays are one a head (g) or one a channel of the key (gk)")
-    if gk is not None and use_gate_in_kernel:
-        raise NotImplementedError(f"{name}: gk with use_gate_in_kernel is not supported: compute one log decay of both")
-    if g is not None:
-        check_gates(name, v, g=g)
-    if gk is not None:
-        check_gates(name, v, gk=gk, key_dim=q.shape[-1])
-        g = gk if g is None else g.unsqueeze(-1) + gk
-    if use_gate_in_kernel:
-        check_given(name, g=g)
-    return delta_rule(
-        name,
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve(
+        "fused_recurrent_gated_delta_rule",
         q,
         k,
         v,
-        read_beta(name, beta, v),
+        beta,
+        *common,
+        kwargs,
         g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        gk=gk,
+        gv=gv,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=read_layout(name, state_v_first, options),
-        cu_seqlens=cu_seqlens,
-        by_step=True,
-        **read_gate(name, use_gate_in_kernel, A_log, dt_bias),
+        state_v_first=state_v_first,
     )
 
 
@@ -497,26 +438,23 @@ def fused_recurrent_kda(
         >>> state.shape
         torch.Size([2, 4, 16, 16])
     """
-    name = "fused_recurrent_kda"
-    options = read_keywords(name, kwargs, "transpose_state_layout")
-    check_gates(name, v, g=g, key_dim=q.shape[-1])
-    return delta_rule(
-        name,
+    common = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return serve(
+        "fused_recurrent_kda",
         q,
         k,
         v,
-        read_beta(name, beta, v),
+        beta,
+        *common,
+        kwargs,
         g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=read_layout(name, state_v_first, options),
-        cu_seqlens=cu_seqlens,
-        by_step=True,
-        **read_gate(name, use_gate_in_kernel, A_log, dt_bias, lower_bound, g.shape[2:]),
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
     )
 
 
