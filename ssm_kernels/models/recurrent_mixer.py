@@ -130,38 +130,10 @@ class RecurrentMixer(PackedMixer):
         self._check_sequences("hidden_states", hidden_states)
         return self._mix_sequences(hidden_states, None, cu_seqlens, inference_params)
 
-    @torch.no_grad()
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes one time step, for decoding. Not differentiable.
-
-        Args:
-            hidden_states: (batch, 1, d_model).
-            conv_state: the last ``d_conv`` inputs, (batch, d_model, d_conv), modified in place.
-            ssm_state: the state of the recurrence, (batch, d_inner), modified in place.
-
-        Returns:
-            ``out``, (batch, 1, d_model), and the two states.
-
-        Raises:
-            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
-            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
-            TypeError: an argument is not a tensor.
-
-        Examples:
-            >>> import torch
-            >>> from ssm_kernels.models import RecurrentMixer
-            >>> layer, x = RecurrentMixer(32), torch.randn(2, 10, 32)
-            >>> states = layer.allocate_inference_cache(2, 10)
-            >>> with torch.no_grad():
-            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
-            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
-            True
-        """
-        self._check_one_step(hidden_states, conv_state, ssm_state)
-        x = hidden_states[:, 0]
-        h, h_n = self.rnn.step(self._convolve_step(x, conv_state), self._as_hx(ssm_state))
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        h, h_n = self.rnn.step(self._convolve_step(u, conv_state), self._as_hx(ssm_state))
         ssm_state.copy_(h_n[0])
-        return self._finish(h, x)[:, None], conv_state, ssm_state
+        return self._finish(h, u)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_inner={self.d_inner}, d_conv={self.d_conv}"
@@ -197,8 +169,3 @@ class RecurrentMixer(PackedMixer):
 
     def _state_shape(self) -> tuple[int, ...]:
         return (self.d_inner,)
-
-    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        weight = self.conv1d.weight
-        dtype = wide_dtype(weight.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, *self._state_shape(), device=weight.device, dtype=dtype)

@@ -16,9 +16,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .._dtypes import readable
+from .._dtypes import readable, wide_dtype
 from .._torchscript import refuse_tracing
-from ..choices import RecomputeName
+from ..choices import ConvActivation, RecomputeName
 from ..ops._arguments import is_autocast_enabled
 from ..ops._packing import check_same_packing, with_padding
 from ..ops.convolution import causal_conv1d_update
@@ -188,10 +188,19 @@ def conv_parameters(layer: str, conv1d: nn.Module) -> tuple[Tensor, Tensor | Non
     return weight, bias
 
 
+def convolve_step(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: ConvActivation | None
+) -> Tensor:
+    """A convolution of one step, ``x`` (batch, channels), in the autocast dtype; modifies ``conv_state`` in place."""
+    if is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return update_state(conv_state, x.dtype, lambda state: causal_conv1d_update(x, state, weight, bias, activation=activation))
+
+
 class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
-    A derived layer sets ``d_model``, ``d_conv`` and ``layer_idx`` and defines ``_mix``, ``step`` and ``_zero_state``. Its
+    A derived layer sets ``d_model``, ``d_conv`` and ``layer_idx`` and defines ``_mix``, ``_step`` and ``_state_shape``. Its
     ``conv1d`` holds the convolution's parameters under ``mamba_ssm``'s names and is not called.
     """
 
@@ -222,12 +231,44 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         return self.conv1d.weight.shape[0]
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes one time step."""
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: the last ``d_conv`` inputs of the convolution, (batch, channels, d_conv), modified in place.
+            ssm_state: the state of the recurrence, modified in place. ``allocate_inference_cache`` returns both states.
+
+        Returns:
+            ``out``, (batch, 1, d_model), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
+            TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32), torch.randn(2, 10, 32)
+            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
+            >>> with torch.no_grad():
+            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
+            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+            True
+        """
+        self._check_one_step(hidden_states, conv_state, ssm_state)
+        with torch.no_grad():  # not as a decorator, which hides the signature from names_layer
+            return self._step(hidden_states[:, 0], conv_state, ssm_state)[:, None], conv_state, ssm_state
+
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        """Mixes one time step, (batch, d_model); modifies both states in place."""
         raise NotImplementedError
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        """The recurrence's zero state."""
-        raise NotImplementedError
+        """The recurrence's zero state, float32 (float64 in a float64 layer) by default."""
+        weight = self._weight_of_states()
+        dtype = wide_dtype(weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, *self._state_shape(), device=weight.device, dtype=dtype)
 
     _state_axes: str
 
@@ -344,10 +385,7 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
 
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
         """Convolution and activation of one step, ``x`` (batch, channels); modifies ``conv_state`` in place."""
-        weight, bias = self._conv_parameters()
-        if is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return update_state(conv_state, x.dtype, lambda state: causal_conv1d_update(x, state, weight, bias, activation="silu"))
+        return convolve_step(x, conv_state, *self._conv_parameters(), "silu")
 
     def _get_states_from_cache(
         self, inference_params: Any, batch_size: int, initialize_states: bool = False
@@ -450,3 +488,61 @@ class PackedMixer(ConvMixer):
                 raise ValueError(f"{layer}: expected a batch of 1 with cu_seqlens, got {hidden_states.shape[0]}")
             if cu_seqlens.device != hidden_states.device:
                 raise RuntimeError(f"{layer}: expected cu_seqlens on {hidden_states.device}, got {cu_seqlens.device}")
+
+
+class SequenceMixer(PackedMixer):
+    """A :class:`PackedMixer` with the call of ``mamba_ssm``'s ``Mamba``, and packed sequences by keyword."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params: Any = None,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mixes a sequence, or several packed one after another.
+
+        Args:
+            hidden_states: (batch, seqlen, channels of the layer), any strides.
+            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
+                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
+                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
+                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
+                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
+                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes. Steps with a negative number
+                are padding, whose convolution is zero; what they hold must be finite.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
+
+        Packed sequences are independent, in the convolution and in the state.
+
+        Returns:
+            Shape of ``hidden_states``.
+
+        Raises:
+            ValueError: a shape is not as above, the layer has no ``layer_idx`` for ``inference_params``, or arguments are given
+                together that exclude each other.
+            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
+
+        Examples:
+            >>> from types import SimpleNamespace
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32, layer_idx=0), torch.randn(2, 10, 32)
+            >>> cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+            >>> with torch.no_grad():
+            ...     first = layer(x[:, :7], inference_params=cache)  # a prompt fills the cache
+            ...     cache.seqlen_offset = 7
+            ...     rest = layer(x[:, 7:], inference_params=cache)  # continues from it
+            ...     torch.allclose(torch.cat([first, rest], dim=1), layer(x), atol=1e-5)
+            True
+            >>> cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)  # two packed sequences
+            >>> layer(x[:1], cu_seqlens=cu_seqlens).shape
+            torch.Size([1, 10, 32])
+        """
+        self._check_packed_tensors(seq_idx, cu_seqlens)
+        self._check_sequences("hidden_states", hidden_states)
+        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params)

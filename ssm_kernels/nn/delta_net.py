@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,17 +92,11 @@ class DeltaNet(DeltaRuleMixer):
         super().__init__()
         hidden_size = hidden_size if d_model is None else d_model
         layer = class_name(self)
+        head_k_dim = _columns(layer, hidden_size, "expand_k", expand_k, num_heads)
+        head_v_dim = _columns(layer, hidden_size, "expand_v", expand_v, num_heads)
         self._set_sizes(
-            hidden_size,
-            num_heads,
-            None,
-            _columns(layer, hidden_size, "expand_k", expand_k, num_heads),
-            _columns(layer, hidden_size, "expand_v", expand_v, num_heads),
-            conv_size,
-            mode,
-            layer_idx,
-            norm_eps,
-            dtype,
+            *(hidden_size, num_heads, None, head_k_dim, head_v_dim, conv_size, mode, layer_idx, norm_eps, dtype),
+            expand_v=expand_v,
             use_beta=use_beta,
             use_gate=use_gate,
             use_short_conv=use_short_conv,
@@ -112,7 +105,7 @@ class DeltaNet(DeltaRuleMixer):
         )
         check_choice(layer, "qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         check_choice(layer, "qk_norm", qk_norm, ("l2", "sum"))
-        self.expand_k, self.expand_v = expand_k, expand_v
+        self.expand_k = expand_k
         self.qk_activation, self.qk_norm, self.qk_l2norm = qk_activation, qk_norm, qk_norm == "l2"
         # The order of flash-linear-attention: optimizer states are saved, and random numbers drawn, in the order of creation.
         self._make_projections(device, dtype)
@@ -124,14 +117,9 @@ class DeltaNet(DeltaRuleMixer):
         self.o_norm = self._make_norm(norm_eps, device, dtype, "silu" if use_gate else None)
         self.o_proj = linear(self.value_dim, hidden_size, False, device, dtype)
 
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        use_beta = "b_proj" in self._modules
-        return {}, {"beta_sigmoid": use_beta, "allow_neg_eigval": use_beta and self.allow_neg_eigval}
-
     def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         if "b_proj" in self._modules:
-            beta: Tensor = self.b_proj(u)
-            return beta
+            return super()._beta(u, q)
         return q.new_full(q.shape[:-1], 2.0 if self.allow_neg_eigval else 1.0)
 
     def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:

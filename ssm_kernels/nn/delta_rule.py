@@ -26,8 +26,6 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from ..choices import ConvActivation, GateActivation
-from ..ops._arguments import is_autocast_enabled
-from ..ops.convolution import causal_conv1d_update
 from ..ops.delta_rule import delta_rule_scan
 from ..ops.delta_rule_step import delta_rule_step
 from .checks import (
@@ -39,12 +37,12 @@ from .checks import (
     check_number,
     check_optional_int,
 )
-from .common import PackedMixer, conv_parameters, mark_parameters, short_convolution, update_state
+from .common import SequenceMixer, conv_parameters, convolve_step, mark_parameters, short_convolution, update_state
 from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
 from .naming import class_name
 
-__all__ = ["DeltaRuleMixer", "value_columns"]
+__all__ = ["DeltaRuleMixer"]
 
 # The most columns of a key that delta_rule_step takes.
 _COLUMNS_OF_A_STEP = 512
@@ -73,7 +71,7 @@ def _step_by_scan(
     return y[:, 0]
 
 
-def value_columns(layer: str, head_dim: int, expand_v: float) -> int:
+def _value_columns(layer: str, head_dim: int, expand_v: float) -> int:
     """The columns of a value head, ``head_dim * expand_v``, which must be whole."""
     check_int(layer, "head_dim", head_dim)
     check_number(layer, "expand_v", expand_v)
@@ -83,7 +81,7 @@ def value_columns(layer: str, head_dim: int, expand_v: float) -> int:
     return int(columns)
 
 
-class DeltaRuleMixer(PackedMixer):
+class DeltaRuleMixer(SequenceMixer):
     """A mixer around a delta rule. A derived layer makes the parameters, in its own order, and computes gates and betas.
 
     ``q_conv1d``, ``k_conv1d`` and ``v_conv1d`` hold parameters and are not called.
@@ -107,6 +105,8 @@ class DeltaRuleMixer(PackedMixer):
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
+    a_proj: nn.Linear
+    b_proj: nn.Linear
     o_proj: nn.Linear
     q_conv1d: nn.Conv1d
     g_proj: nn.Module
@@ -118,16 +118,22 @@ class DeltaRuleMixer(PackedMixer):
         num_heads: int,
         num_v_heads: int | None,
         head_k_dim: int,
-        head_v_dim: int,
+        head_v_dim: int | None,
         conv_size: int,
         mode: str,
         layer_idx: int | None,
         norm_eps: float,
         dtype: torch.dtype | None,
+        *,
+        expand_v: float,
         **flags: bool,
     ) -> None:
-        """Checks the arguments that all layers have, and keeps them."""
+        """Checks the arguments that all layers have, and keeps them. ``head_v_dim`` is ``head_k_dim * expand_v`` if None."""
         layer = class_name(self)
+        if head_v_dim is None:
+            head_v_dim = _value_columns(layer, head_k_dim, expand_v)
+            self.head_dim = head_k_dim
+        self.expand_v = expand_v
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("conv_size", conv_size)):
             check_int(layer, name, size)
         check_optional_int(layer, "num_v_heads", num_v_heads)
@@ -191,81 +197,43 @@ class DeltaRuleMixer(PackedMixer):
         uniform_(self.A_log, *self._A_range).log_()
         init_dt_bias(self.dt_bias, 0.001, 0.1, 1e-4)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_params: Any = None,
-        *,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Mixes a sequence, or several packed one after another.
-
-        Args:
-            hidden_states: (batch, seqlen, hidden_size), any strides.
-            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
-                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
-                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
-                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, and steps after
-                ``cu_seqlens[-1]`` are padding, which no sequence and no state sees. Not together with ``seq_idx`` alone.
-            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
-            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
-                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
-
-        Packed sequences are independent, in the convolutions and in the state.
-
-        Returns:
-            (batch, seqlen, hidden_size).
-
-        Raises:
-            ValueError: a shape is not as above, or arguments are given together that exclude each other.
-            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
-        """
-        self._check_packed_tensors(seq_idx, cu_seqlens)
-        self._check_sequences("hidden_states", hidden_states)
-        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params)
-
-    @torch.no_grad()
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes one time step, for decoding. Not differentiable.
-
-        Args:
-            hidden_states: (batch, 1, hidden_size).
-            conv_state: the last ``conv_size`` inputs of the convolutions, (batch, channels of queries, keys and values,
-                conv_size), modified in place; without convolutions it has no channels.
-            ssm_state: (batch, num_v_heads, head_v_dim, head_k_dim), modified in place.
-
-        Returns:
-            ``out``, (batch, 1, hidden_size), and the two states.
-
-        Raises:
-            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
-            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
-            TypeError: an argument is not a tensor.
-        """
-        self._check_one_step(hidden_states, conv_state, ssm_state)
-        u = hidden_states[:, 0]
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
         q, k, v = self._heads(self._convolve_one(self._project(u), conv_state))
         tensors, flags = self._gates(u)
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
         update = delta_rule_step if self.head_k_dim <= _COLUMNS_OF_A_STEP else _step_by_scan
         beta = self._beta(u, q)
         y = update_state(ssm_state, q.dtype, lambda state: update(state, q, k, v, beta, **options))
-        return self._finish(y, u)[:, None], conv_state, ssm_state
+        return self._finish(y, u)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_v_heads={self.num_v_heads}"
         return f"hidden_size={self.hidden_size}, {heads}, head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
 
-    # ----- what a derived layer defines
+    # ----- gates and betas, which a derived layer may override
+
+    def _raw_gate(self, u: Tensor) -> Tensor | None:
+        """(..., value heads), or with one number a channel of the key (..., value heads, columns); None without decay."""
+        gate: Tensor | None = self.a_proj(u) if "a_proj" in self._modules else None
+        return gate
 
     def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The operator's arguments for gates and betas: tensors, and options. ``u`` may lack the axis of time."""
-        raise NotImplementedError
+        is_raw = "b_proj" in self._modules
+        options = {"beta_sigmoid": is_raw, "allow_neg_eigval": is_raw and self.allow_neg_eigval}
+        g = self._raw_gate(u)
+        if g is None:
+            return {}, options
+        wide = wide_dtype(g.dtype)  # also after layer.half()
+        dt_bias = self.dt_bias.to(wide)
+        if g.dim() > u.dim():
+            dt_bias = dt_bias.unflatten(0, g.shape[-2:])
+        return {"g": g, "A_log": self.A_log.to(wide), "dt_bias": dt_bias}, options
 
     def _beta(self, u: Tensor, q: Tensor) -> Tensor:
         """(..., updates, value heads), without the axis of updates if a step has one. ``q`` is (..., heads, columns)."""
-        raise NotImplementedError
+        beta: Tensor = self.b_proj(u)
+        return beta if self.num_householder == 1 else beta.unflatten(-1, (self.num_householder, self.num_v_heads))
 
     def _gate_of_output(self, u: Tensor) -> Tensor | None:
         """(..., value_dim), or None."""
@@ -334,18 +302,10 @@ class DeltaRuleMixer(PackedMixer):
         """One step; modifies ``conv_state`` in place."""
         if not self.use_short_conv:
             return self._activate(projected)
-        convolved = []
-        for x, state, (weight, bias), activation in zip(
-            projected, self._split(conv_state), self._convolutions(), self._conv_activations(), strict=True
-        ):
-            if is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-
-            def update(state: Tensor, x: Any = x, weight: Any = weight, bias: Any = bias, activation: Any = activation) -> Any:
-                return causal_conv1d_update(x, state, weight, bias, activation=activation)
-
-            convolved.append(update_state(state, x.dtype, update))
-        return self._activate(convolved)
+        parts = zip(projected, self._split(conv_state), self._convolutions(), self._conv_activations(), strict=True)
+        return self._activate(
+            [convolve_step(x, state, weight, bias, activation) for x, state, (weight, bias), activation in parts]
+        )
 
     def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:
         """The activations that the convolutions have not applied."""
@@ -401,12 +361,3 @@ class DeltaRuleMixer(PackedMixer):
 
     def _state_shape(self) -> tuple[int, ...]:
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
-
-    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        weight = self._weight_of_states()
-        dtype = wide_dtype(weight.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, *self._state_shape(), device=weight.device, dtype=dtype)
-
-    def _wide(self, parameter: Tensor, like: Tensor) -> Tensor:
-        """A parameter of the gates as the operators take it, also after ``layer.half()``."""
-        return parameter.to(wide_dtype(like.dtype))

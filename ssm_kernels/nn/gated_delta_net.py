@@ -7,14 +7,13 @@ The formulas are those of ``delta_rule.py`` with :math:`g_{t,h} = -e^{A_{\log,h}
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..choices import GateActivation
 from .checks import check_choice
-from .delta_rule import DeltaRuleMixer, value_columns
+from .delta_rule import DeltaRuleMixer
 from .initialization import linear
 from .naming import class_name, names_layer
 
@@ -92,23 +91,15 @@ class GatedDeltaNet(DeltaRuleMixer):
         super().__init__()
         layer = class_name(self)
         self._set_sizes(
-            hidden_size,
-            num_heads,
-            num_v_heads,
-            head_dim,
-            value_columns(layer, head_dim, expand_v),
-            conv_size,
-            mode,
-            layer_idx,
-            norm_eps,
-            dtype,
+            *(hidden_size, num_heads, num_v_heads, head_dim, None, conv_size, mode, layer_idx, norm_eps, dtype),
+            expand_v=expand_v,
             use_gate=use_gate,
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
             allow_neg_eigval=allow_neg_eigval,
         )
         check_choice(layer, "output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
-        self.expand_v, self.head_dim, self.output_gate_activation = expand_v, head_dim, output_gate_activation
+        self.output_gate_activation = output_gate_activation
         # The order of flash-linear-attention: optimizer states are saved, and random numbers drawn, in the order of creation.
         self._make_projections(device, dtype)
         self.a_proj = linear(hidden_size, self.num_v_heads, False, device, dtype)
@@ -123,12 +114,3 @@ class GatedDeltaNet(DeltaRuleMixer):
         )
         self.o_norm = self._make_norm(norm_eps, device, dtype, activation)
         self.o_proj = linear(self.value_dim, hidden_size, False, device, dtype)
-
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        g = self.a_proj(u)
-        tensors = {"g": g, "A_log": self._wide(self.A_log, g), "dt_bias": self._wide(self.dt_bias, g)}
-        return tensors, {"beta_sigmoid": True, "allow_neg_eigval": self.allow_neg_eigval}
-
-    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
-        beta: Tensor = self.b_proj(u)
-        return beta

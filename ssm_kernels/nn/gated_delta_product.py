@@ -8,13 +8,10 @@ State-Tracking in Linear RNNs via Householder Products* (arXiv 2502.10297).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from .checks import check_int
-from .delta_rule import DeltaRuleMixer, value_columns
+from .delta_rule import DeltaRuleMixer
 from .initialization import linear
 from .naming import class_name, names_layer
 
@@ -35,23 +32,12 @@ class GatedDeltaProduct(DeltaRuleMixer):
     ``o_proj.weight`` (hidden_size, value_dim).
 
     Args:
-        hidden_size: channels of input and output.
-        expand_v: a value head has ``head_dim * expand_v`` columns.
-        head_dim: columns of a head of queries and keys.
-        num_heads: heads of queries and keys.
-        num_v_heads: heads of values, gates and states, a multiple of ``num_heads``: each head of queries and keys serves
-            several. ``None`` is ``num_heads``.
-        mode: ``"chunk"`` or ``"fused_recurrent"``, the kernels of flash-linear-attention; ignored.
+        hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode, use_short_conv, conv_size, conv_bias, layer_idx,
+            norm_eps, device: as for :class:`GatedDeltaNet`.
         use_output_gate: whether ``silu(g_proj(u))`` multiplies the normalized output.
-        use_short_conv: whether queries, keys and values go through short convolutions.
-        conv_size: width of the convolutions.
-        conv_bias: whether the convolutions have a bias.
-        layer_idx: key of this layer in the cache of ``inference_params``.
-        norm_eps: of the norm of each head's output.
         use_forget_gate: whether the state decays.
         allow_neg_eigval: doubles beta, so that updates have eigenvalues down to -1.
         num_householder: updates in a step.
-        device: where the parameters are made.
         dtype: dtype of the layer. ``A_log``, ``dt_bias``, ``o_norm.weight`` without ``use_output_gate`` and states are float32
             (float64 in a float64 layer).
 
@@ -95,16 +81,8 @@ class GatedDeltaProduct(DeltaRuleMixer):
         super().__init__()
         layer = class_name(self)
         self._set_sizes(
-            hidden_size,
-            num_heads,
-            num_v_heads,
-            head_dim,
-            value_columns(layer, head_dim, expand_v),
-            conv_size,
-            mode,
-            layer_idx,
-            norm_eps,
-            dtype,
+            *(hidden_size, num_heads, num_v_heads, head_dim, None, conv_size, mode, layer_idx, norm_eps, dtype),
+            expand_v=expand_v,
             use_output_gate=use_output_gate,
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
@@ -112,7 +90,7 @@ class GatedDeltaProduct(DeltaRuleMixer):
             allow_neg_eigval=allow_neg_eigval,
         )
         check_int(layer, "num_householder", num_householder)
-        self.expand_v, self.head_dim, self.num_householder = expand_v, head_dim, num_householder
+        self.num_householder = num_householder
         # The order of flash-linear-attention: optimizer states are saved, and random numbers drawn, in the order of creation.
         self._make_projections(device, dtype)
         self.b_proj = linear(hidden_size, self.num_v_heads * num_householder, False, device, dtype)
@@ -125,14 +103,3 @@ class GatedDeltaProduct(DeltaRuleMixer):
             self.g_proj = linear(hidden_size, self.value_dim, False, device, dtype)
         self.o_norm = self._make_norm(norm_eps, device, dtype, "silu" if use_output_gate else None)
         self.o_proj = linear(self.value_dim, hidden_size, False, device, dtype)
-
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        options = {"beta_sigmoid": True, "allow_neg_eigval": self.allow_neg_eigval}
-        if "a_proj" not in self._modules:
-            return {}, options
-        g = self.a_proj(u)
-        return {"g": g, "A_log": self._wide(self.A_log, g), "dt_bias": self._wide(self.dt_bias, g)}, options
-
-    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
-        beta: Tensor = self.b_proj(u)
-        return beta if self.num_householder == 1 else beta.unflatten(-1, (self.num_householder, self.num_v_heads))

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .checks import check_number
-from .delta_rule import DeltaRuleMixer, value_columns
+from .delta_rule import DeltaRuleMixer
 from .initialization import init_dt_bias, linear
 from .naming import class_name, names_layer
 
@@ -39,23 +39,12 @@ class KimiDeltaAttention(DeltaRuleMixer):
     value_dim).
 
     Args:
-        hidden_size: channels of input and output.
-        expand_v: a value head has ``head_dim * expand_v`` columns.
-        head_dim: columns of a head of queries and keys.
-        num_heads: heads of queries and keys.
-        num_v_heads: heads of values, gates and states, a multiple of ``num_heads``: each head of queries and keys serves
-            several. ``None`` is ``num_heads``.
-        mode: ``"chunk"`` or ``"fused_recurrent"``, the kernels of flash-linear-attention; ignored.
-        use_short_conv: whether queries, keys and values go through short convolutions.
+        hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode, use_short_conv, conv_size, conv_bias, layer_idx,
+            norm_eps, device: as for :class:`GatedDeltaNet`.
         allow_neg_eigval: doubles beta, so that transitions have eigenvalues down to -1.
         safe_gate: needs ``lower_bound``; ``A_log`` is then zero at initialization.
         lower_bound: a negative number, which the log decay of a step never falls below: see the formulas of
             ``kimi_delta_attention.py``. ``None`` leaves the decay unbounded.
-        conv_size: width of the convolutions.
-        conv_bias: whether the convolutions have a bias.
-        layer_idx: key of this layer in the cache of ``inference_params``.
-        norm_eps: of the norm of each head's output.
-        device: where the parameters are made.
         dtype: dtype of the layer. ``A_log``, ``dt_bias`` and states are float32 (float64 in a float64 layer).
 
     Raises:
@@ -98,16 +87,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
         super().__init__()
         layer = class_name(self)
         self._set_sizes(
-            hidden_size,
-            num_heads,
-            num_v_heads,
-            head_dim,
-            value_columns(layer, head_dim, expand_v),
-            conv_size,
-            mode,
-            layer_idx,
-            norm_eps,
-            dtype,
+            *(hidden_size, num_heads, num_v_heads, head_dim, None, conv_size, mode, layer_idx, norm_eps, dtype),
+            expand_v=expand_v,
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
             allow_neg_eigval=allow_neg_eigval,
@@ -119,8 +100,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
                 raise ValueError(f"{layer}: expected lower_bound to be finite and negative, got {lower_bound}")
         elif safe_gate:
             raise ValueError(f"{layer}: expected a lower_bound with safe_gate, got None")
-        self.expand_v, self.head_dim, self.lower_bound = expand_v, head_dim, lower_bound
-        self.gate_dim = self.num_v_heads * head_dim
+        self.lower_bound = lower_bound
         # The order of flash-linear-attention: optimizer states are saved, and random numbers drawn, in the order of creation.
         self._make_projections(device, dtype)
         self._make_convolutions(conv_bias, device, dtype)
@@ -148,14 +128,15 @@ class KimiDeltaAttention(DeltaRuleMixer):
 
     safe_gate: bool
 
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        heads = (self.num_v_heads, self.head_k_dim)
-        g = self.f_proj(u).unflatten(-1, heads)
-        bias = self._wide(self.dt_bias, g).unflatten(0, heads)
-        tensors = {"g": g, "A_log": self._wide(self.A_log, g), "dt_bias": bias}
-        options = {"gate_lower_bound": self.lower_bound, "beta_sigmoid": True, "allow_neg_eigval": self.allow_neg_eigval}
-        return tensors, options
+    @property
+    def gate_dim(self) -> int:
+        """The channels of the decay."""
+        return self.num_v_heads * self.head_k_dim
 
-    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
-        beta: Tensor = self.b_proj(u)
-        return beta
+    def _raw_gate(self, u: Tensor) -> Tensor:
+        gate: Tensor = self.f_proj(u)
+        return gate.unflatten(-1, (self.num_v_heads, self.head_k_dim))
+
+    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, options = super()._gates(u)
+        return tensors, {**options, "gate_lower_bound": self.lower_bound}

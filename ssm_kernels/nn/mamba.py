@@ -23,7 +23,7 @@ from .._dtypes import wide_dtype
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
-from .common import PLAIN_TENSORS, PackedMixer, conv_parameters, expanded, is_plain_linear, short_convolution
+from .common import PLAIN_TENSORS, SequenceMixer, conv_parameters, expanded, is_plain_linear, short_convolution
 from .initialization import linear
 from .naming import name_for_operator, names_layer
 from .selective_ssm import SelectiveBase
@@ -35,7 +35,7 @@ _mamba_inner = torch.ops.ssm_kernels._mamba_inner.default
 
 
 @names_layer
-class Mamba(SelectiveBase, PackedMixer):
+class Mamba(SelectiveBase, SequenceMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 
     Positional arguments, parameters (names, shapes, order), ``step``, ``allocate_inference_cache`` and ``inference_params``
@@ -123,91 +123,9 @@ class Mamba(SelectiveBase, PackedMixer):
         )
         self.out_proj = linear(d_inner, d_model, bias, device, dtype)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_params: Any = None,
-        *,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Mixes a sequence, or several packed one after another.
-
-        Args:
-            hidden_states: (batch, seqlen, d_model), any strides.
-            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
-                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
-                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
-                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
-                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
-                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
-                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
-            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes. Steps with a negative number
-                are padding, whose convolution is zero; what they hold must be finite.
-            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
-                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
-
-        Packed sequences are independent, in the convolution and in the state.
-
-        Returns:
-            (batch, seqlen, d_model).
-
-        Raises:
-            ValueError: a shape is not as above, the layer has no ``layer_idx`` for ``inference_params``, or arguments are given
-                together that exclude each other.
-            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
-
-        Examples:
-            >>> from types import SimpleNamespace
-            >>> import torch
-            >>> from ssm_kernels import nn
-            >>> layer, x = nn.Mamba(32, layer_idx=0), torch.randn(2, 10, 32)
-            >>> cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
-            >>> with torch.no_grad():
-            ...     first = layer(x[:, :7], inference_params=cache)  # a prompt fills the cache
-            ...     cache.seqlen_offset = 7
-            ...     rest = layer(x[:, 7:], inference_params=cache)  # continues from it
-            ...     torch.allclose(torch.cat([first, rest], dim=1), layer(x), atol=1e-5)
-            True
-            >>> cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)  # two packed sequences
-            >>> layer(x[:1], cu_seqlens=cu_seqlens).shape
-            torch.Size([1, 10, 32])
-        """
-        self._check_packed_tensors(seq_idx, cu_seqlens)
-        self._check_sequences("hidden_states", hidden_states)
-        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params)
-
-    @torch.no_grad()
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes one time step, for decoding. Not differentiable.
-
-        Args:
-            hidden_states: (batch, 1, d_model).
-            conv_state: the last ``d_conv`` inputs of the convolution, (batch, d_inner, d_conv), modified in place.
-            ssm_state: (batch, d_inner, d_state), modified in place.
-
-        Returns:
-            ``out``, (batch, 1, d_model), and the two states.
-
-        Raises:
-            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
-            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
-            TypeError: an argument is not a tensor.
-
-        Examples:
-            >>> import torch
-            >>> from ssm_kernels import nn
-            >>> layer, x = nn.Mamba(32), torch.randn(2, 10, 32)
-            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
-            >>> with torch.no_grad():
-            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
-            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
-            True
-        """
-        self._check_one_step(hidden_states, conv_state, ssm_state)
-        x, z = self.in_proj(hidden_states[:, 0]).chunk(2, dim=-1)
-        y = self._scan_step(self._convolve_step(x, conv_state), z, ssm_state)
-        return self.out_proj(y)[:, None], conv_state, ssm_state
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        x, z = self.in_proj(u).chunk(2, dim=-1)
+        return self.out_proj(self._scan_step(self._convolve_step(x, conv_state), z, ssm_state))
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"

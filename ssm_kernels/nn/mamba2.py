@@ -304,35 +304,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self._check_sequences("u", u)
         return self._mix_sequences(u, seq_idx, cu_seqlens, inference_params)
 
-    @torch.no_grad()
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes one time step, for decoding. Not differentiable.
-
-        Args:
-            hidden_states: (batch, 1, d_model).
-            conv_state: the last ``d_conv`` inputs of the convolution, (batch, d_xBC, d_conv), modified in place.
-            ssm_state: (batch, nheads, headdim, d_state), modified in place.
-
-        Returns:
-            ``out``, (batch, 1, d_model), and the two states.
-
-        Raises:
-            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
-            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
-            TypeError: an argument is not a tensor.
-
-        Examples:
-            >>> import torch
-            >>> from ssm_kernels import nn
-            >>> layer, x = nn.Mamba2(32, headdim=16), torch.randn(2, 10, 32)
-            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
-            >>> with torch.no_grad():
-            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
-            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
-            True
-        """
-        self._check_one_step(hidden_states, conv_state, ssm_state)
-        mlp, mixed = self._project(hidden_states[:, 0])
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        mlp, mixed = self._project(u)
         z, xBC, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
         D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
@@ -358,7 +331,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         y = y.flatten(-2)
         if self.rmsnorm:
             y = self.norm(y, z)
-        return self._finish(y, mlp)[:, None], conv_state, ssm_state
+        return self._finish(y, mlp)
 
     def extra_repr(self) -> str:
         return (
@@ -576,7 +549,3 @@ class Mamba2(DiscretizedModule, PackedMixer):
 
     def _state_shape(self) -> tuple[int, ...]:
         return self.nheads, self.headdim, self.d_state
-
-    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        dtype = wide_dtype(self.A_log.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)
