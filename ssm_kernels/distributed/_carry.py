@@ -17,6 +17,9 @@ state, is the gradient of the last state of rank r - 1:
 ``SummaryCarry`` gathers :math:`s_r` and :math:`d_r` in forward and :math:`g_r` in backward: one collective each. Each rank then
 computes the recurrence over ranks with the operator ``linear_scan``, whose additions have a fixed order.
 
+The span of a delta rule maps the state, (value_dim, key_dim), to :math:`H_r T_r + s_r` with a matrix :math:`T_r`, (key_dim,
+key_dim), in place of :math:`d_r`, and the adjoint has its transpose. ``MatrixCarry`` computes that recurrence.
+
 A recurrence that runs backwards in time passes the ranks in the opposite order.
 
 A span in which a sequence begins, or with a reset, drops the state before it, and with it Inf and NaN, as one process does.
@@ -37,7 +40,7 @@ from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange
 
-__all__ = ["Carry", "SummaryCarry", "mask_state"]
+__all__ = ["Carry", "MatrixCarry", "SummaryCarry", "mask_state"]
 
 
 def _like(factor: Tensor, states: Tensor) -> Tensor:
@@ -86,6 +89,29 @@ def _fold(values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tenso
     return h.reshape(first.shape)
 
 
+def _fold_matrices(
+    values: Tensor, maps: Tensor, keep_mask: Tensor | None, first: Tensor | None, reverse: bool, is_adjoint: bool
+) -> Tensor | None:
+    """As :func:`_fold` for ``h = h @ map + value``; with ``is_adjoint`` the maps are transposed.
+
+    The products are in float64, which neither TF32 nor autocast rounds.
+
+    Args:
+        values: (ranks, ..., rows, columns).
+        maps: (ranks, ..., columns, columns).
+    """
+    state = None if first is None else first.double()
+    ranks = range(values.shape[0])
+    for rank in reversed(ranks) if reverse else ranks:
+        value = values[rank].double()
+        if state is not None:
+            by = maps[rank].double()
+            state = mask_state(state @ (by.mT if is_adjoint else by), None if keep_mask is None else keep_mask[rank]) + value
+        else:
+            state = value
+    return None if state is None else state.to(values.dtype)
+
+
 class Carry(ABC):
     """Passes states in forward and their gradients in backward, for one call of a scan.
 
@@ -102,9 +128,17 @@ class Carry(ABC):
         self._group, self._what, self._reverse = group, what, reverse
 
     @staticmethod
-    def of(group: Group, what: str, reverse: bool, chain: Call | None) -> Carry:
-        """``chain``: the call along a chain, or None for summaries."""
-        return SummaryCarry(group, what, reverse) if chain is None else ChainCarry(group, what, reverse, chain)
+    def of(group: Group, what: str, reverse: bool, chain: Call | None, has_matrices: bool = False) -> Carry:
+        """Makes a carry.
+
+        Args:
+            group, what, reverse: as for the class.
+            chain: the call along a chain, or None for summaries.
+            has_matrices: whether a span multiplies the state by a matrix.
+        """
+        if chain is not None:
+            return ChainCarry(group, what, reverse, chain)
+        return (MatrixCarry if has_matrices else SummaryCarry)(group, what, reverse)
 
     @property
     def is_first(self) -> bool:
@@ -280,7 +314,7 @@ class SummaryCarry(Carry):
     ) -> Gathering:
         """Sends the summary of this rank's span."""
         if self.is_first and initial_state is not None:
-            after = torch.addcmul(last_state, _like(decay, last_state), initial_state)
+            after = self._continue(last_state, decay, initial_state)
             own = keep_mask if carry_mask is None else carry_mask[1, self._group.rank]
             last_state = after if own is None else torch.where(_like(own, after), after, last_state)
         tensors = [last_state, decay] if keep_mask is None else [last_state, decay, keep_mask.to(decay.dtype)]
@@ -299,7 +333,7 @@ class SummaryCarry(Carry):
 
         def fold(ranks: slice) -> Tensor | None:
             keep = None if carry_mask is None else carry_mask[1, ranks]
-            return _fold(states[ranks], decays[ranks], keep, None, self._reverse)
+            return self._fold(states[ranks], decays[ranks], keep, None, is_adjoint=False)
 
         initial, final = initial_state, None
         if not self.is_first:
@@ -330,11 +364,35 @@ class SummaryCarry(Carry):
         if carry_mask is not None:
             keep_mask = carry_mask[1]
             gradients = torch.where(_like(carry_mask[0], gradients), gradients, 0)
-        gradient = _fold(gradients, decays, keep_mask, final, not self._reverse)
+        gradient = self._fold(gradients, decays, keep_mask, final, is_adjoint=True)
         if gradient is None and torch.compiler.is_compiling():
             gradient = torch.zeros_like(local_gradient)
         return None if gradient is None else depend_on(gradient.contiguous(), gathering.buffer)
 
+    def _continue(self, last_state: Tensor, decay: Tensor, initial_state: Tensor) -> Tensor:
+        """The state after a span that begins with ``initial_state``."""
+        return torch.addcmul(last_state, _like(decay, last_state), initial_state)
+
+    def _fold(
+        self, values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, *, is_adjoint: bool
+    ) -> Tensor | None:
+        """The last state of the recurrence over ranks or, with ``is_adjoint``, of the adjoint, which runs the other way."""
+        return _fold(values, decays, keep_mask, first, self._reverse != is_adjoint)
+
     def _after(self) -> slice:
         """The ranks after this one, in the direction of the recurrence."""
         return slice(0, self._group.rank) if self._reverse else slice(self._group.rank + 1, self._group.size)
+
+
+class MatrixCarry(SummaryCarry):
+    """Gathers summaries of spans that multiply the state by a matrix, as those of the delta rule do."""
+
+    def _continue(self, last_state: Tensor, decay: Tensor, initial_state: Tensor) -> Tensor:
+        after = _fold_matrices(last_state[None], decay[None], None, initial_state, reverse=False, is_adjoint=False)
+        assert after is not None
+        return after
+
+    def _fold(
+        self, values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, *, is_adjoint: bool
+    ) -> Tensor | None:
+        return _fold_matrices(values, decays, keep_mask, first, self._reverse != is_adjoint, is_adjoint)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from ..ops._masks import as_mask
 from ._agreement import Agreement, describe
 from ._autocast import Autocast
 from ._convolution import CausalConv1d
+from ._delta_rule import DeltaRuleScan
 from ._group import Group
 from ._messages import Call
 from ._packed_sequences import ForwardCount, Packing, PackingCache, SequenceSplit
@@ -198,6 +200,61 @@ class GroupOperators:
             self.group,
         )
 
+    def delta_rule_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        *,
+        g: Tensor | None = None,
+        scale: float | None = None,
+        initial_states: Tensor | None = None,
+        return_final_states: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        reverse: bool = False,
+        num_householder: int = 1,
+        qk_l2norm: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        gate_lower_bound: float | None = None,
+        beta_sigmoid: bool = False,
+        allow_neg_eigval: bool = False,
+    ) -> Any:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "reverse": reverse,
+            "num_householder": num_householder,
+            "qk_l2norm": qk_l2norm,
+            "gate_lower_bound": gate_lower_bound,
+            "beta_sigmoid": beta_sigmoid,
+            "allow_neg_eigval": allow_neg_eigval,
+        }
+        to = Autocast(q)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta, "g": g}
+        tensors |= {"initial_states": initial_states, "A_log": A_log, "dt_bias": dt_bias, "seq_idx": seq_idx}
+        if self.group.size == 1:
+            return ops.delta_rule_scan(**tensors, cu_seqlens=cu_seqlens, return_final_states=return_final_states, **options)
+        tensors |= {name: to.to_lower(tensors[name]) for name in ("q", "k", "v")}
+        tensors |= {name: to.to_float_unless_lower(tensors[name]) for name in ("beta", "g")}
+        tensors |= {name: to.to_float(tensors[name]) for name in ("initial_states", "A_log", "dt_bias")}
+        time_axes = dict.fromkeys(("q", "k", "v", "beta", "g", "seq_idx"), 1)
+        updates = dict.fromkeys(("k", "v", "beta"), num_householder)
+        all_options = options | {"return_final_states": return_final_states}
+        self._agree("delta_rule_scan", ops.delta_rule_scan, tensors, all_options, time_axes, cu_seqlens, entries=updates)
+        numbers, packing = self._packing("delta_rule_scan", q.shape[1], seq_idx, cu_seqlens)
+        names = ("q", "k", "v", "beta", "g", "initial_states", "A_log", "dt_bias")
+        return DeltaRuleScan.apply(
+            *(tensors[name] for name in names),
+            numbers,
+            _carry_mask(packing, reverse),
+            *options.values(),
+            return_final_states,
+            self._chain(return_final_states),
+            self.group,
+        )
+
     def causal_conv1d(
         self,
         x: Tensor,
@@ -369,6 +426,7 @@ class GroupOperators:
         time_axes: Mapping[str, int],
         cu_seqlens: Tensor | None = None,
         broadcast: Sequence[str] = (),
+        entries: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Compares a call with those of the other ranks, unless it is being compiled.
 
@@ -380,6 +438,7 @@ class GroupOperators:
             time_axes: the axis of time of the tensors that have one.
             cu_seqlens: of the whole sequence.
             broadcast: tensors whose axis of time may have the size 1.
+            entries: how many entries of the axis of time a step has, for tensors with several.
         """
         refuses_states = cu_seqlens is not None and operator not in recurrences
         if torch.compiler.is_compiling():
@@ -397,8 +456,8 @@ class GroupOperators:
                 described["h0"] = describe(h0, 0, "sequences")
             described |= {name: str(value) for name, value in options.items()}
             described |= {"exchange": self.exchange, "layer": self._layer or None}
-            sized = [(tensors[name], axis) for name, axis in time_axes.items() if name not in broadcast]
-            lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
+            sized = [(tensors[name], axis, entries.get(name, 1)) for name, axis in time_axes.items() if name not in broadcast]
+            lengths = {_steps(tensor, axis, each) for tensor, axis, each in sized if tensor is not None and tensor.dim() > axis}
             described["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
             return described
 
@@ -420,6 +479,12 @@ class GroupOperators:
         ]
         arguments = (*kinds, *options.values())
         self._description = self._agreement.check(operator, description, check, arguments, bool(options.get("reverse")))
+
+
+def _steps(tensor: Tensor, axis: int, entries: int) -> str:
+    """The number of steps of a tensor, for the message of an error."""
+    size = tensor.shape[axis]
+    return str(size) if entries == 1 else f"{size} / {entries}" if entries < 1 or size % entries else str(size // entries)
 
 
 def _carry_mask(packing: Packing | None, reverse: bool) -> Tensor | None:

@@ -124,6 +124,10 @@ class LayerOperators(GroupOperators):
         )
         return out, None, None
 
+    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """As :meth:`delta_rule_scan`, without final states: several ranks serve no cache."""
+        return self.delta_rule_scan(*tensors, **options), None
+
     def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         return self._scan("mingru_scan", (gate, candidate), h0, **options)
 

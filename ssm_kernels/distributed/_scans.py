@@ -44,19 +44,19 @@ def _matrix_in_order(matrix: Tensor, reverse: bool) -> Tensor:
     return matrix if matrix.dim() == 2 else _in_order(matrix, -1, reverse)
 
 
-def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
+def results_of(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
     """Gradients that are not needed have no elements: None in their place."""
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
 
 
-def _of_first(gradient: Tensor | None, state: Kind, like: Tensor, needs: bool, carry: Carry) -> Tensor | None:
+def of_first(gradient: Tensor | None, state: Kind, like: Tensor, needs: bool, carry: Carry) -> Tensor | None:
     """The gradient of the state before the whole sequence: the first rank's, and zero on the others."""
     if not needs:
         return None
-    return gradient if carry.is_first else _zeros(state, like)
+    return gradient if carry.is_first else zeros(state, like)
 
 
-def _zeros(state: Kind, like: Tensor) -> Tensor:
+def zeros(state: Kind, like: Tensor) -> Tensor:
     """A state of zeros on the device of ``like``."""
     return torch.zeros(state[0], dtype=state[1], device=like.device)
 
@@ -127,7 +127,7 @@ class SelectiveScan(torch.autograd.Function):
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return depend_on(_zeros(state, grad_out), grad_out)
+                return depend_on(zeros(state, grad_out), grad_out)
             return _selective_scan_initial_gradient(
                 _in_order(grad_out, 2, reverse),
                 _in_order(delta, 2, reverse),
@@ -152,10 +152,10 @@ class SelectiveScan(torch.autograd.Function):
             results = (*others[:6], grad_z, *others[6:])
         else:
             results = _ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted)
-        gradients = _results(results, wanted)
+        gradients = results_of(results, wanted)
         if passes_gradients:
             ctx.carry.send_gradient(gradients[8], carry_mask)
-        gradients[8] = _of_first(gradients[8], state, u, needs[8], ctx.carry)
+        gradients[8] = of_first(gradients[8], state, u, needs[8], ctx.carry)
         return (*gradients, *(None,) * 10)
 
 
@@ -229,7 +229,7 @@ class SsdChunkScan(torch.autograd.Function):
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return depend_on(_zeros(state, grad_out), grad_out)
+                return depend_on(zeros(state, grad_out), grad_out)
             return _ssd_chunk_scan_initial_gradient(
                 _in_order(before_gate(grad_out, z), 1, reverse),
                 _in_order(dt, 1, reverse),
@@ -248,10 +248,10 @@ class SsdChunkScan(torch.autograd.Function):
         if passes_gradients:
             grad_final_states = ctx.carry.receive_gradient(state, grad_out, grad_final, decays, carry_mask, initial_gradient)
         wanted = [*needs[:8], passes_gradients and ctx.carry.wants_gradient(needs[8]), *needs[9:]]
-        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
+        gradients = results_of(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
         if passes_gradients:
             ctx.carry.send_gradient(gradients[8], carry_mask)
-        gradients[8] = _of_first(gradients[8], state, x, needs[8], ctx.carry)
+        gradients[8] = of_first(gradients[8], state, x, needs[8], ctx.carry)
         return (*gradients, *(None,) * 11)
 
 
@@ -320,7 +320,7 @@ class LinearRecurrence(torch.autograd.Function):
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
-                return depend_on(_zeros(state, grad_h), grad_h)
+                return depend_on(zeros(state, grad_h), grad_h)
             recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
             return _linear_recurrence_initial_gradient(
                 grad_h,
@@ -337,7 +337,7 @@ class LinearRecurrence(torch.autograd.Function):
         flags = [*wanted, ctx.carry.wants_gradient(needs_h0)]
         if after_reset is None:
             arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
-            gradients = _results(_ops._linear_recurrence_bwd(grad_h, grad_last_state, *arguments, flags), flags)
+            gradients = results_of(_ops._linear_recurrence_bwd(grad_h, grad_last_state, *arguments, flags), flags)
         else:
             grad_last_before = grad_last_after = None
             if grad_last_state is not None:
@@ -346,16 +346,16 @@ class LinearRecurrence(torch.autograd.Function):
             before = [value.masked_fill(after_reset, 1) for value in inputs]
             arguments = (before, h, initial, None, None, *ctx.options)
             grad_before = grad_h.masked_fill(after_reset, 0)
-            gradients = _results(_ops._linear_recurrence_bwd(grad_before, grad_last_before, *arguments, flags), flags)
+            gradients = results_of(_ops._linear_recurrence_bwd(grad_before, grad_last_before, *arguments, flags), flags)
             arguments = (inputs, h, h0, None, reset, *ctx.options)
             grad_after = grad_h.masked_fill(~after_reset, 0)
             flags = [*wanted, needs_h0]
-            others = _results(_ops._linear_recurrence_bwd(grad_after, grad_last_after, *arguments, flags), flags)
+            others = results_of(_ops._linear_recurrence_bwd(grad_after, grad_last_after, *arguments, flags), flags)
             for place, (own, other) in enumerate(zip(gradients[:4], others[:4], strict=True)):
                 gradients[place] = None if own is None or other is None else torch.where(after_reset, other, own)
             own, other = gradients[4], others[4]
             gradients[4] = other if own is None or other is None else own + other
         ctx.carry.send_gradient(gradients[4], carry_mask)
         if reset is None:
-            gradients[4] = _of_first(gradients[4], state, h, needs_h0, ctx.carry)
+            gradients[4] = of_first(gradients[4], state, h, needs_h0, ctx.carry)
         return (*(None,) * 9, gradients[4], *gradients[: len(inputs)])

@@ -6,7 +6,7 @@ A layer's scan runs in these steps:
    ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.
 2. In forward the layer calls ``self.operators.mamba_mixer``, or another method. It compares the call with those of the other
    ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
-   autocast, and applies an autograd node of ``_scans.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
+   autocast, and applies an autograd node of ``_scans.py``, ``_delta_rule.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
 3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
    the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2``
    along a chain and the convolution exchange in their own files, without a carry.
@@ -47,8 +47,9 @@ class ContextParallel(ParallelStyle):
     """Splits sequences over the ranks of a mesh dimension: context parallelism, also called sequence parallelism of the scan.
 
     A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``,
-    ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, the mixer of a minGRU or minLSTM model) or any module that contains
-    such layers, for instance a whole ``MambaLM``::
+    ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, ``DeltaNet``, ``GatedDeltaNet``, ``KimiDeltaAttention``,
+    ``GatedDeltaProduct``, the mixer of a minGRU or minLSTM model) or any module that contains such layers, for instance a whole
+    ``MambaLM``::
 
         mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
         parallelize_module(model, mesh["cp"], ContextParallel())
@@ -73,7 +74,7 @@ class ContextParallel(ParallelStyle):
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one
             with :class:`TensorParallel` over the same ranks; on every rank, if the ranks call with different shapes, dtypes or
             options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
-        NotImplementedError: from ``parallelize_module``, if the module contains a layer of the delta rule or an ``MLSTM``.
+        NotImplementedError: from ``parallelize_module``, if the module contains an ``MLSTM``.
         RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
             backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
             CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
+from ..ops.delta_rule import delta_rule_scan
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
 
 __all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
@@ -54,6 +55,9 @@ class Operators(Protocol):
 
     def mamba2_mixer(self, *arguments: Any) -> tuple[Tensor, Any, Any]:
         """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``. Several ranks return no states."""
+
+    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """As :func:`ssm_kernels.delta_rule_scan`, with final states. Several ranks return None in their place."""
 
     def mingru_scan(
         self,
@@ -114,6 +118,10 @@ class LocalOperators:
     mingru_scan = staticmethod(cast(_Scan, mingru_scan))
     minlstm_scan = staticmethod(cast(_Scan, minlstm_scan))
     liquid_scan = staticmethod(cast(_Scan, liquid_scan))
+
+    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        out, final_states = cast(_Scan, delta_rule_scan)(*tensors, **options, return_final_states=True)
+        return out, final_states
 
     def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)

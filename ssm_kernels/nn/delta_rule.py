@@ -87,8 +87,6 @@ class DeltaRuleMixer(SequenceMixer):
     ``q_conv1d``, ``k_conv1d`` and ``v_conv1d`` hold parameters and are not called.
     """
 
-    serves_spans = False
-
     hidden_size: int
     num_heads: int
     num_v_heads: int
@@ -255,14 +253,13 @@ class DeltaRuleMixer(SequenceMixer):
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
         # Updates follow one another: (batch, seqlen, updates, ...) -> (batch, seqlen * updates, ...).
         k, v, beta = ((x.flatten(1, 2) if self.num_householder > 1 else x) for x in (k, v, self._beta(hidden_states, q)))
-        y, final_states = delta_rule_scan(
+        y, final_states = self.operators.delta_rule(
             q,
             k,
             v,
             beta,
             **options,
             initial_states=None if ssm_state is None else ssm_state.to(wide_dtype(q.dtype)),
-            return_final_states=True,
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
         )

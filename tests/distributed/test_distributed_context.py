@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ import torch.utils.checkpoint
 from distributed_helpers import (
     SEQLEN,
     Collectives,
+    Cut,
     LargeResults,
     close,
+    compare_layer,
     cu_seqlens_of,
     generator,
     over_places,
@@ -54,52 +56,6 @@ from ssm_kernels.distributed import (
 from ssm_kernels.distributed._convolution import CausalConv1d, MambaConv
 from ssm_kernels.distributed._group import Group
 from ssm_kernels.distributed._messages import Call
-
-Cut = Callable[[Tensor, int], Tensor]
-
-
-def compare_layer(
-    mesh: Mesh,
-    layer: nn.Module,
-    call: Callable[[nn.Module, Cut], Any],
-    what: str,
-    axis: int = 1,
-    exchanges: Sequence[str] = ("chain", "summaries"),
-) -> None:
-    """Compares a layer whose sequences are split over the ranks of a mesh with the same layer on one process.
-
-    Args:
-        call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
-            there is one, the last state.
-        axis: the axis of time of the outputs.
-        exchanges: those of a layer without a last state; layers that return one exchange summaries.
-    """
-    size, own = mesh.size(), own_span(mesh)
-    layer = layer.to(mesh.device_type)
-    expected = call(layer, lambda value, axis: value)
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    random = generator(mesh, 1)
-    factors = [random(*result.shape) for result in expected]
-    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
-
-    def cut(value: Tensor, axis: int) -> Tensor:
-        return value.narrow(axis, own.start, own.stop - own.start)
-
-    for exchange in exchanges if len(expected) == 1 else ("summaries",):
-        parallel = copy.deepcopy(layer)
-        parallel.zero_grad()
-        actual = call(parallelize(parallel, mesh, exchange), cut)
-        actual = actual if isinstance(actual, tuple) else (actual,)
-        close(actual[0], cut(expected[0], axis), f"{what}, {exchange}, {size} ranks, output")
-        loss = (actual[0] * cut(factors[0], axis)).sum()
-        for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
-            close(value, whole, f"{what}, {exchange}, {size} ranks, last state")
-            loss = loss + (value * factor).sum() / size
-        loss.backward()
-        sum_gradients(parallel, mesh)
-        for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
-            close(parameter.grad, whole.grad, f"{what}, {exchange}, {size} ranks, gradient of {name}")
-    layer.zero_grad()
 
 
 def check_mamba(mesh: Mesh) -> None:

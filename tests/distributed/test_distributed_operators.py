@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def compare(
     axis: int,
     options: Mapping[str, Any],
     state: str | None,
+    exchange: str = "chain",
+    entries: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Compares the operator ``name`` over the ranks of a mesh with the one of ``ssm_kernels``.
 
@@ -55,16 +58,19 @@ def compare(
         axis: the axis of time of the result.
         options: other arguments.
         state: the flag that asks for the last state, if that is compared too.
+        exchange: of a call without it.
+        entries: how many entries of its axis of time a step has, for inputs with several.
     """
     if state is not None:
-        compare(mesh, name, inputs, of_steps, axis, options, None)
-    exchange = "chain" if state is None else "summaries"
+        compare(mesh, name, inputs, of_steps, axis, options, None, entries=entries)
+        exchange = "summaries"
     rank, size, own = mesh.get_local_rank(), mesh.size(), own_span(mesh)
 
     def cut(name: str, value: Any) -> Any:
         if name not in of_steps:
             return value
-        return value.narrow(of_steps[name], own.start, own.stop - own.start)
+        each = entries.get(name, 1)
+        return value.narrow(of_steps[name], own.start * each, (own.stop - own.start) * each)
 
     flags = {} if state is None else {state: True}
     whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
@@ -169,6 +175,51 @@ def check_ssd_chunk_scan(mesh: Mesh) -> None:
             compare(mesh, "ssd_chunk_scan", row, of_steps, 1, step_sizes | reverse | packing, None)
 
 
+def check_delta_rule_scan(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
+    batch, heads, value_heads, key_dim, value_dim = 2, 2, 4, 3, 5
+
+    def inputs_of(updates: int = 1) -> dict[str, Tensor]:
+        steps = SEQLEN * updates
+        return {
+            "q": random(batch, SEQLEN, heads, key_dim),
+            "k": random(batch, steps, heads, key_dim),
+            "v": random(batch, steps, value_heads, value_dim),
+            "beta": random(batch, steps, value_heads),
+        }
+
+    inputs = inputs_of()
+    of_head, of_channels = random(batch, SEQLEN, value_heads), random(batch, SEQLEN, value_heads, key_dim)
+    state = {"initial_states": random(batch, value_heads, value_dim, key_dim)}
+    raw = {"A_log": random(value_heads), "dt_bias": random(value_heads)}
+    norm = {"qk_l2norm": True, "beta_sigmoid": True}
+    gates: dict[str, dict[str, Tensor]] = {
+        "none": {},
+        "head": {"g": -of_head.abs()},
+        "channels": {"g": -of_channels.abs()},
+        "raw": {"g": of_head} | raw,
+        "raw, channels": {"g": of_channels, "A_log": raw["A_log"], "dt_bias": random(value_heads, key_dim)},
+    }
+    of_steps = dict.fromkeys(("q", "k", "v", "beta", "g", "seq_idx"), 1)
+    for name in some_or_all(mesh, gates, ("raw",)):
+        options = norm | ({"gate_lower_bound": -2.0} if name == "raw, channels" else {})
+        compare(mesh, "delta_rule_scan", inputs | gates[name] | state, of_steps, 1, options, "return_final_states")
+    gated = inputs | gates["raw"]
+    row = {name: value[:1] if name in of_steps else value for name, value in gated.items()}
+    packed = {"cu_seqlens": cu_seqlens_of(mesh)}
+    for reverse in ({}, {"reverse": True}):
+        for packing in packings(mesh, batch).values():
+            options = norm | {"allow_neg_eigval": True, "scale": 0.7} | reverse | packing
+            compare(mesh, "delta_rule_scan", gated | state, of_steps, 1, options, "return_final_states")
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            for exchange in ("chain", "summaries"):
+                compare(mesh, "delta_rule_scan", row, of_steps, 1, norm | reverse | packing, None, exchange=exchange)
+        several = inputs_of(2) | gates["head"] | state
+        each = dict.fromkeys(("k", "v", "beta"), 2)
+        options = norm | {"num_householder": 2} | reverse
+        compare(mesh, "delta_rule_scan", several, of_steps, 1, options, "return_final_states", entries=each)
+
+
 def check_causal_conv1d(mesh: Mesh) -> None:
     random = generator(mesh, 0)
     batch, channels = 2, 5
@@ -208,6 +259,7 @@ def check_recurrences(mesh: Mesh) -> None:
 CHECKS = {
     "selective_scan": check_selective_scan,
     "ssd_chunk_scan": check_ssd_chunk_scan,
+    "delta_rule_scan": check_delta_rule_scan,
     "causal_conv1d": check_causal_conv1d,
     "recurrences": check_recurrences,
 }

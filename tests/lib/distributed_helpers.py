@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ LENGTHS = {1: (23,), 2: (9, 14), 3: (2, 0, 21), 4: (1, 2, 17, 3)}
 PLACES = [*(Place((size,)) for size in LENGTHS), TWO_GPUS]
 TOLERANCE = 1e-10
 CU_SEQLENS = (0, 5, 5, 11, 23)
+Cut = Callable[[Tensor, int], Tensor]
 
 
 def over_places(checks: dict[str, Callable[..., None]]) -> list[Any]:
@@ -57,6 +59,52 @@ def parallelize(module: nn.Module, mesh: Mesh, exchange: str | None = None) -> n
     from ssm_kernels.distributed import ContextParallel
 
     return parallelize_module(module, mesh, ContextParallel(exchange=exchange))
+
+
+def compare_layer(
+    mesh: Mesh,
+    layer: nn.Module,
+    call: Callable[[nn.Module, Cut], Any],
+    what: str,
+    axis: int = 1,
+    exchanges: Sequence[str] = ("chain", "summaries"),
+) -> None:
+    """Compares a layer whose sequences are split over the ranks of a mesh with the same layer on one process.
+
+    Args:
+        call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
+            there is one, the last state.
+        axis: the axis of time of the outputs.
+        exchanges: those of a layer without a last state; layers that return one exchange summaries.
+    """
+    from ssm_kernels.distributed import sum_gradients
+
+    size, own = mesh.size(), own_span(mesh)
+    layer = layer.to(mesh.device_type)
+    expected = call(layer, lambda value, axis: value)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    random = generator(mesh, 1)
+    factors = [random(*result.shape) for result in expected]
+    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
+
+    def cut(value: Tensor, axis: int) -> Tensor:
+        return value.narrow(axis, own.start, own.stop - own.start)
+
+    for exchange in exchanges if len(expected) == 1 else ("summaries",):
+        parallel = copy.deepcopy(layer)
+        parallel.zero_grad()
+        actual = call(parallelize(parallel, mesh, exchange), cut)
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        close(actual[0], cut(expected[0], axis), f"{what}, {exchange}, {size} ranks, output")
+        loss = (actual[0] * cut(factors[0], axis)).sum()
+        for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
+            close(value, whole, f"{what}, {exchange}, {size} ranks, last state")
+            loss = loss + (value * factor).sum() / size
+        loss.backward()
+        sum_gradients(parallel, mesh)
+        for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
+            close(parameter.grad, whole.grad, f"{what}, {exchange}, {size} ranks, gradient of {name}")
+    layer.zero_grad()
 
 
 def cu_seqlens_of(mesh: Mesh, dtype: torch.dtype = torch.int64) -> Tensor:
