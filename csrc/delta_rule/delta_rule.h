@@ -69,13 +69,12 @@ struct DeltaRuleFoldParams {
 constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 13 * 128;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
-// Parameters of backward's kernels. grad_q and grad_k have rows of value heads. With has_partial_sums they are fp32, and the
-// host adds up the value heads of a key head; else they have the inputs' type. grad_log_decay and grad_beta are fp32. Gradients
-// that are not needed are null, except grad_q, grad_k and grad_v.
+// Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 with has_fp32_rows, else of the inputs'
+// type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q, grad_k and grad_v.
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
-  bool has_partial_sums = false;
+  bool has_fp32_rows = false;
   RowsView log_decay, beta;  // as in DeltaRuleFwdParams
   RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
   const int64_t* cu_seqlens = nullptr;
@@ -84,6 +83,7 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   float* grad_initial_states = nullptr;
   int64_t states_stride_entry = 0;
   void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes
+  float* sums = nullptr;  // with several value heads of a key head, (blocks, kWarpgroups, kChunk, tile_columns)
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {};
 };

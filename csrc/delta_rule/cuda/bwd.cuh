@@ -19,7 +19,7 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
     constexpr int kColumns = decltype(columns)::value;
     using Matrices = BwdMatrices<Scalar, kColumns>;
     using States = BwdStates<Scalar, kColumns>;
-    using Chunks = BwdChunks<Scalar, kColumns>;
+    using Chunks = BwdChunks<Scalar, kColumns, false>;
     static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
     static_assert(States::Shared::bytes() <= kSm90SharedBytes && Chunks::Shared::bytes() <= kSm90SharedBytes,
@@ -39,8 +39,11 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
         error != cudaSuccess) {
       return error;
     }
-    const int64_t blocks = chunks < multiprocessors ? chunks : multiprocessors;
-    return launch(delta_rule_bwd_chunks_kernel<Scalar, kColumns>, blocks, Chunks::kThreads, Chunks::Shared::bytes(), params);
+    const int64_t groups = chunks / params.value_heads_per_key_head,
+                  blocks = groups < multiprocessors ? groups : multiprocessors;
+    const auto kernel = params.value_heads_per_key_head > 1 ? delta_rule_bwd_chunks_kernel<Scalar, kColumns, true>
+                                                            : delta_rule_bwd_chunks_kernel<Scalar, kColumns, false>;
+    return launch(kernel, blocks, Chunks::kThreads, Chunks::Shared::bytes(), params);
   };
   if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
   return launch_columns(std::integral_constant<int, kStateColumns>());

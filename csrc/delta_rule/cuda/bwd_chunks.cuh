@@ -17,23 +17,17 @@
 // A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv, F and the gradients of log decays,
 // the second dk, dbeta and B; rows of all their accumulators are steps. Both write their matrix to shared memory, where F^T and
 // B^T are operands of dk. Two threads load by TMA: one fills stages of a pipeline, each with 64 rows of V, over which products
-// are summed; the other loads q and k once for a chunk. If several value heads share a key head, each writes its dq and dk in
-// fp32, and the host adds them up.
+// are summed; the other loads q and k once for a chunk. If several value heads share a key head, a block computes their chunks
+// one after another and adds up their dq and dk (bwd_gradients.cuh).
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/bwd_decay_sums.cuh"
+#include "delta_rule/cuda/bwd_gradients.cuh"
 
 namespace ssm_kernels::delta_rule {
-
-// The sums from which one warp computes the gradients of a chunk's log decays.
-struct DecaySums {
-  float pairs[kWarpgroups * kWarpgroupWarps][kChunk];  // of a warp's rows i: for each step t, over pairs j < t <= i
-  float reads[kWarpgroups][kChunk], adds[kChunk];      // of each step, by q and by k, and by k
-  float states[kWarpgroupWarps];                       // of <S, D>
-};
 
 template <int columns>
 struct BwdChunksShared {
@@ -52,7 +46,8 @@ struct BwdChunksShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdChunksShared)); }
 };
 
-template <typename Scalar, int columns>
+// With `grouped`, several value heads may share a key head.
+template <typename Scalar, int columns, bool grouped>
 struct BwdChunks {
   using Shared = BwdChunksShared<columns>;
   static constexpr int kStateGroups = columns / 16, kColumnBlocks = columns / 8, kTileColumns = 64;
@@ -62,13 +57,19 @@ struct BwdChunks {
 
   const DeltaRuleBwdParams& p;
   Shared& shared;
+  const BwdGradients<Scalar, columns, grouped> gradients{p};
 
+  // The value heads of a key head follow one another.
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk(const Body& body) const {
     const unsigned places = static_cast<unsigned>(chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads);
-    for (unsigned place = blockIdx.x; place < places; place += gridDim.x) {
-      const ChunkOfHead at(p, static_cast<int>(place));
+    const unsigned each = grouped ? p.value_heads_per_key_head : 1, stride = gridDim.x * each;
+    for (unsigned place = blockIdx.x * each, index = 0; place < places;) {
+      const ChunkOfHead at(p, static_cast<int>(place + index));
       if (at.is_there()) body(at);
+      if (grouped && ++index < each) continue;
+      index = 0;
+      place += stride;
     }
   }
   __device__ __forceinline__ int blocks_of_rows() const { return static_cast<int>(row_blocks(p.headdim)); }
@@ -101,7 +102,7 @@ struct BwdChunks {
   __device__ __forceinline__ void produce_rows() {
     PipelineState rows;
     for_each_chunk([&](const ChunkOfHead& at) {
-      const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
+      const int key_head = grouped ? at.head / p.value_heads_per_key_head : at.head, batch = static_cast<int>(at.batch);
       if (rows.phase > 0) shared.rows_empty.wait(rows.phase - 1);
       shared.rows_full.arrive_and_expect_tx(sizeof(shared.q) + sizeof(shared.k));
 #pragma unroll
@@ -156,7 +157,7 @@ struct BwdChunks {
           cuda::gemm<Scalar, false, true>(dq, columns_of(g_rows, k), rows_of(s_rows, k), block > 0 || k > 0);
         }
         cuda::warpgroup_commit();
-        write_grad_v(at, tables, stage.states.y, block, lane);
+        gradients.write_v(at, tables, stage.states.y, block, lane);
         of_states += dot(stage.states.s, stage.states.d);
         cuda::warpgroup_wait<0>(f);
         cuda::warpgroup_wait<0>(dq);
@@ -200,9 +201,9 @@ struct BwdChunks {
       if (lane.index == 0) sums.states[lane.warp] = of_states;
       cuda::warpgroup_wait<0>(dq);
       shared.rows_empty.arrive();
-      write_rows(at, p.grad_q, dq, lane);
+      gradients.write_rows(at, p.grad_q, dq, 0, lane);
       cuda::barrier_sync(kSumsAreThere, kConsumerThreads);
-      if (lane.warp == 0 && p.grad_log_decay.data != nullptr) write_grad_log_decay(at, sums, tables, lane);
+      if (lane.warp == 0 && p.grad_log_decay.data != nullptr) write_grad_log_decay(p, at, sums, tables, lane);
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);
       rows.advance(1);
@@ -256,7 +257,7 @@ struct BwdChunks {
       cuda::warpgroup_commit();
       cuda::warpgroup_wait<0>(products);
       visit_warp(lane, [&](auto warp) {
-        if (p.grad_beta.data != nullptr) write_grad_beta<warp>(at, b, lane);
+        if (p.grad_beta.data != nullptr) gradients.template write_beta<warp>(at, b, lane);
         apply_beta(b, tables, lane);
         apply_decays<warp, /*has_diagonal=*/false>(p, b, {-beta[0], -beta[1]}, tables, lane);
         clear_blocks<2 * warp + 2>(b);
@@ -283,7 +284,7 @@ struct BwdChunks {
       shared.rows_empty.arrive();
       cuda::barrier_arrive(kFIsRead, kConsumerThreads);
       cuda::barrier_arrive(kSumsAreThere, kConsumerThreads);
-      write_rows(at, p.grad_k, dk, lane);
+      gradients.write_rows(at, p.grad_k, dk, 1, lane);
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);
       rows.advance(1);
@@ -366,54 +367,6 @@ struct BwdChunks {
     put_row_sums(sum_of_reads, sums.reads[1], lane);
     put_row_sums(sum_of_adds, sums.adds, lane);
   }
-  static __device__ __forceinline__ void put_row_sums(float (&sums)[2], float (&target)[kChunk], const FragmentLane& lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
-      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
-      if (lane.pair == 0) target[lane.row + 8 * half] = sums[half];
-    }
-  }
-  static __device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-    return value;
-  }
-
-  // For each step t the sum over the warp's rows i >= t of the elements in columns before t.
-  static __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], float (&target)[kChunk],
-                                                   const FragmentLane& lane) {
-    float before[2] = {0, 0};
-#pragma unroll
-    for (int n = 0; n < kStepBlocks; ++n) {
-      float of_steps[2] = {0, 0};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float low = terms[n][2 * half];
-        float sum = low + terms[n][2 * half + 1];
-#pragma unroll
-        for (int distance = 1; distance < 4; distance *= 2) {
-          const float earlier = __shfl_up_sync(kAllLanes, sum, distance, 4);
-          if (lane.pair >= distance) sum += earlier;
-        }
-        float earlier = __shfl_up_sync(kAllLanes, sum, 1, 4);
-        earlier = before[half] + (lane.pair == 0 ? 0.0f : earlier);
-        before[half] += __shfl_sync(kAllLanes, sum, 3, 4);
-        const int distance = lane.row + 8 * half - (kBlockSteps * n + 2 * lane.pair);
-        if (distance >= 0) of_steps[0] += earlier;
-        if (distance >= 1) of_steps[1] += earlier + low;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) {
-          of_steps[i] += __shfl_xor_sync(kAllLanes, of_steps[i], distance);
-        }
-      }
-      if (lane.quad == 0) *reinterpret_cast<float2*>(&target[kBlockSteps * n + 2 * lane.pair]) = {of_steps[0], of_steps[1]};
-    }
-  }
-
   // This thread's share of <S, D>.
   static __device__ __forceinline__ float dot(const SmemTile<columns>& s, const SmemTile<columns>& d) {
     constexpr int kVectors = sizeof(SmemTile<columns>) / sizeof(uint4);
@@ -432,145 +385,13 @@ struct BwdChunks {
     }
     return sum;
   }
-
-  // Four lanes with a word each of four vectors exchange them: each lane then has a vector, the one of its number.
-  static __device__ __forceinline__ uint4 exchange(const uint32_t (&words)[4], const FragmentLane& lane) {
-    const bool is_odd = lane.pair % 2 != 0, is_second = lane.pair / 2 != 0;
-    const uint32_t first = __shfl_xor_sync(kAllLanes, is_odd ? words[0] : words[1], 1),
-                   second = __shfl_xor_sync(kAllLanes, is_odd ? words[2] : words[3], 1);
-    // `low` holds vector pair % 2 and `high` vector 2 + pair % 2: the words of this lane and its partner.
-    const uint32_t low[2] = {is_odd ? first : words[0], is_odd ? words[1] : first},
-                   high[2] = {is_odd ? second : words[2], is_odd ? words[3] : second};
-    uint32_t others[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) others[i] = __shfl_xor_sync(kAllLanes, is_second ? low[i] : high[i], 2);
-    return is_second ? uint4{others[0], others[1], high[0], high[1]} : uint4{low[0], low[1], others[0], others[1]};
-  }
-
-  // Y^T has rows of V; steps times beta become rows.
-  __device__ __forceinline__ void write_grad_v(const ChunkOfHead& at, const DeltaRuleTables& tables, SmemTile<kChunk>& y,
-                                               int block, const FragmentLane& lane) const {
-    const int column = 8 * lane.pair, elements = p.headdim - block * kStateRows;
-    Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + block * kStateRows + column;
-    const float beta[2] = {tables.beta[lane.row], tables.beta[lane.row + 8]};
-#pragma unroll
-    for (int groups = 0; groups < kStepGroups; groups += 2) {
-      uint32_t rows[2][4];
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        cuda::ldmatrix_transposed(rows[group], y.ldmatrix_row(16 * (groups + group), 2 * lane.warp, lane.index));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 values = cuda::unpack<Scalar>(rows[group][i]);
-          rows[group][i] = cuda::pack<Scalar>(beta[i % 2] * values.x, beta[i % 2] * values.y);
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane.row + 8 * half;
-        const uint4 vector = exchange({rows[0][half], rows[0][2 + half], rows[1][half], rows[1][2 + half]}, lane);
-        if (row < at.steps() && 16 * groups + column < elements) {
-          *reinterpret_cast<uint4*>(target + row * p.grad_v.stride_step + 16 * groups) = vector;
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void write_rows(const ChunkOfHead& at, const RowsView& view, const float (&d)[kColumnBlocks][4],
-                                             const FragmentLane& lane) const {
-    if (p.has_partial_sums) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane.row + 8 * half, column = 2 * lane.pair;
-        float* const target = at.template rows<float>(view, at.head, at.chunk) + row * view.stride_step + column;
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks; ++n) {
-          if (row < at.steps() && 8 * n + column < p.dstate) {
-            *reinterpret_cast<float2*>(target + 8 * n) = {d[n][2 * half], d[n][2 * half + 1]};
-          }
-        }
-      }
-      return;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane.row + 8 * half, column = 8 * lane.pair;
-      Scalar* const target = at.template rows<Scalar>(view, at.head, at.chunk) + row * view.stride_step + column;
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks; n += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = cuda::pack<Scalar>(d[n + i][2 * half], d[n + i][2 * half + 1]);
-        const uint4 vector = exchange(words, lane);
-        if (row < at.steps() && 8 * n + column < p.dstate) *reinterpret_cast<uint4*>(target + 8 * n) = vector;
-      }
-    }
-  }
-
-  // The diagonal of Y E^T.
-  template <int warp>
-  __device__ __forceinline__ void write_grad_beta(const ChunkOfHead& at, const float (&products)[kStepBlocks][4],
-                                                  const FragmentLane& lane) const {
-    if (lane.pair != lane.quad / 2) return;
-    float* const target = at.template rows<float>(p.grad_beta, at.head, at.chunk);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float (&block)[4] = products[2 * warp + half];
-      const int row = lane.row + 8 * half;
-      if (row < at.steps()) target[row * p.grad_beta.stride_step] = lane.quad % 2 == 0 ? block[2 * half] : block[2 * half + 1];
-    }
-  }
-
-  // Run by one warp, of which each lane has two steps.
-  __device__ __forceinline__ void write_grad_log_decay(const ChunkOfHead& at, const DecaySums& sums,
-                                                       const DeltaRuleTables& tables, const FragmentLane& lane) const {
-    const auto pair_of = [&](const float (&table)[kChunk]) { return reinterpret_cast<const float2*>(table)[lane.index]; };
-    float result[2] = {0, 0};
-#pragma unroll
-    for (const auto& pairs : sums.pairs) {
-      const float2 pair = pair_of(pairs);
-      result[0] += pair.x;
-      result[1] += pair.y;
-    }
-    float of_states = 0;
-#pragma unroll
-    for (const float part : sums.states) of_states += part;
-    if (tables.chunk_decay == 0.0f) {
-      of_states = 0;
-    } else {
-      of_states *= tables.chunk_decay;
-    }
-    float2 reads = pair_of(sums.reads[0]);
-    const float2 reads_by_keys = pair_of(sums.reads[1]), adds = pair_of(sums.adds);
-    reads.x += reads_by_keys.x;
-    reads.y += reads_by_keys.y;
-    float later = reads.x + reads.y, earlier = adds.x + adds.y;
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const float from_later = __shfl_down_sync(kAllLanes, later, distance),
-                  from_earlier = __shfl_up_sync(kAllLanes, earlier, distance);
-      if (lane.index + distance < kWarpSize) later += from_later;
-      if (lane.index >= distance) earlier += from_earlier;
-    }
-    float after = __shfl_down_sync(kAllLanes, later, 1), before = __shfl_up_sync(kAllLanes, earlier, 1);
-    if (lane.index == kWarpSize - 1) after = 0;
-    if (lane.index == 0) before = 0;
-    result[0] += (later + before) + of_states;
-    result[1] += (reads.y + after) + (before + adds.x) + of_states;
-    float* const target = at.template rows<float>(p.grad_log_decay, at.head, at.chunk);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int step = 2 * lane.index + i;
-      if (step < at.steps()) target[step * p.grad_log_decay.stride_step] = result[i];
-    }
-  }
 };
 
-template <typename Scalar, int columns>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, columns>::kThreads : kWarpSize, 1)
+template <typename Scalar, int columns, bool grouped>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, columns, grouped>::kThreads : kWarpSize, 1)
     delta_rule_bwd_chunks_kernel(const __grid_constant__ DeltaRuleBwdParams p) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Chunks = BwdChunks<Scalar, columns>;
+  using Chunks = BwdChunks<Scalar, columns, grouped>;
   using Shared = typename Chunks::Shared;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<Shared>(unaligned_memory);

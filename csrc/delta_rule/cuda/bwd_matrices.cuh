@@ -22,15 +22,16 @@ struct BwdMatricesShared {
   struct Rows {
     SmemTile<columns> q, k;
   };
-  // The matrices take the place of the rows.
+  // N, and the blocks of the inverse, take the place of the rows.
   union alignas(kOperandAlignment) {
     Rows rows;
     struct {
-      SmemTile<kChunk> n, p;
-    } matrices;
+      SmemTile<kChunk> n;
+      cuda::TriangularInverse inverse;
+    };
   };
+  SmemTile<kChunk> p;
   DeltaRuleTables tables;
-  cuda::TriangularInverse inverse;
   Mbarrier full;
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdMatricesShared)); }
@@ -40,7 +41,7 @@ template <typename Scalar, int columns>
 struct BwdMatrices {
   using Shared = BwdMatricesShared<columns>;
   using Gates = DecayGates<Scalar>;
-  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 4, kTileColumns = 64;
+  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 5, kTileColumns = 64;
   static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
   static constexpr float kLeastBeta = 0x1p-40f;
 
@@ -60,30 +61,34 @@ struct BwdMatrices {
       clear_steps(shared.rows.k.panels, at.steps());
       __syncthreads();
     }
-    float of_queries[kStepBlocks][4], of_keys[kStepBlocks][4], beta[2];
-    multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, of_queries);
-    multiply_by_keys<Scalar>(shared.rows.k, shared.rows.k, of_keys);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) beta[half] = not_zero(shared.tables.beta[lane.row + 8 * half]);
-    // All warps have read the rows.
-    __syncthreads();
     const FragmentPairs<> pairs(lane);
-    auto& matrices = shared.matrices;
+    float products[kStepBlocks][4], beta[2];
+    multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, products);
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(p, of_queries, {p.scale, p.scale}, shared.tables, lane);
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, shared.tables, lane);
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const bool is_there = n < 2 * warp + 2;
-          pairs.at(matrices.p, n, half) =
-              is_there ? cuda::pack<Scalar>(of_queries[n][2 * half], of_queries[n][2 * half + 1]) : 0;
-          if (n < 2 * warp) pairs.at(matrices.n, n, half) = 0;
+          pairs.at(shared.p, n, half) = is_there ? cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]) : 0;
         }
       }
+    });
+    multiply_by_keys<Scalar>(shared.rows.k, shared.rows.k, products);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) beta[half] = not_zero(shared.tables.beta[lane.row + 8 * half]);
+    // All warps have read the rows.
+    __syncthreads();
+    visit_warp(lane, [&](auto warp) {
+#pragma unroll
+      for (int n = 0; n < 2 * warp; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) pairs.at(shared.n, n, half) = 0;
+      }
       cuda::TriangularInverse::DiagonalBlock diagonal;
-      apply_decays<warp, /*has_diagonal=*/false>(p, of_keys, beta, shared.tables, lane);
-      shared.inverse.template put<warp>(of_keys, diagonal, lane);
+      apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, shared.tables, lane);
+      shared.inverse.template put<warp>(products, diagonal, lane);
       // All warps have put their blocks.
       cuda::barrier_sync(kMatrixBarrier, kThreads);
       shared.inverse.template multiply<warp>(diagonal, lane, [&](int n, const float (&transposed)[4]) {
@@ -94,13 +99,14 @@ struct BwdMatrices {
           const int distance = kBlockSteps * n + 2 * lane.pair - (lane.row + 8 * half);
           const float low = distance > 0 ? transposed[2 * half] * inverse[0] : 0.0f,
                       high = distance + 1 > 0 ? transposed[2 * half + 1] * inverse[1] : 0.0f;
-          pairs.at(matrices.n, n, half) = cuda::pack<Scalar>(low, high);
+          pairs.at(shared.n, n, half) = cuda::pack<Scalar>(low, high);
         }
       });
     });
     cuda::fence_proxy_async();
     __syncthreads();
-    cuda::tma_store(&target.n, &matrices, sizeof(matrices), threadIdx.x == 0);
+    cuda::tma_store(&target.n, &shared.n, sizeof(shared.n), threadIdx.x == 0);
+    cuda::tma_store(&target.p, &shared.p, sizeof(shared.p), threadIdx.x == 0);
     cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
     cuda::tma_store_wait_read<0>();
   }

@@ -20,7 +20,8 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& par
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream);
 
-// Queues the three kernels of backward (bwd.cuh). The last has a block for each of the device's `multiprocessors`.
+// Queues the three kernels of backward (bwd.cuh). The last has a block for each of the device's `multiprocessors`, which takes
+// all value heads of a key head together.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                                  int multiprocessors, cudaStream_t stream);

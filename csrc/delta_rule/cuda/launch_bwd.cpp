@@ -46,7 +46,7 @@ class Backward {
  public:
   Backward(const BwdInputs& bwd, const GradTensors& grads)
       : bwd_(bwd), in_(bwd.in), grads_(grads), heads_per_key_head_(in_.v.size(2) / in_.q.size(2)) {
-    has_partial_sums_ = in_.qk_l2norm || heads_per_key_head_ > 1;
+    has_fp32_rows_ = in_.qk_l2norm || heads_at_once() < heads_per_key_head_;
     load();
     allocate();
   }
@@ -86,7 +86,7 @@ class Backward {
     return needs(grad) && are_vectors(grads_[grad]) ? grads_[grad] : empty_vectors(input);
   }
   void allocate() {
-    if (!has_partial_sums_) {
+    if (!has_fp32_rows_) {
       of_.grad_q = place(kGradQ, in_.q);
       of_.grad_k = place(kGradK, in_.k);
     }
@@ -106,20 +106,22 @@ class Backward {
   }
   int64_t states_bytes() const { return row_blocks(in_.v.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3))); }
 
-  // Calls body(range) for parts of the call, whose workspaces take at most the bytes of the debug option. The smallest part is
+  // How many of `count` a part takes, so that its workspace takes at most the bytes of the debug option. The smallest part is
   // one value head of a row, whatever it takes.
+  int64_t at_once(int64_t count, int64_t heads_of_each) const {
+    const int64_t rows_bytes = 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)),
+                  bytes = chunks_of(1) * (kBwdMatricesBytes + states_bytes() + (in_.qk_l2norm ? rows_bytes : 0)),
+                  most_heads = debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
+    return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+  }
+  int64_t heads_at_once() const { return at_once(heads_per_key_head_, 1); }
+
+  // Calls body(range) for the parts of the call.
   template <typename Body>
   void for_each_range(const Body& body) const {
     const int64_t batch = in_.q.size(0), heads = in_.v.size(2), key_heads = in_.q.size(2);
-    const int64_t rows_bytes =
-        has_partial_sums_ ? 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)) : 0;
-    const int64_t bytes = chunks_of(1) * (kBwdMatricesBytes + states_bytes() + rows_bytes);
-    const int64_t most_heads = std::max<int64_t>(1, debug_option(DebugOption::kSsdWorkspaceBytes) / bytes);
-    const auto at_once = [&](int64_t count, int64_t heads_of_each) {
-      return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
-    };
     const int64_t entries = at_once(batch, heads), key_heads_at_once = at_once(key_heads, heads_per_key_head_),
-                  heads_at_once = at_once(heads_per_key_head_, 1);
+                  heads_at_once = this->heads_at_once();
     for (int64_t entry = 0; entry < batch; entry += entries) {
       for (int64_t key_head = 0; key_head < key_heads; key_head += key_heads_at_once) {
         const int64_t count = std::min(key_heads_at_once, key_heads - key_head);
@@ -168,9 +170,9 @@ class Backward {
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
     at::Tensor parts_q, parts_k;
-    params.has_partial_sums = has_partial_sums_;
-    if (has_partial_sums_) {
-      parts_q = empty_tensor({range.entries, seqlen, range.heads, round_up(in_.q.size(3), kRowElements)}, fp32());
+    params.has_fp32_rows = has_fp32_rows_;
+    if (has_fp32_rows_) {
+      parts_q = empty_tensor({range.entries, seqlen, range.key_heads, round_up(in_.q.size(3), kRowElements)}, fp32());
       parts_k = empty_tensor_like(parts_q);
       params.grad_q = view_of(parts_q);
       params.grad_k = view_of(parts_k);
@@ -192,19 +194,23 @@ class Backward {
                       "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    at::Tensor sums;
+    if (params.value_heads_per_key_head > 1) {
+      sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
+      params.sums = sums.data_ptr<float>();
+    }
     C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
                        ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
                        : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
-    if (!has_partial_sums_) return;
+    if (!has_fp32_rows_) return;
     finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
     finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
   }
 
-  // Adds the parts of the value heads of each key head in order, and writes the gradient once all have been added.
+  // Adds the parts of a key head whose value heads are in several ranges, and writes the gradient with the last of them.
   void finish_key_heads(const Range& range, Grad grad, const at::Tensor& parts, const NormalizedRows& rows, at::Tensor& sum) {
     if (!needs(grad)) return;
-    const at::Tensor of_part =
-        parts.narrow(3, 0, in_.q.size(3)).unflatten(2, {range.key_heads, range.heads / range.key_heads}).sum(3);
+    const at::Tensor of_part = parts.narrow(3, 0, in_.q.size(3));
     sum = range.begins_key_head ? of_part : sum.add_(of_part);
     if (!range.ends_key_head) return;
     NormalizedRows of_range;
@@ -234,7 +240,7 @@ class Backward {
   const Inputs& in_;
   const GradTensors& grads_;
   const int64_t heads_per_key_head_;
-  bool has_partial_sums_ = false;
+  bool has_fp32_rows_ = false;
   GradOperands of_;
   at::Tensor sum_of_q_, sum_of_k_;  // gradients of a key head's rows, summed over the value heads of earlier parts
 };
