@@ -15,6 +15,7 @@
 #include "delta_rule/cuda/bwd_cuda.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
 #include "torch/debug_options.h"
@@ -77,7 +78,7 @@ class Backward {
     if (is_present(in_.initial_states)) of_.initial_states = as_states(*in_.initial_states);
     if (is_present(bwd_.grad_final_states)) of_.grad_final_states = as_states(*bwd_.grad_final_states);
     if (is_packed()) of_.cu_seqlens = in_.cu_seqlens->to(at::kLong).contiguous();
-    if (is_present(in_.seq_idx)) of_.resets = sequence_starts(*in_.seq_idx).contiguous();
+    if (is_present(in_.seq_idx)) of_.resets = resets_of(in_);
   }
 
   // The tensor that the kernels write: the gradient itself if its rows are whole vectors, else one with padded rows, which
@@ -256,8 +257,14 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   if (is_present(bwd.in.cu_seqlens) && !cuda::is_capturing()) {
     check_cu_seqlens_values("delta_rule_scan", bwd.in.cu_seqlens->cpu(), bwd.in.q.size(1));
   }
-  Backward(bwd, grads).run();
-  return grads;
+  if (is_plain(bwd.in)) {
+    Backward(bwd, grads).run();
+    return grads;
+  }
+  const BwdInputs plain = plain_call(bwd);
+  const GradTensors plain_grads = allocate_bwd(plain);
+  Backward(plain, plain_grads).run();
+  return results_of(bwd, plain_grads, grads);
 }
 
 }  // namespace ssm_kernels::delta_rule

@@ -18,6 +18,7 @@
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
 #include "torch/packed_sequences.h"
@@ -63,7 +64,7 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   if (is_present(in.initial_states)) result.initial_states = as_states(*in.initial_states);
   result.final_states = as_states(outputs.final_states);
   if (is_present(in.cu_seqlens)) result.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
-  if (is_present(in.seq_idx)) result.resets = sequence_starts(*in.seq_idx).contiguous();
+  if (is_present(in.seq_idx)) result.resets = resets_of(in);
   return result;
 }
 
@@ -286,20 +287,23 @@ bool have_fwd_kernels_for(const Inputs& in) {
   if (in.q.dim() != 4 || in.v.dim() != 4) return false;  // check_inputs() says so
   const at::ScalarType dtype = in.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
-  if (in.q.size(3) > kStateColumns || in.has_gate_per_channel() || in.num_householder != 1 || in.reverse) return false;
-  if (is_present(in.cu_seqlens) && (!in.states_at.empty() || is_present(in.seq_idx))) return false;
+  if (in.q.size(3) > kStateColumns || in.has_gate_per_channel()) return false;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
-  if (in.q.numel() == 0 || in.v.numel() == 0 || in.q.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (in.q.numel() == 0 || in.v.numel() == 0 || in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
   const c10::cuda::CUDAGuard guard(in.q.device());
   return has_wgmma_kernels();
 }
 
-FwdOutputs fwd_cuda(const Inputs& in) {
-  check_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.q.device());
-  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
-    check_cu_seqlens_values("delta_rule_scan", in.cu_seqlens->cpu(), in.q.size(1));
-  }
+namespace {
+
+// The state after `position` steps of a call with packed sequences, (1, value_heads, value_dim, key_dim): that of the sequence
+// of the step before, given the states of all sequences then. The host does not read cu_seqlens.
+at::Tensor state_of_sequence(const Inputs& in, const at::Tensor& states, int64_t position) {
+  const int64_t step = std::max<int64_t>(position - 1, 0);
+  return states.index_select(0, in.cu_seqlens->slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true));
+}
+
+FwdOutputs run_plain(const Inputs& in) {
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
   // A span ends at each of the positions whose states are results.
@@ -308,12 +312,12 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   for (int64_t first = 0;;) {
     for (; stored < in.states_at.size() && in.states_at[stored] == first; ++stored) {
       const at::Tensor target = outputs.states.select(1, static_cast<int64_t>(stored));
-      if (first > 0) {
-        target.copy_(operands.final_states.narrow(3, 0, target.size(3)));
-      } else if (is_present(in.initial_states)) {
-        target.copy_(*in.initial_states);
-      } else {
+      const at::Tensor states =
+          first > 0 ? operands.final_states.narrow(3, 0, target.size(3)) : or_undefined(in.initial_states);
+      if (!states.defined()) {
         target.zero_();
+      } else {
+        target.copy_(is_present(in.cu_seqlens) ? state_of_sequence(in, states, first) : states);
       }
     }
     if (first == seqlen) break;
@@ -327,6 +331,17 @@ FwdOutputs fwd_cuda(const Inputs& in) {
     outputs.final_states.copy_(operands.final_states.narrow(3, 0, outputs.final_states.size(3)));
   }
   return outputs;
+}
+
+}  // namespace
+
+FwdOutputs fwd_cuda(const Inputs& in) {
+  check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.q.device());
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values("delta_rule_scan", in.cu_seqlens->cpu(), in.q.size(1));
+  }
+  return is_plain(in) ? run_plain(in) : results_of(in, run_plain(plain_call(in)));
 }
 
 }  // namespace ssm_kernels::delta_rule

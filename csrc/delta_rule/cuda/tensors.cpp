@@ -7,6 +7,7 @@
 
 #include "common/integers.h"
 #include "torch/allocation.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::delta_rule {
 namespace {
@@ -41,6 +42,15 @@ at::Tensor as_vectors(const at::Tensor& tensor) {
 at::Tensor as_states(const at::Tensor& states) {
   if (states.size(3) % 2 != 0) return at::constant_pad_nd(states, {0, 1}).contiguous();
   return states.is_contiguous() && is_aligned(states) ? states : states.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor resets_of(const Inputs& in) {
+  const at::Tensor starts = sequence_starts(*in.seq_idx).contiguous();
+  if (!is_present(in.cu_seqlens)) return starts;
+  // A packed sequence begins with its initial state. Those at the end may begin after the last step.
+  const at::Tensor longer = at::constant_pad_nd(starts, {0, 1});
+  longer.index_fill_(1, in.cu_seqlens->to(at::kLong).clamp(0, starts.size(1)), 0);
+  return longer.narrow(1, 0, starts.size(1)).contiguous();
 }
 
 void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor) {

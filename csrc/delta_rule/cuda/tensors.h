@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "delta_rule/delta_rule.h"
+#include "delta_rule/delta_rule_op.h"
 
 namespace ssm_kernels::delta_rule {
 
@@ -19,6 +20,9 @@ at::Tensor as_vectors(const at::Tensor& tensor);
 // States (entries, value_heads, value_dim, key_dim): the tensor itself if it is contiguous, begins at a multiple of 16 bytes
 // and has rows of an even number of elements, else such a copy, whose rows of an odd number end in a zero.
 at::Tensor as_states(const at::Tensor& states);
+
+// With seq_idx, flags of the steps at which a sequence begins inside a row or a packed sequence, (batch, seqlen), contiguous.
+at::Tensor resets_of(const Inputs& in);
 
 // Describes tiles of kChunk steps and 64 elements of a row.
 void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor);

@@ -1,0 +1,146 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "delta_rule/cuda/plain_calls.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros.h>
+
+#include <vector>
+
+#include "delta_rule/aten/gates.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::delta_rule {
+namespace {
+
+// Tensors of a call, and those of its plain call.
+class StepsOfCall {
+ public:
+  explicit StepsOfCall(const Inputs& call) : updates_(call.num_householder), is_reverse_(call.reverse) {}
+
+  // (batch, seqlen, ...) in the scan's order.
+  at::Tensor in_order(const at::Tensor& steps) const { return is_reverse_ ? steps.flip(1) : steps; }
+  // (batch, updates * seqlen, ...) in the scan's order, which keeps the updates of a step in theirs.
+  at::Tensor updates_in_order(const at::Tensor& updates) const {
+    return is_reverse_ && updates_ > 1 ? updates.unflatten(1, {-1, updates_}).flip(1).flatten(1, 2) : in_order(updates);
+  }
+  // (sequences, ...) in the scan's order.
+  at::Tensor states_in_order(const at::Tensor& states, bool is_packed) const {
+    return is_reverse_ && is_packed ? states.flip(0) : states;
+  }
+
+  // The steps' values (batch, seqlen, ...) at one update of each step, and zeros at the others.
+  at::Tensor at_update(const at::Tensor& steps, int64_t update) const {
+    if (updates_ == 1) return in_order(steps);
+    std::vector<int64_t> sizes = steps.sizes().vec();
+    sizes[1] *= updates_;
+    const at::Tensor result = at::zeros(sizes, steps.options());
+    of_update(result, update).copy_(in_order(steps));
+    return result;
+  }
+  // A view of one update of each step.
+  at::Tensor of_update(const at::Tensor& updates, int64_t update) const {
+    return updates_ == 1 ? updates : updates.slice(1, update, std::nullopt, updates_);
+  }
+
+ private:
+  int64_t updates_;
+  bool is_reverse_;
+};
+
+template <typename Transform>
+OptionalTensor if_present(const OptionalTensor& tensor, const Transform& transform) {
+  return is_present(tensor) ? OptionalTensor(transform(*tensor)) : OptionalTensor();
+}
+
+}  // namespace
+
+bool is_plain(const Inputs& in) { return in.num_householder == 1 && !in.reverse; }
+
+Inputs plain_call(const Inputs& call) {
+  const StepsOfCall steps(call);
+  const int64_t updates = call.num_householder;
+  Inputs in = call;
+  in.q = steps.at_update(call.q, updates - 1);
+  in.k = call.k.is_same(call.q) && updates == 1 ? in.q : steps.updates_in_order(call.k);
+  in.v = steps.updates_in_order(call.v);
+  in.beta = steps.updates_in_order(call.beta);
+  in.scale = scale_of(call);
+  if (updates == 1) {
+    in.g = if_present(call.g, [&](const at::Tensor& g) { return steps.in_order(g); });
+  } else if (is_present(call.g)) {
+    // A raw gate of zero is not a log decay of zero.
+    in.g = steps.at_update(log_decays(call, *call.g).to(accumulate_type(call.q.scalar_type())), 0);
+    in.A_log.reset();
+    in.dt_bias.reset();
+    in.gate_lower_bound.reset();
+  }
+  in.initial_states = if_present(call.initial_states, [&](const at::Tensor& states) {
+    return steps.states_in_order(states, is_present(call.cu_seqlens));
+  });
+  in.seq_idx = if_present(call.seq_idx, [&](const at::Tensor& ids) {
+    const at::Tensor in_order = steps.in_order(ids);
+    return updates == 1 ? in_order : in_order.repeat_interleave(updates, 1);
+  });
+  in.cu_seqlens = if_present(call.cu_seqlens, [&](const at::Tensor& bounds) {
+    const at::Tensor in_order = call.reverse ? bounds.flip(0).neg().add_(call.q.size(1)) : bounds;
+    return updates == 1 ? in_order : in_order * updates;
+  });
+  for (int64_t& position : in.states_at) position *= updates;
+  in.num_householder = 1;
+  in.reverse = false;
+  return in;
+}
+
+FwdOutputs results_of(const Inputs& call, const FwdOutputs& plain) {
+  const StepsOfCall steps(call);
+  FwdOutputs results = plain;
+  results.final_states = steps.states_in_order(plain.final_states, is_present(call.cu_seqlens));
+  results.out = allocate_fwd(call).out;
+  results.out.copy_(steps.in_order(steps.of_update(plain.out, call.num_householder - 1)));
+  return results;
+}
+
+BwdInputs plain_call(const BwdInputs& call) {
+  const StepsOfCall steps(call.in);
+  BwdInputs bwd = call;
+  bwd.in = plain_call(call.in);
+  bwd.grad_out =
+      if_present(call.grad_out, [&](const at::Tensor& grad) { return steps.at_update(grad, call.in.num_householder - 1); });
+  bwd.grad_final_states = if_present(call.grad_final_states, [&](const at::Tensor& grad) {
+    return steps.states_in_order(grad, is_present(call.in.cu_seqlens));
+  });
+  if (call.in.num_householder > 1) {
+    bwd.needs_grad[kGradG] |= call.needs_grad[kGradALog] || call.needs_grad[kGradDtBias];
+    bwd.needs_grad[kGradALog] = bwd.needs_grad[kGradDtBias] = false;
+  }
+  return bwd;
+}
+
+GradTensors results_of(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads) {
+  const Inputs& in = call.in;
+  const StepsOfCall steps(in);
+  const int64_t updates = in.num_householder;
+  const auto write = [&](Grad grad, const auto& value) {
+    if (grads[grad].numel() > 0) grads[grad].copy_(value());
+  };
+  write(kGradQ, [&] { return steps.in_order(steps.of_update(plain[kGradQ], updates - 1)); });
+  for (const Grad grad : {kGradK, kGradV, kGradBeta}) {
+    write(grad, [&] { return steps.updates_in_order(plain[grad]); });
+  }
+  write(kGradInitialStates, [&] { return steps.states_in_order(plain[kGradInitialStates], is_present(in.cu_seqlens)); });
+  if (updates == 1) {
+    write(kGradG, [&] { return steps.in_order(plain[kGradG]); });
+    for (const Grad grad : {kGradALog, kGradDtBias}) write(grad, [&] { return plain[grad]; });
+  } else if (plain[kGradG].numel() > 0) {
+    const GateGrads gates = log_decays_adjoint(in, *in.g, steps.in_order(steps.of_update(plain[kGradG], 0)));
+    write(kGradG, [&] { return gates.raw; });
+    write(kGradALog, [&] { return gates.A_log; });
+    write(kGradDtBias, [&] { return gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble); });
+  }
+  return grads;
+}
+
+}  // namespace ssm_kernels::delta_rule
+
+#endif

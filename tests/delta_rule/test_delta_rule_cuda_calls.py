@@ -1,0 +1,223 @@
+"""delta_rule_scan on CUDA: several updates a step, reverse scans and both forms of sequences, beside float64 on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssm_kernels import delta_rule_scan
+
+pytestmark = pytest.mark.cuda
+
+DTYPES = [torch.bfloat16, torch.float16]
+# Of results and gradients; gates and betas have one number a step and head, whose errors average less.
+BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
+FEW_SUMS = 2
+RESULTS = ["out", "final_states", "states"]
+
+
+def make_inputs(
+    batch: int,
+    seqlen: int,
+    heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    updates: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    has_gate: bool = True,
+    most_beta: float = 1.0,
+    sequences: int | None = None,
+) -> dict[str, Tensor]:
+    """Normalized keys and queries, log decays from -0.2 to 0, and initial states."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    steps = updates * seqlen
+    found = {
+        "q": F.normalize(normal(batch, seqlen, heads, key_dim), dim=-1).to(dtype),
+        "k": F.normalize(normal(batch, steps, heads, key_dim), dim=-1).to(dtype),
+        "v": normal(batch, steps, value_heads, value_dim).to(dtype),
+        "beta": most_beta * torch.rand(batch, steps, value_heads, generator=generator),
+        "initial_states": 0.3 * normal(sequences or batch, value_heads, value_dim, key_dim),
+    }
+    if has_gate:
+        found["g"] = -0.2 * torch.rand(batch, seqlen, value_heads, generator=generator)
+    return found
+
+
+def evaluate(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
+    """Returns the results and, given random gradients of them, the gradients of all floating-point inputs."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
+
+    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
+    generator = torch.Generator().manual_seed(1)
+    results = delta_rule_scan(**leaves, **options, return_final_states=True)
+    grads = []
+    for result, dtype in zip(results, (inputs["v"].dtype, torch.float32, torch.float32), strict=False):
+        grads.append(moved(torch.randn(result.shape, generator=generator).to(dtype)).to(result.dtype))
+    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    found = torch.autograd.grad(results, list(asked.values()), grads)
+    return dict(zip(RESULTS, results, strict=False)) | {f"grad_{name}": grad for name, grad in zip(asked, found, strict=True)}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def assert_accurate(inputs: dict[str, Any], bar: float | None = None, **options: Any) -> dict[str, Tensor]:
+    bar = BARS[inputs["v"].dtype] if bar is None else bar
+    found, expected = evaluate(inputs, "cuda", False, **options), evaluate(inputs, "cpu", True, **options)
+    for name, tensor in found.items():
+        assert tensor.isfinite().all(), name
+        assert relative_error(tensor, expected[name]) < bar * (FEW_SUMS if name in ("grad_g", "grad_beta") else 1), name
+    return found
+
+
+@pytest.fixture
+def needs_wgmma() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for compute capability 9.0")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("updates", [2, 3, 4])
+@pytest.mark.parametrize("seqlen", [1, 15, 32, 33, 64, 65, 150])
+def test_updates_of_every_length(seqlen, updates, dtype):
+    few = 2 if seqlen == 1 else 1
+    assert_accurate(
+        make_inputs(2, seqlen, 2, 4, 128, 128, updates=updates, dtype=dtype), few * BARS[dtype], num_householder=updates
+    )
+
+
+@pytest.mark.parametrize("updates", [2, 3])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 192), (40, 24), (100, 130)])
+@pytest.mark.parametrize(("heads", "value_heads"), [(2, 2), (2, 6)])
+def test_updates_of_every_size_of_a_head(key_dim, value_dim, heads, value_heads, updates):
+    inputs = make_inputs(1, 75, heads, value_heads, key_dim, value_dim, updates=updates)
+    assert_accurate(inputs, num_householder=updates)
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_updates_with_negative_eigenvalues(has_gate):
+    inputs = make_inputs(2, 300, 2, 2, 128, 128, updates=2, has_gate=has_gate, most_beta=2.0)
+    assert_accurate(inputs, 6e-3, num_householder=2)
+
+
+def test_updates_are_ordinary_steps():
+    """The query at the last update of a step, its decay at the first."""
+    inputs = {name: tensor.cuda() for name, tensor in make_inputs(2, 100, 2, 4, 128, 64, updates=3).items()}
+    out, states = delta_rule_scan(**inputs, num_householder=3, return_final_states=True)
+    q, g = inputs["q"], inputs["g"]
+    steps = dict(inputs)
+    steps["q"] = torch.randn(2, 300, *q.shape[2:], device="cuda").to(q.dtype)
+    steps["q"][:, 2::3] = q
+    steps["g"] = torch.zeros(2, 300, 4, device="cuda")
+    steps["g"][:, ::3] = g
+    expected, final = delta_rule_scan(**steps, scale=128**-0.5, return_final_states=True)
+    assert relative_error(out, expected[:, 2::3].double().cpu()) < 1e-3
+    assert relative_error(states, final.double().cpu()) < 1e-3
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_packed_sequences(updates, reverse):
+    bounds = [0, 0, 1, 17, 17, 80, 144, 273, 300, 300]
+    inputs = make_inputs(1, 300, 2, 4, 128, 128, updates=updates, sequences=9)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    found = assert_accurate({**inputs, "cu_seqlens": cu_seqlens}, num_householder=updates, reverse=reverse)
+    on_device = {name: tensor.cuda() for name, tensor in inputs.items()}
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        alone = {name: on_device[name][:, begin:end] for name in ("q", "g")}
+        alone |= {name: on_device[name][:, updates * begin : updates * end] for name in ("k", "v", "beta")}
+        alone["initial_states"] = on_device["initial_states"][i : i + 1]
+        out, _ = delta_rule_scan(**alone, num_householder=updates, reverse=reverse, return_final_states=True)
+        torch.testing.assert_close(found["out"][:, begin:end], out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_sequences_of_seq_idx(updates, reverse, is_packed):
+    inputs: dict[str, Tensor] = make_inputs(1, 300, 2, 2, 128, 64, updates=updates, sequences=3 if is_packed else 1)
+    seq_idx = torch.zeros(1, 300, dtype=torch.int32)
+    for step in (5, 64, 130, 140, 200):
+        seq_idx[0, step:] += 1
+    if is_packed:  # one begins with one of seq_idx, the other inside
+        inputs["cu_seqlens"] = torch.tensor([0, 140, 230, 300], dtype=torch.int32)
+    assert_accurate({**inputs, "seq_idx": seq_idx}, num_householder=updates, reverse=reverse)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 300])
+def test_reverse_is_the_scan_of_flipped_tensors(seqlen, updates):
+    inputs = make_inputs(2, seqlen, 2, 4, 128, 96, updates=updates)
+    few = 2 if seqlen == 1 else 1
+    found = assert_accurate(inputs, few * BARS[torch.bfloat16], num_householder=updates, reverse=True)
+    flipped = {name: tensor if name == "initial_states" else tensor.flip(1) for name, tensor in inputs.items()}
+    for name in ("k", "v", "beta"):
+        flipped[name] = inputs[name].unflatten(1, (seqlen, updates)).flip(1).flatten(1, 2)
+    out = delta_rule_scan(**{name: tensor.cuda() for name, tensor in flipped.items()}, num_householder=updates)
+    assert torch.equal(found["out"], out.flip(1))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_states_at_positions_of_packed_sequences(updates):
+    """At a bound the state is the one of the sequence before it."""
+    inputs: dict[str, Tensor] = make_inputs(1, 300, 2, 4, 100, 64, updates=updates, sequences=5)
+    inputs["cu_seqlens"] = torch.tensor([0, 0, 70, 70, 200, 300])
+    assert_accurate(inputs, num_householder=updates, states_at=[0, 1, 70, 71, 128, 300])
+    del inputs["initial_states"]
+    assert_accurate(inputs, num_householder=updates, states_at=[0, 200])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_options_inside(reverse):
+    inputs = make_inputs(2, 100, 2, 4, 128, 128, updates=2)
+    for name in ("q", "k"):
+        inputs[name] = 3 * inputs[name]
+    inputs["beta"], inputs["g"] = torch.randn_like(inputs["beta"]), torch.randn_like(inputs["g"])
+    inputs |= {"A_log": torch.randn(4), "dt_bias": torch.randn(4)}
+    options = {"qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": True}
+    # The gradients of parameters are sums of terms of both signs.
+    found, expected = (
+        evaluate(inputs, *place, num_householder=2, reverse=reverse, **options) for place in (("cuda", False), ("cpu", True))
+    )
+    for name, tensor in found.items():
+        assert relative_error(tensor, expected[name]) < (2e-2 if name in ("grad_A_log", "grad_dt_bias") else 8e-3), name
+
+
+@pytest.mark.usefixtures("needs_wgmma")
+@pytest.mark.parametrize(
+    "options",
+    [{"num_householder": 2}, {"num_householder": 3}, {"reverse": True}, {"num_householder": 2, "reverse": True}],
+    ids=["two updates", "three updates", "reverse", "two updates in reverse"],
+)
+def test_kernels_run_by_name(options):
+    """Those of forward and backward, and none of a fallback's matrix products."""
+    inputs = make_inputs(1, 200, 2, 2, 64, 64, updates=options.get("num_householder", 1))
+    leaves = {name: tensor.cuda().requires_grad_() for name, tensor in inputs.items()}
+
+    def run() -> None:
+        out = delta_rule_scan(**leaves, **options)
+        torch.autograd.grad(out.sum(), list(leaves.values()))
+
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    for kernel in ("chunk_matrices", "fwd", "bwd_matrices", "bwd_states", "bwd_chunks"):
+        assert sum(f"delta_rule_{kernel}" in name for name in names) == 1, kernel
+    assert not [name for name in names if re.search("gemm|cutlass|bmm", name)]
