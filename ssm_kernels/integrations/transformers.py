@@ -41,6 +41,7 @@ from ._transformers_packing import (
     models_that_drop_packing,
     models_with_attention,
 )
+from ._transformers_xlstm import MLSTM, backends_of_xlstm, forward_of_backend
 
 __all__ = ["Served", "patch", "patched", "served", "unpatch"]
 
@@ -82,8 +83,9 @@ def patch() -> Served:
 
     Serves the scan, the convolution and the decoding steps of Mamba, Mamba2, FalconMamba, Bamba, Jamba, Zamba, Zamba2,
     NemotronH, FalconH1 and GraniteMoeHybrid; the delta rule and the convolution of Qwen3-Next, Qwen3.5, Qwen3.5-MoE,
-    Qwen4-Exp, OLMo-Hybrid, LaraMini, Kimi-Linear, GLM5-Next and BailingHybrid; and the convolution of all other models that
-    call ``causal_conv1d_fn`` and ``causal_conv1d_update`` (LFM2, ...). A second call changes nothing.
+    Qwen4-Exp, OLMo-Hybrid, LaraMini, Kimi-Linear, GLM5-Next and BailingHybrid; the matrix memory of xLSTM; and the
+    convolution of all other models that call ``causal_conv1d_fn`` and ``causal_conv1d_update`` (LFM2, ...). A second call
+    changes nothing.
 
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
     contains the operators of ``torch.ops.ssm_kernels``. Mixers of Mamba-2's kind, delta rules and convolutions take packed
@@ -91,6 +93,9 @@ def patch() -> Served:
     kind raise an error for them, because transformers does not pass them to their scan. Attention layers ignore all of these:
     they need ``position_ids`` that restart with each sequence, ``use_cache=False`` and no ``attention_mask``, and those of
     GraniteMoeHybrid FlashAttention. A patched model raises a ValueError where its attention would mix the sequences.
+
+    xLSTM trains and generates at any length and in each of its modes; heads with more than 256 channels of a query keep the
+    model's own functions, and so do the layers of the package ``xlstm``, which transformers takes where it is installed.
 
     Adapters on ``dt_proj``, quantized layers in its place and hooks on it act and train. A plain layer with hooks of accelerate
     is not called, because the mixer runs those.
@@ -310,6 +315,8 @@ class _State:
         elif any(kernel == "selective_scan_fn" for kernel, _ in found.values()):
             for name, forward in mixers_that_read_dt_proj(module).items():
                 forwards[name] = (DT_PROJ, forward_with_dt_proj(forward))
+        for name, forward in backends_of_xlstm(module).items():
+            forwards[name] = (MLSTM, forward_of_backend(forward))
         kernels = {kernel for kernel, _ in found.values()}
         has_packing, has_delta_rules = "mamba_chunk_scan_combined" in kernels, not kernels.isdisjoint(DELTA_RULES)
         if has_packing or has_delta_rules:
