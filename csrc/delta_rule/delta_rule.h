@@ -14,6 +14,15 @@ namespace ssm_kernels::delta_rule {
 // The delta rule is one of the chunked scans: a state (V, K) of each value head, with headdim V and dstate K.
 using namespace cuda::chunked;
 
+// The kernels of cuda/wide_state.cuh take keys of more than kStateColumns columns. Their state tiles have all columns.
+SSM_HOST_DEVICE constexpr bool is_wide(int64_t dstate) { return dstate > kStateColumns; }
+SSM_HOST_DEVICE constexpr int64_t state_tile_columns(int64_t dstate) {
+  return is_wide(dstate) ? kMaxKernelDstate : tile_columns(dstate);
+}
+inline WorkPartition partition_states(const ChunkedGeometry& p) {
+  return partition_work({p.batch, p.seqlen, p.heads, p.groups, p.headdim, is_wide(p.dstate) ? kStateColumns : p.dstate});
+}
+
 // How many chunk numbers there are (cuda/chunked/span.cuh): workspaces have a place for each.
 SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, bool is_packed) {
   return is_packed ? max_packed_chunks(seqlen, batch) : batch * ((seqlen + kChunk - 1) / kChunk);
@@ -51,6 +60,7 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
+  void* matrices = nullptr;  // with dstate over kStateColumns, of DeltaRuleBwdParams
 };
 
 // Parameters of the kernel that computes the states before each of `segments` segments of a sequence (cuda/segment_fold.cuh).
@@ -67,6 +77,8 @@ struct DeltaRuleFoldParams {
 // Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
 // take 13 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
 constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 13 * 128;
+// Those of keys with more than kStateColumns columns have another matrix, and the states two parts of kStateColumns columns.
+constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + kChunk * kChunk * 2;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
 // Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 with has_fp32_rows, else of the inputs'

@@ -34,6 +34,9 @@ struct ScalarMap {
   static __device__ __forceinline__ ScalarMap load(const float* maps, int index) { return {__ldcg(maps + index)}; }
 };
 
+// Of scans whose work tiles are no longer than a range: no block folds.
+struct NoMap {};
+
 // Summaries of segments for the state tiles: the state after the segment, begun with zero, in the order of the threads'
 // registers, and the segment's map.
 template <int dstate, typename Map>

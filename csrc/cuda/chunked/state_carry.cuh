@@ -21,12 +21,12 @@ class StateCarry {
   __device__ __forceinline__ void load_before(State<dstate>& state, const TileScheduler<Params>& scheduler,
                                               const FragmentLane& lane) const {
     const WorkTile work_tile = scheduler.work_tile();
-    if (scheduler.begins(work_tile) || scheduler.is_long(work_tile)) {
+    if (scheduler.begins(work_tile) || is_long(scheduler, work_tile)) {
       const WorkSpan at(p_, schedule_, work_tile.index);
       state.load(p_, states_of(p_, p_.initial_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
     }
     if (scheduler.begins(work_tile)) return;
-    if (!scheduler.is_long(work_tile)) {
+    if (!is_long(scheduler, work_tile)) {
       const int slot = summary_index(ticket_of_block() - 1);
       // One thread of each warp waits: with one of the warpgroup and a barrier, the loop over chunks takes more registers.
       if (threadIdx.x % kWarpSize == 0) wait_for_flag(schedule_.ready + slot);
@@ -37,8 +37,9 @@ class StateCarry {
       });
       return;
     }
-    summaries().fold_into(state, summary_index(scheduler.block_of_chunk(work_tile.first)), summary_index(ticket_of_block()),
-                          kWarpgroups);
+    if constexpr (kFolds)
+      summaries().fold_into(state, summary_index(scheduler.block_of_chunk(work_tile.first)), summary_index(ticket_of_block()),
+                            kWarpgroups);
   }
 
   // Stores the state after the current segment: as the final state, or for the next block.
@@ -48,7 +49,7 @@ class StateCarry {
     if (scheduler.ends(work_tile)) {
       const WorkSpan at(p_, schedule_, work_tile.index);
       state.store(p_, states_of(p_, p_.final_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
-    } else if (!scheduler.is_long(work_tile)) {
+    } else if (!is_long(scheduler, work_tile)) {
       const int slot = summary_index(ticket_of_block());
       state.store_registers(summaries().registers_of(slot));
       sync_warpgroup(index_);
@@ -72,6 +73,11 @@ class StateCarry {
   }
 
  private:
+  static constexpr bool kFolds = !std::is_same_v<Map, NoMap>;
+
+  static __device__ __forceinline__ bool is_long(const TileScheduler<Params>& scheduler, const WorkTile& work_tile) {
+    return kFolds && scheduler.is_long(work_tile);
+  }
   __device__ __forceinline__ int summary_index(int block) const { return block * kWarpgroups + index_; }
   __device__ __forceinline__ SegmentSummaries<dstate, Map> summaries() const { return {schedule_.states, schedule_.maps}; }
 

@@ -43,6 +43,14 @@ __device__ __forceinline__ void warpgroup_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
+// Waits for all groups except the last `pending`, whose results nothing reads yet: registers of operands A of the others are
+// free.
+template <int pending>
+__device__ __forceinline__ void warpgroup_wait_for_earlier() {
+#if SSM_KERNELS_HAS_WGMMA
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+#endif
+}
 // Makes this thread's writes to shared memory visible to wgmma and TMA after the next barrier.
 __device__ __forceinline__ void fence_proxy_async() {
 #if SSM_KERNELS_HAS_WGMMA

@@ -12,6 +12,26 @@
 
 namespace ssm_kernels::delta_rule {
 
+// The last of the kernels.
+template <typename Scalar, int columns>
+cudaError_t launch_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors, cudaStream_t stream) {
+  using Chunks = BwdChunks<Scalar, columns, false>;
+  constexpr int kBytes = Chunks::Shared::bytes();
+  static_assert(kBytes <= kSm90SharedBytes, "a block has that much shared memory");
+  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads,
+                groups = chunks / params.value_heads_per_key_head, blocks = groups < multiprocessors ? groups : multiprocessors;
+  const auto kernel = params.value_heads_per_key_head > 1 ? delta_rule_bwd_chunks_kernel<Scalar, columns, true>
+                                                          : delta_rule_bwd_chunks_kernel<Scalar, columns, false>;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, blocks, Chunks::kThreads, kBytes, stream, /*uses_pdl=*/false, params);
+}
+
+// With kStateColumns columns of the keys, or fewer. The workspaces are those of as many columns.
+template <typename Scalar>
+cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors, cudaStream_t stream) {
+  return launch_bwd_chunks<Scalar, kStateColumns>(params, multiprocessors, stream);
+}
+
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, int multiprocessors,
                                   cudaStream_t stream) {
@@ -19,11 +39,9 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
     constexpr int kColumns = decltype(columns)::value;
     using Matrices = BwdMatrices<Scalar, kColumns>;
     using States = BwdStates<Scalar, kColumns>;
-    using Chunks = BwdChunks<Scalar, kColumns, false>;
     static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
-    static_assert(States::Shared::bytes() <= kSm90SharedBytes && Chunks::Shared::bytes() <= kSm90SharedBytes,
-                  "a block has that much shared memory");
+    static_assert(States::Shared::bytes() <= kSm90SharedBytes, "a block has that much shared memory");
     const auto launch = [&](auto kernel, int64_t blocks, int threads, int bytes, const auto&... arguments) {
       if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
       return cuda::launch(kernel, blocks, threads, bytes, stream, /*uses_pdl=*/false, arguments...);
@@ -39,11 +57,7 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
         error != cudaSuccess) {
       return error;
     }
-    const int64_t groups = chunks / params.value_heads_per_key_head,
-                  blocks = groups < multiprocessors ? groups : multiprocessors;
-    const auto kernel = params.value_heads_per_key_head > 1 ? delta_rule_bwd_chunks_kernel<Scalar, kColumns, true>
-                                                            : delta_rule_bwd_chunks_kernel<Scalar, kColumns, false>;
-    return launch(kernel, blocks, Chunks::kThreads, Chunks::Shared::bytes(), params);
+    return launch_bwd_chunks<Scalar, kColumns>(params, multiprocessors, stream);
   };
   if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
   return launch_columns(std::integral_constant<int, kStateColumns>());

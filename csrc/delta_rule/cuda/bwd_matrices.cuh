@@ -6,7 +6,7 @@
 //
 // with G(i, j) = e^(s_i - s_j) for j <= i. The block writes N, P and the tables to memory (bwd_workspace.cuh). To get N it
 // divides each row of the inverse by that row's beta. A beta below kLeastBeta, which is too small to change another row, counts
-// as kLeastBeta.
+// as kLeastBeta. For keys of more than kStateColumns columns N is a hi/lo split.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -22,11 +22,13 @@ struct BwdMatricesShared {
   struct Rows {
     SmemTile<columns> q, k;
   };
+  static constexpr bool kHasLo = is_wide(columns);
   // N, and the blocks of the inverse, take the place of the rows.
   union alignas(kOperandAlignment) {
     Rows rows;
     struct {
       SmemTile<kChunk> n;
+      std::conditional_t<kHasLo, SmemTile<kChunk>, cuda::Empty> n_lo;
       cuda::TriangularInverse inverse;
     };
   };
@@ -41,7 +43,7 @@ template <typename Scalar, int columns>
 struct BwdMatrices {
   using Shared = BwdMatricesShared<columns>;
   using Gates = DecayGates<Scalar>;
-  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 5, kTileColumns = 64;
+  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = is_wide(columns) ? 3 : 5, kTileColumns = 64;
   static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
   static constexpr float kLeastBeta = 0x1p-40f;
 
@@ -84,7 +86,10 @@ struct BwdMatrices {
 #pragma unroll
       for (int n = 0; n < 2 * warp; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) pairs.at(shared.n, n, half) = 0;
+        for (int half = 0; half < 2; ++half) {
+          pairs.at(shared.n, n, half) = 0;
+          if constexpr (Shared::kHasLo) pairs.at(shared.n_lo, n, half) = 0;
+        }
       }
       cuda::TriangularInverse::DiagonalBlock diagonal;
       apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, shared.tables, lane);
@@ -99,13 +104,18 @@ struct BwdMatrices {
           const int distance = kBlockSteps * n + 2 * lane.pair - (lane.row + 8 * half);
           const float low = distance > 0 ? transposed[2 * half] * inverse[0] : 0.0f,
                       high = distance + 1 > 0 ? transposed[2 * half + 1] * inverse[1] : 0.0f;
-          pairs.at(shared.n, n, half) = cuda::pack<Scalar>(low, high);
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          pairs.at(shared.n, n, half) = rounded;
+          if constexpr (Shared::kHasLo) pairs.at(shared.n_lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
         }
       });
     });
     cuda::fence_proxy_async();
     __syncthreads();
     cuda::tma_store(&target.n, &shared.n, sizeof(shared.n), threadIdx.x == 0);
+    if constexpr (Shared::kHasLo) {
+      cuda::tma_store(low_part_of_chunk(p, at.number, at.head), &shared.n_lo, sizeof(shared.n_lo), threadIdx.x == 0);
+    }
     cuda::tma_store(&target.p, &shared.p, sizeof(shared.p), threadIdx.x == 0);
     cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
     cuda::tma_store_wait_read<0>();

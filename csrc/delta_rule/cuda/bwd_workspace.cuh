@@ -25,8 +25,16 @@ struct alignas(128) BwdStatesOfChunk {
 };
 static_assert(sizeof(BwdStatesOfChunk<kStateColumns>) == bwd_states_bytes(kStateColumns), "the host allocates the states");
 
-__device__ __forceinline__ BwdMatricesOfChunk* matrices_of_chunk(const DeltaRuleBwdParams& p, int64_t chunk_number, int head) {
+template <typename Params>
+__device__ __forceinline__ BwdMatricesOfChunk* matrices_of_chunk(const Params& p, int64_t chunk_number, int head) {
   return static_cast<BwdMatricesOfChunk*>(p.matrices) + chunk_number * p.heads + head;
+}
+// For keys of more than kStateColumns columns: the low part of a hi/lo split of N^T. These follow the matrices of all chunks.
+template <typename Params>
+__device__ __forceinline__ SmemTile<kChunk>* low_part_of_chunk(const Params& p, int64_t chunk_number, int head) {
+  const int64_t count = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads;
+  return reinterpret_cast<SmemTile<kChunk>*>(static_cast<BwdMatricesOfChunk*>(p.matrices) + count) + chunk_number * p.heads +
+         head;
 }
 template <int columns>
 __device__ __forceinline__ BwdStatesOfChunk<columns>* states_of_chunk(const DeltaRuleBwdParams& p, int64_t chunk_number,

@@ -5,7 +5,7 @@
 
 namespace ssm_kernels::delta_rule {
 
-// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 128, one gate a head or none, on
+// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 256, one gate a head or none, on
 // compute capability 9.0. Several updates a step and reverse scans run as other calls (plain_calls.h).
 bool have_fwd_kernels_for(const Inputs& in);
 

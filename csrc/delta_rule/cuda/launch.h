@@ -26,6 +26,21 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                                  int multiprocessors, cudaStream_t stream);
 
+// Keys of 129 to 256 columns (wide.cuh). Queue the kernel that computes the matrices N and P and the tables of all chunks,
+// which the others read; forward's kernel; backward's kernel of the states; and that of the gradients, which takes
+// kStateColumns columns of the keys or fewer at a time.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_wide_matrices(const DeltaRuleBwdParams& params, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_fwd_wide(const DeltaRuleFwdParams& params, const Schedule& schedule,
+                                                      cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, const WorkPartition& partition,
+                                                             cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors,
+                                                        cudaStream_t stream);
+
 // Whether the current device can run the kernels.
 SSM_KERNEL_API bool has_wgmma_kernels();
 

@@ -105,13 +105,17 @@ class Backward {
   int64_t chunks_of(int64_t entries) const {
     return chunk_numbers(is_packed() ? in_.cu_seqlens->size(0) - 1 : entries, in_.q.size(1), is_packed());
   }
-  int64_t states_bytes() const { return row_blocks(in_.v.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3))); }
+  bool is_wide() const { return delta_rule::is_wide(in_.q.size(3)); }
+  int64_t matrices_bytes() const { return is_wide() ? kWideMatricesBytes : kBwdMatricesBytes; }
+  int64_t states_bytes() const {
+    return row_blocks(in_.v.size(3)) * column_blocks(in_.q.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3)));
+  }
 
   // How many of `count` a part takes, so that its workspace takes at most the bytes of the debug option. The smallest part is
   // one value head of a row, whatever it takes.
   int64_t at_once(int64_t count, int64_t heads_of_each) const {
     const int64_t rows_bytes = 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)),
-                  bytes = chunks_of(1) * (kBwdMatricesBytes + states_bytes() + (in_.qk_l2norm ? rows_bytes : 0)),
+                  bytes = chunks_of(1) * (matrices_bytes() + states_bytes() + (in_.qk_l2norm ? rows_bytes : 0)),
                   most_heads = debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
     return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   }
@@ -170,26 +174,27 @@ class Backward {
     params.grad_v = view_of(range.of_heads(of_.grad_v));
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
-    at::Tensor parts_q, parts_k;
+    at::Tensor parts_q, parts_k, grad_q, grad_k;
     params.has_fp32_rows = has_fp32_rows_;
     if (has_fp32_rows_) {
       parts_q = empty_tensor({range.entries, seqlen, range.key_heads, round_up(in_.q.size(3), kRowElements)}, fp32());
       parts_k = empty_tensor_like(parts_q);
-      params.grad_q = view_of(parts_q);
-      params.grad_k = view_of(parts_k);
+      grad_q = parts_q;
+      grad_k = parts_k;
     } else {
-      params.grad_q = view_of(range.of_key_heads(of_.grad_q));
-      params.grad_k = view_of(range.of_key_heads(of_.grad_k));
+      grad_q = range.of_key_heads(of_.grad_q);
+      grad_k = range.of_key_heads(of_.grad_k);
     }
+    params.grad_q = view_of(grad_q);
+    params.grad_k = view_of(grad_k);
 
     const int64_t chunks = chunks_of(range.entries) * range.heads;
     const at::TensorOptions bytes = in_.q.options().dtype(at::kByte);
-    const at::Tensor matrices = empty_tensor({chunks, kBwdMatricesBytes}, bytes),
+    const at::Tensor matrices = empty_tensor({chunks, matrices_bytes()}, bytes),
                      states = empty_tensor({chunks, states_bytes()}, bytes);
     params.matrices = matrices.data_ptr();
     params.states = states.data_ptr();
-    const WorkPartition partition =
-        partition_work({params.batch, seqlen, params.heads, params.groups, params.headdim, params.dstate});
+    const WorkPartition partition = partition_states(params);
     TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max() &&
                           kDirections * partition.work_tiles <= std::numeric_limits<int32_t>::max(),
                       "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
@@ -200,12 +205,52 @@ class Backward {
       sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
       params.sums = sums.data_ptr<float>();
     }
-    C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
-                       ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
-                       : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
+    const bool is_half = in_.q.scalar_type() == at::kHalf;
+    if (is_wide()) {
+      C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(params, stream)
+                             : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
+      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_states<__half>(params, partition, stream)
+                             : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(params, partition, stream));
+      launch_wide_gradients(params, range, grad_q, grad_k, stream);
+    } else {
+      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
+                             : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
+    }
     if (!has_fp32_rows_) return;
     finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
     finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
+  }
+
+  // Queues the kernel of the gradients once for each kStateColumns columns of the keys. Each of them computes the gradients of
+  // its columns of q and k, and its terms of those of log decays, which are sums over columns.
+  void launch_wide_gradients(DeltaRuleBwdParams params, const Range& range, const at::Tensor& grad_q, const at::Tensor& grad_k,
+                             cudaStream_t stream) const {
+    const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    const int64_t states_of_columns =
+        chunks_of(range.entries) * range.heads * row_blocks(params.headdim) * bwd_states_bytes(kStateColumns);
+    at::Tensor terms;
+    for (int64_t first = 0; first < in_.q.size(3); first += kStateColumns) {
+      const auto columns = [&](const at::Tensor& rows) {
+        return rows.narrow(3, first, std::min<int64_t>(rows.size(3) - first, kStateColumns));
+      };
+      params.dstate = static_cast<int>(std::min<int64_t>(in_.q.size(3) - first, kStateColumns));
+      describe_tiles(params.q_descriptor, columns(range.of_key_heads(of_.q)));
+      describe_tiles(params.k_descriptor, columns(range.of_key_heads(of_.k)));
+      params.grad_q = view_of(columns(grad_q));
+      params.grad_k = view_of(columns(grad_k));
+      if (first > 0) {
+        params.states = static_cast<char*>(params.states) + states_of_columns;
+        params.grad_beta = {};
+        if (of_.grad_log_decay.defined()) {
+          terms = empty_tensor_like(range.of_heads(of_.grad_log_decay));
+          params.grad_log_decay = view_of(terms.unsqueeze(3));
+        }
+      }
+      C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
+                         ? launch_delta_rule_bwd_chunks<__half>(params, multiprocessors, stream)
+                         : launch_delta_rule_bwd_chunks<__nv_bfloat16>(params, multiprocessors, stream));
+    }
+    if (terms.defined()) range.of_heads(of_.grad_log_decay).add_(terms);
   }
 
   // Adds the parts of a key head whose value heads are in several ranges, and writes the gradient with the last of them.

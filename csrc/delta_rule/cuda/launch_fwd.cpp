@@ -108,6 +108,22 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   return params;
 }
 
+// Of the matrices of keys with more than kStateColumns columns.
+DeltaRuleBwdParams wide_matrices_parameters_of(const DeltaRuleFwdParams& fwd, void* matrices) {
+  DeltaRuleBwdParams params;
+  static_cast<ChunkedGeometry&>(params) = fwd;
+  params.value_heads_per_key_head = fwd.value_heads_per_key_head;
+  params.scale = fwd.scale;
+  params.log_decay = fwd.log_decay;
+  params.beta = fwd.beta;
+  params.cu_seqlens = fwd.cu_seqlens;
+  params.resets = fwd.resets;
+  params.matrices = matrices;
+  params.q_descriptor = fwd.q_descriptor;
+  params.k_descriptor = fwd.k_descriptor;
+  return params;
+}
+
 // A schedule and the memory that it points to.
 struct Work {
   Schedule schedule;
@@ -121,8 +137,7 @@ struct Work {
 Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   Work work;
   Schedule& schedule = work.schedule;
-  static_cast<WorkPartition&>(schedule) =
-      partition_work({params.batch, params.seqlen, params.heads, params.groups, params.headdim, params.dstate});
+  static_cast<WorkPartition&>(schedule) = partition_states(params);
   if (params.cu_seqlens != nullptr) schedule.chunks = 1;
   const int64_t multiprocessors = cuda::multiprocessor_count(options.device().index()),
                 chunks = schedule.work_tiles * schedule.chunks;
@@ -141,7 +156,7 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   schedule.blocks = ceil_div(chunks, schedule.length);
   if (schedule.length % schedule.chunks == 0) return work;
   const int64_t cuts = schedule.blocks * kWarpgroups;
-  work.states = empty_tensor({cuts, kStateRows * tile_columns(params.dstate)}, options.dtype(at::kFloat));
+  work.states = empty_tensor({cuts, kStateRows * state_tile_columns(params.dstate)}, options.dtype(at::kFloat));
   work.flags = at::zeros({cuts + 1}, options.dtype(at::kInt));
   schedule.states = work.states.data_ptr<float>();
   schedule.ready = work.flags.data_ptr<int>();
@@ -153,7 +168,8 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
 // there are packed sequences, each of which may begin a chunk.
 int64_t steps_of_span(const Inputs& in) {
   const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
-                chunks = kMaxWorkspaceBytes / kChunkMatrixBytes / heads - sequences;
+                bytes = is_wide(in.q.size(3)) ? kWideMatricesBytes : kChunkMatrixBytes,
+                chunks = kMaxWorkspaceBytes / bytes / heads - sequences;
   return std::max({int64_t{1}, sequences, chunks / in.q.size(0)}) * kChunk;
 }
 
@@ -197,7 +213,8 @@ int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
   const int64_t multiprocessors = cuda::multiprocessor_count(in.q.device().index()),
                 chunks = ceil_div(operands.q.size(1), int64_t{kChunk}),
                 blocks = operands.q.size(0) * in.v.size(2) * ceil_div(row_blocks(in.v.size(3)), int64_t{kWarpgroups});
-  if (operands.cu_seqlens.defined() || operands.resets.defined() || in.q.size(3) % 4 != 0) return 0;
+  if (operands.cu_seqlens.defined() || operands.resets.defined()) return 0;
+  if (in.q.size(3) % 4 != 0 || is_wide(in.q.size(3))) return 0;
   const int64_t map_tiles = row_blocks(in.v.size(3)) + row_blocks(in.q.size(3)),
                 map_blocks = operands.q.size(0) * in.v.size(2) * ceil_div(map_tiles, int64_t{kWarpgroups});
   int64_t best = 0, least = 16 * chunks;  // in 0.1 us; four fifths of the uncut time
@@ -268,7 +285,24 @@ void launch_segments(const Inputs& in, const Operands& operands, const Operands&
   operands.final_states.copy_(segments.final_states.unflatten(0, {batch, count}).select(1, count - 1));
 }
 
+// Queues the two kernels for keys of more than kStateColumns columns.
+void launch_wide(const Inputs& in, const Operands& operands) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  DeltaRuleFwdParams params = parameters_of(in, operands);
+  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  const at::Tensor matrices = empty_tensor({chunks * kWideMatricesBytes}, in.q.options().dtype(at::kByte));
+  params.matrices = matrices.data_ptr();
+  const Work work = divide(params, in.q.options());
+  const DeltaRuleBwdParams of_matrices = wide_matrices_parameters_of(params, params.matrices);
+  const bool is_half = in.q.scalar_type() == at::kHalf;
+  C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(of_matrices, stream)
+                         : launch_delta_rule_wide_matrices<__nv_bfloat16>(of_matrices, stream));
+  C10_CUDA_CHECK(is_half ? launch_delta_rule_fwd_wide<__half>(params, work.schedule, stream)
+                         : launch_delta_rule_fwd_wide<__nv_bfloat16>(params, work.schedule, stream));
+}
+
 void launch(const Inputs& in, const Operands& operands) {
+  if (is_wide(in.q.size(3))) return launch_wide(in, operands);
   if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
     const Operands segments = as_segments(operands, chunks);
     if (segments.q.defined()) return launch_segments(in, operands, segments);
@@ -287,7 +321,7 @@ bool have_fwd_kernels_for(const Inputs& in) {
   if (in.q.dim() != 4 || in.v.dim() != 4) return false;  // check_inputs() says so
   const at::ScalarType dtype = in.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
-  if (in.q.size(3) > kStateColumns || in.has_gate_per_channel()) return false;
+  if (in.q.size(3) > kMaxKernelDstate || in.has_gate_per_channel()) return false;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (in.q.numel() == 0 || in.v.numel() == 0 || in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
   const c10::cuda::CUDAGuard guard(in.q.device());
