@@ -3,9 +3,9 @@
 :func:`register` tells DTensor along which axes an operator may be cut without communication:
 
 ======================================================  ==================================================
-selective_scan, ssd_chunk_scan, mlstm_scan,             the batch; channels or heads
-causal_conv1d, the recurrences, their steps, and the
-scans' summaries
+selective_scan, ssd_chunk_scan, delta_rule_scan,        the batch; channels or heads
+mlstm_scan, causal_conv1d, the recurrences, their
+steps, and the scans' summaries
 selective_state_update, causal_conv1d_update,           the batch, unless the call has slots or packed
 delta_rule_step, mlstm_step, also with ``out`` and the  tokens; channels or heads
 arguments of servers

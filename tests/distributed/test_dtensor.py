@@ -66,6 +66,27 @@ def ssd_chunk_scan_of_log_decays() -> tuple[Callable[..., Any], dict[str, Tensor
     return lambda **t: ssm_kernels.ssd_chunk_scan(dt=None, A=None, **t, return_final_states=True), tensors, channels
 
 
+def delta_rule_scan(
+    *, heads: int = CHANNELS // 2, gate: bool = False, updates: int = 1
+) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    """``gate``: one a column; else one a head."""
+    columns, steps = (CHANNELS, DSTATE) if gate else (CHANNELS,), SEQLEN * updates
+    tensors = {
+        "q": torch.randn(BATCH, SEQLEN, heads, DSTATE),
+        "k": torch.randn(BATCH, steps, heads, DSTATE),
+        "v": torch.randn(BATCH, steps, CHANNELS, HEADDIM),
+        "beta": torch.rand(BATCH, steps, CHANNELS),
+        "g": torch.randn(BATCH, SEQLEN, *columns),
+        "A_log": torch.randn(CHANNELS),
+        "dt_bias": torch.randn(columns),
+        "initial_states": torch.randn(BATCH, CHANNELS, HEADDIM, DSTATE),
+    }
+    channels = {"v": 2, "beta": 2, "g": 2, "A_log": 0, "dt_bias": 0, "initial_states": 1}
+    channels |= {"q": 2, "k": 2} if heads > 1 else {}
+    options = {"qk_l2norm": True, "num_householder": updates, "return_final_states": True}
+    return lambda **t: ssm_kernels.delta_rule_scan(**t, **options), tensors, channels
+
+
 def mlstm_scan() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
     tensors = {
         **{name: torch.randn(BATCH, SEQLEN, CHANNELS, DSTATE) for name in "qk"},
@@ -228,6 +249,10 @@ CASES = {
     "selective_scan_summary": lambda: summary("selective_scan", selective_scan(2)),
     "ssd_chunk_scan_summary": lambda: summary("ssd_chunk_scan", ssd_chunk_scan(2)),
     "rglru_scan_summary": lambda: summary("rglru_scan", rglru_scan()),
+    "delta_rule_scan": delta_rule_scan,
+    "delta_rule_scan, one head": lambda: delta_rule_scan(heads=1),
+    "delta_rule_scan, gates of columns": lambda: delta_rule_scan(gate=True),
+    "delta_rule_scan, updates": lambda: delta_rule_scan(updates=2),
     "mlstm_scan": mlstm_scan,
     "causal_conv1d": causal_conv1d,
     "rglru_scan": rglru_scan,
