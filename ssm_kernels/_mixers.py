@@ -1,4 +1,4 @@
-"""The mixers of Mamba and Mamba-2 between their projections, in terms of the operators that they consist of.
+"""The mixers of Mamba, Mamba-2 and the delta rules between their projections, in terms of the operators that they consist of.
 
 vmap, decompositions and ranks that share a sequence have rules for these operators and none for the fused mixers.
 """
@@ -13,9 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._dtypes import wide_dtype
-from .choices import DiscretizationName
+from .choices import ConvActivation, DiscretizationName, GateActivation
 
-__all__ = ["MAMBA2_ARGUMENTS", "Mamba2Options", "Mamba2Tensors", "mamba2_arguments", "mamba2_mixer", "mamba_mixer", "project"]
+__all__ = [
+    "MAMBA2_ARGUMENTS",
+    "Mamba2Options",
+    "Mamba2Tensors",
+    "delta_rule_mixer",
+    "mamba2_arguments",
+    "mamba2_mixer",
+    "mamba_mixer",
+    "project",
+]
 
 
 class Mamba2Tensors(NamedTuple):
@@ -187,3 +196,90 @@ def mamba2_mixer(
         group_size = z.shape[-1] // options.ngroups
         y = norm(y, norm_weight, z, eps=options.eps, group_size=group_size, norm_before_gate=options.norm_before_gate)
     return y, conv_state, ssm_state
+
+
+def delta_rule_mixer(
+    convolve: Callable[..., Tensor],
+    scan: Callable[..., tuple[Tensor, Any]],
+    norm: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    z: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    v_bias: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    q_state: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
+    ssm_state: Tensor | None,
+    out_proj_weight: Tensor | None,
+    out_proj_bias: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_dim: int,
+    value_dim: int,
+    num_householder: int,
+    qk_activation: ConvActivation | None,
+    qk_l2norm: bool,
+    gate_lower_bound: float | None,
+    beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    eps: float,
+    norm_before_gate: bool,
+    norm_activation: GateActivation,
+    recomputes_scan: bool,
+    layer: str,
+    casts_projection: bool = False,
+) -> tuple[Tensor, Any]:
+    """Arguments and results as of ``torch.ops.ssm_kernels._delta_rule_mixer``.
+
+    Args:
+        convolve: a function with the arguments of ``causal_conv1d``.
+        scan: a function with the arguments of ``delta_rule_scan``, which returns the final states too.
+        norm: a function with the arguments of ``rms_norm_gated``.
+    """
+    packing = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+
+    def convolved(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, state: Tensor | None, activation: ConvActivation | None
+    ) -> Tensor:
+        if weight is None:
+            return x
+        return convolve(x, weight.flatten(1), bias, activation=activation, initial_state=state, **packing)
+
+    def heads(x: Tensor, size: int, updates: int = 1) -> Tensor:
+        return x.unflatten(-1, (-1, size)) if updates == 1 else x.unflatten(-1, (updates, -1, size)).flatten(1, 2)
+
+    q = convolved(q, q_weight, q_bias, q_state, qk_activation)
+    k = convolved(k, k_weight, k_bias, k_state, qk_activation)
+    v = convolved(v, v_weight, v_bias, v_state, "silu")
+    y, final_states = scan(
+        heads(q, key_dim),
+        heads(k, key_dim, num_householder),
+        heads(v, value_dim, num_householder),
+        beta,
+        g=g,
+        initial_states=ssm_state,
+        num_householder=num_householder,
+        qk_l2norm=qk_l2norm,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        gate_lower_bound=gate_lower_bound,
+        beta_sigmoid=beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        **packing,
+    )
+    if norm_weight is not None:
+        gate = None if z is None else heads(z, value_dim)
+        y = norm(y, norm_weight, gate, eps=eps, norm_before_gate=norm_before_gate, activation=norm_activation)
+    projection = (out_proj_weight, out_proj_bias, recomputes_scan, layer, casts_projection)
+    return project(y.flatten(-2), *projection), final_states

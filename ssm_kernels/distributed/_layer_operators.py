@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._mixers import mamba2_arguments, mamba_mixer
+from .._mixers import delta_rule_mixer, mamba2_arguments, mamba_mixer
 from ..choices import Exchange
 from ..nn._operators import LOCAL
 from ..ops._step_sizes import step_size
+from ..ops.norm import rms_norm_gated
 from ._agreement import Agreement, calls_begun
 from ._autocast import Autocast
 from ._collectives import Gathering
@@ -124,9 +125,15 @@ class LayerOperators(GroupOperators):
         )
         return out, None, None
 
-    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
-        """As :meth:`delta_rule_scan`, without final states: several ranks serve no cache."""
-        return self.delta_rule_scan(*tensors, **options), None
+    def delta_rule_mixer(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Arguments and results as ``torch.ops.ssm_kernels._delta_rule_mixer``, without final states: ranks serve no cache."""
+        if self.group.size == 1:
+            return LOCAL.delta_rule_mixer(*arguments)
+
+        def scan(*tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+            return self.delta_rule_scan(*tensors, **options), None
+
+        return delta_rule_mixer(self.causal_conv1d, scan, rms_norm_gated, *arguments)
 
     def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         return self._scan("mingru_scan", (gate, candidate), h0, **options)

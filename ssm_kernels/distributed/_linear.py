@@ -4,6 +4,7 @@
 function                       forward                         backward
 =============================  ==============================  =============================================
 ``column_parallel_linear``     none; all-gather of a sequence  all-reduce; reduce-scatter
+the same without a group       none                            none
 ``row_parallel_linear``        all-reduce; reduce-scatter      none; all-gather of a sequence
 the same, ``is_inner``         all-reduce                      all-reduce
 =============================  ==============================  =============================================
@@ -49,8 +50,8 @@ def _weight_gradients(
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, group: Group, gathers: bool, *weights: Tensor) -> Tensor:
-        if gathers:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, group: Group | None, gathers: bool, *weights: Tensor) -> Tensor:
+        if gathers and group is not None:
             x = all_gather(x, group)
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.gathers = group, gathers
@@ -61,13 +62,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *weights = ctx.saved_tensors
         (grad,), (needs_x, needs_bias, _, _, *needs_weights) = grads, ctx.needs_input_grad
-        grad_x = None
-        if needs_x:
-            grad_x = (start_reduce_scatter if ctx.gathers else start_all_reduce)(grad @ _joined(weights, 0), ctx.group)
+        grad_x = grad @ _joined(weights, 0) if needs_x else None
+        if grad_x is not None and ctx.group is not None:
+            grad_x = (start_reduce_scatter if ctx.gathers else start_all_reduce)(grad_x, ctx.group)
         what = "reduce_scatter_tensor" if ctx.gathers else "all_reduce"
         grad_weights = _weight_gradients(x, grad, weights, 0, needs_weights)
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return None if grad_x is None else wait(grad_x, what, ctx.group), grad_bias, None, None, *grad_weights
+        if grad_x is not None and ctx.group is not None:
+            grad_x = wait(grad_x, what, ctx.group)
+        return grad_x, grad_bias, None, None, *grad_weights
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -93,7 +96,7 @@ class _RowParallelLinear(torch.autograd.Function):
 
 
 def column_parallel_linear(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, group: Group, sequence_parallel: bool
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, group: Group | None, sequence_parallel: bool
 ) -> Tensor:
     """``linear`` of a replicated tensor with this rank's rows of the weights and of the bias. Differentiable once.
 
@@ -101,7 +104,7 @@ def column_parallel_linear(
         x: (..., columns); with ``sequence_parallel`` this rank's span of the steps, (batch, seqlen / ranks, columns).
         weights: each (rows, columns), one after another.
         bias: of all rows.
-        group: the ranks.
+        group: the ranks; None if ``x`` is a ``shared_input``, which several layers read.
         sequence_parallel: gathers ``x`` from the ranks' spans.
     """
     return cast(Tensor, _ColumnParallelLinear.apply(x, bias, group, sequence_parallel, *weights))

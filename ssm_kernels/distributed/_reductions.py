@@ -8,6 +8,7 @@ differentiable          forward                         backward
 ======================  ==============================  ===================================
 ``sum_over_ranks``      all-reduce; reduce-scatter      none; all-gather of a sequence
 ``sum_gradients``       none                            one all-reduce for several tensors
+``shared_input``        none; all-gather of a sequence  all-reduce; reduce-scatter
 ======================  ==============================  ===================================
 
 ``start_all_reduce`` and ``start_reduce_scatter`` return before the collective has finished. ``wait`` returns its result, and on
@@ -32,6 +33,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "finished",
+    "shared_input",
     "start_all_reduce",
     "start_reduce_scatter",
     "sum_gradients",
@@ -133,6 +135,18 @@ class _SumGradients(torch.autograd.Function):
         return None, *sum_of_each(grads, ctx.group)
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return wait(start_reduce_scatter(grads[0], ctx.group), "reduce_scatter_tensor", ctx.group), None
+
+
 class _Finished(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
@@ -158,3 +172,9 @@ def sum_over_ranks(tensor: Tensor, group: Group, sequence_parallel: bool = False
 def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:
     """Replicated tensors, as each rank uses them for its own channels."""
     return list(cast(tuple[Tensor, ...], _SumGradients.apply(group, *tensors)))
+
+
+def shared_input(tensor: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
+    """A replicated tensor that several layers read, each for this rank's channels; with ``sequence_parallel`` its argument is
+    this rank's span of the steps."""
+    return cast(Tensor, _Gather.apply(tensor, group)) if sequence_parallel else sum_gradients([tensor], group)[0]

@@ -411,7 +411,12 @@ class ShardedLinear(ShardedModule):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """A linear layer with a replicated input and this rank's columns of the output."""
+    """A linear layer with a replicated input and this rank's columns of the output.
+
+    With ``_shares_input`` the layer around it gathers the input, and sums the gradients of all projections that read it.
+    """
+
+    _shares_input = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self._sequence_parallel and x.ndim != 3:
@@ -421,7 +426,8 @@ class ColumnParallelLinear(ShardedLinear):
             )
         x, weights, biases = self._cast(x)
         bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
-        return column_parallel_linear(x, weights, bias, self._group, self._sequence_parallel)
+        group = None if self._shares_input else self._group
+        return column_parallel_linear(x, weights, bias, group, self._sequence_parallel)
 
 
 class RowParallelLinear(ShardedLinear):

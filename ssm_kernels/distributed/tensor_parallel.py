@@ -52,7 +52,7 @@ from ..nn.naming import class_name
 from ._agreement import compare
 from ._group import Group, check_dimensions
 from ._layer_operators import LayerOperators
-from ._reductions import finished, sum_over_ranks
+from ._reductions import finished, shared_input, sum_over_ranks
 from ._sharding import (
     ColumnParallelLinear,
     Distribution,
@@ -256,9 +256,12 @@ def _replicate(norm: nn.Module, how: Distribution, sums_gradients: bool) -> None
     swap_class(norm, ShardedModule, how.group, names, names if sums_gradients else ())
 
 
-def _column_parallel(linear: nn.Module, how: Distribution, parts: Sequence[ShardSpec], sequence_parallel: bool) -> None:
+def _column_parallel(
+    linear: nn.Module, how: Distribution, parts: Sequence[ShardSpec], sequence_parallel: bool, *, shares_input: bool = False
+) -> None:
     swap_class(linear, ColumnParallelLinear, how.group)
     cast(ShardedLinear, linear).distribute(how, parts, {"weight": 0, "bias": 0}, sequence_parallel=sequence_parallel)
+    cast(ColumnParallelLinear, linear)._shares_input = shares_input
 
 
 def _row_parallel(
@@ -330,7 +333,7 @@ def _distribute_delta_rule(layer: nn.Module, how: Distribution, sequence_paralle
 
     queries, keys, values = [ShardSpec("q", layer.key_dim)], of_updates(layer.key_dim), of_updates(layer.value_dim)
     for name, parts in (("q", queries), ("k", keys), ("v", values)):
-        _column_parallel(layer.get_submodule(f"{name}_proj"), how, parts, sequence_parallel)
+        _column_parallel(layer.get_submodule(f"{name}_proj"), how, parts, sequence_parallel, shares_input=True)
         if layer.use_short_conv:
             conv = layer.get_submodule(f"{name}_conv1d")
             swap_class(conv, ShardedLinear, how.group)
@@ -343,22 +346,33 @@ def _distribute_delta_rule(layer: nn.Module, how: Distribution, sequence_paralle
     ):
         projection = layer._modules.get(name)
         if isinstance(projection, nn.Sequential):
-            # Every rank computes all of the few columns between the two matrices.
-            _replicate(projection[0], how, sequence_parallel)
+            # Every rank computes all of the few columns between the two matrices, and their gradient by its own channels alone.
+            _replicate(projection[0], how, True)
             projection = projection[1]
         if projection is not None:
-            _column_parallel(projection, how, parts, sequence_parallel)
+            _column_parallel(projection, how, parts, sequence_parallel, shares_input=True)
     _replicate(layer.o_norm, how, True)
     _row_parallel(layer.o_proj, how, [ShardSpec("y", layer.value_dim)], sequence_parallel)
     for size in ("num_heads", "num_v_heads", "key_dim", "value_dim"):
         setattr(layer, size, getattr(layer, size) // how.mesh.size())
-    _localize(layer, how, ShardedLayer, A_log=Shard(0), dt_bias=Shard(0))
+    layer.__dict__["_sequence_parallel"] = sequence_parallel
+    _localize(layer, how, _TensorParallelDeltaRule, A_log=Shard(0), dt_bias=Shard(0))
 
 
 _DISTRIBUTE = {
     **{Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp},
     **dict.fromkeys((DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct), _distribute_delta_rule),
 }
+
+
+class _TensorParallelDeltaRule(ShardedLayer):
+    """Mixin for the layers around a delta rule: one collective for the input of all projections, and one for its gradient."""
+
+    _sequence_parallel: bool
+
+    def _mix(self, hidden_states: Tensor, *states: Any) -> Any:
+        shared = shared_input(hidden_states, self._group, self._sequence_parallel)
+        return cast(Any, super())._mix(shared, *states)
 
 
 class _TensorParallelMamba2(ShardedLayer):

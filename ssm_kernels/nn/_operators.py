@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
-from ..ops.delta_rule import delta_rule_scan
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
 
 __all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
@@ -56,8 +55,8 @@ class Operators(Protocol):
     def mamba2_mixer(self, *arguments: Any) -> tuple[Tensor, Any, Any]:
         """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``. Several ranks return no states."""
 
-    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        """As :func:`ssm_kernels.delta_rule_scan`, with final states. Several ranks return None in their place."""
+    def delta_rule_mixer(self, *arguments: Any) -> tuple[Tensor, Any]:
+        """Arguments and results as ``torch.ops.ssm_kernels._delta_rule_mixer``. Several ranks return None for the states."""
 
     def mingru_scan(
         self,
@@ -115,13 +114,10 @@ class LocalOperators:
     causal_conv1d = staticmethod(causal_conv1d)
     mamba_conv = staticmethod(_ops._mamba_conv.default)
     mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
+    delta_rule_mixer = staticmethod(_ops._delta_rule_mixer.default)
     mingru_scan = staticmethod(cast(_Scan, mingru_scan))
     minlstm_scan = staticmethod(cast(_Scan, minlstm_scan))
     liquid_scan = staticmethod(cast(_Scan, liquid_scan))
-
-    def delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        out, final_states = cast(_Scan, delta_rule_scan)(*tensors, **options, return_final_states=True)
-        return out, final_states
 
     def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)

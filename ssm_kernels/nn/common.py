@@ -90,11 +90,14 @@ def is_only_a_product(module: nn.Module) -> bool:
     Adapters and quantized layers are other modules, hooks see the call, and FSDP and accelerate replace ``forward``.
     Parametrizations act on ``weight`` and ``bias`` wherever these are read.
     """
+    # torch.export and parametrizations derive classes from nn.Linear and leave its forward.
+    return isinstance(module, nn.Linear) and type(module).forward is _linear_forward and is_unseen(module)
+
+
+def is_unseen(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is its class's ``forward``, and nothing sees the call."""
     return (
-        isinstance(module, nn.Linear)
-        # torch.export and parametrizations derive classes from nn.Linear and leave its forward.
-        and type(module).forward is _linear_forward
-        and type(module).__call__ is nn.Module.__call__
+        type(module).__call__ is nn.Module.__call__
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()

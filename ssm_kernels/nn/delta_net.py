@@ -122,6 +122,10 @@ class DeltaNet(DeltaRuleMixer):
             return super()._beta(u, q)
         return q.new_full(q.shape[:-1], 2.0 if self.allow_neg_eigval else 1.0)
 
+    @property
+    def _activates_keys(self) -> bool:  # type: ignore[override]
+        return self.qk_activation in ("relu", "elu") or self.qk_norm == "sum"
+
     def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:
         q, k, v = super()._activate(projected)
         if self.qk_activation == "relu":

@@ -37,7 +37,17 @@ from .checks import (
     check_number,
     check_optional_int,
 )
-from .common import SequenceMixer, conv_parameters, convolve_step, mark_parameters, short_convolution, update_state
+from .common import (
+    SequenceMixer,
+    conv_parameters,
+    convolve_step,
+    is_plain_linear,
+    is_unseen,
+    keeps_less,
+    mark_parameters,
+    short_convolution,
+    update_state,
+)
 from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
 from .naming import class_name
@@ -81,6 +91,11 @@ def _value_columns(layer: str, head_dim: int, expand_v: float) -> int:
     return int(columns)
 
 
+# The weight, (channels, 1, conv_size), the bias and the initial state.
+_Convolution = tuple[Tensor | None, Tensor | None, Tensor | None]
+_NO_CONVOLUTION: _Convolution = (None, None, None)
+
+
 class DeltaRuleMixer(SequenceMixer):
     """A mixer around a delta rule. A derived layer makes the parameters, in its own order, and computes gates and betas.
 
@@ -98,6 +113,8 @@ class DeltaRuleMixer(SequenceMixer):
     # The activation of queries and keys after projection and convolution, and whether the operator then normalizes their rows.
     qk_activation: str = "silu"
     qk_l2norm: bool = True
+    # Whether _activate changes queries and keys between convolution and scan, by functions that the operator lacks.
+    _activates_keys: bool = False
     allow_neg_eigval: bool = False
 
     q_proj: nn.Linear
@@ -248,52 +265,75 @@ class DeltaRuleMixer(SequenceMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any, Tensor]:
         projected = self._project(hidden_states)
-        q, k, v = self._heads(self._convolve(projected, conv_state, seq_idx, cu_seqlens))
-        tensors, flags = self._gates(hidden_states)
-        options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
-        # Updates follow one another: (batch, seqlen, updates, ...) -> (batch, seqlen * updates, ...).
-        k, v, beta = ((x.flatten(1, 2) if self.num_householder > 1 else x) for x in (k, v, self._beta(hidden_states, q)))
-        y, final_states = self.operators.delta_rule(
-            q,
-            k,
-            v,
-            beta,
-            **options,
-            initial_states=None if ssm_state is None else ssm_state.to(wide_dtype(q.dtype)),
-            seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens,
+        sequences, convolutions = self._prepare(projected, conv_state, seq_idx, cu_seqlens)
+        gates, flags = self._gates(hidden_states)
+        beta = self._beta(hidden_states, sequences[0].unflatten(-1, (self.num_heads, self.head_k_dim)))
+        z = self._gate_of_output(hidden_states)
+        norm = self.o_norm
+        takes_norm = type(norm).forward is GatedRMSNorm.forward and is_unseen(norm)
+        takes_projection = takes_norm and self.operators.is_local and keeps_less(self) and is_plain_linear(self.o_proj)
+        y, final_states = self.operators.delta_rule_mixer(
+            *sequences,
+            # Updates follow one another: (batch, seqlen, updates, heads) -> (batch, seqlen * updates, heads).
+            beta.flatten(1, 2) if self.num_householder > 1 else beta,
+            gates.get("g"),
+            z if takes_norm else None,
+            *(weight for weight, _, _ in convolutions),
+            *(bias for _, bias, _ in convolutions),
+            gates.get("A_log"),
+            gates.get("dt_bias"),
+            norm.weight if takes_norm else None,
+            *(state for _, _, state in convolutions),
+            None if ssm_state is None else ssm_state.to(wide_dtype(projected[0].dtype)),
+            *((self.o_proj.weight, self.o_proj.bias) if takes_projection else (None, None)),
+            seq_idx,
+            cu_seqlens,
+            self.head_k_dim,
+            self.head_v_dim,
+            self.num_householder,
+            self._conv_activations()[0],
+            self.qk_l2norm,
+            flags.get("gate_lower_bound"),
+            flags["beta_sigmoid"],
+            flags["allow_neg_eigval"],
+            norm.eps if takes_norm else 0.0,
+            takes_norm and norm.norm_before_gate,
+            norm.activation if takes_norm else "silu",
+            self.recompute == "all" and torch.is_grad_enabled(),
+            class_name(self),
         )
-        return self._finish(y, hidden_states), projected, final_states
+        if takes_projection:
+            out = y
+        else:
+            out = self.o_proj(y if takes_norm else self._normalize(y.unflatten(-1, (-1, self.head_v_dim)), z))
+        return out, projected, final_states
 
     def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(u), self.k_proj(u), self.v_proj(u)
 
-    def _convolve(
-        self,
-        projected: Sequence[Tensor],
-        conv_state: Tensor | None,
-        seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> list[Tensor]:
+    def _prepare(
+        self, projected: Sequence[Tensor], conv_state: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Sequence[Tensor], list[_Convolution]]:
+        """Queries, keys and values, and the convolutions that remain for the operator."""
         if not self.use_short_conv:
-            return self._activate(projected)
-        states = [None] * 3 if conv_state is None else self._split(conv_state)
-        return self._activate(
-            [
-                self.operators.causal_conv1d(
-                    x,
-                    weight,
-                    bias,
-                    activation=activation,
-                    seq_idx=seq_idx,
-                    cu_seqlens=cu_seqlens,
-                    initial_state=self._initial_state(state, x.dtype),
-                )
-                for x, state, (weight, bias), activation in zip(
-                    projected, states, self._convolutions(), self._conv_activations(), strict=True
-                )
-            ]
-        )
+            return self._activate(projected), [_NO_CONVOLUTION] * 3
+        states = (None,) * 3 if conv_state is None else self._split(conv_state)
+        parameters = zip(self._convolutions(), states, strict=True)
+        convolutions: list[_Convolution] = [
+            (weight, bias, self._initial_state(state, projected[0].dtype)) for (weight, bias), state in parameters
+        ]
+        if not self._activates_keys:
+            return projected, convolutions
+
+        def convolve(x: Tensor, convolution: _Convolution) -> Tensor:
+            weight, bias, state = convolution
+            assert weight is not None
+            options: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "initial_state": state}
+            activation = self._conv_activations()[0]
+            return self.operators.causal_conv1d(x, weight.squeeze(1), bias, activation=activation, **options)
+
+        keys = [convolve(x, convolution) for x, convolution in zip(projected[:2], convolutions[:2], strict=True)]
+        return self._activate([*keys, projected[2]]), [_NO_CONVOLUTION, _NO_CONVOLUTION, convolutions[2]]
 
     def _convolve_one(self, projected: Sequence[Tensor], conv_state: Tensor) -> list[Tensor]:
         """One step; modifies ``conv_state`` in place."""
@@ -301,7 +341,7 @@ class DeltaRuleMixer(SequenceMixer):
             return self._activate(projected)
         parts = zip(projected, self._split(conv_state), self._convolutions(), self._conv_activations(), strict=True)
         return self._activate(
-            [convolve_step(x, state, weight, bias, activation) for x, state, (weight, bias), activation in parts]
+            [convolve_step(x, state, weight.squeeze(1), bias, activation) for x, state, (weight, bias), activation in parts]
         )
 
     def _activate(self, projected: Sequence[Tensor]) -> list[Tensor]:
@@ -318,9 +358,8 @@ class DeltaRuleMixer(SequenceMixer):
         return of_keys, of_keys, "silu"
 
     def _convolutions(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The weights, (channels, conv_size), and the biases, of queries, keys and values."""
-        parameters = (conv_parameters(class_name(self), getattr(self, name)) for name in ("q_conv1d", "k_conv1d", "v_conv1d"))
-        return [(weight.squeeze(1), bias) for weight, bias in parameters]
+        """The weights, (channels, 1, conv_size), and the biases, of queries, keys and values."""
+        return [conv_parameters(class_name(self), getattr(self, name)) for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
 
     def _heads(self, convolved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(..., heads, columns); keys and values of several updates (..., updates, heads, columns)."""
@@ -332,10 +371,14 @@ class DeltaRuleMixer(SequenceMixer):
 
     def _finish(self, y: Tensor, u: Tensor) -> Tensor:
         """Norm, gate and projection of (..., value heads, columns)."""
-        gate = self._gate_of_output(u)
-        z = None if gate is None else gate.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        out: Tensor = self.o_proj(self.o_norm(y, z).flatten(-2))
+        out: Tensor = self.o_proj(self._normalize(y, self._gate_of_output(u)))
         return out
+
+    def _normalize(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """Norm and gate of (..., value heads, columns), as (..., value_dim)."""
+        z = None if gate is None else gate.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        out: Tensor = self.o_norm(y, z)
+        return out.flatten(-2)
 
     # ----- states
 

@@ -14,7 +14,7 @@ from ._batching import each_sample, fold
 from ._decomposition import in_dtype, kept_states, refuse_packed, scan
 from ._table import Axes, Call, Composed, Row
 
-__all__ = ["ROWS", "decomposed_scan"]
+__all__ = ["ROWS", "decomposed_scan", "flops"]
 
 _AXES = {
     "q": "batch seqlen groups key_dim",
@@ -38,7 +38,7 @@ def _axes(call: Call) -> Axes:
 CHUNK = 64
 
 
-def _flops(call: Call, *, backward: bool = False) -> int:
+def flops(call: Call, *, backward: bool = False) -> int:
     """Counts the operations of the products of pairs, of the inverse and of the products with states."""
     batch, updates, value_heads, value_dim = call["v"].shape
     seqlen, heads, key_dim = call["q"].shape[1:]
@@ -124,7 +124,7 @@ ROWS = {
             "_delta_rule_scan": fold("_delta_rule_scan", _HEADS, ("A_log", "dt_bias"), (2, 1, 2)),
             "_delta_rule_scan_bwd": each_sample("_delta_rule_scan_bwd"),
         },
-        flops=dict.fromkeys(_FORWARD, _flops) | {"_delta_rule_scan_bwd": partial(_flops, backward=True)},
+        flops=dict.fromkeys(_FORWARD, flops) | {"_delta_rule_scan_bwd": partial(flops, backward=True)},
         axes=dict.fromkeys((*_FORWARD, "_delta_rule_scan_bwd"), _axes),
         decompositions={"delta_rule_scan": decomposed_scan},
     ),

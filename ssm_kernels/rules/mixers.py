@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._mixers import MAMBA2_ARGUMENTS, mamba2_arguments, mamba2_mixer, mamba_mixer, project
-from . import selective_scan, ssd
+from .._mixers import MAMBA2_ARGUMENTS, delta_rule_mixer, mamba2_arguments, mamba2_mixer, mamba_mixer, project
+from . import delta_rule, selective_scan, ssd
 from ._batching import each_sample
 from ._decomposition import bound
 from ._table import Call, Composed, Row
 from .convolution import decomposed_convolution
 from .norm import decomposed_norm
 
-__all__ = ["ROWS", "composed_mamba2", "composed_mamba2_projected"]
+__all__ = ["ROWS", "composed_delta_rule", "composed_mamba2", "composed_mamba2_projected"]
 
 # In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
 # their columns does not hold whole heads; the gated norm of Mamba2 averages over all channels of a group.
@@ -26,6 +26,7 @@ AXES = dict.fromkeys(
         *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba
         *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state"),  # of Mamba2
         *("y", "rstd", "norm_mean_product"),
+        *("q", "k", "v", "beta", "g", "q_state", "k_state", "v_state"),  # of the delta rules
     ),
     "batch",
 )
@@ -44,6 +45,20 @@ def composed_mamba2(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def composed_mamba2_projected(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, *states = composed_mamba2(*arguments)
     return project(out, *arguments[MAMBA2_ARGUMENTS:]), states[0], states[1]
+
+
+def composed_delta_rule(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operators = torch.ops.ssm_kernels
+
+    def convolve(*tensors: Any, **options: Any) -> Tensor:
+        out: Tensor = operators.causal_conv1d(*tensors, **options)[0]
+        return out
+
+    def scan(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, final_states, _ = operators.delta_rule_scan(*tensors, **options)
+        return out, final_states
+
+    return delta_rule_mixer(convolve, scan, operators.rms_norm_gated, *arguments)
 
 
 def _conv_flops(call: Call) -> int:
@@ -68,6 +83,19 @@ def _projected_flops(call: Call, *, backward: bool = False) -> int:
     weight = call["out_proj_weight"]
     projection = 0 if weight is None else 2 * call["projected"].shape[0] * call["projected"].shape[1] * weight.numel()
     return _mamba2_flops(call, backward=backward) + (1 + backward) * projection
+
+
+def _delta_rule_flops(call: Call, *, backward: bool = False) -> int:
+    (batch, seqlen, _), updates = call["q"].shape, call["num_householder"]
+    flops = 0
+    for name in "qkv":
+        weight = call[f"{name}_weight"]
+        flops += 0 if weight is None else (1 + backward) * 2 * batch * seqlen * weight.numel()
+    sizes = {"q": (seqlen, -1, call["key_dim"]), "v": (seqlen * updates, -1, call["value_dim"])}
+    heads = {name: call[name].view(batch, *size) for name, size in sizes.items()}
+    flops += delta_rule.flops(heads, backward=backward)
+    weight = call["out_proj_weight"]
+    return flops + (0 if weight is None else (1 + backward) * 2 * batch * seqlen * weight.numel())
 
 
 def _no_flops(call: Call) -> int:
@@ -106,6 +134,19 @@ def _decomposed_projected(*arguments: Any, **options: Any) -> tuple[Tensor, ...]
     return project(out, *(*given.values(),)[MAMBA2_ARGUMENTS:]), *others
 
 
+def _decomposed_delta_rule(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    def convolve(*tensors: Any, **given: Any) -> Tensor:
+        return decomposed_convolution(*tensors, **given)[0]
+
+    def scan(*tensors: Any, **given: Any) -> tuple[Tensor, Tensor]:
+        out, final_states, _ = delta_rule.decomposed_scan(*tensors, **given)
+        return out, final_states
+
+    given = bound(torch.ops.ssm_kernels._delta_rule_mixer_fwd.default, arguments, options)
+    results = delta_rule_mixer(convolve, scan, partial(decomposed_norm, "rms_norm_gated"), *given.values())
+    return *results, given["q"].new_zeros(0), given["q"].new_zeros(0)
+
+
 _mamba_flops = partial(selective_scan.flops, x="x", A="A_log")
 
 
@@ -131,6 +172,7 @@ ROWS = {
     "_mamba2_mixer_projected": _row(
         "_mamba2_mixer_projected", composed_mamba2_projected, _projected_flops, _decomposed_projected
     ),
+    "_delta_rule_mixer": _row("_delta_rule_mixer", composed_delta_rule, _delta_rule_flops, _decomposed_delta_rule),
     # Parts of layers' forward under torch.no_grad, and of their backward.
     "_mamba_inner": Row(flops={"_mamba_inner": _inner_flops}),
     "_mixer_parameters": Row(flops={"_mixer_parameters": _no_flops}),

@@ -15,6 +15,7 @@ from tensor_parallel_helpers import (
     SEQLEN,
     VOCABULARY,
     Case,
+    Recorded,
     assert_close,
     assert_same_gradients,
     check_layer,
@@ -87,6 +88,26 @@ def check_number_of_ranks(mesh: Mesh) -> None:
         parallelize(layer, mesh)
 
 
+def check_collectives(build: Callable[[], torch.nn.Module], mesh: Mesh) -> None:
+    """All projections of the input share its collectives. The others are those of parameters that every rank has."""
+    others = 3 if isinstance(build(), nn.KimiDeltaAttention) else 1  # o_norm.weight, f_proj.0 and g_proj.0
+    for spans in (False, True):
+        _, layer = pair(build, mesh, sequence_parallel=spans)
+        x = own(draw(mesh), 1, mesh) if spans else draw(mesh)
+        with Recorded(mesh.size()) as of_forward:
+            out = layer(x.requires_grad_())
+        with Recorded(mesh.size()) as of_backward:
+            out.sum().backward()
+        of_spans = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        assert of_forward.counts == (of_spans if spans else {"all_reduce": 1})
+        assert of_backward.counts == ({"all_reduce": others} | of_spans if spans else {"all_reduce": 1 + others})
+
+
+def check_sizes(mesh: Mesh) -> None:
+    layer = parallelize(make("KimiDeltaAttention"), mesh)
+    assert layer.gate_dim == layer.num_v_heads * layer.head_k_dim == HEADS["num_heads"] * HEADS["head_dim"] // 2
+
+
 PACKED = {"cu_seqlens": torch.tensor([0, 5, 5, SEQLEN])}
 CASES = {
     **{f"{name}, 2": Case((2,), partial(check_layer, partial(make, name))) for name in LAYERS},
@@ -94,6 +115,8 @@ CASES = {
     "packed, GatedDeltaNet, 2": Case((2,), partial(check_layer, partial(make, "GatedDeltaNet"), **PACKED)),
     **{f"generation, {name}, 2": Case((2,), partial(check_generation, partial(make, name))) for name in LAYERS},
     **{f"spans, {name}, 2": Case((2,), partial(check_spans, partial(make, name))) for name in LAYERS},
+    **{f"collectives, {name}, 2": Case((2,), partial(check_collectives, partial(make, name))) for name in LAYERS},
+    "sizes, 2": Case((2,), check_sizes),
     "model, 2": Case((2,), check_model),
     "number of ranks": Case((2,), check_number_of_ranks),
 }
