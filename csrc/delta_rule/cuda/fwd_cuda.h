@@ -5,8 +5,8 @@
 
 namespace ssm_kernels::delta_rule {
 
-// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 256, one gate a head or none, on
-// compute capability 9.0. Several updates a step and reverse scans run as other calls (plain_calls.h).
+// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 256, or with one gate a channel up to
+// 128 and no seq_idx, on compute capability 9.0. Several updates a step and reverse scans run as other calls (plain_calls.h).
 bool have_fwd_kernels_for(const Inputs& in);
 
 // Checks the inputs. Copies rows of q, k, v and out that are not vectors of 16 bytes. With qk_l2norm it rounds the normalized

@@ -293,7 +293,9 @@ class Backward {
 
 }  // namespace
 
-bool have_bwd_kernels_for(const BwdInputs& bwd) { return bwd.in.states_at.empty() && have_fwd_kernels_for(bwd.in); }
+bool have_bwd_kernels_for(const BwdInputs& bwd) {
+  return bwd.in.states_at.empty() && !bwd.in.has_gate_per_channel() && have_fwd_kernels_for(bwd.in);
+}
 
 GradTensors bwd_cuda(const BwdInputs& bwd) {
   check_inputs(bwd.in);

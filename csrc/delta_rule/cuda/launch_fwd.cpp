@@ -17,6 +17,7 @@
 #include "cuda/device.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/fwd_cuda.h"
+#include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/tensors.h"
@@ -26,7 +27,8 @@
 namespace ssm_kernels::delta_rule {
 namespace {
 
-// The most bytes of chunk matrices at a time. A call whose matrices need more runs over its steps in several spans.
+// The most bytes of chunk matrices at a time, with a gate per channel also of scaled rows. A call that needs more runs over its
+// steps in several spans.
 constexpr int64_t kMaxWorkspaceBytes = int64_t{1} << 30;
 
 // The tensors that a kernel reads and writes.
@@ -60,6 +62,8 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   result.v = as_vectors(in.v);
   result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
   if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
+  // Rows of channels are contiguous.
+  if (in.has_gate_per_channel() && result.log_decay.stride(3) != 1) result.log_decay = result.log_decay.contiguous();
   result.beta = betas(in, in.beta.to(at::kFloat));
   if (is_present(in.initial_states)) result.initial_states = as_states(*in.initial_states);
   result.final_states = as_states(outputs.final_states);
@@ -80,7 +84,9 @@ DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   params.scale = static_cast<float>(scale_of(in));
   params.out = view_of(operands.out);
   const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
-  if (operands.log_decay.defined()) params.log_decay = of_steps(operands.log_decay);
+  if (operands.log_decay.defined()) {
+    params.log_decay = in.has_gate_per_channel() ? view_of(operands.log_decay) : of_steps(operands.log_decay);
+  }
   params.beta = of_steps(operands.beta);
   if (operands.cu_seqlens.defined()) params.cu_seqlens = operands.cu_seqlens.const_data_ptr<int64_t>();
   if (operands.resets.defined()) params.resets = static_cast<const uint8_t*>(operands.resets.const_data_ptr());
@@ -168,7 +174,8 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
 // there are packed sequences, each of which may begin a chunk.
 int64_t steps_of_span(const Inputs& in) {
   const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
-                bytes = is_wide(in.q.size(3)) ? kWideMatricesBytes : kChunkMatrixBytes,
+                bytes = is_wide(in.q.size(3)) ? kWideMatricesBytes
+                                              : kChunkMatrixBytes + (in.has_gate_per_channel() ? kKdaChunkBytes : 0),
                 chunks = kMaxWorkspaceBytes / bytes / heads - sequences;
   return std::max({int64_t{1}, sequences, chunks / in.q.size(0)}) * kChunk;
 }
@@ -301,7 +308,37 @@ void launch_wide(const Inputs& in, const Operands& operands) {
                          : launch_delta_rule_fwd_wide<__nv_bfloat16>(params, work.schedule, stream));
 }
 
+// Queues the two kernels of a gate per channel: the operands of all chunks, and the scan.
+void launch_channel_gates(const Inputs& in, const Operands& operands) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  KdaFwdParams params;
+  static_cast<DeltaRuleFwdParams&>(params) = parameters_of(in, operands);
+  // It queues a fill of flags, which the scan reads before it waits for the operands: they come between.
+  const Work work = divide(params, in.q.options());
+  const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  const at::TensorOptions bytes = in.q.options().dtype(at::kByte);
+  const at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, bytes),
+                   chunks = empty_tensor({count * kKdaChunkBytes}, bytes);
+  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
+  KdaChunksParams of_chunks;
+  static_cast<ChunkedGeometry&>(of_chunks) = params;
+  of_chunks.value_heads_per_key_head = params.value_heads_per_key_head;
+  of_chunks.scale = params.scale;
+  of_chunks.q = view_of(operands.q);
+  of_chunks.k = view_of(operands.k);
+  of_chunks.log_decay = params.log_decay;
+  of_chunks.beta = params.beta;
+  of_chunks.cu_seqlens = params.cu_seqlens;
+  of_chunks.inverses = inverses.data_ptr();
+  params.chunks = of_chunks.chunks = chunks.data_ptr();
+  const bool is_half = in.q.scalar_type() == at::kHalf;
+  C10_CUDA_CHECK(is_half ? launch_kda_chunks<__half>(of_chunks, stream) : launch_kda_chunks<__nv_bfloat16>(of_chunks, stream));
+  C10_CUDA_CHECK(is_half ? launch_kda_fwd<__half>(params, work.schedule, stream)
+                         : launch_kda_fwd<__nv_bfloat16>(params, work.schedule, stream));
+}
+
 void launch(const Inputs& in, const Operands& operands) {
+  if (in.has_gate_per_channel()) return launch_channel_gates(in, operands);
   if (is_wide(in.q.size(3))) return launch_wide(in, operands);
   if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
     const Operands segments = as_segments(operands, chunks);
@@ -321,7 +358,8 @@ bool have_fwd_kernels_for(const Inputs& in) {
   if (in.q.dim() != 4 || in.v.dim() != 4) return false;  // check_inputs() says so
   const at::ScalarType dtype = in.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
-  if (in.q.size(3) > kMaxKernelDstate || in.has_gate_per_channel()) return false;
+  if (in.q.size(3) > (in.has_gate_per_channel() ? kStateColumns : kMaxKernelDstate)) return false;
+  if (in.has_gate_per_channel() && is_present(in.seq_idx)) return false;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (in.q.numel() == 0 || in.v.numel() == 0 || in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
   const c10::cuda::CUDAGuard guard(in.q.device());

@@ -1,0 +1,8 @@
+#include "delta_rule/cuda/kda_fwd.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+template cudaError_t launch_kda_chunks<__nv_bfloat16>(const KdaChunksParams&, cudaStream_t);
+template cudaError_t launch_kda_fwd<__nv_bfloat16>(const KdaFwdParams&, const Schedule&, cudaStream_t);
+
+}  // namespace ssm_kernels::delta_rule

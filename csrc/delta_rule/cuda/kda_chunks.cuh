@@ -1,0 +1,333 @@
+// The operands of the delta rule's chunks with a gate per channel of the key. For all chunks and value heads at once, with c_i
+// the sum of log decays from the chunk's start to step i, a vector of channels, and products of vectors by channel:
+//
+//   A(i, j) = beta_i sum(k_i k_j e^(c_i - c_j)), j < i        M = (I + A)^-1 diag(beta)
+//   P(i, j) = scale sum(q_i k_j e^(c_i - c_j)), j <= i
+//
+// and the scaled rows of KdaChunk. The decays differ by channel, so that A and P are no products of keys and queries times a
+// matrix, and e^(-c_j) overflows. Every exponential here has an argument of at most zero (up to rounding of c):
+//
+//   * Pairs of different blocks of 16 steps: products by tensor cores (TF32) of e^(c_i - r) k_i and e^(r - c_j) k_j, with r the
+//     sum before the later block.
+//   * Pairs of the two halves of a block of 16: the same, with r the sum at the end of the first half.
+//   * Pairs inside of 8 steps: k_j times the decays up to step i, step after step, in fp32.
+//
+// A block of four warps computes a chunk of a value head; a warp has 16 rows of A and P. Which 16 changes from block to block:
+// later rows have more pairs, and each warp of a block issues on another scheduler of the multiprocessor.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/triangular_inverse.cuh"
+#include "delta_rule/cuda/chunk_matrices_sm90.cuh"
+#include "delta_rule/cuda/kda_chunk.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+struct KdaChunksShared {
+  union {
+    KdaRows rows;
+    cuda::TriangularInverse inverse;  // takes the place of the rows
+  };
+  KdaSums log2_cumsum;
+  float diagonal[kStepBlocks][kBlockSteps][2 * kBlockSteps];  // of a row of a block of 8: products of keys, then of queries
+  float beta[kChunk];
+
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaChunksShared)); }
+};
+
+// For backward the block writes N instead of M, with (I + A)^-1 = I + diag(beta) N. To get N it divides each row of the inverse
+// by that row's beta. A beta below kLeastBeta, which is too small to change another row, counts as kLeastBeta.
+template <typename Scalar, bool is_backward>
+struct KdaChunks {
+  using Target = std::conditional_t<is_backward, KdaBwdChunk, KdaChunk>;
+  using Shared = KdaChunksShared;
+  static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = 3;
+  static constexpr float kLeastBeta = 0x1p-40f;
+  static constexpr int kVectors = kStateColumns / kRowElements, kRowsAtOnce = kThreads / kVectors;
+
+  const KdaChunksParams& p;
+  Shared& shared;
+
+  __device__ __forceinline__ void run(const ChunkSpan& span, int chunk, int head, int64_t place) {
+    load_kda_rows<Scalar, kThreads>(p, span, chunk, head, shared.rows, shared.log2_cumsum, shared.beta);
+    __syncthreads();
+    FragmentLane lane;
+    lane.warp = (lane.warp + static_cast<int>(blockIdx.x)) % kWarpgroupWarps;
+    lane.row = 16 * lane.warp + lane.quad;
+    Target& target = static_cast<Target*>(p.chunks)[place];
+    multiply_pairs_of_eight(lane);
+    float of_keys[kStepBlocks][4] = {}, of_queries[kStepBlocks][4] = {}, halves[4] = {};
+    multiply_pairs(of_keys, of_queries, halves, lane);
+    write_rows(target);
+    float left[4], right[4];
+    __syncwarp();
+    take_diagonal(left, right, halves, kBlockSteps, lane);
+    write_p(target.p, of_queries, left, right, lane);
+    take_diagonal(left, right, halves, 0, lane);
+    // All warps have read the rows.
+    __syncthreads();
+    if constexpr (is_backward) {
+      write_n(target, of_keys, left, right, lane);
+    } else {
+      write_m(of_keys, left, right, place, lane);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float exp2(float x) { return Math<float>::exp2(x); }
+  static __device__ __forceinline__ float2 exp2_difference(float2 a, float2 b) { return {exp2(a.x - b.x), exp2(a.y - b.y)}; }
+
+  // Half of a warp takes the pairs of steps of one block of 8, a lane 8 channels of them.
+  __device__ __forceinline__ void multiply_pairs_of_eight(const FragmentLane& lane) {
+    constexpr int kHalf = kWarpSize / 2, kChannels = 8;
+    const int block = 2 * lane.warp + lane.index / kHalf, part = lane.index % kHalf;
+    float decayed[kBlockSteps][kChannels], before[kChannels];
+#pragma unroll
+    for (int i = 0; i < kBlockSteps; ++i) {
+      const int row = kBlockSteps * block + i;
+      float k[kChannels], q[kChannels], log2[kChannels], sums[2 * kBlockSteps] = {};
+#pragma unroll
+      for (int panel = 0; panel < 2; ++panel) {
+        const int vector = 8 * panel + part / 2;
+        unpack_half(shared.rows.k, row, vector, part % 2, &k[4 * panel]);
+        unpack_half(shared.rows.q, row, vector, part % 2, &q[4 * panel]);
+        const float4 values = *reinterpret_cast<const float4*>(&shared.log2_cumsum[row][64 * panel + 4 * part]);
+        log2[4 * panel] = values.x, log2[4 * panel + 1] = values.y;
+        log2[4 * panel + 2] = values.z, log2[4 * panel + 3] = values.w;
+      }
+#pragma unroll
+      for (int channel = 0; channel < kChannels; ++channel) {
+        const float decay = i == 0 ? 1.0f : exp2(log2[channel] - before[channel]);
+        before[channel] = log2[channel];
+#pragma unroll
+        for (int j = 0; j < i; ++j) {
+          decayed[j][channel] *= decay;
+          sums[j] = fmaf(k[channel], decayed[j][channel], sums[j]);
+          sums[kBlockSteps + j] = fmaf(q[channel], decayed[j][channel], sums[kBlockSteps + j]);
+        }
+        decayed[i][channel] = k[channel];
+        sums[kBlockSteps + i] = fmaf(q[channel], k[channel], sums[kBlockSteps + i]);
+      }
+      // Each lane of the half ends with the sum, over all lanes, of one of the values.
+      exchange<8>(sums, part);
+      exchange<4>(sums, part);
+      exchange<2>(sums, part);
+      exchange<1>(sums, part);
+      shared.diagonal[block][i][part] = sums[0];
+    }
+  }
+
+  // Of 2 count values a lane keeps the sums with another lane of one half, and sends the other half.
+  template <int count>
+  static __device__ __forceinline__ void exchange(float (&sums)[2 * kBlockSteps], int lane) {
+    const bool is_upper = lane & count;
+#pragma unroll
+    for (int value = 0; value < count; ++value) {
+      const float kept = is_upper ? sums[value + count] : sums[value], sent = is_upper ? sums[value] : sums[value + count];
+      sums[value] = kept + __shfl_xor_sync(kAllLanes, sent, count);
+    }
+  }
+
+  static __device__ __forceinline__ void unpack_half(SmemTile<kStateColumns>& tile, int row, int vector, int half,
+                                                     float* values) {
+    const uint2 pairs = reinterpret_cast<const uint2*>(tile.vector(row, vector))[half];
+    const float2 low = cuda::unpack<Scalar>(pairs.x), high = cuda::unpack<Scalar>(pairs.y);
+    values[0] = low.x, values[1] = low.y, values[2] = high.x, values[3] = high.y;
+  }
+
+  // A lane's two channels of the group-th 8.
+  static __device__ __forceinline__ float2 pair_of(SmemTile<kStateColumns>& tile, int row, int group,
+                                                   const FragmentLane& lane) {
+    return cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(tile.vector(row, group))[lane.pair]);
+  }
+  __device__ __forceinline__ float2 log2_pair(int row, int group, const FragmentLane& lane) const {
+    return *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][8 * group + 2 * lane.pair]);
+  }
+
+  // The products of the warp's rows with the steps of earlier blocks of 16, and of its last 8 rows with its first 8 steps: of
+  // `halves` the first two elements are products of keys and the others of queries.
+  __device__ __forceinline__ void multiply_pairs(float (&of_keys)[kStepBlocks][4], float (&of_queries)[kStepBlocks][4],
+                                                 float (&halves)[4], const FragmentLane& lane) {
+    using OperandA = cuda::Tf32Rounded<4>;
+    using OperandB = cuda::Tf32Rounded<2>;
+    const int first = 16 * lane.warp;
+#pragma unroll 2
+    for (int group = 0; group < kVectors; ++group) {
+      float2 k[2], q[2], log2[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        k[half] = pair_of(shared.rows.k, lane.row + 8 * half, group, lane);
+        q[half] = pair_of(shared.rows.q, lane.row + 8 * half, group, lane);
+        log2[half] = log2_pair(lane.row + 8 * half, group, lane);
+      }
+      OperandA a;
+      OperandB b;
+      const float2 middle = log2_pair(first + 7, group, lane), after = exp2_difference(log2[1], middle),
+                   until = exp2_difference(middle, log2[0]);
+      a.prepare((const float[4]){k[1].x * after.x, q[1].x * after.x, k[1].y * after.y, q[1].y * after.y});
+      b.prepare((const float[2]){k[0].x * until.x, k[0].y * until.y});
+      cuda::mma_tf32(halves, a.values, b.values);
+      if (lane.warp == 0) continue;
+      const float2 start = log2_pair(first - 1, group, lane), low = exp2_difference(log2[0], start),
+                   high = exp2_difference(log2[1], start);
+      OperandA of_q;
+      a.prepare((const float[4]){k[0].x * low.x, k[1].x * high.x, k[0].y * low.y, k[1].y * high.y});
+      of_q.prepare((const float[4]){q[0].x * low.x, q[1].x * high.x, q[0].y * low.y, q[1].y * high.y});
+#pragma unroll
+      for (int earlier = 0; earlier < kWarpgroupWarps - 1; ++earlier) {
+        if (earlier >= lane.warp) break;
+#pragma unroll
+        for (int n = 2 * earlier; n < 2 * earlier + 2; ++n) {
+          const int step = kBlockSteps * n + lane.quad;
+          const float2 key = pair_of(shared.rows.k, step, group, lane),
+                       decay = exp2_difference(start, log2_pair(step, group, lane));
+          b.prepare((const float[2]){key.x * decay.x, key.y * decay.y});
+          cuda::mma_tf32(of_keys[n], a.values, b.values);
+          cuda::mma_tf32(of_queries[n], of_q.values, b.values);
+        }
+      }
+    }
+  }
+
+  // The two column blocks of the warp's diagonal block, of products of keys or, with an offset, of queries.
+  __device__ __forceinline__ void take_diagonal(float (&left)[4], float (&right)[4], const float (&halves)[4], int offset,
+                                                const FragmentLane& lane) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      left[i] = shared.diagonal[2 * lane.warp][lane.quad][offset + 2 * lane.pair + i];
+      left[2 + i] = halves[(offset > 0 ? 2 : 0) + i];
+      right[i] = 0;
+      right[2 + i] = shared.diagonal[2 * lane.warp + 1][lane.quad][offset + 2 * lane.pair + i];
+    }
+  }
+
+  __device__ __forceinline__ void write_p(SmemTile<kChunk>& target, const float (&of_queries)[kStepBlocks][4],
+                                          const float (&left)[4], const float (&right)[4], const FragmentLane& lane) const {
+    const FragmentPairs<> pairs(lane);
+    const auto pack = [&](const float (&block)[4], int half) {
+      return cuda::pack<Scalar>(p.scale * block[2 * half], p.scale * block[2 * half + 1]);
+    };
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t value = 0;
+        if (n < 2 * lane.warp) value = pack(of_queries[n], half);
+        if (n == 2 * lane.warp) value = pack(left, half);
+        if (n == 2 * lane.warp + 1) value = pack(right, half);
+        pairs.at(target, n, half) = value;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_rows(Target& target) {
+    const int thread = threadIdx.x, vector = thread % kVectors;
+    const auto load_log2 = [&](int row, float (&log2)[kRowElements]) {
+      const auto* const source = reinterpret_cast<const float4*>(&shared.log2_cumsum[row][kRowElements * vector]);
+      const float4 low = source[0], high = source[1];
+      log2[0] = low.x, log2[1] = low.y, log2[2] = low.z, log2[3] = low.w;
+      log2[4] = high.x, log2[5] = high.y, log2[6] = high.z, log2[7] = high.w;
+    };
+    float last[kRowElements];
+    load_log2(kChunk - 1, last);
+    target.decay[thread] = exp2(shared.log2_cumsum[kChunk - 1][thread]);
+#pragma unroll 2
+    for (int row = thread / kVectors; row < kChunk; row += kRowsAtOnce) {
+      float log2[kRowElements];
+      load_log2(row, log2);
+      const uint4 keys = *shared.rows.k.vector(row, vector), queries = *shared.rows.q.vector(row, vector);
+      const uint32_t k[4] = {keys.x, keys.y, keys.z, keys.w}, q[4] = {queries.x, queries.y, queries.z, queries.w};
+      uint32_t q_in[4], k_in[4], k_out[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 key = cuda::unpack<Scalar>(k[i]), query = cuda::unpack<Scalar>(q[i]);
+        const float2 in = {exp2(log2[2 * i]), exp2(log2[2 * i + 1])},
+                     out = {exp2(last[2 * i] - log2[2 * i]), exp2(last[2 * i + 1] - log2[2 * i + 1])};
+        q_in[i] = cuda::pack<Scalar>(p.scale * in.x * query.x, p.scale * in.y * query.y);
+        k_in[i] = cuda::pack<Scalar>(in.x * key.x, in.y * key.y);
+        k_out[i] = cuda::pack<Scalar>(out.x * key.x, out.y * key.y);
+      }
+      *target.q.vector(row, vector) = {q_in[0], q_in[1], q_in[2], q_in[3]};
+      *target.k_in.vector(row, vector) = {k_in[0], k_in[1], k_in[2], k_in[3]};
+      *target.k_out.vector(row, vector) = {k_out[0], k_out[1], k_out[2], k_out[3]};
+    }
+  }
+
+  // Calls emit(n, M^T) for each block of 8 columns from the diagonal on, with M = (I + diag(beta) A)^-1.
+  template <typename Emit>
+  __device__ __forceinline__ void invert(float (&of_keys)[kStepBlocks][4], float (&left)[4], float (&right)[4],
+                                         const float (&beta)[2], const FragmentLane& lane, const Emit& emit) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < kStepBlocks - 2; ++n) of_keys[n][i] *= beta[i / 2];
+      left[i] *= beta[i / 2];
+      right[i] *= beta[i / 2];
+    }
+    cuda::TriangularInverse::DiagonalBlock diagonal;
+    shared.inverse.put_left(of_keys, lane);
+    shared.inverse.put_diagonal(left, right, diagonal, lane);
+    __syncthreads();
+    shared.inverse.multiply(diagonal, lane, emit);
+  }
+
+  __device__ __forceinline__ void write_m(float (&of_keys)[kStepBlocks][4], float (&left)[4], float (&right)[4], int64_t place,
+                                          const FragmentLane& lane) {
+    const float beta[2] = {shared.beta[lane.row], shared.beta[lane.row + 8]};
+    const ChunkMatrixPairs target(p.inverses, place, lane);
+    invert(of_keys, left, right, beta, lane, [&](int n, const float (&transposed)[4]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = beta[half] * transposed[2 * half], high = beta[half] * transposed[2 * half + 1];
+        const uint32_t rounded = cuda::pack<Scalar>(low, high);
+        target.put(n, half, rounded, cuda::pack_lo<Scalar>(low, high, rounded));
+      }
+    });
+  }
+
+  static __device__ __forceinline__ float not_zero(float beta) { return fabsf(beta) < kLeastBeta ? kLeastBeta : beta; }
+
+  __device__ __forceinline__ void write_n(KdaBwdChunk& target, float (&of_keys)[kStepBlocks][4], float (&left)[4],
+                                          float (&right)[4], const FragmentLane& lane) {
+    const FragmentPairs<> pairs(lane);
+    if (threadIdx.x < kChunk) target.beta[threadIdx.x] = shared.beta[threadIdx.x];
+#pragma unroll
+    for (int n = 0; n < kStepBlocks - 2; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (n < 2 * lane.warp) pairs.at(target.n, n, half) = 0;
+      }
+    }
+    const float beta[2] = {not_zero(shared.beta[lane.row]), not_zero(shared.beta[lane.row + 8])};
+    invert(of_keys, left, right, beta, lane, [&](int n, const float (&transposed)[4]) {
+      const int column = kBlockSteps * (2 * lane.warp + n) + 2 * lane.pair;
+      const float inverse[2] = {__fdividef(1, not_zero(shared.beta[column])), __fdividef(1, not_zero(shared.beta[column + 1]))};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half;
+        const float low = column > row ? transposed[2 * half] * inverse[0] : 0.0f,
+                    high = column + 1 > row ? transposed[2 * half + 1] * inverse[1] : 0.0f;
+        pairs.at(target.n, 2 * lane.warp + n, half) = cuda::pack<Scalar>(low, high);
+      }
+    });
+  }
+};
+
+template <typename Scalar, bool is_backward>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaChunks<Scalar, is_backward>::kThreads : kWarpSize,
+                                  KdaChunks<Scalar, is_backward>::kBlocksOfMultiprocessor)
+    kda_chunks_kernel(const __grid_constant__ KdaChunksParams p) {
+#if SSM_KERNELS_HAS_WGMMA
+  extern __shared__ unsigned char unaligned_memory[];
+  cuda::launch_dependents();
+  const int number = static_cast<int>(blockIdx.x) / static_cast<int>(p.heads),
+            head = static_cast<int>(blockIdx.x) % static_cast<int>(p.heads);
+  const ChunkSpan span(p, sequence_of_chunk(p, number));
+  const int chunk = number - static_cast<int>(first_chunk_index(p, span.entry));
+  if (chunk >= span.chunks) return;
+  KdaChunks<Scalar, is_backward>{p, align_shared<KdaChunksShared>(unaligned_memory)}.run(span, chunk, head, blockIdx.x);
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule
