@@ -14,6 +14,7 @@
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/bwd_cuda.h"
 #include "delta_rule/cuda/fwd_cuda.h"
+#include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/tensors.h"
@@ -47,7 +48,7 @@ class Backward {
  public:
   Backward(const BwdInputs& bwd, const GradTensors& grads)
       : bwd_(bwd), in_(bwd.in), grads_(grads), heads_per_key_head_(in_.v.size(2) / in_.q.size(2)) {
-    has_fp32_rows_ = in_.qk_l2norm || heads_at_once() < heads_per_key_head_;
+    has_fp32_rows_ = in_.qk_l2norm || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
     load();
     allocate();
   }
@@ -61,6 +62,9 @@ class Backward {
   bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
   bool needs_gate() const { return needs(kGradG) || needs(kGradALog) || needs(kGradDtBias); }
   bool is_packed() const { return is_present(in_.cu_seqlens); }
+  bool has_channels() const { return in_.has_gate_per_channel(); }
+  // Whether the kernels write gradients of q and k of value heads, which the host adds up.
+  bool has_parts_of_key_heads() const { return has_channels() && heads_per_key_head_ > 1; }
   at::TensorOptions fp32() const { return in_.q.options().dtype(at::kFloat); }
 
   void load() {
@@ -74,6 +78,8 @@ class Backward {
     of_.v = as_vectors(in_.v);
     of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
     if (is_present(in_.g)) of_.log_decay = log_decays(in_, *in_.g).to(at::kFloat);
+    // Rows of channels are contiguous.
+    if (has_channels() && of_.log_decay.stride(3) != 1) of_.log_decay = of_.log_decay.contiguous();
     of_.beta = betas(in_, in_.beta.to(at::kFloat));
     if (is_present(in_.initial_states)) of_.initial_states = as_states(*in_.initial_states);
     if (is_present(bwd_.grad_final_states)) of_.grad_final_states = as_states(*bwd_.grad_final_states);
@@ -93,7 +99,10 @@ class Backward {
     }
     of_.grad_v = place(kGradV, in_.v);
     const auto of_steps = [&] { return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32()); };
-    if (needs_gate()) of_.grad_log_decay = of_steps();
+    if (needs_gate()) {
+      of_.grad_log_decay =
+          has_channels() ? empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2), in_.q.size(3)}, fp32()) : of_steps();
+    }
     if (needs(kGradBeta)) of_.grad_beta = of_steps();
     if (needs(kGradInitialStates)) {
       const at::Tensor& target = grads_[kGradInitialStates];
@@ -106,16 +115,21 @@ class Backward {
     return chunk_numbers(is_packed() ? in_.cu_seqlens->size(0) - 1 : entries, in_.q.size(1), is_packed());
   }
   bool is_wide() const { return delta_rule::is_wide(in_.q.size(3)); }
-  int64_t matrices_bytes() const { return is_wide() ? kWideMatricesBytes : kBwdMatricesBytes; }
+  int64_t matrices_bytes() const {
+    if (has_channels()) return kKdaBwdChunkBytes;
+    return is_wide() ? kWideMatricesBytes : kBwdMatricesBytes;
+  }
   int64_t states_bytes() const {
-    return row_blocks(in_.v.size(3)) * column_blocks(in_.q.size(3)) * bwd_states_bytes(tile_columns(in_.q.size(3)));
+    const int64_t columns = has_channels() ? kStateColumns : tile_columns(in_.q.size(3));
+    return row_blocks(in_.v.size(3)) * column_blocks(in_.q.size(3)) * bwd_states_bytes(columns);
   }
 
   // How many of `count` a part takes, so that its workspace takes at most the bytes of the debug option. The smallest part is
   // one value head of a row, whatever it takes.
   int64_t at_once(int64_t count, int64_t heads_of_each) const {
     const int64_t rows_bytes = 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)),
-                  bytes = chunks_of(1) * (matrices_bytes() + states_bytes() + (in_.qk_l2norm ? rows_bytes : 0)),
+                  bytes = chunks_of(1) *
+                          (matrices_bytes() + states_bytes() + (in_.qk_l2norm || has_parts_of_key_heads() ? rows_bytes : 0)),
                   most_heads = debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
     return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   }
@@ -150,7 +164,10 @@ class Backward {
     params.state_columns = static_cast<int>(round_up(in_.q.size(3), 2));
     params.value_heads_per_key_head = static_cast<int>(range.heads / range.key_heads);
     params.scale = static_cast<float>(scale_of(in_));
-    const auto of_steps = [&](const at::Tensor& tensor) { return view_of(range.of_heads(tensor).unsqueeze(3)); };
+    const auto of_steps = [&](const at::Tensor& tensor) {
+      const at::Tensor heads = range.of_heads(tensor);
+      return view_of(heads.dim() == 4 ? heads : heads.unsqueeze(3));
+    };
     if (of_.log_decay.defined()) params.log_decay = of_steps(of_.log_decay);
     params.beta = of_steps(of_.beta);
     if (of_.cu_seqlens.defined()) params.cu_seqlens = of_.cu_seqlens.const_data_ptr<int64_t>();
@@ -177,7 +194,8 @@ class Backward {
     at::Tensor parts_q, parts_k, grad_q, grad_k;
     params.has_fp32_rows = has_fp32_rows_;
     if (has_fp32_rows_) {
-      parts_q = empty_tensor({range.entries, seqlen, range.key_heads, round_up(in_.q.size(3), kRowElements)}, fp32());
+      const int64_t heads = has_channels() ? range.heads : range.key_heads;
+      parts_q = empty_tensor({range.entries, seqlen, heads, round_up(in_.q.size(3), kRowElements)}, fp32());
       parts_k = empty_tensor_like(parts_q);
       grad_q = parts_q;
       grad_k = parts_k;
@@ -198,14 +216,38 @@ class Backward {
     TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max() &&
                           kDirections * partition.work_tiles <= std::numeric_limits<int32_t>::max(),
                       "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
+    launch(range, params, partition, grad_q, grad_k);
+    if (!has_fp32_rows_) return;
+    if (has_channels()) {
+      const auto of_key_heads = [&](const at::Tensor& parts) {
+        return parts.unflatten(2, {range.key_heads, range.heads / range.key_heads}).sum(3);
+      };
+      parts_q = of_key_heads(parts_q);
+      parts_k = of_key_heads(parts_k);
+    }
+    finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
+    finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
+  }
+
+  void launch(const Range& range, DeltaRuleBwdParams& params, const WorkPartition& partition, const at::Tensor& grad_q,
+              const at::Tensor& grad_k) const {
+    const bool is_half = in_.q.scalar_type() == at::kHalf;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    if (has_channels()) {
+      KdaBwdParams of_channels;
+      static_cast<DeltaRuleBwdParams&>(of_channels) = params;
+      of_channels.q = view_of(range.of_key_heads(of_.q));
+      of_channels.k = view_of(range.of_key_heads(of_.k));
+      C10_CUDA_CHECK(is_half ? launch_kda_bwd<__half>(of_channels, partition, stream)
+                             : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, stream));
+      return;
+    }
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
     at::Tensor sums;
     if (params.value_heads_per_key_head > 1) {
       sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
       params.sums = sums.data_ptr<float>();
     }
-    const bool is_half = in_.q.scalar_type() == at::kHalf;
     if (is_wide()) {
       C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(params, stream)
                              : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
@@ -216,9 +258,6 @@ class Backward {
       C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
                              : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
     }
-    if (!has_fp32_rows_) return;
-    finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
-    finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
   }
 
   // Queues the kernel of the gradients once for each kStateColumns columns of the keys. Each of them computes the gradients of
@@ -293,9 +332,7 @@ class Backward {
 
 }  // namespace
 
-bool have_bwd_kernels_for(const BwdInputs& bwd) {
-  return bwd.in.states_at.empty() && !bwd.in.has_gate_per_channel() && have_fwd_kernels_for(bwd.in);
-}
+bool have_bwd_kernels_for(const BwdInputs& bwd) { return bwd.in.states_at.empty() && have_fwd_kernels_for(bwd.in); }
 
 GradTensors bwd_cuda(const BwdInputs& bwd) {
   check_inputs(bwd.in);

@@ -1,0 +1,467 @@
+// The last kernel of the delta rule's backward with a gate per channel of the key: all gradients of the steps, of all chunks in
+// any order, from the states S before each chunk and their gradients D after it (kda_bwd_states.cuh). With g the gradient of
+// out, U = diag(beta) E the additions to the state, c_i the sum of log decays from the chunk's start to step i, l its last
+// step, and products of vectors by channel:
+//
+//   dv = diag(beta) Y         dbeta_i = Y_i . E_i
+//   F  = scale tril(g U^T)    B = -diag(beta) tril(Y U^T, -1)         gradients of A / beta and P / scale, of kda_chunks.cuh
+//   dq_i = scale e^(c_i) (g S)_i + sum over j of F(i, j) e^(c_i - c_j) k_j
+//   dk_i = -e^(c_i) beta_i (Y S)_i + sum over j of B(i, j) e^(c_i - c_j) k_j
+//          + e^(c_l - c_i) beta_i (E D)_i + sum over j of e^(c_j - c_i) (F(j, i) q_j + B(j, i) k_j)
+//
+// The first two terms of dq and dk, as rows of pairs or of reads from the state, and the others, as columns of pairs or of
+// additions to the state, are summed apart: the gradient of a log decay is, per channel, the sum of everything that passes over
+// its step t. With `reads` = q . dq + k . dk of the row terms and `adds` = k . dk of the column terms,
+//
+//   dg_t = sum over i >= t of reads from the state    + sum over j < t of additions to the state    + e^(c_l) sum(S D)
+//        + sum over pairs j < t <= i
+//
+// and nothing is subtracted. Pairs of different blocks of 16 steps are products by tensor cores (TF32), scaled as in
+// kda_chunks.cuh, whose sums pass over steps of the later block as suffix sums of its row terms, over those of the earlier
+// block as prefix sums of its column terms, and over blocks in between as a whole. Pairs of one block are taken one by one in
+// fp32.
+//
+// A block of two warpgroups takes a chunk of a value head. The first warpgroup multiplies for dq, the second for dk. Then all
+// threads take 64 channels at a time through shared memory.
+#pragma once
+
+#include "cuda/mma_tf32x3.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/kda_chunk.cuh"
+
+namespace ssm_kernels::delta_rule {
+
+struct KdaBwdChunksShared {
+  static constexpr int kStages = 2, kChannels = 64, kRow = kChannels + 8, kBlocks = kChunk / 16;
+  using Terms = float[kChunk][kRow];
+  struct alignas(kOperandAlignment) Stage {
+    BwdStatesOfChunk<kStateColumns> states;
+    SmemTile<kStateRows> grad_out;
+  };
+  union {
+    Stage stages[kStages];
+    // Of 64 channels, after the products.
+    struct {
+      Terms q_rows, k_rows, k_columns;
+    } terms;
+  };
+  KdaRows rows;
+  KdaSums log2_cumsum;
+  float2 pairs[kChunk][kRow];  // F and B
+  float beta[kChunk];
+  float states_products[kBlocks][kStateColumns];              // parts of the sum over rows of V of S D
+  float reads[kBlocks][kChannels], adds[kBlocks][kChannels];  // through the state, of blocks of 16 steps
+  float over_blocks[3][kChannels];                            // pairs of blocks 2 and 0; 3 and 0; 3 and 0 or 1
+  Mbarrier full[kStages];
+
+  static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaBwdChunksShared)); }
+};
+
+template <typename Scalar>
+struct KdaBwdChunks {
+  using Shared = KdaBwdChunksShared;
+  static constexpr int kThreads = 2 * kWarpgroupThreads, kBlockRows = 16, kChannels = Shared::kChannels;
+  static constexpr int kColumnBlocks = kStateColumns / 8;
+  static_assert(kThreads == kChannels * Shared::kBlocks, "a thread has a channel of a block of 16 steps");
+
+  const KdaBwdParams& p;
+  Shared& shared;
+  const ChunkOfHead& at;
+
+  __device__ __forceinline__ void run() {
+    const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+    const int blocks = static_cast<int>(row_blocks(p.headdim));
+    if (threadIdx.x == 0) {
+      for (int block = 0; block < min(blocks, Shared::kStages); ++block) load_stage(block);
+    }
+    load_kda_rows<Scalar, kThreads>(p, at, at.chunk, at.head, shared.rows, shared.log2_cumsum, shared.beta);
+    __syncthreads();
+    // The first warpgroup has g S, the second Y S and E D.
+    float of_s[kColumnBlocks][4], of_d[kColumnBlocks][4];
+    {
+      float products[kStepBlocks][4];  // g E^T, or Y E^T
+      multiply(warpgroup, blocks, of_s, of_d, products);
+      write_pairs(warpgroup, products);
+    }
+#pragma unroll 1
+    for (int group = 0; group < kStateColumns / kChannels; ++group) {
+      if (group == 0) {
+        put_terms<0>(warpgroup, of_s, of_d);
+      } else {
+        put_terms<kChannels / 8>(warpgroup, of_s, of_d);
+      }
+      __syncthreads();
+      sum_blocks(group);
+      __syncthreads();
+      add_pairs_of_blocks(group);
+      __syncthreads();
+      finish(group);
+      __syncthreads();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float exp2(float x) { return Math<float>::exp2(x); }
+
+  // Run by one thread.
+  __device__ __forceinline__ void load_stage(int block) {
+    auto& stage = shared.stages[block % Shared::kStages];
+    Mbarrier& full = shared.full[block % Shared::kStages];
+    full.arrive_and_expect_tx(sizeof(stage.states) + sizeof(stage.grad_out));
+    cuda::tma_load(&stage.states, states_of_chunk<kStateColumns>(p, at.number, at.head, block), sizeof(stage.states), full);
+    cuda::tma_load_tile(&stage.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(),
+                        static_cast<int>(at.batch), full);
+  }
+
+  __device__ __forceinline__ void multiply(int warpgroup, int blocks, float (&of_s)[kColumnBlocks][4],
+                                           float (&of_d)[kColumnBlocks][4], float (&products)[kStepBlocks][4]) {
+    float2 sum = {0, 0};
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      auto& stage = shared.stages[block % Shared::kStages];
+      shared.full[block % Shared::kStages].wait(block / Shared::kStages);
+      if (is_packed(p) && at.steps() < kChunk) {
+        // The next sequence's may be NaN.
+        if (warpgroup == 0) clear_steps(stage.grad_out.panels, at.steps());
+        __syncthreads();
+      }
+      const uint64_t s = make_operand(stage.states.s), d = make_operand(stage.states.d), e = make_operand(stage.states.e),
+                     y = make_operand(stage.states.y), g = make_operand(stage.grad_out);
+      if (warpgroup == 0) {
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int v = 0; v < kStateRows / 16; ++v) {
+          cuda::gemm<Scalar, false, true>(of_s, columns_of(g, v), rows_of(s, v), block > 0 || v > 0);
+          cuda::gemm<Scalar, false, true>(products, columns_of(g, v), rows_of(e, v), block > 0 || v > 0);
+        }
+      } else {
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int v = 0; v < kStateRows / 16; ++v) {
+          cuda::gemm<Scalar, true, true>(of_s, rows_of(y, v), rows_of(s, v), block > 0 || v > 0);
+          cuda::gemm<Scalar, true, true>(of_d, rows_of(e, v), rows_of(d, v), block > 0 || v > 0);
+          cuda::gemm<Scalar, true, true>(products, rows_of(y, v), rows_of(e, v), block > 0 || v > 0);
+        }
+      }
+      cuda::warpgroup_commit();
+      add_states_products(stage.states, sum);
+      write_grad_v(stage.states.y, block);
+      cuda::warpgroup_wait<0>(of_s);
+      cuda::warpgroup_wait<0>(of_d);
+      cuda::warpgroup_wait<0>(products);
+      __syncthreads();
+      if (threadIdx.x == 0 && block + Shared::kStages < blocks) load_stage(block + Shared::kStages);
+    }
+    *reinterpret_cast<float2*>(&shared.states_products[threadIdx.x / kChannels][2 * (threadIdx.x % kChannels)]) = sum;
+  }
+
+  // A thread has two channels, and a fourth of the rows.
+  __device__ __forceinline__ void add_states_products(BwdStatesOfChunk<kStateColumns>& states, float2& sum) const {
+    const int pair = threadIdx.x % kChannels, first = threadIdx.x / kChannels * kBlockRows;
+#pragma unroll 4
+    for (int row = first; row < first + kBlockRows; ++row) {
+      const float2 s = cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(states.s.vector(row, pair / 4))[pair % 4]),
+                   d = cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(states.d.vector(row, pair / 4))[pair % 4]);
+      sum.x = fmaf(s.x, d.x, sum.x);
+      sum.y = fmaf(s.y, d.y, sum.y);
+    }
+  }
+
+  __device__ __forceinline__ void write_grad_v(SmemTile<kChunk>& y, int block) const {
+    const int step = threadIdx.x % kChunk;
+    const float beta = shared.beta[step];
+    Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + step * p.grad_v.stride_step;
+#pragma unroll 1
+    for (int vector = threadIdx.x / kChunk; vector < kStateRows / kRowElements; vector += kThreads / kChunk) {
+      const int column = block * kStateRows + vector * kRowElements;
+      if (step >= at.steps() || column >= p.headdim) continue;
+      float values[kRowElements];
+#pragma unroll
+      for (int i = 0; i < kRowElements; ++i) {
+        const int row = vector * kRowElements + i;
+        values[i] = beta * element(y, row, step);
+      }
+      *reinterpret_cast<uint4*>(target + column) = {
+          cuda::pack<Scalar>(values[0], values[1]), cuda::pack<Scalar>(values[2], values[3]),
+          cuda::pack<Scalar>(values[4], values[5]), cuda::pack<Scalar>(values[6], values[7])};
+    }
+  }
+
+  // F, and B; and the gradient of beta, the diagonal of Y E^T.
+  __device__ __forceinline__ void write_pairs(int warpgroup, const float (&products)[kStepBlocks][4]) {
+    const FragmentLane lane;
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane.row + 8 * (i / 2), column = 8 * n + 2 * lane.pair + i % 2;
+        const float product = products[n][i] * shared.beta[column];
+        if (warpgroup == 0) {
+          shared.pairs[row][column].x = row >= column ? p.scale * product : 0.0f;
+        } else {
+          shared.pairs[row][column].y = row > column ? -shared.beta[row] * product : 0.0f;
+          if (row == column && row < at.steps() && p.grad_beta.data != nullptr) {
+            at.template rows<float>(p.grad_beta, at.head, at.chunk)[row * p.grad_beta.stride_step] = products[n][i];
+          }
+        }
+      }
+    }
+  }
+
+  // Puts the terms of the states' products with 64 channels into shared memory.
+  template <int first_block>
+  __device__ __forceinline__ void put_terms(int warpgroup, const float (&of_s)[kColumnBlocks][4],
+                                            const float (&of_d)[kColumnBlocks][4]) {
+    const FragmentLane lane;
+#pragma unroll
+    for (int n = 0; n < kChannels / 8; ++n) {
+      const int column = 8 * n + 2 * lane.pair, channel = 8 * first_block + column;
+      const float2 last = *reinterpret_cast<const float2*>(&shared.log2_cumsum[kChunk - 1][channel]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half;
+        const float2 log2 = *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][channel]);
+        const float (&s)[4] = of_s[first_block + n], (&d)[4] = of_d[first_block + n];
+        const float factor = warpgroup == 0 ? p.scale : -shared.beta[row];
+        const float2 rows = {factor * exp2(log2.x) * s[2 * half], factor * exp2(log2.y) * s[2 * half + 1]};
+        auto& target = warpgroup == 0 ? shared.terms.q_rows : shared.terms.k_rows;
+        *reinterpret_cast<float2*>(&target[row][column]) = rows;
+        if (warpgroup == 1) {
+          const float beta = shared.beta[row];
+          *reinterpret_cast<float2*>(&shared.terms.k_columns[row][column]) = {beta * exp2(last.x - log2.x) * d[2 * half],
+                                                                              beta * exp2(last.y - log2.y) * d[2 * half + 1]};
+        }
+      }
+    }
+  }
+
+  template <int columns>
+  static __device__ __forceinline__ float element(SmemTile<columns>& tile, int row, int column) {
+    return cuda::unpack<Scalar>(reinterpret_cast<const uint16_t*>(tile.vector(row, column / 8))[column % 8]).x;
+  }
+
+  // The sums of reads and additions through the state, of a thread's channel and block of 16 steps.
+  __device__ __forceinline__ void sum_blocks(int group) {
+    const int column = threadIdx.x % kChannels, block = threadIdx.x / kChannels, channel = group * kChannels + column;
+    float reads = 0, adds = 0;
+#pragma unroll 4
+    for (int row = kBlockRows * block; row < kBlockRows * (block + 1); ++row) {
+      const float k = element(shared.rows.k, row, channel), q = element(shared.rows.q, row, channel);
+      reads += q * shared.terms.q_rows[row][column] + k * shared.terms.k_rows[row][column];
+      adds += k * shared.terms.k_columns[row][column];
+    }
+    shared.reads[block][column] = reads;
+    shared.adds[block][column] = adds;
+  }
+
+  // Adds the pairs of different blocks of 16 steps. A warp has the rows, and the columns, of one block and half of the
+  // channels. Of its six products with 8 steps the first ones are its rows' with earlier blocks, the others its columns' with
+  // later ones.
+  __device__ __forceinline__ void add_pairs_of_blocks(int group) {
+    using Operand = cuda::Tf32Rounded<4>;
+    constexpr int kProducts = kChunk / 8 - 2, kBlocksOfWarp = kChannels / 8 / 2;
+    FragmentLane lane;
+    const int half_of_channels = threadIdx.x / kWarpgroupThreads, own = lane.warp, first = kBlockRows * own;
+    lane.row = first + lane.quad;
+    Operand f[kProducts], b[kProducts];
+#pragma unroll
+    for (int m = 0; m < kProducts; ++m) {
+      float2 pairs[4];
+      if (m < 2 * own) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = shared.pairs[lane.row + 8 * (i % 2)][8 * m + 2 * lane.pair + i / 2];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = shared.pairs[8 * (m + 2) + 2 * lane.pair + i / 2][lane.row + 8 * (i % 2)];
+      }
+      const float of_f[4] = {pairs[0].x, pairs[1].x, pairs[2].x, pairs[3].x},
+                  of_b[4] = {pairs[0].y, pairs[1].y, pairs[2].y, pairs[3].y};
+      f[m].prepare(of_f);
+      b[m].prepare(of_b);
+    }
+    const int before = max(first - 1, 0), last = first + kBlockRows - 1;
+#pragma unroll 1
+    for (int n = kBlocksOfWarp * half_of_channels; n < kBlocksOfWarp * (half_of_channels + 1); ++n) {
+      const int column = 8 * n + 2 * lane.pair, channels = kChannels * group + column;
+      const int channel = kChannels * group + 8 * n + lane.quad;  // of operands B
+      const float start = shared.log2_cumsum[before][channel], end = shared.log2_cumsum[last][channel];
+      float2 from_start[2], to_end[2], q[2], k[2];
+      {
+        const float2 starts = *reinterpret_cast<const float2*>(&shared.log2_cumsum[before][channels]),
+                     ends = *reinterpret_cast<const float2*>(&shared.log2_cumsum[last][channels]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = lane.row + 8 * half;
+          const float2 log2 = *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][channels]);
+          from_start[half] = {exp2(log2.x - starts.x), exp2(log2.y - starts.y)};
+          to_end[half] = {exp2(ends.x - log2.x), exp2(ends.y - log2.y)};
+          k[half] = pair_of(shared.rows.k, row, channels);
+          q[half] = pair_of(shared.rows.q, row, channels);
+        }
+      }
+      float q_rows[4] = {}, k_rows[4] = {}, k_columns[4] = {};
+#pragma unroll
+      for (int m = 0; m < kProducts; ++m) {
+        cuda::Tf32Rounded<2> operand;
+        if (m < 2 * own) {
+          float values[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int step = 8 * m + 2 * lane.pair + i;
+            values[i] = element(shared.rows.k, step, channel) * exp2(start - shared.log2_cumsum[step][channel]);
+          }
+          operand.prepare(values);
+          cuda::mma_tf32(q_rows, f[m].values, operand.values);
+          cuda::mma_tf32(k_rows, b[m].values, operand.values);
+          // After all pairs with the first block, or the first two.
+          if (m % 2 == 1 && m / 2 + 1 < own) {
+            float sums[2] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              sums[0] += from_start[half].x * (q[half].x * q_rows[2 * half] + k[half].x * k_rows[2 * half]);
+              sums[1] += from_start[half].y * (q[half].y * q_rows[2 * half + 1] + k[half].y * k_rows[2 * half + 1]);
+            }
+#pragma unroll
+            for (int distance = 4; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+              for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+            }
+            if (lane.quad == 0) {
+              *reinterpret_cast<float2*>(&shared.over_blocks[own - 2 + m / 2][column]) = {sums[0], sums[1]};
+            }
+          }
+        } else {
+          float keys[2], queries[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int step = 8 * (m + 2) + 2 * lane.pair + i;
+            const float decay = exp2(shared.log2_cumsum[step][channel] - end);
+            keys[i] = decay * element(shared.rows.k, step, channel);
+            queries[i] = decay * element(shared.rows.q, step, channel);
+          }
+          operand.prepare(queries);
+          cuda::mma_tf32(k_columns, f[m].values, operand.values);
+          operand.prepare(keys);
+          cuda::mma_tf32(k_columns, b[m].values, operand.values);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half;
+        const auto add = [&](Shared::Terms& terms, const float (&values)[4], float2 factor) {
+          float2& target = *reinterpret_cast<float2*>(&terms[row][column]);
+          target = {fmaf(factor.x, values[2 * half], target.x), fmaf(factor.y, values[2 * half + 1], target.y)};
+        };
+        if (own > 0) {
+          add(shared.terms.q_rows, q_rows, from_start[half]);
+          add(shared.terms.k_rows, k_rows, from_start[half]);
+        }
+        if (own < Shared::kBlocks - 1) add(shared.terms.k_columns, k_columns, to_end[half]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float2 pair_of(SmemTile<kStateColumns>& tile, int row, int channel) {
+    return cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(tile.vector(row, channel / 8))[channel % 8 / 2]);
+  }
+
+  // What passes over all steps of a block of 16 in one channel.
+  __device__ __forceinline__ float passing(int block, int column, int channel) const {
+    float sum = 0;
+#pragma unroll
+    for (int part = 0; part < Shared::kBlocks; ++part) sum += shared.states_products[part][channel];
+    sum *= exp2(shared.log2_cumsum[kChunk - 1][channel]);
+#pragma unroll
+    for (int other = 0; other < Shared::kBlocks; ++other) {
+      if (other > block) sum += shared.reads[other][column];
+      if (other < block) sum += shared.adds[other][column];
+    }
+    if (block == 1) sum += shared.over_blocks[0][column] + shared.over_blocks[1][column];
+    if (block == 2) sum += shared.over_blocks[2][column];
+    return sum;
+  }
+
+  // Adds the pairs of one block of 16 steps, and writes the gradients. A thread has a channel of a block.
+  __device__ __forceinline__ void finish(int group) {
+    const int column = threadIdx.x % kChannels, channel = group * kChannels + column;
+    const int block = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kChannels, 0), first = kBlockRows * block;
+    auto& terms = shared.terms;
+    float k[kBlockRows], decay[kBlockRows], columns[kBlockRows], grad_log_decay[kBlockRows], rows[kBlockRows];
+    {
+      float over = passing(block, column, channel);
+#pragma unroll
+      for (int i = 0; i < kBlockRows; ++i) {
+        k[i] = element(shared.rows.k, first + i, channel);
+        columns[i] = terms.k_columns[first + i][column];
+        grad_log_decay[i] = over;
+        over = fmaf(k[i], columns[i], over);
+      }
+    }
+    float before = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      const int row = first + i;
+      const float q = element(shared.rows.q, row, channel), log2 = shared.log2_cumsum[row][channel],
+                  decay_of_step = i == 0 ? 1.0f : exp2(log2 - before);
+      before = log2;
+      float grad_q = terms.q_rows[row][column], grad_k = terms.k_rows[row][column], over = 0;
+      rows[i] = q * grad_q + k[i] * grad_k;
+#pragma unroll
+      for (int j = 0; j < i; ++j) {
+        const float2 pair = shared.pairs[row][first + j];
+        decay[j] *= decay_of_step;
+        const float key = decay[j] * k[j], of_pair = fmaf(pair.x, q, pair.y * k[i]);
+        grad_q = fmaf(pair.x, key, grad_q);
+        grad_k = fmaf(pair.y, key, grad_k);
+        columns[j] = fmaf(decay[j], of_pair, columns[j]);
+        over = fmaf(key, of_pair, over);
+        grad_log_decay[j + 1] += over;
+      }
+      decay[i] = 1;
+      const float diagonal = shared.pairs[row][row].x;
+      grad_q = fmaf(diagonal, k[i], grad_q);
+      columns[i] = fmaf(diagonal, q, columns[i]);
+      write(p.grad_q, row, channel, grad_q);
+      terms.k_rows[row][column] = grad_k;
+    }
+    float over = 0;
+#pragma unroll
+    for (int i = kBlockRows - 1; i >= 0; --i) {
+      const int row = first + i;
+      over += rows[i];
+      write(p.grad_k, row, channel, terms.k_rows[row][column] + columns[i]);
+      if (p.grad_log_decay.data != nullptr && row < at.steps() && channel < p.dstate) {
+        at.template rows<float>(p.grad_log_decay, at.head, at.chunk)[row * p.grad_log_decay.stride_step + channel] =
+            grad_log_decay[i] + over;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(const RowsView& view, int row, int channel, float value) const {
+    if (row >= at.steps() || channel >= p.dstate) return;
+    const int64_t offset = row * view.stride_step + channel;
+    if (p.has_fp32_rows) {
+      at.template rows<float>(view, at.head, at.chunk)[offset] = value;
+    } else {
+      at.template rows<uint16_t>(view, at.head, at.chunk)[offset] = static_cast<uint16_t>(cuda::pack<Scalar>(value, 0));
+    }
+  }
+};
+
+template <typename Scalar>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaBwdChunks<Scalar>::kThreads : kWarpSize, 1)
+    kda_bwd_chunks_kernel(const __grid_constant__ KdaBwdParams p) {
+#if SSM_KERNELS_HAS_WGMMA
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<KdaBwdChunksShared>(unaligned_memory);
+  const ChunkOfHead at(p, static_cast<int>(blockIdx.x));
+  if (!at.is_there()) return;
+  if (threadIdx.x < KdaBwdChunksShared::kStages) shared.full[threadIdx.x].init(1);
+  __syncthreads();
+  KdaBwdChunks<Scalar>{p, shared, at}.run();
+#endif
+}
+
+}  // namespace ssm_kernels::delta_rule
