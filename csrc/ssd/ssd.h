@@ -62,12 +62,14 @@ struct SsdFwdParams : SsdParams {
 };
 
 // Gates that are given, in place of dt, A and the discretization: the log decay and the gain of each step, both of the inputs'
-// type or both of fp32, and of equal strides.
+// type or both of fp32, and of equal strides. Calls in C++ may multiply the output of each step by a factor, of fp32 and of the
+// same strides in bytes as the log decays, if the inputs are of fp16 or bf16, without D and z.
 struct GivenGates {
-  RowsView log_decay;       // rows of one element; strides in bytes
-  int64_t gain_offset = 0;  // from a log decay to its gain, in bytes
-  bool has_gain = false;    // else every gain is one
+  RowsView log_decay;                              // rows of one element; strides in bytes
+  int64_t gain_offset = 0, out_factor_offset = 0;  // from a log decay to its gain and to its factor, in bytes
+  bool has_gain = false;                           // else every gain is one
   bool are_fp32 = false;
+  bool has_out_factor = false;  // else every factor is one
 };
 struct SsdLogFwdParams : SsdFwdParams {
   GivenGates gates;
@@ -75,11 +77,12 @@ struct SsdLogFwdParams : SsdFwdParams {
 struct SsdLogBwdParams : SsdBwdParams {
   GivenGates gates;
   RowsView grad_log_decay, grad_gain;  // of the gates' type; strides in bytes; null if not needed
+  RowsView out_products;               // of fp32; strides in bytes; null if not needed: BwdInputs::out_products
 };
 
 SSM_KERNEL_STRUCT(SsdFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdBwdParams, 624);
 SSM_KERNEL_STRUCT(SsdLogFwdParams, 640);
-SSM_KERNEL_STRUCT(SsdLogBwdParams, 736);
+SSM_KERNEL_STRUCT(SsdLogBwdParams, 776);
 
 }  // namespace ssm_kernels::ssd

@@ -34,6 +34,11 @@ struct Inputs {
   std::string_view discretization;  // of the caller's string
   bool reverse = false;             // in time: the first step of the scan is the last one of the tensors
   OptionalTensor log_decay, gain;   // (batch, seqlen, heads); an absent gain is 1
+  // The members below are set by callers in C++; no schema has them.
+  // A factor of each step's outputs, (batch, seqlen, heads), fp32 like the given gates, without D and z. For calls that
+  // takes_out_factors() names. Log decays, gains and factors are contiguous. It has no gradient.
+  OptionalTensor out_factor;
+  bool are_cu_seqlens_checked = false;  // the values
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
@@ -94,6 +99,9 @@ struct BwdInputs {
   NeedsGrad needs_grad = {};
   // Memory for the gradients of sequences, such as columns of a wider tensor. Callers in C++ set it; no schema has it.
   std::array<OptionalTensor, kNumGrads> targets;
+  // Memory for the inner product of each step's output, before D x and the gate, with its gradient: (batch, seqlen, heads),
+  // fp32. The output is multiplied by its factor. For calls with given gates that writes_out_products() names.
+  OptionalTensor out_products;
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
   auto saved() { return std::tie(); }
@@ -110,7 +118,7 @@ struct StatesBwdInputs {
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 
   // The inputs for backward of a scan without states.
-  BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}}; }
+  BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}, {}}; }
 };
 
 // Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence is its target or has
@@ -170,6 +178,10 @@ struct SummaryBwdInputs {
 FwdOutputs fwd_cuda(const Inputs& in);
 StatesOutputs states_cuda(const StatesInputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
+// Whether backward of a call on CUDA runs kernels, which write BwdInputs::out_products.
+bool writes_out_products(const Inputs& in);
+// Whether forward and backward of a call on CUDA run kernels that take out_factor.
+bool takes_out_factors(const Inputs& in);
 std::string plan_cuda(const Inputs& in, bool is_backward);
 // Writes the states that a scan from zero leaves, or in reverse the gradient of the states before it, with the outputs'
 // gradient in the place of x, and the decay of all steps if that is defined. B and C are the same tensor. Returns false, and

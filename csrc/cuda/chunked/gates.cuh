@@ -27,6 +27,12 @@
 //   scale_gains(p, log_decay, gain)
 //                          applies the rest of the gain, if any, to the two steps of each of `count` chunks.
 //
+// optionally, to multiply the outputs of each step by a factor, of fp16 and bf16 inputs:
+//
+//   kHasOutFactors, scale_output(p, loaded, log2_cumsum, gain, exp_cumsum, log2_out)
+//                          changes a step's entries of the tables: in forward all of them as a source and as a target of
+//                          decays, in backward exp_cumsum, and log2_out, the cumsum of the step as a target.
+//
 // and for backward:
 //
 //   write_gradients(p, span, steps, chunk, head, kept, lane, gradients)
@@ -37,6 +43,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/chunked/geometry.h"
 #include "cuda/constants.h"
@@ -52,6 +59,12 @@ __device__ __forceinline__ void for_each_step(const Body& body) {
     for (int i = 0; i < 2; ++i) body(k, i);
   }
 }
+
+// Whether gates multiply outputs by factors.
+template <typename Gates, typename = void>
+constexpr bool kScalesOutputs = false;
+template <typename Gates>
+constexpr bool kScalesOutputs<Gates, std::void_t<decltype(Gates::kHasOutFactors)>> = Gates::kHasOutFactors;
 
 // A lane's two steps of a chunk, loaded ahead.
 template <typename Gates>
@@ -79,9 +92,10 @@ struct FetchedSteps {
   __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
 };
 
-// Gradients of the log decays and the gains of a lane's two steps.
+// Gradients of the log decays and the gains of a lane's two steps, and the inner products of the outputs before D x and the
+// gate with their gradients.
 struct GateGradients {
-  float log_decay[2], gain[2];
+  float log_decay[2], gain[2], outputs[2];
 };
 
 }  // namespace ssm_kernels::cuda::chunked

@@ -25,9 +25,21 @@ struct StepSums {
   float states;                       // <S, T>
 };
 
+// The cumulative log decays of the steps as targets of decays: a table of their own where the gates scale the outputs.
+template <bool scales_outputs>
+struct OutTable {
+  static __device__ __forceinline__ const StepTable& log2_out(const ChunkTables& tables) { return tables.log2_cumsum; }
+};
+template <>
+struct OutTable<true> {
+  alignas(16) StepTable out;
+
+  __device__ __forceinline__ const StepTable& log2_out(const ChunkTables&) const { return out; }
+};
+
 // The tables of a state tile: of the chunk's steps, of the gates' inputs, of D and of the head.
 template <typename Gates>
-struct TileTables {
+struct TileTables : OutTable<kScalesOutputs<Gates>> {
   TablesOf<typename Gates::Scalar> steps;
   typename Gates::Kept kept[kChunk];
   float D[kStateRows];
@@ -62,6 +74,7 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
     pairs[i] = fma(Sum(gain), later, -earlier);
     before[i] = gain * grad_state;
     from[i] = tables.exp_cumsum[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
+    grads.outputs[i] += fmaf(gain, sums.same[step], static_cast<float>(earlier)) + from[i];
     is_forgotten[i] =
         step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
   }

@@ -80,7 +80,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/false)) return fwd_aten(in);
-  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+  if (is_present(in.cu_seqlens) && !in.are_cu_seqlens_checked && !cuda::is_capturing()) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
   const FwdOutputs outputs = allocate_fwd(in);
@@ -141,6 +141,16 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   for (const auto& [grad, input] : optional) present.needs_grad[grad] &= is_present(input);
   launch_backward(present, method, grads);
   return grads;
+}
+
+bool writes_out_products(const Inputs& in) {
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  return have_kernels_for(in, /*is_backward=*/true);
+}
+
+bool takes_out_factors(const Inputs& in) {
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  return in.x.element_size() == 2 && have_kernels_for(in, /*is_backward=*/false) && have_kernels_for(in, /*is_backward=*/true);
 }
 
 bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states,

@@ -56,7 +56,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   const bool is_packed = is_present(in.cu_seqlens);
   const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
   in.x = range.of_heads(in.x);
-  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain}) {
+  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain, &in.out_factor}) {
     if (is_present(*sequence)) *sequence = range.of_heads(**sequence);
   }
   in.B = range.of_groups(in.B);
@@ -67,6 +67,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
   if (is_present(in.seq_idx)) in.seq_idx = range.of_steps(*in.seq_idx);
   if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
+  if (is_present(bwd.out_products)) part.bwd.out_products = range.of_heads(*bwd.out_products);
   if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
   for (const Grad grad : {kGradX, kGradDt, kGradZ, kGradLogDecay, kGradGain}) {
     if (bwd.needs_grad[grad]) part.grads[grad] = range.of_heads(grads[grad]);
@@ -218,6 +219,9 @@ class Backward {
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
     const at::Tensor grad_log_decay = place_gate_grad(kGradLogDecay, params_.grad_log_decay),
                      grad_gain = place_gate_grad(kGradGain, params_.grad_gain);
+    if (is_present(bwd_.out_products)) {
+      params_.out_products = in_bytes(rows_view(*bwd_.out_products, inputs_.is_reverse()), *bwd_.out_products);
+    }
     if (needs(kGradInitialStates)) {
       grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
       params_.grad_initial_states = grad_initial_states->written.data_ptr<float>() + inputs_.offset_of_first_states();
@@ -490,11 +494,14 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     NeedsGrad& needs_grad = ungated.needs_grad;
     needs_grad[kGradZ] = false;
     needs_grad[kGradD] &= is_first;
-    if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
+    const bool needs_any = std::any_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; });
+    if (!needs_any && !is_present(bwd.out_products)) continue;
     GradTensors targets = grads;
     for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) targets[grad] = empty_tensor_like(grads[grad]);
     }
+    const bool has_more_products = is_present(bwd.out_products) && !is_first;
+    if (has_more_products) ungated.out_products = empty_tensor_like(*bwd.out_products);
     Range range = range_of_span(in, 0, in.x.size(1));
     range.column = column;
     range.columns = std::min(at_once, dstate - column);
@@ -503,6 +510,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(targets[grad]);
     }
+    if (has_more_products) at::Tensor(*bwd.out_products).add_(*ungated.out_products);
   }
 }
 

@@ -38,8 +38,10 @@ struct LogGates {
   using FwdParams = SsdLogFwdParams;
   using BwdParams = SsdLogBwdParams;
   using Value = GateValue<Scalar>;
+  static constexpr bool kHasOutFactors = !kIsFp32<Scalar>;
   struct Loaded {
     Value log_decay, gain;
+    float out_factor;
   };
   using Source = const unsigned char*;  // of the log decay
   struct Kept {
@@ -63,6 +65,9 @@ struct LogGates {
     source += step * p.gates.log_decay.stride_step;
     loaded.log_decay = Value::load(source, p.gates.are_fp32);
     if (p.gates.has_gain) loaded.gain = Value::load(source + p.gates.gain_offset, p.gates.are_fp32);
+    if constexpr (kHasOutFactors) {
+      if (p.gates.has_out_factor) loaded.out_factor = *reinterpret_cast<const float*>(source + p.gates.out_factor_offset);
+    }
   }
 
   template <typename Params>
@@ -81,6 +86,24 @@ struct LogGates {
   template <typename Params, int count>
   __device__ __forceinline__ void scale_gains(const Params&, const float (&)[count][2], float (&)[count][2]) const {}
 
+  // With L' = L + log2 r and the gain c r, the decay between two steps times the gain is r_i c_j 2^(L_i - L_j).
+  __device__ __forceinline__ void scale_output(const SsdLogFwdParams& p, const Loaded& loaded, float& log2_cumsum, float& gain,
+                                               float& exp_cumsum, float&) const {
+    if (!p.gates.has_out_factor) return;
+    // Finite logarithms, because the sum is that of a source too. An output of a factor that is NaN is NaN itself.
+    constexpr float kLeast = 0x1p-126f, kMost = 0x1p126f;
+    const float factor = fminf(fmaxf(loaded.out_factor, kLeast), kMost);
+    log2_cumsum += __log2f(factor);
+    gain *= factor;
+    exp_cumsum *= factor;
+  }
+  __device__ __forceinline__ void scale_output(const SsdLogBwdParams& p, const Loaded& loaded, const float& log2_cumsum,
+                                               const float&, float& exp_cumsum, float& log2_out) const {
+    if (!p.gates.has_out_factor) return;
+    exp_cumsum *= loaded.out_factor;
+    log2_out = log2_cumsum + __log2f(loaded.out_factor);
+  }
+
   __device__ __forceinline__ void write_gradients(const SsdLogBwdParams& p, const ChunkSpan& span, int steps, int64_t,
                                                   int64_t head, const Kept (&kept)[kChunk], const FragmentLane& lane,
                                                   const GateGradients& gradients) const {
@@ -88,14 +111,15 @@ struct LogGates {
     for (int i = 0; i < 2; ++i) {
       const int step = 2 * lane.index + i;
       if (step >= steps) break;
-      const auto write = [&](const RowsView& view, float gradient) {
+      const auto write = [&](const RowsView& view, float value, bool is_fp32) {
         if (view.data == nullptr) return;
-        Value::store(span.rows<unsigned char>(view, head, 0) + step * view.stride_step, gradient, p.gates.are_fp32);
+        Value::store(span.rows<unsigned char>(view, head, 0) + step * view.stride_step, value, is_fp32);
       };
       // Below this log decay the tables have another one, whose decay is zero too, and no rounding error counts.
       const bool is_zero = kept[step].log_decay * static_cast<float>(kLog2E) < kLowestLog2Decay;
-      write(p.grad_log_decay, is_zero ? 0.0f : gradients.log_decay[i]);
-      write(p.grad_gain, gradients.gain[i]);
+      write(p.grad_log_decay, is_zero ? 0.0f : gradients.log_decay[i], p.gates.are_fp32);
+      write(p.grad_gain, gradients.gain[i], p.gates.are_fp32);
+      write(p.out_products, gradients.outputs[i], /*is_fp32=*/true);
     }
   }
   static __device__ __forceinline__ void clear_gradients(const SsdLogBwdParams&, int64_t, int64_t) {}

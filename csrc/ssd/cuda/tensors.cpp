@@ -186,9 +186,16 @@ void KernelInputs::fill(GivenGates& gates) const {
   gates.log_decay = in_bytes(const_rows_view(log_decay_, in_.reverse), log_decay_);
   gates.are_fp32 = log_decay_.scalar_type() == at::kFloat;
   gates.has_gain = gain_.defined();
-  if (!gates.has_gain) return;
-  const auto address = [](const RowsView& view) { return reinterpret_cast<intptr_t>(view.data); };
-  gates.gain_offset = address(const_rows_view(gain_, in_.reverse)) - address(gates.log_decay);
+  gates.has_out_factor = is_present(in_.out_factor);
+  const auto offset_of = [&](const at::Tensor& tensor) {
+    return reinterpret_cast<intptr_t>(const_rows_view(tensor, in_.reverse).data) -
+           reinterpret_cast<intptr_t>(gates.log_decay.data);
+  };
+  if (gates.has_gain) gates.gain_offset = offset_of(gain_);
+  if (!gates.has_out_factor) return;
+  TORCH_INTERNAL_ASSERT(gates.are_fp32 && in_.out_factor->scalar_type() == at::kFloat &&
+                        in_.out_factor->strides() == log_decay_.strides());
+  gates.out_factor_offset = offset_of(*in_.out_factor);
 }
 
 WorkPartition KernelInputs::partition() const {
