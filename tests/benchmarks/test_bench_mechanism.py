@@ -23,6 +23,7 @@ from benchmarks import (
     bench_delta_rule_layers,
     bench_delta_rule_step,
     bench_linear_scan,
+    bench_mlstm,
     bench_norms,
     bench_overhead,
     bench_selective_scan,
@@ -234,6 +235,7 @@ def smallest(name: str) -> list:
             replace(case, batch=1, seqlen=24, heads=1, value_heads=2, key_dim=8, value_dim=4)
             for case in bench_delta_rule.CASES[3:]
         ],
+        "mlstm_scan": [replace(case, **few, heads=2, key_dim=16, value_dim=16) for case in bench_mlstm.CASES[5:7]],
         "delta_rule_layers": [
             layer_cases.DeltaLayerCase(**few, d_model=32, heads=1, value_heads=2, key_dim=16, value_dim=16),
         ],
@@ -299,6 +301,9 @@ def test_page_has_every_table():
     if not any(result["benchmark"] == "delta_rule_step" for result in committed):
         steps = [replace(bench_delta_rule_step.CASES[0], batch=2, heads=1, value_heads=2, key_dim=8, value_dim=4)]
         committed.insert(0, measured(bench_delta_rule_step.BENCHMARK, RUN, steps))
+    if not any(result["benchmark"] == "mlstm_scan" for result in committed):
+        scans = [replace(bench_mlstm.CASES[0], batch=1, seqlen=24, heads=1, key_dim=8, value_dim=4)]
+        committed.insert(0, measured(bench_mlstm.BENCHMARK, RUN, scans))
     if not any(result["benchmark"] == "sizes" for result in committed):
         sizes = [case for case in smallest_sizes() if case.operator == "causal_conv1d"]
         committed.insert(0, measured(bench_sizes.BENCHMARK, RUN, sizes))
