@@ -22,12 +22,12 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   schemas.def(
       "mlstm_scan(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, *, float? scale=None, float eps=1e-06, "
       "str input_gate='exp', bool normalize=True, Tensor? initial_C=None, Tensor? initial_n=None, Tensor? initial_m=None, "
-      "Tensor? cu_seqlens=None) -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m)");
+      "Tensor? cu_seqlens=None, Tensor? seq_idx=None) -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m)");
   // _mlstm_scan is the differentiable form with all arguments positional, as vmap wants them. _mlstm_scan_fwd is forward alone
   // and also returns the divisor, which backward reads.
   const std::string arguments =
       "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float? scale, float eps, str input_gate, bool normalize, "
-      "Tensor? initial_C, Tensor? initial_n, Tensor? initial_m, Tensor? cu_seqlens";
+      "Tensor? initial_C, Tensor? initial_n, Tensor? initial_m, Tensor? cu_seqlens, Tensor? seq_idx";
   const std::string results = ") -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m";
   schemas.def("_mlstm_scan(" + arguments + results + ")");
   schemas.kernels("_mlstm_scan_fwd(" + arguments + results + ", Tensor divisor)");
@@ -98,7 +98,7 @@ void check_inputs(const Inputs& in) {
   checks.tensor("v", in.v, kValues, {batch, seqlen, heads, value_dim}, dtype);
   checks.parameter("i", in.i, kGates, gate_shape(in));
   checks.parameter("f", in.f, kGates, gate_shape(in));
-  check_sequences(checks, std::nullopt, in.cu_seqlens, batch, seqlen);
+  check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, seqlen);
   const bool has_C = is_present(in.initial_C), has_n = is_present(in.initial_n), has_m = is_present(in.initial_m);
   TORCH_CHECK_VALUE(has_C == has_n && has_n == has_m, kOp,
                     ": expected initial states C, n and m or none of them, got C = ", has_C ? "a tensor" : "None",

@@ -34,10 +34,10 @@ struct Inputs {
   bool normalize = true;
   // (batch or sequences, heads, value_dim, key_dim), (.., heads, key_dim) and (.., heads): all or none.
   OptionalTensor initial_C, initial_n, initial_m;
-  OptionalTensor cu_seqlens;
+  OptionalTensor cu_seqlens, seq_idx;
 
   auto fields() {
-    return std::tie(q, k, v, i, f, scale, eps, input_gate, normalize, initial_C, initial_n, initial_m, cu_seqlens);
+    return std::tie(q, k, v, i, f, scale, eps, input_gate, normalize, initial_C, initial_n, initial_m, cu_seqlens, seq_idx);
   }
 };
 
@@ -88,15 +88,21 @@ struct Gates {
 Gates gates_cpu(const Inputs& in);
 Gates gates_cuda(const Inputs& in);
 
-// On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps), with a row for each step and head. If `products` is defined, the
-// kernel computes the divisor, scale * products, and writes it; otherwise it reads the divisor. Returns false, and writes
+// On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps), with a row for each step and head. Returns false, and writes
 // nothing, unless all tensors are contiguous.
-bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor& products, const at::Tensor& divisor,
-                     const at::Tensor& m, const at::Tensor& out);
-// On CUDA, the gradient of the products n q from grad_q, the gradient of q through the numerators alone. Returns false, and
-// writes nothing, unless the rows of q and grad_q are contiguous.
-bool grad_products_cuda(const Inputs& in, const at::Tensor& grad_q, const at::Tensor& divisor, const at::Tensor& m,
-                        const at::Tensor& grad_products);
+bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor& divisor, const at::Tensor& m,
+                     const at::Tensor& out);
+// On CUDA, writes the divisor and the final n.
+void normalizer_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& final_n);
+// The gradients through the divisor and n, on CUDA. `out_products`: the sum over value_dim of the gradient of out times out, in
+// parts, (batch, seqlen, heads, parts), or undefined: zero.
+struct NormalizerGrads {
+  at::Tensor q, k;             // that the gradients are added to, or undefined
+  at::Tensor log_decay, gain;  // (batch, seqlen, heads), which the function allocates
+  at::Tensor initial_n;        // written, or undefined
+};
+void normalizer_bwd_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& out_products,
+                         const OptionalTensor& grad_final_n, NormalizerGrads& grads);
 
 // Forward and backward without the dispatcher, on any device and on Meta (scan.cpp).
 FwdOutputs fwd(const Inputs& in);

@@ -1,28 +1,38 @@
-// mlstm_scan as a composition: the gates of all steps, two chunked scans with given gates, and a division.
+// mlstm_scan as a composition: the gates of all steps, a chunked scan with given gates, the normalizer, and a division.
 //
 // With m_t = max(log sigmoid(f_t) + m_{t-1}, i_t), C and n in units of e^m decay by e^(log sigmoid(f_t) + m_{t-1} - m_t) <= 1
 // and take in k_t with the gain e^(i_t - m_t) <= 1. ssd_chunk_scan computes the numerators C q, with the keys as B and the
-// queries as C, and the products n q, with a column of ones in place of the values. Blocks of kMaxHeaddim rows of a head's C
-// are heads of their own, which share k and q as a group.
+// queries as C. Blocks of kMaxHeaddim rows of a head's C are heads of their own, which share k and q as a group. The normalizer
+// and the products n q are kernels of their own on CUDA (cuda/normalizer.cuh). On the CPU they are one more chunked scan, with
+// a column of ones in place of the values, and fp16 and bf16 inputs are computed as fp32.
+//
+// Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: there is no pass that divides.
 //
 // Backward holds m constant: the results depend on it through eps alone. The gradient of a step's divisor is that of out times
-// out, summed; this sum is q times the gradient of q through the numerators, so that backward reads neither out nor numerators.
-// The gradient of q is rounded to the inputs' dtype before this product.
+// out, summed. This sum is that of the numerators times their gradient, which SSD's kernels of backward compute in fp32, or q
+// times the gradient of q through the numerators: backward reads neither out nor numerators.
 
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 
 #include <limits>
+#include <vector>
 
 #include "mlstm/mlstm_op.h"
 #include "ssd/ssd_op.h"
 #include "torch/allocation.h"
+#include "torch/packed_sequences.h"
+
+#ifdef SSM_KERNELS_WITH_CUDA
+#include "cuda/device.h"
+#endif
 
 namespace ssm_kernels::mlstm {
 namespace {
@@ -49,6 +59,12 @@ struct Split {
     if (parts == 1) return parts_of;
     const at::Tensor joined = parts_of.view({parts_of.size(0), parts_of.size(1), heads, parts * rows});
     return padding() == 0 ? joined : joined.narrow(3, 0, value_dim);
+  }
+  // values() of a result, if it is a view.
+  OptionalTensor target_of_values(const at::Tensor& values) const {
+    if (parts == 1) return values;
+    if (padding() != 0 || !values.is_contiguous()) return std::nullopt;
+    return values.view({values.size(0), values.size(1), heads * parts, rows});
   }
   // (sequences, heads, value_dim, key_dim) likewise.
   at::Tensor states(const at::Tensor& states) const {
@@ -86,6 +102,8 @@ ssd::Inputs shared_scan(const Inputs& in) {
   scan.dt_max = std::numeric_limits<double>::infinity();
   scan.discretization = "zoh";
   scan.cu_seqlens = in.cu_seqlens;
+  scan.are_cu_seqlens_checked = true;
+  scan.seq_idx = in.seq_idx;
   return scan;
 }
 
@@ -109,6 +127,49 @@ ssd::Inputs product_scan(const Inputs& in, const Gates& gates) {
   return scan;
 }
 
+bool is_on_cuda(const Inputs& in) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  return in.q.is_cuda();
+#else
+  return false;
+#endif
+}
+
+// Checks the values of cu_seqlens on CUDA, for which the host waits, unless a CUDA graph is being captured. gates_cpu checks
+// them on the CPU.
+void check_packed_on_cuda(const Inputs& in) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (!in.q.is_cuda() || !is_present(in.cu_seqlens) || cuda::is_capturing()) return;
+  check_cu_seqlens_values("mlstm_scan", in.cu_seqlens->cpu(), in.q.size(1));
+#endif
+}
+
+// The factor of each row of the numerators, scale / (max(|divisor|, e^-m) + eps), of each part.
+at::Tensor out_factors(const Inputs& in, const at::Tensor& divisor, const at::Tensor& m) {
+  return (at::maximum(divisor.abs(), m.neg().exp()) + in.eps).reciprocal_().mul_(scale_of(in));
+}
+
+// Gives a scan of the numerators these factors, if its kernels take them.
+bool divide_inside(const Inputs& in, ssd::Inputs& scan, const Split& split, const at::Tensor& divisor, const at::Tensor& m) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (!in.q.is_cuda() || !in.normalize || !ssd::takes_out_factors(scan)) return false;
+  scan.out_factor = split.gates(out_factors(in, divisor, m));
+  return true;
+#else
+  return false;
+#endif
+}
+
+// The inputs in the dtypes that the kernels of their device take.
+Inputs prepare(const Inputs& given) {
+  Inputs in = given;
+  if (is_present(in.cu_seqlens)) in.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
+  if (!is_on_cuda(in)) {
+    for (at::Tensor* tensor : {&in.q, &in.k, &in.v}) *tensor = tensor->to(accumulate_type(tensor->scalar_type()));
+  }
+  return in;
+}
+
 Gates make_gates(const Inputs& in) {
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.q.is_cuda()) return gates_cuda(in);
@@ -116,142 +177,196 @@ Gates make_gates(const Inputs& in) {
   return gates_cpu(in);
 }
 
-// The factor of each row, (batch, seqlen, heads, 1).
-at::Tensor row_factors(const Inputs& in, const at::Tensor& divisor, const at::Tensor& m) {
-  return (at::maximum(divisor.abs(), m.neg().exp()) + in.eps).reciprocal().mul_(scale_of(in)).unsqueeze(3);
-}
-
-// Writes rows times their factors. With `products`, the divisor is made of them first.
-void scale_rows(const Inputs& in, const at::Tensor& rows, const at::Tensor& products, const at::Tensor& divisor,
-                const at::Tensor& m, at::Tensor& out) {
+// Writes rows * scale / (max(|divisor|, e^-m) + eps), or rows * scale without `normalize`.
+void scale_rows(const Inputs& in, const at::Tensor& rows, const at::Tensor& divisor, const at::Tensor& m, at::Tensor& out) {
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (rows.is_cuda() && in.normalize && scale_rows_cuda(in, rows, products, divisor, m, out)) return;
+  if (rows.is_cuda() && in.normalize && scale_rows_cuda(in, rows, divisor, m, out)) return;
 #endif
   if (!in.normalize) {
     at::mul_out(out, rows, c10::scalar_to_tensor(scale_of(in)));  // not rounded to the dtype of the rows
     return;
   }
-  if (products.defined()) divisor.copy_(products).mul_(scale_of(in));
-  at::mul_out(out, rows, row_factors(in, divisor, m));
+  at::mul_out(out, rows, out_factors(in, divisor, m).unsqueeze(3));
 }
 
-// The gradient of the products n q, (batch, seqlen, heads, 1), in the dtype of q. grad_q is the gradient of q through the
-// numerators.
-at::Tensor grad_products(const Inputs& in, const at::Tensor& grad_q, const at::Tensor& divisor, const at::Tensor& m) {
-  at::Tensor result = empty_tensor({in.q.size(0), in.q.size(1), in.q.size(2), 1}, in.q.options());
+// Writes the divisor and the final n.
+void normalize(const Inputs& in, const Gates& gates, FwdOutputs& outputs) {
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (in.q.is_cuda() && grad_products_cuda(in, grad_q, divisor, m, result)) return result;
+  if (in.q.is_cuda()) {
+    normalizer_cuda(in, gates, outputs.divisor, outputs.final_n);
+    return;
+  }
 #endif
-  // q times grad_q equals the sum of grad_out * out, to which the gradient of the divisor is proportional.
-  const at::Tensor sums = in.q.to(divisor.scalar_type()).mul(grad_q).sum(3, /*keepdim=*/true);
+  const ssd::FwdOutputs scanned = ssd::fwd(product_scan(in, gates));
+  outputs.final_n = scanned.final_states.squeeze(2);
+  outputs.divisor.copy_(scanned.out.squeeze(3)).mul_(scale_of(in));
+}
+
+// The sum over value_dim of the gradient of out times out, (batch, seqlen, heads, 1): q times its gradient through the
+// numerators.
+at::Tensor out_products(const Inputs& in, const at::Tensor& grad_q) {
+  return in.q.to(accumulate_type(in.q.scalar_type())).mul(grad_q).sum(3, /*keepdim=*/true);
+}
+
+// The gradient of the products n q, (batch, seqlen, heads, 1).
+at::Tensor grad_products(const Inputs& in, const at::Tensor& out_products, const at::Tensor& divisor, const at::Tensor& m) {
   const at::Tensor size = divisor.abs(), floor = m.neg().exp();
   const at::Tensor factor = divisor.sign().mul_(size.gt(floor)).mul_(-scale_of(in)).div_(at::maximum(size, floor).add_(in.eps));
   // The factor is zero where the divisor or e^-m is infinite.
-  return result.copy_(sums.mul_(factor.unsqueeze(3)));
+  return out_products * factor.unsqueeze(3);
 }
 
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) { return !a.defined() ? b : !b.defined() ? a : a + b; }
 
-at::Tensor in_layout_of(const at::Tensor& allocated, const at::Tensor& value) {
-  if (allocated.numel() == 0 || value.is_same(allocated)) return allocated;
-  return allocated.copy_(value);
+at::Tensor in_strides(const at::Tensor& value, at::IntArrayRef strides) {
+  return at::empty_strided(value.sizes(), strides, value.options()).copy_(value);
+}
+
+void write(const at::Tensor& target, const at::Tensor& value) {
+  if (target.numel() > 0 && value.defined() && !value.is_same(target)) at::Tensor(target).copy_(value);
+}
+
+// The gradients through the divisor and n. Adds those of q and k to `grads`, where those through the numerators are.
+NormalizerGrads normalizer_bwd(const Inputs& in, const BwdInputs& bwd, const Gates& gates, const at::Tensor& out_products,
+                               const GradTensors& grads) {
+  const NeedsGrad& needs = bwd.needs_grad;
+  NormalizerGrads result;
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.q.is_cuda()) {
+    if (needs[kGradQ]) result.q = grads[kGradQ];
+    if (needs[kGradK]) result.k = grads[kGradK];
+    if (needs[kGradN] && is_present(in.initial_n)) result.initial_n = grads[kGradN];
+    normalizer_bwd_cuda(in, gates, *bwd.divisor, out_products, bwd.grad_final_n, result);
+    return result;
+  }
+#endif
+  ssd::BwdInputs products;
+  products.in = product_scan(in, gates);
+  if (out_products.defined()) products.grad_out = grad_products(in, out_products, *bwd.divisor, gates.m);
+  products.grad_final_states = map(bwd.grad_final_n, [](const at::Tensor& grad) { return grad.unsqueeze(2); });
+  products.needs_grad[ssd::kGradB] = needs[kGradK];
+  products.needs_grad[ssd::kGradC] = needs[kGradQ];
+  products.needs_grad[ssd::kGradInitialStates] = needs[kGradN];
+  products.needs_grad[ssd::kGradLogDecay] = needs[kGradF];
+  products.needs_grad[ssd::kGradGain] = needs[kGradI];
+  const ssd::GradTensors found = ssd::bwd(products);
+  if (needs[kGradQ]) result.q = found[ssd::kGradC];
+  if (needs[kGradK]) result.k = found[ssd::kGradB];
+  if (needs[kGradN] && is_present(in.initial_n)) write(grads[kGradN], found[ssd::kGradInitialStates].squeeze(2));
+  result.log_decay = found[ssd::kGradLogDecay];
+  result.gain = found[ssd::kGradGain];
+  return result;
 }
 
 }  // namespace
 
-FwdOutputs fwd(const Inputs& in) {
-  check_inputs(in);
-  FwdOutputs outputs = allocate_fwd(in);
-  if (in.q.is_meta()) return outputs;
+FwdOutputs fwd(const Inputs& given) {
+  check_inputs(given);
+  FwdOutputs outputs = allocate_fwd(given);
+  if (given.q.is_meta()) return outputs;
+  check_packed_on_cuda(given);
+  const Inputs in = prepare(given);
   const Gates gates = make_gates(in);
   const Split split(in);
-  const ssd::FwdOutputs numerators = ssd::fwd(numerator_scan(in, gates, split));
-  outputs.final_C = split.whole_states(numerators.final_states);
   outputs.final_m = gates.final_m;
-  at::Tensor products;
   if (in.normalize) {
-    const ssd::FwdOutputs scanned = ssd::fwd(product_scan(in, gates));
-    outputs.final_n = scanned.final_states.squeeze(2);
-    products = scanned.out.squeeze(3);
+    normalize(in, gates, outputs);
   } else if (is_present(in.initial_n)) {
     outputs.final_n.copy_(*in.initial_n);
   } else {
     outputs.final_n.zero_();
   }
-  if (outputs.out.numel() > 0) {
-    scale_rows(in, split.whole_values(numerators.out), products, outputs.divisor, gates.m, outputs.out);
+  ssd::Inputs scan = numerator_scan(in, gates, split);
+  const bool is_divided = outputs.out.numel() > 0 && divide_inside(in, scan, split, outputs.divisor, gates.m);
+  const std::vector<int64_t> strides = outputs.out.strides().vec();
+  if (is_divided) outputs.out = at::Tensor();  // frees the memory before the scan allocates its own
+  const ssd::FwdOutputs numerators = ssd::fwd(scan);
+  outputs.final_C = split.whole_states(numerators.final_states);
+  const at::Tensor rows = split.whole_values(numerators.out);
+  if (is_divided) {
+    outputs.out = rows.strides() == at::IntArrayRef(strides) ? rows : in_strides(rows, strides);
+  } else if (outputs.out.numel() > 0) {
+    scale_rows(in, rows, outputs.divisor, gates.m, outputs.out);
   }
   return outputs;
 }
 
 GradTensors bwd(const BwdInputs& bwd) {
-  const Inputs& in = bwd.in;
-  check_inputs(in);
+  check_inputs(bwd.in);
   GradTensors grads = allocate_bwd(bwd);
-  if (in.q.is_meta()) return grads;
+  if (bwd.in.q.is_meta()) return grads;
+  const Inputs in = prepare(bwd.in);
   const Gates gates = make_gates(in);
   const Split split(in);
   const NeedsGrad& needs = bwd.needs_grad;
   const bool needs_gates = needs[kGradI] || needs[kGradF];
   const bool has_out = is_present(bwd.grad_out) && bwd.grad_out->numel() > 0;
+  const bool has_normalizer = in.normalize && (has_out || is_present(bwd.grad_final_n)) &&
+                              (needs[kGradQ] || needs[kGradK] || needs_gates || needs[kGradN]);
 
   // Through the numerators and C.
   ssd::BwdInputs numerators;
   numerators.in = numerator_scan(in, gates, split);
   if (has_out) {
-    at::Tensor grad = at::empty_like(*bwd.grad_out, at::MemoryFormat::Contiguous);
-    scale_rows(in, *bwd.grad_out, {}, in.normalize ? *bwd.divisor : at::Tensor(), gates.m, grad);
-    numerators.grad_out = split.values(grad);
+    if (in.normalize && divide_inside(in, numerators.in, split, *bwd.divisor, gates.m)) {
+      numerators.grad_out = split.values(*bwd.grad_out);
+    } else {
+      at::Tensor grad = at::empty(bwd.grad_out->sizes(), in.v.options());
+      scale_rows(in, *bwd.grad_out, in.normalize ? *bwd.divisor : at::Tensor(), gates.m, grad);
+      numerators.grad_out = split.values(grad);
+    }
   }
   numerators.grad_final_states = map(bwd.grad_final_C, [&](const at::Tensor& grad) { return split.states(grad); });
-  const bool has_products = in.normalize && (has_out || is_present(bwd.grad_final_n)) &&
-                            (needs[kGradQ] || needs[kGradK] || needs_gates || needs[kGradN]);
+  at::Tensor products;  // of outputs and their gradients, (batch, seqlen, heads, parts)
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (has_out && has_normalizer && in.q.is_cuda() && ssd::writes_out_products(numerators.in)) {
+    products = empty_tensor({in.q.size(0), in.q.size(1), split.heads, split.parts}, gates.m.options());
+    numerators.out_products = products.flatten(2);
+  }
+#endif
   numerators.needs_grad[ssd::kGradX] = needs[kGradV];
   numerators.needs_grad[ssd::kGradB] = needs[kGradK];
-  numerators.needs_grad[ssd::kGradC] = needs[kGradQ] || (has_out && has_products);
+  numerators.needs_grad[ssd::kGradC] = needs[kGradQ] || (has_out && has_normalizer && !products.defined());
   numerators.needs_grad[ssd::kGradInitialStates] = needs[kGradC];
   numerators.needs_grad[ssd::kGradLogDecay] = needs[kGradF];
   numerators.needs_grad[ssd::kGradGain] = needs[kGradI];
-  ssd::GradTensors of_numerators = ssd::bwd(numerators);
-
-  // Through the products n q and n.
-  ssd::GradTensors of_products;
-  if (has_products) {
-    ssd::BwdInputs products;
-    products.in = product_scan(in, gates);
-    if (has_out) products.grad_out = grad_products(in, of_numerators[ssd::kGradC], *bwd.divisor, gates.m);
-    products.grad_final_states = map(bwd.grad_final_n, [](const at::Tensor& grad) { return grad.unsqueeze(2); });
-    products.needs_grad[ssd::kGradB] = needs[kGradK];
-    products.needs_grad[ssd::kGradC] = needs[kGradQ];
-    products.needs_grad[ssd::kGradInitialStates] = needs[kGradN];
-    products.needs_grad[ssd::kGradLogDecay] = needs[kGradF];
-    products.needs_grad[ssd::kGradGain] = needs[kGradI];
-    of_products = ssd::bwd(products);
+  if (is_on_cuda(in)) {
+    if (needs[kGradQ]) numerators.targets[ssd::kGradC] = grads[kGradQ];
+    if (needs[kGradK]) numerators.targets[ssd::kGradB] = grads[kGradK];
+    if (needs[kGradV]) numerators.targets[ssd::kGradX] = split.target_of_values(grads[kGradV]);
+  }
+  const ssd::GradTensors of_numerators = ssd::bwd(numerators);
+  if (has_out && has_normalizer && !products.defined()) products = out_products(in, of_numerators[ssd::kGradC]);
+  if (needs[kGradV] && !is_present(numerators.targets[ssd::kGradX])) {
+    write(grads[kGradV], split.whole_values(of_numerators[ssd::kGradX]));
   }
 
-  const auto through_both = [&](ssd::Grad grad) { return sum_of(of_numerators[grad], of_products[grad]); };
-  const auto of_gate = [&](ssd::Grad grad) { return sum_of(split.sum_of_gates(of_numerators[grad]), of_products[grad]); };
-  if (needs[kGradQ]) grads[kGradQ] = in_layout_of(grads[kGradQ], through_both(ssd::kGradC));
-  if (needs[kGradK]) grads[kGradK] = in_layout_of(grads[kGradK], through_both(ssd::kGradB));
-  if (needs[kGradV]) grads[kGradV] = in_layout_of(grads[kGradV], split.whole_values(of_numerators[ssd::kGradX]));
+  NormalizerGrads of_normalizer;
+  if (is_on_cuda(in)) {
+    if (needs[kGradQ]) write(grads[kGradQ], of_numerators[ssd::kGradC]);
+    if (needs[kGradK]) write(grads[kGradK], of_numerators[ssd::kGradB]);
+    if (has_normalizer) of_normalizer = normalizer_bwd(in, bwd, gates, products, grads);
+  } else {
+    if (has_normalizer) of_normalizer = normalizer_bwd(in, bwd, gates, products, grads);
+    if (needs[kGradQ]) write(grads[kGradQ], sum_of(of_numerators[ssd::kGradC], of_normalizer.q));
+    if (needs[kGradK]) write(grads[kGradK], sum_of(of_numerators[ssd::kGradB], of_normalizer.k));
+  }
   if (needs[kGradI]) {
     // The derivative of e^(i - m), or of sigmoid(i).
     const bool is_exp = parse_input_gate("mlstm_scan", in.input_gate) == InputGate::kExp;
-    at::Tensor grad = of_gate(ssd::kGradGain) * gates.gain;
+    at::Tensor grad = sum_of(split.sum_of_gates(of_numerators[ssd::kGradGain]), of_normalizer.gain) * gates.gain;
     if (!is_exp) grad = grad * (1 - gates.gain);
-    in_layout_of(grads[kGradI], grad);
+    write(grads[kGradI], grad);
   }
   if (needs[kGradF]) {
     const at::Tensor closed = in.f.to(gates.m.scalar_type()).neg().sigmoid_();
-    in_layout_of(grads[kGradF], of_gate(ssd::kGradLogDecay) * closed);
+    write(grads[kGradF], sum_of(split.sum_of_gates(of_numerators[ssd::kGradLogDecay]), of_normalizer.log_decay) * closed);
   }
   if (needs[kGradC] && is_present(in.initial_C)) {
-    in_layout_of(grads[kGradC], split.whole_states(of_numerators[ssd::kGradInitialStates]));
+    write(grads[kGradC], split.whole_states(of_numerators[ssd::kGradInitialStates]));
   }
-  if (needs[kGradN] && is_present(in.initial_n)) {
-    if (has_products) {
-      in_layout_of(grads[kGradN], of_products[ssd::kGradInitialStates].squeeze(2));
-    } else if (!in.normalize && is_present(bwd.grad_final_n)) {
+  if (needs[kGradN] && is_present(in.initial_n) && !has_normalizer) {
+    if (!in.normalize && is_present(bwd.grad_final_n)) {
       grads[kGradN].copy_(*bwd.grad_final_n);
     } else {
       grads[kGradN].zero_();

@@ -28,6 +28,7 @@ def mlstm_scan(
     initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     r"""xLSTM's matrix memory (mLSTM, Beck et al., arXiv 2405.04517), in chunks, as matrix products.
 
@@ -61,6 +62,10 @@ def mlstm_scan(
         cu_seqlens: (sequences + 1,), int32 or int64. The batch, then of size 1, holds sequences one after another, and sequence
             ``s`` is steps ``cu_seqlens[s]`` to ``cu_seqlens[s + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. States then have a row for each sequence.
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, the memory starts again empty. ``initial_states`` belong to the first sequence of a row, the
+            states after the last step to its last; together with ``cu_seqlens``, to the first and the last part of each of its
+            sequences.
 
     Returns:
         ``out``, (batch, seqlen, heads, value_dim), dtype of ``q``; with ``return_final_states`` then ``(C, n, m)``, shaped and
@@ -105,6 +110,7 @@ def mlstm_scan(
         initial_n=n,
         initial_m=m,
         cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
     )
     return (out, tuple(final_states)) if return_final_states else out
 

@@ -21,6 +21,7 @@ def mlstm_scan(
     initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
     return_final_states: Literal[False] = False,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def mlstm_scan(
@@ -37,6 +38,7 @@ def mlstm_scan(
     initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
     return_final_states: Literal[True],
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]: ...
 @overload
 def mlstm_scan(
@@ -53,4 +55,5 @@ def mlstm_scan(
     initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
     return_final_states: bool,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]: ...

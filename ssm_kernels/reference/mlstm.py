@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
-from .sequences import promoted_dtype, typed_like
+from .sequences import promoted_dtype, resets_of, typed_like
 
 __all__ = ["States", "advance", "mlstm_scan"]
 
@@ -61,6 +61,7 @@ def mlstm_scan(
     initial_states: States | None = None,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Any:
     """xLSTM's matrix memory as a loop over time. Arguments and results as :func:`ssm_kernels.mlstm_scan`.
 
@@ -85,11 +86,14 @@ def mlstm_scan(
         m = q.new_full((sequences, heads), -torch.inf)
     else:
         C, n, m = (x.to(dtype) for x in initial_states)
-    m = m.detach()
+    m, resets = m.detach(), resets_of(seq_idx, batch, seqlen, q.device)
 
     def scan(rows: slice, begin: int, end: int, states: States) -> tuple[list[Tensor], States]:
         outputs = []
         for t in range(begin, end):
+            if t > begin and seq_idx is not None:
+                C, n, m = states
+                states = C, n, m.masked_fill(resets[rows, t, None], -torch.inf)  # an empty memory
             of_step = [x[rows, t] for x in (q, k, v, i, f)]
             out, states = advance(states, of_step, eps, input_gate, normalize)
             outputs.append(out)

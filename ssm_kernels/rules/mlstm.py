@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from ._batching import each_sample, each_sample_in_place, fold
-from ._decomposition import in_dtype, refuse_packed, scan
+from ._decomposition import in_dtype, kept_states, refuse_packed, scan
 from ._table import Axes, Call, Composed, Row
 from .ssd import chunked_flops
 
@@ -26,6 +26,7 @@ _AXES: Axes = {
     **dict.fromkeys(("initial_C", "final_C"), _C),
     **dict.fromkeys(("initial_n", "final_n"), _N),
     **dict.fromkeys(("initial_m", "final_m"), _M),
+    "seq_idx": "batch seqlen",
 }
 _HEADS = dict.fromkeys(("q", "k", "v", "i", "f"), 2) | dict.fromkeys(("initial_C", "initial_n", "initial_m"), 1)
 
@@ -53,6 +54,7 @@ def decomposed_scan(
     initial_n: Tensor | None = None,
     initial_m: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse_packed("mlstm_scan", cu_seqlens)
     dtype, (batch, _, heads, key_dim) = v.dtype, q.shape
@@ -62,11 +64,16 @@ def decomposed_scan(
         C, n = q.new_zeros(batch, heads, v.shape[3], key_dim), q.new_zeros(batch, heads, key_dim)
         m = q.new_full((batch, heads), -torch.inf)
 
-    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> list[Tensor]:
+    keep = kept_states(seq_idx, q.dtype)
+
+    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *keep: Tensor) -> list[Tensor]:
         # The rows of C, n, and m in a row's first column.
-        C, n, m = state[:, :, :-2], state[:, :, -2], state[:, :, -1, 0]
+        C, n, m = state[:, :, :-2], state[:, :, -2], state[:, :, -1, 0].detach()
+        if keep:
+            m = torch.where(keep[0][:, None] == 0, torch.full_like(m, -torch.inf), m)
         forget = F.logsigmoid(f)
-        unit = torch.zeros_like(m) if input_gate == "sigmoid" else torch.maximum(forget + m, i)
+        # A constant: what the states stand for does not depend on it.
+        unit = torch.zeros_like(m) if input_gate == "sigmoid" else torch.maximum(forget + m, i).detach()
         is_empty = torch.isneginf(m) | torch.isneginf(unit) | torch.isneginf(forget)
         decay = torch.where(is_empty, torch.zeros_like(m), (forget + m - unit).exp())
         gain = torch.sigmoid(i) if input_gate == "sigmoid" else (i - unit).exp()
@@ -80,7 +87,7 @@ def decomposed_scan(
         return [torch.cat(rows, dim=2), out]
 
     rows = [C, n[:, :, None], m[:, :, None, None].expand(-1, -1, 1, key_dim)]
-    steps = [x.transpose(0, 1) for x in (q, k, v, i, f)]
+    steps = [x.transpose(0, 1) for x in (q, k, v, i, f)] + ([] if keep is None else [keep])
     out, state = scan(step, torch.cat(rows, dim=2), steps, (), like=v.transpose(0, 1))
     return out.transpose(0, 1).to(dtype), state[:, :, :-2].clone(), state[:, :, -2].clone(), state[:, :, -1, 0].clone()
 

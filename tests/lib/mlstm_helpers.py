@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from helpers import LAYOUTS, Draws, arrange, parameter_dtype
 from mlstm_rounding import in_two_tf32_parts, mlstm_scan_in_16_bit_products
 from operator_spec import Cotangents, Offsets, OperatorSpec, Shapes
-from ssd_helpers import PACKED
+from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
 import ssm_kernels
@@ -43,8 +43,13 @@ OPTIONS: dict[str, dict[str, Any]] = GATES | {
     "packed_with_states": {"cu_seqlens": PACKED},
     "packed_sigmoid": {"cu_seqlens": PACKED, "input_gate": "sigmoid"},
     "packed_without_divisor": {"cu_seqlens": PACKED, "input_gate": "sigmoid", "normalize": False},
+    "resets": {"resets": ((2, 3), (1,)), "initial_states": False},
+    "resets_with_states": {"resets": ((2, 3), (1,))},
+    "resets_without_divisor": {"resets": ((2, 3), (1,)), "input_gate": "sigmoid", "normalize": False},
+    "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
 }
-CASES = {name: OPTIONS[name] for name in ("exp", "required_only", "without_divisor", "packed_with_states")}
+FEW = ("exp", "required_only", "without_divisor", "packed_with_states", "resets_with_states")
+CASES = {name: OPTIONS[name] for name in FEW}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 every_gate = pytest.mark.parametrize("options", GATES.values(), ids=list(GATES))
 
@@ -62,6 +67,7 @@ def make_inputs(
     normalize: bool = True,
     initial_states: bool = True,
     cu_seqlens: Sequence[int] | None = None,
+    resets: Sequence[Iterable[int]] | None = None,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     layout: str = "contiguous",
@@ -71,6 +77,7 @@ def make_inputs(
 
     Args:
         cu_seqlens: takes the place of batch and seqlen.
+        resets: of each row of the batch, in turn, the steps before which a new sequence begins; makes ``seq_idx``.
         layout: see :func:`helpers.arrange`; of every floating-point tensor.
     """
     normal = Draws(seed).normal
@@ -91,7 +98,9 @@ def make_inputs(
         name: None if value is None else arrange(value.to(device, parameter_dtype(dtype) if name in STATES else dtype), layout)
         for name, value in values.items()
     }
-    inputs["cu_seqlens"] = None
+    inputs["cu_seqlens"] = inputs["seq_idx"] = None
+    if resets is not None:
+        inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     return inputs | {"scale": scale, "eps": eps, "input_gate": input_gate, "normalize": normalize}
@@ -117,6 +126,7 @@ def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
         initial_m: Tensor | None = None,
         return_final_states: bool = False,
         cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> Any:
         states = (initial_C, initial_n, initial_m)
         found = scan(
@@ -128,6 +138,7 @@ def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
             initial_states=None if all(state is None for state in states) else states,
             return_final_states=return_final_states,
             cu_seqlens=cu_seqlens,
+            seq_idx=seq_idx,
         )
         return (found[0], *found[1]) if return_final_states else found
 
@@ -155,7 +166,7 @@ def states_like(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def at_steps(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The arguments of the steps from ``begin`` to before ``end``."""
-    return inputs | {name: inputs[name][:, begin:end] for name in SEQUENCES}
+    return inputs | {name: inputs[name][:, begin:end] for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None}
 
 
 QUERIES, VALUES = "(batch, seqlen, heads, key_dim)", "(batch, seqlen, heads, value_dim)"
@@ -169,6 +180,7 @@ SHAPES: Shapes = {
     "initial_C": [("(batch, heads, value_dim, key_dim) = [2, 4, 6, 3]", [(1, 4, 6, 3), (2, 4, 3, 6), (2, 2, 6, 3)])],
     "initial_n": [("(batch, heads, key_dim) = [2, 4, 3]", [(1, 4, 3), (2, 1, 3), (2, 4, 1), (2, 12)])],
     "initial_m": [("(batch, heads) = [2, 4]", [(1, 4), (2, 1), (8,), (2, 4, 1)])],
+    "seq_idx": [("(batch, seqlen) = [2, 5]", [(1, 5), (2, 1), (5,), (2, 5, 1)])],
 }
 
 
@@ -184,8 +196,8 @@ class MlstmScan(OperatorSpec):
     packs = True
     cases = CASES
     options = OPTIONS
-    compiled = ("exp", "required_only", "without_divisor")
-    mapped = ("exp", "required_only", "packed_with_states", "without_divisor")
+    compiled = ("exp", "required_only", "without_divisor", "resets_with_states")
+    mapped = ("exp", "required_only", "packed_with_states", "without_divisor", "resets", "packed_with_resets")
     sizes = (
         *({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}),
         *(GATES["without_divisor"], {"value_dim": 300, "seqlen": 3}, {"value_dim": 257, "seqlen": 3}),
@@ -193,7 +205,7 @@ class MlstmScan(OperatorSpec):
     layouts = LAYOUTS
     nested = ("q", "i")
     good = MappingProxyType({"value_dim": 6})
-    indices = ({}, {"cu_seqlens": PACKED})
+    indices = ({"resets": ((2,),)}, {"cu_seqlens": PACKED})
     wide = STATES
     either = ("i", "f")
     large = MappingProxyType({"key_dim": 8, "value_dim": 8, "seqlen": 70})
@@ -255,7 +267,7 @@ class MlstmScan(OperatorSpec):
         return dtype, *([parameter_dtype(dtype)] * 3)
 
     def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
-        return dict.fromkeys(SEQUENCES, 1)
+        return {name: 1 for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None}
 
     def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
         return ["q", "k", "v"]

@@ -15,7 +15,7 @@ def in_two_tf32_parts(values: Tensor) -> Tensor:
 
 
 def _gates(
-    i: Tensor, f: Tensor, initial_m: Tensor | None, input_gate: str, cu_seqlens: Tensor | None
+    i: Tensor, f: Tensor, initial_m: Tensor | None, input_gate: str, cu_seqlens: Tensor | None, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The unit, a constant, the log decay and the gain of each step, (batch, seqlen, heads), and the final unit."""
     batch, seqlen, heads = i.shape
@@ -23,16 +23,20 @@ def _gates(
     rows = batch if cu_seqlens is None else len(bounds) - 1
     m = i.new_full((rows, heads), -torch.inf) if initial_m is None else initial_m.detach()
     log_forget, units, before = F.logsigmoid(f), [], []
+    is_reset = torch.zeros_like(f, dtype=torch.bool)
     final = list(m.unbind())
     for row in range(rows):
         sequence, begin, end = (row, 0, seqlen) if cu_seqlens is None else (0, *bounds[row : row + 2])
         for t in range(begin, end):
+            if t > begin and seq_idx is not None:
+                is_reset[sequence, t] = seq_idx[sequence, t] != seq_idx[sequence, t - 1]
+                final[row] = final[row].masked_fill(is_reset[sequence, t], -torch.inf)
             before.append(final[row])
             carried = (log_forget[sequence, t] + final[row]).detach()
             final[row] = torch.zeros_like(carried) if input_gate == "sigmoid" else carried.maximum(i[sequence, t].detach())
             units.append(final[row])
     unit, previous = (torch.stack(x).view(i.shape) for x in (units, before))
-    log_decay = log_forget + (previous - unit)
+    log_decay = log_forget + (previous - unit).masked_fill(is_reset, 0)  # the scan itself drops the state there
     gain = torch.sigmoid(i) if input_gate == "sigmoid" else (i - unit).exp()
     return unit, log_decay, gain, torch.stack(final)
 
@@ -52,6 +56,7 @@ def mlstm_scan_in_16_bit_products(
     initial_n: Tensor | None,
     initial_m: Tensor | None,
     cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
     return_final_states: bool = True,
     chunk: int = 64,
 ) -> tuple[Tensor, ...]:
@@ -59,12 +64,13 @@ def mlstm_scan_in_16_bit_products(
     division; everything else is float32, and of float64 inputs float64. Decays of zero are not supported."""
     dtype, accumulate = q.dtype, parameter_dtype(q.dtype)
     i, f = i.to(accumulate), f.to(accumulate)
-    unit, log_decay, gain, final_m = _gates(i, f, initial_m, input_gate, cu_seqlens)
+    unit, log_decay, gain, final_m = _gates(i, f, initial_m, input_gate, cu_seqlens, seq_idx)
 
     def scan(values: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         out, states = scan_in_16_bit_products(
             *(values, None, None, k, q),
-            **dict.fromkeys(("D", "z", "dt_bias", "seq_idx", "chunk_size")),
+            **dict.fromkeys(("D", "z", "dt_bias", "chunk_size")),
+            seq_idx=seq_idx,
             dt_softplus=False,
             dt_limit=(0.0, torch.inf),
             initial_states=initial,

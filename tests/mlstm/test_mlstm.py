@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import assert_equal, parameter_dtype
 from mlstm_helpers import (
     CASES,
+    GATES,
     MLSTM,
     SEQUENCES,
     STATES,
@@ -207,6 +208,33 @@ def test_packed_is_one_by_one(initial_states, options, device):
         return torch.cat(out, 1), torch.cat(C), torch.cat(n), torch.cat(m)
 
     MLSTM.assert_same_as(one_by_one, inputs)
+
+
+@pytest.mark.parametrize("options", [GATES["exp"], GATES["sigmoid"]], ids=["exp", "sigmoid"])
+def test_resets_are_sequences_from_nothing(options, device):
+    """seq_idx at steps inside, on and around chunks: results and gradients are those of calls for each part of a row."""
+    cuts = (0, 1, 63, 64, 70, 129, 150)
+    inputs = make_inputs(batch=1, seqlen=150, heads=2, resets=(cuts[1:-1],), device=device, **options)
+
+    def one_by_one(**leaves: Any) -> tuple[Tensor, ...]:
+        outputs, states = [], {name: leaves[name] for name in STATES}
+        for begin, end in itertools.pairwise(cuts):
+            out, *final = MLSTM(**at_steps(leaves, begin, end) | states | {"seq_idx": None})
+            outputs.append(out)
+            states = dict.fromkeys(STATES)
+        return torch.cat(outputs, 1), *final
+
+    MLSTM.assert_same_as(one_by_one, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_numerators_may_overflow(dtype, device):
+    """C q of 2e5 is beyond float16, and so is n q; their quotient is not."""
+    inputs = make_inputs(seqlen=70, key_dim=64, value_dim=64, initial_states=False, dtype=dtype, device=device)
+    inputs |= {name: inputs[name].abs() * scale + scale / 2 for name, scale in (("q", 24.0), ("k", 24.0), ("v", 2.0))}
+    out = MLSTM(**inputs)[0]
+    exact = MLSTM.evaluate_in_float64(inputs, None)["out"]
+    torch.testing.assert_close(out.double(), exact, rtol=max(4 * torch.finfo(dtype).eps, 5e-6), atol=0)
 
 
 @every_gate

@@ -5,9 +5,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/log_sigmoid.h>
 
-#include <algorithm>
 #include <limits>
 
+#include "common/mlstm_gates.h"
 #include "mlstm/mlstm_op.h"
 #include "torch/allocation.h"
 #include "torch/packed_sequences.h"
@@ -16,17 +16,18 @@ namespace ssm_kernels::mlstm {
 namespace {
 
 // Sequence `sequence` has the steps from `begin` to before `end` of the packed steps or of all rows of the batch, one after
-// another. `decay` has log sigmoid(f) and becomes the log decays; `gain` has i and becomes the logarithms of the gains.
+// another. `resets`, null for none, marks those before which the memory is emptied, but for the first. `decay` has log
+// sigmoid(f) and becomes the log decays; `gain` has i and becomes the gains.
 template <typename T>
-void scan_units(T* decay, T* gain, T* m, T* unit, int64_t begin, int64_t end, int64_t heads, bool is_exp) {
+void scan_units(T* decay, T* gain, T* m, T* unit, const bool* resets, int64_t begin, int64_t end, int64_t heads, bool is_exp) {
   constexpr T kNone = -std::numeric_limits<T>::infinity();
   for (int64_t t = begin; t < end; ++t) {
+    const bool is_reset = resets != nullptr && t > begin && resets[t];
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t at = t * heads + h;
-      const T carried = decay[at] + unit[h], next = is_exp ? std::max(carried, gain[at]) : T(0);
-      // A state of the unit e^-inf is empty: nothing decays. Minus infinity minus itself would be NaN.
-      decay[at] = unit[h] == kNone || next == kNone ? kNone : decay[at] + (unit[h] - next);
-      if (is_exp) gain[at] = next == kNone ? kNone : gain[at] - next;
+      const T before = is_reset ? kNone : unit[h], next = unit_after(before, gain[at], decay[at], is_exp);
+      decay[at] = log_decay_between(before, next, decay[at]);
+      gain[at] = input_gain(gain[at], next, is_exp);
       m[at] = unit[h] = next;
     }
   }
@@ -40,6 +41,7 @@ Gates gates_cpu(const Inputs& in) {
   const at::ScalarType dtype = accumulate_type(in.q.scalar_type());
   if (is_present(in.cu_seqlens)) check_cu_seqlens_values("mlstm_scan", *in.cu_seqlens, seqlen);
   const at::Tensor bounds = is_present(in.cu_seqlens) ? in.cu_seqlens->to(at::kLong).contiguous() : at::Tensor();
+  const at::Tensor resets = is_present(in.seq_idx) ? sequence_starts(*in.seq_idx).contiguous() : at::Tensor();
   const int64_t sequences = bounds.defined() ? bounds.size(0) - 1 : batch;
 
   Gates gates;
@@ -57,19 +59,15 @@ Gates gates_cpu(const Inputs& in) {
     scalar_t* const gain = gates.gain.mutable_data_ptr<scalar_t>();
     scalar_t* const m = gates.m.mutable_data_ptr<scalar_t>();
     scalar_t* const unit = gates.final_m.mutable_data_ptr<scalar_t>();
+    const bool* const is_reset = resets.defined() ? resets.const_data_ptr<bool>() : nullptr;
     at::parallel_for(0, sequences, 1, [&](int64_t first, int64_t last) {
       for (int64_t sequence = first; sequence < last; ++sequence) {
         const int64_t* const at = bounds.defined() ? bounds.const_data_ptr<int64_t>() + sequence : nullptr;
         const int64_t begin = at == nullptr ? sequence * seqlen : at[0], end = at == nullptr ? begin + seqlen : at[1];
-        scan_units(decay, gain, m, unit + sequence * heads, begin, end, heads, is_exp);
+        scan_units(decay, gain, m, unit + sequence * heads, is_reset, begin, end, heads, is_exp);
       }
     });
   });
-  if (is_exp) {
-    gates.gain.exp_();
-  } else {
-    gates.gain.sigmoid_();
-  }
   return gates;
 }
 

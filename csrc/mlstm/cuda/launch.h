@@ -8,13 +8,14 @@
 
 namespace ssm_kernels::mlstm {
 
-// Scalar is the type of q. Instantiated in instantiations/.
+// Scalar is the type of q. Instantiated in instantiations/. `has_vectors`: rows consist of vectors of 16 bytes at multiples of
+// 16 bytes; rows of the normalizer's q, k and their gradients then have no other strides of columns than 1.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_gates(const GateParams& params, cudaStream_t stream);
-// `has_vectors`: rows consist of vectors of 16 bytes at multiples of 16 bytes.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_scale_rows(const RowParams& params, bool has_vectors, cudaStream_t stream);
-template <typename Scalar>
-SSM_KERNEL_API cudaError_t launch_mlstm_grad_products(const ProductGradParams& params, cudaStream_t stream);
+// Params: NormalizerParams for forward, NormalizerBwdParams for backward.
+template <typename Scalar, typename Params>
+SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const Params& params, bool has_vectors, cudaStream_t stream);
 
 }  // namespace ssm_kernels::mlstm

@@ -9,40 +9,26 @@
 #include <cuda_runtime.h>
 
 #include "common/mlstm_gates.h"
-#include "cuda/constants.h"
-#include "cuda/launch.cuh"
-#include "cuda/vector_io.cuh"
+#include "cuda/lane_sums.cuh"
 #include "mlstm/cuda/step_launch.h"
+#include "mlstm/cuda/warps.cuh"
 
 namespace ssm_kernels::mlstm::step {
 
-using cuda::from_accumulate, cuda::kWarpSize, cuda::to_accumulate;
-
-template <typename Acc>
-__device__ __forceinline__ Acc sum_of_warp(Acc value) {
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) value += __shfl_xor_sync(cuda::kAllLanes, value, distance);
-  return value;
-}
-
-template <typename Input, typename Acc>
-__device__ __forceinline__ Acc load_gate(const TokenView& view, int64_t offset) {
-  if (view.is_input_kind) return to_accumulate(static_cast<const Input*>(view.data)[offset]);
-  return static_cast<const Acc*>(view.data)[offset];
-}
+using cuda::from_accumulate, cuda::kWarpSize, cuda::sum_over_warp, cuda::to_accumulate;
 
 template <typename Input>
 __global__ void __launch_bounds__(kStepThreads)
     mlstm_step_gates_kernel(const __grid_constant__ StepParams p, void* numbers, int64_t first) {
   using Acc = cuda::AccumulateType<Input>;
-  const int64_t index = first + static_cast<int64_t>(blockIdx.x) * kStepWarps + threadIdx.x / kWarpSize;
+  const int64_t index = warp_number<kStepWarps>(first);
   if (index >= p.rows * p.heads) return;
   const int64_t row = index / p.heads, head = index - row * p.heads, slot = p.slot(row);
   if (slot < 0 || slot >= p.slots) return;
   const int lane = threadIdx.x % kWarpSize;
   Acc* const m = static_cast<Acc*>(p.m.data) + p.m.offset(slot, head);
-  const Acc before = *m, i = load_gate<Input, Acc>(p.i, p.i.offset(row, head));
-  const Acc log_forget = log_sigmoid(load_gate<Input, Acc>(p.f, p.f.offset(row, head)));
+  const Acc before = *m, i = load_gate<Input>(p.i, p.i.offset(row, head));
+  const Acc log_forget = log_sigmoid(load_gate<Input>(p.f, p.f.offset(row, head)));
   const Acc unit = unit_after(before, i, log_forget, p.is_exp);
   const Acc decay = Math<Acc>::exp(log_decay_between(before, unit, log_forget)), gain = input_gain(i, unit, p.is_exp);
   Acc factor = static_cast<Acc>(p.scale);
@@ -59,7 +45,7 @@ __global__ void __launch_bounds__(kStepThreads)
       n[c * p.n.stride_column] = value;
       product = Math<Acc>::fma(value, to_accumulate(q[c * p.q.stride_column]), product);
     }
-    const Acc size = Math<Acc>::abs(factor * sum_of_warp(product)), floor = Math<Acc>::exp(-unit);
+    const Acc size = Math<Acc>::abs(factor * sum_over_warp(product)), floor = Math<Acc>::exp(-unit);
     factor /= (size > floor || size != size ? size : floor) + static_cast<Acc>(p.eps);
   }
   __syncwarp();  // every lane has read m
@@ -77,7 +63,7 @@ __global__ void __launch_bounds__(kStepThreads)
   using Acc = cuda::AccumulateType<Input>;
   constexpr int kSize = has_vectors ? cuda::kVectorBytes / static_cast<int>(sizeof(State)) : 1;
   using States = cuda::Vector<State, kSize>;
-  const int64_t tile = first + static_cast<int64_t>(blockIdx.x) * kStepWarps + threadIdx.x / kWarpSize;
+  const int64_t tile = warp_number<kStepWarps>(first);
   const int64_t index = tile / tiles_of_head;
   if (index >= p.rows * p.heads) return;
   const int64_t row = index / p.heads, head = index - row * p.heads, slot = p.slot(row);
@@ -133,32 +119,20 @@ __global__ void __launch_bounds__(kStepThreads)
     }
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const Acc sum = sum_of_warp(sums[r]);
+      const Acc sum = sum_over_warp(sums[r]);
       if (lane == r && batch + r < left) out[(batch + r) * p.out.stride_column] = from_accumulate<Input>(sum * factor);
     }
   }
 }
 
-// Launches a kernel in grids of a limited size; its last argument is the number of the first warp.
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_warps(Kernel* kernel, int64_t warps, cudaStream_t stream, const Arguments&... arguments) {
-  constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;
-  for (int64_t first = 0; first < warps; first += kMostBlocks * kStepWarps) {
-    const int64_t left = (warps - first + kStepWarps - 1) / kStepWarps, blocks = left < kMostBlocks ? left : kMostBlocks;
-    const cudaError_t error = cuda::launch(kernel, blocks, kStepThreads, 0, stream, false, arguments..., first);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 template <typename Input, typename State>
 cudaError_t launch_mlstm_step(const StepParams& params, void* numbers, bool has_vectors, cudaStream_t stream) {
   const int64_t heads = params.rows * params.heads, tiles = (params.value_dim + kRowsOfWarp - 1) / kRowsOfWarp;
-  const cudaError_t error = launch_warps(mlstm_step_gates_kernel<Input>, heads, stream, params, numbers);
+  const cudaError_t error = launch_warps<kStepWarps>(mlstm_step_gates_kernel<Input>, heads, stream, params, numbers);
   if (error != cudaSuccess) return error;
   auto* const kernel = has_vectors ? mlstm_step_kernel<Input, State, true> : mlstm_step_kernel<Input, State, false>;
   const void* const read = numbers;
-  return launch_warps(kernel, heads * tiles, stream, params, read, tiles);
+  return launch_warps<kStepWarps>(kernel, heads * tiles, stream, params, read, tiles);
 }
 
 }  // namespace ssm_kernels::mlstm::step

@@ -1,10 +1,12 @@
 #include "mlstm/cuda/gates.cuh"
+#include "mlstm/cuda/normalizer.cuh"
 #include "mlstm/cuda/rows.cuh"
 
 namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<__nv_bfloat16>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<__nv_bfloat16>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_grad_products<__nv_bfloat16>(const ProductGradParams&, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__nv_bfloat16, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__nv_bfloat16, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm

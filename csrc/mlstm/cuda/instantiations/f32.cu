@@ -1,10 +1,12 @@
 #include "mlstm/cuda/gates.cuh"
+#include "mlstm/cuda/normalizer.cuh"
 #include "mlstm/cuda/rows.cuh"
 
 namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<float>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<float>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_grad_products<float>(const ProductGradParams&, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<float, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<float, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm
