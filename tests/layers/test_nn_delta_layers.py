@@ -379,6 +379,42 @@ def test_calls_its_modules(name):
     assert set(called) == modules and len(called) == len(modules)
 
 
+@pytest.mark.parametrize("recompute", ["cheap", "all"])
+@every_variant
+def test_recompute(name, recompute, device):
+    """What is kept changes no bit, whether the operator contains the norm and the out-projection or modules are called."""
+    layer, u = make_delta_layer(name, device, torch.float32), make_sequence(2, 70, WIDTH, device=device, dtype=torch.float32)
+    other = copy.deepcopy(layer)
+    layer.recompute = recompute
+    for module in (other.o_norm, other.o_proj):
+        module.register_forward_hook(lambda *_: None)
+    results = {}
+    for each in (other, layer):
+        out, leaves = each(u.requires_grad_()), leaves_of(each, u)
+        results[each] = {"out": out} | dict(zip(leaves, gradients(out, leaves.values()), strict=True))
+    for key, value in results[layer].items():
+        assert torch.equal(value, results[other][key]), key
+
+
+@every_layer
+def test_kept_bytes(name, device):
+    layer = make_delta_layer(name, device, torch.bfloat16)
+    u = make_sequence(2, 20, WIDTH, device=device, dtype=torch.bfloat16)
+    kept = {}
+    for layer.recompute in ("none", "cheap", "all"):
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(u.requires_grad_())
+        kept[layer.recompute] = sum(saved.values())
+    y = 2 * 20 * layer.value_dim * 2
+    assert kept["none"] - y == kept["cheap"] == kept["all"] + y
+
+
 @every_layer
 def test_checkpointing(name):
     from torch.utils.checkpoint import checkpoint

@@ -13,7 +13,7 @@ MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 # Operators that call others: of a profile, what is inside of them counts.
 COMPOSED = ("_mamba_conv", "_mamba_inner", "_mamba_mixer", "_mamba2_mixer", "_mamba2_mixer_projected", "rms_norm_gated")
-COMPOSED += ("_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
+COMPOSED += ("_delta_rule_mixer", "_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
 VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
 SSD_SCANS = ("_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd")
@@ -74,6 +74,23 @@ def test_forward(name, made, cast):
         if hasattr(layer, "norm"):
             expected.append("_norm_gated_fwd")
     assert profiled(lambda: layer(x)) == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+def test_a_delta_rule(recompute):
+    """Forward: the convolutions, the scan and the norm. Backward: the convolutions again, and the adjoints of all."""
+    layer = snn.GatedDeltaNet(WIDTH, head_dim=4, num_heads=2, num_v_heads=4)
+    x, convolutions = make_sequence(2, 5, WIDTH, dtype=torch.float32), ["_causal_conv1d_fwd"] * 3
+    layer.recompute = recompute
+    forward = [*convolutions, "_delta_rule_scan_fwd"]
+    assert profiled(lambda: layer(x)) == [*forward, "_norm_gated_fwd"]
+    out = layer(x)
+    found = profiled(lambda: out.backward(out.detach()))
+    adjoints = ["_norm_gated_bwd_out", "_delta_rule_scan_bwd", *["_causal_conv1d_bwd"] * 3]
+    again = forward if recompute == "all" else convolutions
+    assert [name for name in found if name in {*adjoints, *forward}] == (
+        [*again, *adjoints] if recompute == "all" else [adjoints[0], *again, *adjoints[1:]]
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
