@@ -28,12 +28,46 @@ SSM_HOST_DEVICE constexpr int64_t chunk_numbers(int64_t batch, int64_t seqlen, b
   return is_packed ? max_packed_chunks(seqlen, batch) : batch * ((seqlen + kChunk - 1) / kChunk);
 }
 
+// How the log decay and beta of a step follow from the arguments (common/delta_gates.h).
+struct DeltaRuleGateOptions {
+  bool has_raw_gate = false, is_bounded = false;  // bounded: by gate_lower_bound
+  bool beta_sigmoid = false, allow_neg_eigval = false;
+  float gate_lower_bound = 0;
+  const float *A_log = nullptr, *dt_bias = nullptr;  // (heads,), or null
+};
+
+// Parameters of the kernel that computes the factors of rows, the log decays and beta (cuda/step_factors.cuh). Of
+// ChunkedGeometry it reads batch, seqlen, heads and dstate. Arguments have the inputs' type, or fp32; results are fp32, as in
+// DeltaRuleFwdParams.
+struct DeltaRuleFactorsParams : ChunkedGeometry {
+  int value_heads_per_key_head = 1;
+  bool gate_is_fp32 = false, beta_is_fp32 = false;
+  DeltaRuleGateOptions options;
+  RowsView q, k;  // rows of whole vectors of 16 bytes
+  RowsView raw_gate, raw_beta;
+  RowsView row_factors, log_decay, beta;  // null: not needed
+};
+
+// Parameters of the kernel that makes gradients of the arguments g, beta, A_log and dt_bias of those of log decays and beta
+// (cuda/gate_gradients.cuh). Gradients have the types of their arguments; those that are not needed are null.
+struct DeltaRuleGateGradsParams {
+  int64_t steps = 0, seqlen = 0, heads = 0;  // steps: of all rows of the batch
+  bool gate_is_fp32 = false, beta_is_fp32 = false;
+  DeltaRuleGateOptions options;
+  RowsView raw_gate, raw_beta;
+  RowsView grad_log_decay, grad_beta;  // fp32; null: neither g nor its parameters, or not beta
+  RowsView grad_raw_gate, grad_raw_beta;
+  double* sums = nullptr;  // (kGateGradSteps at a time, 2, heads): parts of the gradients of A_log and dt_bias
+};
+constexpr int64_t kGateGradSteps = 64;
+
 // Parameters of the kernel that computes forward's chunk matrices (cuda/chunk_matrices_sm90.cuh). Of ChunkedGeometry it reads
 // batch, seqlen, heads and dstate.
 struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
-  int multiprocessors = 1;   // of the device
-  RowsView log_decay, beta;  // as in DeltaRuleFwdParams
+  int multiprocessors = 1;  // of the device
+  float scale = 1;
+  RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
   void* inverses = nullptr;               // (chunk_numbers, heads, kChunkMatrixElements), aligned to 16 bytes
@@ -47,7 +81,9 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   float scale = 1;
   int work_tiles_of_block = 1;  // cuda/chunked/scheduler.cuh
   RowsView out;
-  RowsView log_decay, beta;  // rows of one fp32 element; log_decay.data null: no decay
+  // Rows of one fp32 element; log_decay.data null: no decay. row_factors has rows of key heads, of two elements and one after
+  // another in time: the factors of the key and the query (cuda/step_tables.cuh), which are 1 if it is null.
+  RowsView log_decay, beta, row_factors;
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
   const float* initial_states = nullptr;
@@ -75,19 +111,20 @@ struct DeltaRuleFoldParams {
 };
 
 // Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
-// take 13 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
-constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 13 * 128;
+// take 17 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
+constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 17 * 128;
 // Those of keys with more than kStateColumns columns have another matrix, and the states two parts of kStateColumns columns.
 constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + kChunk * kChunk * 2;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
-// Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 with has_fp32_rows, else of the inputs'
-// type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q, grad_k and grad_v.
+// Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 and times row_factors with has_fp32_rows,
+// else of the inputs' type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q,
+// grad_k and grad_v.
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
   bool has_fp32_rows = false;
-  RowsView log_decay, beta;  // as in DeltaRuleFwdParams
+  RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
@@ -101,8 +138,10 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
 };
 
 SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 896);
+SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 56);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
+SSM_KERNEL_STRUCT(DeltaRuleGateGradsParams, 256);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 
 }  // namespace ssm_kernels::delta_rule

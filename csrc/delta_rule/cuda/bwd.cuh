@@ -8,6 +8,7 @@
 #include "delta_rule/cuda/bwd_chunks.cuh"
 #include "delta_rule/cuda/bwd_matrices.cuh"
 #include "delta_rule/cuda/bwd_states.cuh"
+#include "delta_rule/cuda/gate_gradients.cuh"
 #include "delta_rule/cuda/launch.h"
 
 namespace ssm_kernels::delta_rule {
@@ -30,6 +31,13 @@ cudaError_t launch_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocess
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors, cudaStream_t stream) {
   return launch_bwd_chunks<Scalar, kStateColumns>(params, multiprocessors, stream);
+}
+
+template <typename Scalar>
+cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params, cudaStream_t stream) {
+  const int64_t blocks =
+      (params.steps + kGateGradSteps - 1) / kGateGradSteps * ((params.heads + cuda::kWarpSize - 1) / cuda::kWarpSize);
+  return cuda::launch(delta_rule_gate_grads_kernel<Scalar>, blocks, kGateGradThreads, 0, stream, /*uses_pdl=*/false, params);
 }
 
 template <typename Scalar>

@@ -14,6 +14,9 @@
 //   sum over j < t <= i of (F Q K^T + B K K^T)(i, j)  +  sum over i >= t of what step i reads of S, by q_i and k_i
 //   +  sum over j < t of what step j adds to D, by k_j  +  e^(s_l) <S, D>
 //
+// With qk_l2norm these are products with the rows of q and k as they are in memory, times the factors of the tables
+// (step_tables.cuh): F and B get the factors of their rows and columns.
+//
 // A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv, F and the gradients of log decays,
 // the second dk, dbeta and B; rows of all their accumulators are steps. Both write their matrix to shared memory, where F^T and
 // B^T are operands of dk. Two threads load by TMA: one fills stages of a pipeline, each with 64 rows of V, over which products
@@ -21,6 +24,7 @@
 // one after another and adds up their dq and dk (bwd_gradients.cuh).
 #pragma once
 
+#include "common/delta_gates.h"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -174,8 +178,9 @@ struct BwdChunks {
       }
       cuda::warpgroup_commit();
       apply_beta(f, tables, lane);
+      const float factors[2] = {tables.query_factor[lane.row], tables.query_factor[lane.row + 8]};
       visit_warp(lane, [&](auto warp) {
-        apply_decays<warp, /*has_diagonal=*/true>(p, f, {p.scale, p.scale}, tables, lane);
+        apply_decays<warp, /*has_diagonal=*/true>(p, f, factors, tables, lane);
         clear_blocks<2 * warp + 2>(f);
       });
       uint32_t operand[kStepGroups][4];
@@ -187,7 +192,7 @@ struct BwdChunks {
       cuda::fence_proxy_async();
       cuda::barrier_arrive(kFIsThere, kConsumerThreads);
       float row_sums[2];
-      const float scale[2] = {p.scale * tables.exp_cumsum[lane.row], p.scale * tables.exp_cumsum[lane.row + 8]};
+      const float scale[2] = {tables.query_decay[lane.row], tables.query_decay[lane.row + 8]};
       scale_rows(dq, scale, shared.q, pairs, row_sums);
       cuda::warpgroup_wait<0>(products);
       cuda::warpgroup_arrive();
@@ -200,8 +205,7 @@ struct BwdChunks {
       of_states = warp_sum(of_states);
       if (lane.index == 0) sums.states[lane.warp] = of_states;
       cuda::warpgroup_wait<0>(dq);
-      shared.rows_empty.arrive();
-      gradients.write_rows(at, p.grad_q, dq, 0, lane);
+      write_rows(at, p.grad_q, dq, 0, shared.q, pairs, lane);
       cuda::barrier_sync(kSumsAreThere, kConsumerThreads);
       if (lane.warp == 0 && p.grad_log_decay.data != nullptr) write_grad_log_decay(p, at, sums, tables, lane);
       shared.tables_empty[tables_at.stage].arrive();
@@ -242,9 +246,13 @@ struct BwdChunks {
         pipeline.advance(Shared::kStages);
       }
       wait_for_rows(rows, at);
-      float beta[2];
+      float beta[2], factors[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half;
+        beta[half] = tables.beta[row];
+        factors[half] = -key_row_factor(tables, row, beta[half]);
+      }
       add_scaled(dk, added, beta, tables, sums, pairs, lane);
       const uint64_t q_rows = make_operand(shared.q), k_rows = make_operand(shared.k), f_rows = make_operand(shared.f),
                      b_rows = make_operand(shared.b);
@@ -259,7 +267,7 @@ struct BwdChunks {
       visit_warp(lane, [&](auto warp) {
         if (p.grad_beta.data != nullptr) gradients.template write_beta<warp>(at, b, lane);
         apply_beta(b, tables, lane);
-        apply_decays<warp, /*has_diagonal=*/false>(p, b, {-beta[0], -beta[1]}, tables, lane);
+        apply_decays<warp, /*has_diagonal=*/false>(p, b, factors, tables, lane);
         clear_blocks<2 * warp + 2>(b);
       });
       uint32_t operand[kStepGroups][4];
@@ -281,10 +289,9 @@ struct BwdChunks {
       multiply(products, b);
       sum_pairs(products, sums.pairs[kWarpgroupWarps + lane.warp], lane);
       cuda::warpgroup_wait<0>(dk);
-      shared.rows_empty.arrive();
       cuda::barrier_arrive(kFIsRead, kConsumerThreads);
       cuda::barrier_arrive(kSumsAreThere, kConsumerThreads);
-      gradients.write_rows(at, p.grad_k, dk, 1, lane);
+      write_rows(at, p.grad_k, dk, 1, shared.k, pairs, lane);
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);
       rows.advance(1);
@@ -292,6 +299,47 @@ struct BwdChunks {
   }
 
  private:
+  // Writes the gradients of q or k, once this warpgroup reads no more of both tiles but its own. The host applies the norms to
+  // fp32 rows.
+  __device__ __forceinline__ void write_rows(const ChunkOfHead& at, const RowsView& view, float (&d)[kColumnBlocks][4],
+                                             int index, SmemTile<columns>& tile, const FragmentPairs<>& pairs,
+                                             const FragmentLane& lane) {
+    const bool is_normalized = p.row_factors.data != nullptr && !p.has_fp32_rows;
+    if (!is_normalized) shared.rows_empty.arrive();
+    gradients.write_rows(at, view, d, index, lane, [&] {
+      if (is_normalized) apply_norm(d, tile, pairs);
+    });
+    if (is_normalized) shared.rows_empty.arrive();
+  }
+  // Makes gradients of rows of those of normalized rows. Of a row x with the factor r, d is r times the latter, and
+  // d - r^2 x (x . d) the former.
+  static __device__ __forceinline__ void apply_norm(float (&d)[kColumnBlocks][4], SmemTile<columns>& tile,
+                                                    const FragmentPairs<>& pairs) {
+    constexpr auto kEpsilon = static_cast<float>(kNormEpsilon);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float squares = 0, along = 0;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+        const float2 row = cuda::unpack<Scalar>(pairs.at(tile, n, half));
+        squares = fmaf(row.x, row.x, fmaf(row.y, row.y, squares));
+        along = fmaf(row.x, d[n][2 * half], fmaf(row.y, d[n][2 * half + 1], along));
+      }
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        squares += __shfl_xor_sync(kAllLanes, squares, distance);
+        along += __shfl_xor_sync(kAllLanes, along, distance);
+      }
+      const float of_row = -along / (squares + kEpsilon);
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+        const float2 row = cuda::unpack<Scalar>(pairs.at(tile, n, half));
+        d[n][2 * half] = fmaf(of_row, row.x, d[n][2 * half]);
+        d[n][2 * half + 1] = fmaf(of_row, row.y, d[n][2 * half + 1]);
+      }
+    }
+  }
+
   template <int first>
   static __device__ __forceinline__ void clear_blocks(float (&d)[kStepBlocks][4]) {
 #pragma unroll

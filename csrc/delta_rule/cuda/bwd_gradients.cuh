@@ -43,11 +43,13 @@ struct BwdGradients {
 
   // Writes the rows of a key head. With grouped heads a block computes its value heads in order, and those of the last one are
   // the sums of all: until then this thread adds them up in p.sums, of which blocks need so little that it stays in the L2
-  // cache. `index` is that of the warpgroup.
+  // cache. `index` is that of the warpgroup. finish() is called before the sums are written.
+  template <typename Finish>
   __device__ __forceinline__ void write_rows(const ChunkOfHead& at, const RowsView& view, float (&d)[kColumnBlocks][4],
-                                             int index, const FragmentLane& lane) const {
+                                             int index, const FragmentLane& lane, const Finish& finish) const {
     const int key_head = grouped ? at.head / p.value_heads_per_key_head : at.head;
     if (grouped && !add_value_head(d, at.head - key_head * p.value_heads_per_key_head, index)) return;
+    finish();
     if (p.has_fp32_rows) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

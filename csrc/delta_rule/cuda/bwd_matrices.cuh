@@ -13,14 +13,14 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/triangular_inverse.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
-#include "delta_rule/cuda/decay_gates.cuh"
+#include "delta_rule/cuda/step_tables.cuh"
 
 namespace ssm_kernels::delta_rule {
 
 template <int columns>
 struct BwdMatricesShared {
   struct Rows {
-    SmemTile<columns> q, k;
+    SmemTile<columns> k, q;
   };
   static constexpr bool kHasLo = is_wide(columns);
   // N, and the blocks of the inverse, take the place of the rows.
@@ -32,9 +32,20 @@ struct BwdMatricesShared {
       cuda::TriangularInverse inverse;
     };
   };
-  SmemTile<kChunk> p;
+  std::conditional_t<kHasLo, cuda::Empty, SmemTile<kChunk>> own_p;
   DeltaRuleTables tables;
   Mbarrier full;
+
+  // Of wide rows, three blocks have room if P takes the place of the last columns of q.
+  __device__ __forceinline__ SmemTile<kChunk>& p() {
+    if constexpr (kHasLo) {
+      constexpr int kPanels = columns / kChunk;
+      static_assert(sizeof(n) + sizeof(n_lo) + sizeof(inverse) <= sizeof(rows.k), "N and the blocks leave q");
+      return reinterpret_cast<SmemTile<kChunk>&>(rows.q.panels[kPanels - 1]);
+    } else {
+      return own_p;
+    }
+  }
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdMatricesShared)); }
 };
@@ -64,22 +75,27 @@ struct BwdMatrices {
       __syncthreads();
     }
     const FragmentPairs<> pairs(lane);
-    float products[kStepBlocks][4], beta[2];
+    float products[kStepBlocks][4], key_factors[2];
     multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, products);
+    if constexpr (Shared::kHasLo) __syncthreads();  // all warps have read q
+    const float query_factors[2] = {shared.tables.query_factor[lane.row], shared.tables.query_factor[lane.row + 8]};
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, shared.tables, lane);
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, query_factors, shared.tables, lane);
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const bool is_there = n < 2 * warp + 2;
-          pairs.at(shared.p, n, half) = is_there ? cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]) : 0;
+          pairs.at(shared.p(), n, half) = is_there ? cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]) : 0;
         }
       }
     });
     multiply_by_keys<Scalar>(shared.rows.k, shared.rows.k, products);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) beta[half] = not_zero(shared.tables.beta[lane.row + 8 * half]);
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      key_factors[half] = key_row_factor(shared.tables, row, not_zero(shared.tables.beta[row]));
+    }
     // All warps have read the rows.
     __syncthreads();
     visit_warp(lane, [&](auto warp) {
@@ -92,7 +108,7 @@ struct BwdMatrices {
         }
       }
       cuda::TriangularInverse::DiagonalBlock diagonal;
-      apply_decays<warp, /*has_diagonal=*/false>(p, products, beta, shared.tables, lane);
+      apply_decays<warp, /*has_diagonal=*/false>(p, products, key_factors, shared.tables, lane);
       shared.inverse.template put<warp>(products, diagonal, lane);
       // All warps have put their blocks.
       cuda::barrier_sync(kMatrixBarrier, kThreads);
@@ -116,7 +132,7 @@ struct BwdMatrices {
     if constexpr (Shared::kHasLo) {
       cuda::tma_store(low_part_of_chunk(p, at.number, at.head), &shared.n_lo, sizeof(shared.n_lo), threadIdx.x == 0);
     }
-    cuda::tma_store(&target.p, &shared.p, sizeof(shared.p), threadIdx.x == 0);
+    cuda::tma_store(&target.p, &shared.p(), sizeof(target.p), threadIdx.x == 0);
     cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
     cuda::tma_store_wait_read<0>();
   }
@@ -140,10 +156,9 @@ struct BwdMatrices {
   __device__ __forceinline__ void make_tables() {
     FetchedSteps<Gates> fetched;
     fetched.fetch(p, Gates::source(p, at, at.head, at.chunk), at.resets(p, at.chunk), at.steps());
-    ChunkCumsum<1, Gates> made;
-    made.make(p, Gates(), &fetched);
-    made.store(0, shared.tables);
-    reinterpret_cast<float2*>(shared.tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+    StepTables<Gates> made;
+    made.make(p, fetched);
+    made.store(fetched, shared.tables);
   }
 };
 

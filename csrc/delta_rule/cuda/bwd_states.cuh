@@ -199,12 +199,12 @@ struct BwdStates {
       if constexpr (backward) {
 #pragma unroll
         for (int n = 0; n < kStepBlocks; ++n) {
-          const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+          const float2 decay = column_pair(tables.query_decay, n, lane);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t& pair = x[n / 2][n % 2 * 2 + half];
             const float2 g = cuda::unpack<Scalar>(pair);
-            pair = cuda::pack<Scalar>(p.scale * decay.x * g.x, p.scale * decay.y * g.y);
+            pair = cuda::pack<Scalar>(decay.x * g.x, decay.y * g.y);
           }
         }
       }

@@ -222,8 +222,9 @@ struct BwdWideStates {
           cuda::ldmatrix_transposed(scaled_lo[j], shared.rows[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float2 decay = column_pair(tables.exp_cumsum, 2 * j + i / 2, lane), g = cuda::unpack<Scalar>(scaled_lo[j][i]);
-            scaled_lo[j][i] = cuda::pack<Scalar>(p.scale * decay.x * g.x, p.scale * decay.y * g.y);
+            const float2 decay = column_pair(tables.query_decay, 2 * j + i / 2, lane),
+                         g = cuda::unpack<Scalar>(scaled_lo[j][i]);
+            scaled_lo[j][i] = cuda::pack<Scalar>(decay.x * g.x, decay.y * g.y);
           }
         }
         shared.values.release(use);

@@ -18,8 +18,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/triangular_inverse.cuh"
 #include "delta_rule/cuda/chunk_matrices.h"
-#include "delta_rule/cuda/decay_gates.cuh"
-#include "delta_rule/cuda/step_pairs.cuh"
+#include "delta_rule/cuda/step_tables.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -139,12 +138,11 @@ struct ChunkMatrices {
         const int head = key_head * heads_of_key + i;
         FetchedSteps<Gates> fetched;
         fetched.fetch(p, Gates::source(p, span, head, chunk), span.resets(p, chunk), span.steps_of(chunk));
-        ChunkCumsum<1, Gates> made;
-        made.make(p, Gates(), &fetched);
+        StepTables<Gates> made;
+        made.make(p, fetched);
         if (stages.phase > 0) shared.empty[stages.stage].wait(stages.phase - 1);
         MatrixTables& tables = shared.tables[stages.stage];
-        made.store(0, tables);
-        reinterpret_cast<float2*>(tables.beta)[threadIdx.x % kWarpSize] = {fetched.loaded[0].beta, fetched.loaded[1].beta};
+        made.store(fetched, tables);
         tables.place = int64_t(number) * p.heads + head;
         tables.steps = span.steps_of(chunk);
         tables.is_first_head = i == 0;
@@ -200,13 +198,16 @@ struct ChunkMatrices {
 
   __device__ __forceinline__ void make_matrix(const MatrixTables& tables, Mbarrier& empty, const FragmentLane& kept_lane) {
     const FragmentLane lane = kept_lane.opaque();  // addresses are recomputed: kept through the loop, they would spill
-    float products[kStepBlocks][4], beta[2];
+    float products[kStepBlocks][4], beta[2], factors[2];
     multiply_by_keys<Scalar>(shared.k, shared.k, products);
     if (tables.is_last_head) shared.keys_empty.arrive();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) beta[half] = tables.beta[lane.row + 8 * half];
+    for (int half = 0; half < 2; ++half) {
+      beta[half] = tables.beta[lane.row + 8 * half];
+      factors[half] = key_row_factor(tables, lane.row + 8 * half, beta[half]);
+    }
     float left[4], right[4];
-    apply_decays(products, beta, tables, left, right, lane);
+    apply_decays(products, factors, tables, left, right, lane);
     const ChunkMatrixPairs target(p.inverses, tables.place, lane);
     empty.arrive();
     // All warps have read the blocks of the inverse before.
@@ -226,8 +227,8 @@ struct ChunkMatrices {
   }
 
   // Makes A of products of keys, as delta_rule::apply_decays, but by the same code in all warps: the two column blocks of the
-  // diagonal are `left` and `right`; blocks right of them are left with anything finite.
-  __device__ __forceinline__ void apply_decays(float (&products)[kStepBlocks][4], const float (&beta)[2],
+  // diagonal are `left` and `right`; blocks right of them are left with anything.
+  __device__ __forceinline__ void apply_decays(float (&products)[kStepBlocks][4], const float (&factors)[2],
                                                const ChunkTables& tables, float (&left)[4], float (&right)[4],
                                                const FragmentLane& lane) const {
     const float log2_of_first = tables.log2_cumsum[lane.row - lane.quad];
@@ -236,7 +237,7 @@ struct ChunkMatrices {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       log2_of_row[half] = tables.log2_cumsum[lane.row + 8 * half];
-      rows[half] = beta[half] * Math<float>::exp2(log2_of_row[half] - log2_of_first);
+      rows[half] = factors[half] * Math<float>::exp2(log2_of_row[half] - log2_of_first);
       if (has_reset(p, tables)) first[half] = tables.first[lane.row + 8 * half];
     }
 #pragma unroll
@@ -250,15 +251,14 @@ struct ChunkMatrices {
         for (int warp = 1; warp < kWarpgroupWarps; ++warp) product = lane.warp == warp ? products[2 * warp + n][i] : product;
         const int column = kBlockSteps * n + 2 * lane.pair + i % 2, row = lane.quad + 8 * (i / 2);
         // Above the diagonal the decay may be Inf: it is selected.
-        const float decay = beta[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
+        const float decay = factors[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
         block[i] = column < row && column + 16 * lane.warp >= first[i / 2] ? product * decay : 0.0f;
       }
     }
 #pragma unroll
     for (int n = 0; n < kStepBlocks - 2; ++n) {
       const float2 log2 = column_pair(tables.log2_cumsum, n, lane);
-      const float of_columns[2] = {Math<float>::exp2(fminf(log2_of_first - log2.x, 0.0f)),
-                                   Math<float>::exp2(fminf(log2_of_first - log2.y, 0.0f))};
+      const float of_columns[2] = {Math<float>::exp2(log2_of_first - log2.x), Math<float>::exp2(log2_of_first - log2.y)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) products[n][i] *= rows[i / 2] * of_columns[i % 2];
     }

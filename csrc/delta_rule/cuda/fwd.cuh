@@ -1,4 +1,5 @@
-// Launches of the delta rule's forward kernels: the chunk matrices (chunk_matrices_sm90.cuh), and the scan (fwd_sm90.cuh).
+// Launches of the delta rule's forward kernels: what is computed of each step alone (step_factors.cuh), the chunk matrices
+// (chunk_matrices_sm90.cuh), and the scan (fwd_sm90.cuh).
 #pragma once
 
 #include <algorithm>
@@ -8,8 +9,16 @@
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"
 #include "delta_rule/cuda/fwd_sm90.cuh"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/step_factors.cuh"
 
 namespace ssm_kernels::delta_rule {
+
+template <typename Scalar>
+cudaError_t launch_delta_rule_factors(const DeltaRuleFactorsParams& params, cudaStream_t stream) {
+  const int64_t blocks =
+      params.batch * ((params.seqlen + kFactorSteps - 1) / kFactorSteps) * (params.heads / params.value_heads_per_key_head);
+  return cuda::launch(delta_rule_factors_kernel<Scalar>, blocks, kFactorThreads, 0, stream, /*uses_pdl=*/false, params);
+}
 
 template <typename Scalar>
 cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream) {

@@ -57,7 +57,7 @@ struct FwdSm90Shared {
   Stage stages[kStages];
   Matrices matrices[kMatrices];
   SmemTile<kStateRows> out[kWarpgroups];
-  ChunkTables tables[kStages];
+  ScanTables tables[kStages];
   Mbarrier full[kStages], empty[kStages], matrices_full[kMatrices], matrices_empty[kMatrices];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(FwdSm90Shared)); }
@@ -94,7 +94,11 @@ struct FwdSm90 {
   static constexpr int kConsumerRegisters = 208, kMatrixRegisters = 64, kProducerRegisters = 32;
   static_assert(kWarpgroups * kConsumerRegisters + kMatrixRegisters + kProducerRegisters <= 4 * 128,
                 "a block starts with 128 registers a thread");
-  static constexpr int kFetchedAhead = 2;  // chunks of gates: registers are few
+  // One warp would make the tables more slowly than consumers use them. Each of two fetches one chunk of gates ahead: registers
+  // are few. A wait for the last use of a stage tells uses apart by parity, and with three warps the one before that could
+  // pass.
+  static constexpr int kFetchedAhead = 1, kTableWarps = 2;
+  static_assert(Shared::kStages == 3 && kTableWarps <= 2, "a warp waits for the last use of a stage");
   static constexpr int kMatrixBarrier = kPartialOutIsRead + 1;
 
   const Params& p;
@@ -119,8 +123,8 @@ struct FwdSm90 {
     if (warp == 0 && threadIdx.x % kWarpSize == 0) {
       for_each_span([&](const auto&, const WorkSpan& at) { load(at, pipeline, matrices); });
       cuda::grid_dependency_sync();  // in a block without chunks, too
-    } else if (warp == 1) {
-      for_each_span([&](const auto&, const WorkSpan& at) { produce_decays(at, pipeline); });
+    } else if (warp >= 1 && warp <= kTableWarps) {
+      for_each_span([&](const auto&, const WorkSpan& at) { produce_decays(at, warp - 1, pipeline); });
     }
   }
 
@@ -160,21 +164,20 @@ struct FwdSm90 {
     }
   }
 
-  __device__ __forceinline__ void produce_decays(const WorkSpan& at, PipelineState& pipeline) {
+  __device__ __forceinline__ void produce_decays(const WorkSpan& at, int table_warp, PipelineState& pipeline) {
     using Fetched = FetchedSteps<Gates>;
-    const Gates gates;
     const auto source = Gates::source(p, at, at.group, 0);
     cuda::produce_tables<1, Fetched, kFetchedAhead>(
-        at.chunks, WarpShare<1>(), Shared::kStages, pipeline, shared.full, shared.empty,
+        at.chunks, WarpShare<kTableWarps>{table_warp}, Shared::kStages, pipeline, shared.full, shared.empty,
         [&](int chunk, Fetched& fetched) {
           fetched.fetch(p, Gates::later(p, source, chunk), at.resets(p, chunk), at.steps_of(chunk));
         },
         [&](const Fetched* fetched) {
-          ChunkCumsum<1, Gates> made;
-          made.make(p, gates, fetched);
+          StepTables<Gates> made;
+          made.make(p, *fetched);
           return made;
         },
-        [&](int stage, const Fetched&, const ChunkCumsum<1, Gates>& made, int k) { made.store(k, shared.tables[stage]); });
+        [&](int stage, const Fetched&, const StepTables<Gates>& made, int) { made.store(shared.tables[stage]); });
   }
 
   // Run by the matrix warpgroup.
@@ -202,11 +205,13 @@ struct FwdSm90 {
 
   __device__ __forceinline__ void make_matrix(int stage, SmemTile<kChunk>& target, const FragmentLane& lane) {
     const auto& tiles = shared.stages[stage];
+    const ScanTables& tables = shared.tables[stage];
     float products[kStepBlocks][4];
     multiply_by_keys<Scalar>(tiles.q, tiles.k, products);
     const FragmentPairs<> pairs(lane);
+    const float factors[2] = {tables.query_factor[lane.row], tables.query_factor[lane.row + 8]};
     visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(p, products, {p.scale, p.scale}, shared.tables[stage], lane);
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, factors, tables, lane);
 #pragma unroll
       for (int n = 0; n < 2 * warp + 2; ++n) {
 #pragma unroll
@@ -260,7 +265,7 @@ struct FwdSm90 {
       // Before any product: the compiler waits for those in flight before a loop.
       shared.matrices_full[matrices.stage].wait(matrices.phase);
       auto& tiles = shared.stages[stages.stage];
-      const ChunkTables& tables = shared.tables[stages.stage];
+      const ScanTables& tables = shared.tables[stages.stage];
       const uint64_t k_rows = make_operand(tiles.k), q_rows = make_operand(tiles.q);
 
       uint32_t s[kStateGroups][4];
@@ -328,9 +333,9 @@ struct FwdSm90 {
         cuda::warpgroup_wait<1>(y);
 #pragma unroll
         for (int n = 0; n < kStepBlocks; ++n) {
-          const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+          const float2 decay = column_pair(tables.query_decay, n, lane);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) y[n][i] *= p.scale * (i % 2 == 0 ? decay.x : decay.y);
+          for (int i = 0; i < 4; ++i) y[n][i] *= i % 2 == 0 ? decay.x : decay.y;
         }
         const uint64_t p_rows = make_operand(factors.p);
         cuda::warpgroup_arrive();

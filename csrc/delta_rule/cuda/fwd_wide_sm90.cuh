@@ -183,9 +183,9 @@ struct FwdWide {
       const bool keeps_state = !has_reset(p, tables);
 #pragma unroll
       for (int n = 0; n < kStepBlocks; ++n) {
-        const float2 decay = column_pair(tables.exp_cumsum, n, lane);
+        const float2 decay = column_pair(tables.query_decay, n, lane);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y[n][i] *= p.scale * (i % 2 == 0 ? decay.x : decay.y);
+        for (int i = 0; i < 4; ++i) y[n][i] *= i % 2 == 0 ? decay.x : decay.y;
       }
       make_opaque(state.values);
       make_opaque(y);

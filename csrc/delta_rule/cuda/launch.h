@@ -20,6 +20,14 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& par
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& params, cudaStream_t stream);
 
+// Queues the kernel that computes the factors of rows, the log decays and beta (step_factors.cuh).
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_factors(const DeltaRuleFactorsParams& params, cudaStream_t stream);
+
+// Queues the kernel that makes gradients of g, beta, A_log and dt_bias of those of log decays and beta (gate_gradients.cuh).
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params, cudaStream_t stream);
+
 // Queues the three kernels of backward (bwd.cuh). The last has a block for each of the device's `multiprocessors`, which takes
 // all value heads of a key head together.
 template <typename Scalar>

@@ -17,6 +17,7 @@
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
+#include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
 #include "torch/debug_options.h"
@@ -37,18 +38,18 @@ struct Range {
 
 // The tensors of a call that the kernels read and write. Undefined tensors are absent or not needed.
 struct GradOperands {
-  at::Tensor q, k, v, grad_out, log_decay, beta, initial_states, grad_final_states, cu_seqlens, resets;
+  at::Tensor q, k, v, grad_out, log_decay, beta, row_factors, initial_states, grad_final_states, cu_seqlens, resets;
   at::Tensor grad_q, grad_k, grad_v;     // of q and k only without partial sums
   at::Tensor grad_log_decay, grad_beta;  // fp32
   at::Tensor grad_initial_states;
-  NormalizedRows normalized_q, normalized_k;  // with qk_l2norm
+  NormalizedRows normalized_q, normalized_k;  // with has_normalized_rows()
 };
 
 class Backward {
  public:
   Backward(const BwdInputs& bwd, const GradTensors& grads)
       : bwd_(bwd), in_(bwd.in), grads_(grads), heads_per_key_head_(in_.v.size(2) / in_.q.size(2)) {
-    has_fp32_rows_ = in_.qk_l2norm || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
+    has_fp32_rows_ = applies_norms() || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
     load();
     allocate();
   }
@@ -61,6 +62,9 @@ class Backward {
  private:
   bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
   bool needs_gate() const { return needs(kGradG) || needs(kGradALog) || needs(kGradDtBias); }
+  // Whether the host applies the norms to gradients: the last kernel has some columns of wide rows at a time.
+  bool applies_norms() const { return in_.qk_l2norm && (is_wide() || has_normalized_rows()); }
+  bool has_normalized_rows() const { return in_.qk_l2norm && !has_row_factors(in_); }
   bool is_packed() const { return is_present(in_.cu_seqlens); }
   bool has_channels() const { return in_.has_gate_per_channel(); }
   // Whether the kernels write gradients of q and k of value heads, which the host adds up.
@@ -69,7 +73,7 @@ class Backward {
 
   void load() {
     const auto vectors = [&](const at::Tensor& rows, NormalizedRows& of) {
-      if (!in_.qk_l2norm) return as_vectors(rows);
+      if (!has_normalized_rows()) return as_vectors(rows);
       of = normalized(in_, rows.to(at::kFloat));
       return as_vectors(of.rows.to(rows.scalar_type()));
     };
@@ -77,10 +81,10 @@ class Backward {
     of_.k = vectors(in_.k, of_.normalized_k);
     of_.v = as_vectors(in_.v);
     of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
-    if (is_present(in_.g)) of_.log_decay = log_decays(in_, *in_.g).to(at::kFloat);
-    // Rows of channels are contiguous.
-    if (has_channels() && of_.log_decay.stride(3) != 1) of_.log_decay = of_.log_decay.contiguous();
-    of_.beta = betas(in_, in_.beta.to(at::kFloat));
+    const StepFactors factors = step_factors(in_, of_.q, of_.k);
+    of_.log_decay = factors.log_decay;
+    of_.beta = factors.beta;
+    of_.row_factors = factors.rows;
     if (is_present(in_.initial_states)) of_.initial_states = as_states(*in_.initial_states);
     if (is_present(bwd_.grad_final_states)) of_.grad_final_states = as_states(*bwd_.grad_final_states);
     if (is_packed()) of_.cu_seqlens = in_.cu_seqlens->to(at::kLong).contiguous();
@@ -98,12 +102,16 @@ class Backward {
       of_.grad_k = place(kGradK, in_.k);
     }
     of_.grad_v = place(kGradV, in_.v);
-    const auto of_steps = [&] { return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32()); };
+    // The gradient itself if the kernels can write it, else what finish_gate_grads() makes it of.
+    const auto of_steps = [&](Grad grad, bool is_argument) {
+      if (is_argument && needs(grad) && grads_[grad].scalar_type() == at::kFloat) return grads_[grad];
+      return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32());
+    };
     if (needs_gate()) {
-      of_.grad_log_decay =
-          has_channels() ? empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2), in_.q.size(3)}, fp32()) : of_steps();
+      of_.grad_log_decay = has_channels() ? empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2), in_.q.size(3)}, fp32())
+                                          : of_steps(kGradG, !in_.has_raw_gate());
     }
-    if (needs(kGradBeta)) of_.grad_beta = of_steps();
+    if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid);
     if (needs(kGradInitialStates)) {
       const at::Tensor& target = grads_[kGradInitialStates];
       of_.grad_initial_states =
@@ -129,7 +137,7 @@ class Backward {
   int64_t at_once(int64_t count, int64_t heads_of_each) const {
     const int64_t rows_bytes = 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)),
                   bytes = chunks_of(1) *
-                          (matrices_bytes() + states_bytes() + (in_.qk_l2norm || has_parts_of_key_heads() ? rows_bytes : 0)),
+                          (matrices_bytes() + states_bytes() + (applies_norms() || has_parts_of_key_heads() ? rows_bytes : 0)),
                   most_heads = debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
     return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   }
@@ -170,6 +178,7 @@ class Backward {
     };
     if (of_.log_decay.defined()) params.log_decay = of_steps(of_.log_decay);
     params.beta = of_steps(of_.beta);
+    if (of_.row_factors.defined()) params.row_factors = view_of(range.of_key_heads(of_.row_factors));
     if (of_.cu_seqlens.defined()) params.cu_seqlens = of_.cu_seqlens.const_data_ptr<int64_t>();
     if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
     describe_tiles(params.q_descriptor, range.of_key_heads(of_.q));
@@ -299,8 +308,15 @@ class Backward {
     sum = range.begins_key_head ? of_part : sum.add_(of_part);
     if (!range.ends_key_head) return;
     NormalizedRows of_range;
-    if (in_.qk_l2norm) of_range = {range.of_key_heads(rows.rows), range.of_key_heads(rows.factor)};
-    range.of_key_heads(grads_[grad]).copy_(normalized_adjoint(of_range, sum));
+    if (has_normalized_rows()) of_range = {range.of_key_heads(rows.rows), range.of_key_heads(rows.factor)};
+    at::Tensor result = normalized_adjoint(of_range, sum);
+    if (of_.row_factors.defined()) {
+      // The kernels' gradients have the factors of the rows.
+      const at::Tensor factors = range.of_key_heads(of_.row_factors).narrow(3, grad == kGradQ ? 1 : 0, 1),
+                       unit = factors * range.of_key_heads(grad == kGradQ ? in_.q : in_.k);
+      result = sum.addcmul(unit, (unit * sum).sum(-1, /*keepdim=*/true), -1);
+    }
+    range.of_key_heads(grads_[grad]).copy_(result);
     sum.reset();
   }
 
@@ -313,12 +329,7 @@ class Backward {
     write(kGradK, of_.grad_k);
     write(kGradV, of_.grad_v);
     write(kGradInitialStates, of_.grad_initial_states);
-    if (needs(kGradBeta)) grads_[kGradBeta].copy_(betas_adjoint(in_, in_.beta, of_.grad_beta));
-    if (!needs_gate()) return;
-    const GateGrads gates = log_decays_adjoint(in_, *in_.g, of_.grad_log_decay);
-    if (needs(kGradG)) grads_[kGradG].copy_(gates.raw);
-    if (needs(kGradALog)) grads_[kGradALog].copy_(gates.A_log);
-    if (needs(kGradDtBias)) grads_[kGradDtBias].copy_(gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble));
+    finish_gate_grads(in_, of_.grad_log_decay, of_.grad_beta, grads_);
   }
 
   const BwdInputs& bwd_;

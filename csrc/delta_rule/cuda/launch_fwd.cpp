@@ -20,6 +20,7 @@
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
+#include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
 #include "torch/packed_sequences.h"
@@ -33,7 +34,7 @@ constexpr int64_t kMaxWorkspaceBytes = int64_t{1} << 30;
 
 // The tensors that a kernel reads and writes.
 struct Operands {
-  at::Tensor q, k, v, out, log_decay, beta, initial_states, final_states, cu_seqlens, resets;
+  at::Tensor q, k, v, out, log_decay, beta, row_factors, initial_states, final_states, cu_seqlens, resets;
 };
 
 // The operands of `steps` steps from `first` on. Packed sequences that have none of these steps become empty. A later span
@@ -41,7 +42,8 @@ struct Operands {
 Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
   Operands result = operands;
   if (steps == operands.q.size(1)) return result;
-  for (at::Tensor* tensor : {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.resets}) {
+  for (at::Tensor* tensor :
+       {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors, &result.resets}) {
     if (tensor->defined()) *tensor = tensor->narrow(1, first, steps);
   }
   // The kernels find the flags of a row of the batch by the number of steps.
@@ -54,17 +56,17 @@ Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
 Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   Operands result;
   const auto vectors = [&](const at::Tensor& rows) {
-    if (!in.qk_l2norm) return as_vectors(rows);
+    if (!in.qk_l2norm || has_row_factors(in)) return as_vectors(rows);
     return as_vectors(normalized(in, rows.to(at::kFloat)).rows.to(rows.scalar_type()));
   };
   result.q = vectors(in.q);
   result.k = in.k.is_same(in.q) ? result.q : vectors(in.k);
   result.v = as_vectors(in.v);
   result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
-  if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
-  // Rows of channels are contiguous.
-  if (in.has_gate_per_channel() && result.log_decay.stride(3) != 1) result.log_decay = result.log_decay.contiguous();
-  result.beta = betas(in, in.beta.to(at::kFloat));
+  const StepFactors factors = step_factors(in, result.q, result.k);
+  result.log_decay = factors.log_decay;
+  result.beta = factors.beta;
+  result.row_factors = factors.rows;
   if (is_present(in.initial_states)) result.initial_states = as_states(*in.initial_states);
   result.final_states = as_states(outputs.final_states);
   if (is_present(in.cu_seqlens)) result.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
@@ -88,6 +90,7 @@ DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
     params.log_decay = in.has_gate_per_channel() ? view_of(operands.log_decay) : of_steps(operands.log_decay);
   }
   params.beta = of_steps(operands.beta);
+  if (operands.row_factors.defined()) params.row_factors = view_of(operands.row_factors);
   if (operands.cu_seqlens.defined()) params.cu_seqlens = operands.cu_seqlens.const_data_ptr<int64_t>();
   if (operands.resets.defined()) params.resets = static_cast<const uint8_t*>(operands.resets.const_data_ptr());
   if (operands.initial_states.defined()) params.initial_states = operands.initial_states.const_data_ptr<float>();
@@ -106,6 +109,7 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   params.value_heads_per_key_head = fwd.value_heads_per_key_head;
   params.log_decay = fwd.log_decay;
   params.beta = fwd.beta;
+  params.row_factors = fwd.row_factors;
   params.cu_seqlens = fwd.cu_seqlens;
   params.resets = fwd.resets;
   params.multiprocessors = multiprocessors;
@@ -122,6 +126,7 @@ DeltaRuleBwdParams wide_matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   params.scale = fwd.scale;
   params.log_decay = fwd.log_decay;
   params.beta = fwd.beta;
+  params.row_factors = fwd.row_factors;
   params.cu_seqlens = fwd.cu_seqlens;
   params.resets = fwd.resets;
   params.matrices = matrices;
@@ -241,7 +246,8 @@ int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
 Operands as_segments(const Operands& operands, int64_t chunks) {
   const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1), steps = chunks * kChunk;
   Operands result = operands;
-  for (at::Tensor* tensor : {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta}) {
+  for (at::Tensor* tensor :
+       {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors}) {
     if (!tensor->defined()) continue;
     *tensor = as_one_row(*tensor);
     if (!tensor->defined()) return {};

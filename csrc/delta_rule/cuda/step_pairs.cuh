@@ -9,9 +9,20 @@
 
 namespace ssm_kernels::delta_rule {
 
-struct DeltaRuleTables : ChunkTables {
-  alignas(16) float beta[kChunk];
+// With factors r of keys and s of queries (step_tables.cuh) `gain` is r, `exp_cumsum` and `gain_to_chunk_end` have the factor
+// r, and `log2_cumsum` is less log2 r.
+struct ScanTables : ChunkTables {
+  alignas(16) float query_factor[kChunk];  // scale s r
+  float query_decay[kChunk];               // scale s times the decay from before the chunk to the step
 };
+struct DeltaRuleTables : ScanTables {
+  float beta[kChunk];
+};
+
+// The factor of row `row` in products of keys.
+__device__ __forceinline__ float key_row_factor(const DeltaRuleTables& tables, int row, float beta) {
+  return beta * (tables.gain[row] * tables.gain[row]);
+}
 
 // Calls body with the number of the warp as a constant: warps have different blocks of the matrices. Products of the warpgroup
 // are outside, because all of its warps execute the same ones.
@@ -44,7 +55,8 @@ __device__ __forceinline__ void multiply_by_keys(const SmemTile<columns>& rows, 
 
 // Multiplies by the decays between the steps of the warp's rows and those of columns up to its diagonal block, and by factors
 // of the lane's rows. Left of the diagonal block a decay is the product of those from the column to the warp's first row, and
-// from there to the row: neither exceeds 1. Elements above the diagonal become zero, and on it unless has_diagonal.
+// from there to the row: neither exceeds 1, factors of keys apart. Elements above the diagonal become zero, and on it unless
+// has_diagonal.
 template <int warp, bool has_diagonal, typename Params>
 __device__ __forceinline__ void apply_decays(const Params& p, float (&products)[kStepBlocks][4], const float (&factors)[2],
                                              const ChunkTables& tables, const FragmentLane& lane) {

@@ -1,0 +1,100 @@
+// What the delta rule's kernels read of each step beside q, k and v: with qk_l2norm the factors (x . x + 1e-6)^-1/2 of the rows
+// of k and q; the log decays, of raw gates; beta, of raw values. A block takes kFactorSteps steps of a key head, and of its
+// value heads.
+#pragma once
+
+#include "common/delta_gates.h"
+#include "cuda/constants.h"
+#include "cuda/vector_io.cuh"
+#include "delta_rule/delta_rule.h"
+
+namespace ssm_kernels::delta_rule {
+
+constexpr int kFactorSteps = 64, kFactorThreads = 256;
+
+// An argument with rows of one element, of the inputs' type or fp32.
+template <typename Scalar>
+__device__ __forceinline__ float argument_at(const RowsView& view, bool is_fp32, int64_t batch, int64_t step, int64_t head) {
+  const int64_t offset = batch * view.stride_batch + step * view.stride_step + head * view.stride_head;
+  return is_fp32 ? static_cast<const float*>(view.data)[offset]
+                 : cuda::to_accumulate(static_cast<const Scalar*>(view.data)[offset]);
+}
+__device__ __forceinline__ float& fp32_at(const RowsView& view, int64_t batch, int64_t step, int64_t head) {
+  return static_cast<float*>(view.data)[batch * view.stride_batch + step * view.stride_step + head * view.stride_head];
+}
+
+__device__ __forceinline__ float gate_rate(const DeltaRuleGateOptions& options, int64_t head) {
+  return options.A_log == nullptr ? 1.0f : expf(options.A_log[head]);
+}
+__device__ __forceinline__ float biased_gate(const DeltaRuleGateOptions& options, float raw, int64_t head) {
+  return options.dt_bias == nullptr ? raw : raw + options.dt_bias[head];
+}
+
+template <typename Scalar>
+__global__ void __launch_bounds__(kFactorThreads) delta_rule_factors_kernel(const __grid_constant__ DeltaRuleFactorsParams p) {
+  constexpr int kLanes = 16, kStepsAtOnce = kFactorSteps * kLanes / kFactorThreads;  // of a row, and rows of a thread
+  const int heads_of_key = p.value_heads_per_key_head;
+  const unsigned key_heads = static_cast<unsigned>(p.heads / heads_of_key),
+                 blocks_of_row = static_cast<unsigned>((p.seqlen + kFactorSteps - 1) / kFactorSteps);
+  const int64_t key_head = blockIdx.x % key_heads, batch = blockIdx.x / key_heads / blocks_of_row,
+                first = int64_t(blockIdx.x / key_heads % blocks_of_row) * kFactorSteps;
+  if (p.row_factors.data != nullptr) {
+    using Vector = cuda::Vector<Scalar, kRowElements>;
+    const int64_t begin = first + threadIdx.x / kLanes * kStepsAtOnce;
+    const int lane = threadIdx.x % kLanes;
+    float sums[2][kStepsAtOnce] = {};
+    for (int column = lane * kRowElements; column < p.dstate; column += kLanes * kRowElements) {
+      Vector rows[2][kStepsAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < 2 * kStepsAtOnce; ++i) {
+        const RowsView& view = i % 2 == 0 ? p.k : p.q;
+        const int64_t step = begin + i / 2;
+        const Scalar* const row = static_cast<const Scalar*>(view.data) + batch * view.stride_batch + step * view.stride_step +
+                                  key_head * view.stride_head + column;
+        if (step < p.seqlen) rows[i % 2][i / 2] = *reinterpret_cast<const Vector*>(row);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kStepsAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kRowElements; ++j) {
+          const float value = rows[i % 2][i / 2].accumulate(j);
+          sums[i % 2][i / 2] = fmaf(value, value, sums[i % 2][i / 2]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kStepsAtOnce; ++i) {
+      float factors[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float sum = sums[row][i];
+#pragma unroll
+        for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(cuda::kAllLanes, sum, distance);
+        factors[row] = rsqrtf(sum + static_cast<float>(kNormEpsilon));
+      }
+      if (lane == 0 && begin + i < p.seqlen) {
+        reinterpret_cast<float2&>(fp32_at(p.row_factors, batch, begin + i, key_head)) = {factors[0], factors[1]};
+      }
+    }
+  }
+  for (int i = threadIdx.x; i < heads_of_key * kFactorSteps; i += kFactorThreads) {
+    const int64_t step = first + i % kFactorSteps, head = key_head * heads_of_key + i / kFactorSteps;
+    if (step >= p.seqlen) continue;
+    const DeltaRuleGateOptions& options = p.options;
+    if (p.log_decay.data != nullptr) {
+      float gate = argument_at<Scalar>(p.raw_gate, p.gate_is_fp32, batch, step, head);
+      if (options.has_raw_gate) {
+        gate = biased_gate(options, gate, head);
+        const float rate = gate_rate(options, head);
+        gate = options.is_bounded ? bounded_gate(gate, rate, options.gate_lower_bound) : softplus_gate(gate, rate);
+      }
+      fp32_at(p.log_decay, batch, step, head) = gate;
+    }
+    if (p.beta.data != nullptr) {
+      fp32_at(p.beta, batch, step, head) = write_strength(argument_at<Scalar>(p.raw_beta, p.beta_is_fp32, batch, step, head),
+                                                          options.beta_sigmoid, options.allow_neg_eigval);
+    }
+  }
+}
+
+}  // namespace ssm_kernels::delta_rule

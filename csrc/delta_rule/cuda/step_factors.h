@@ -1,0 +1,44 @@
+// What the delta rule's kernels read of each step beside q, k and v, as tensors.
+#pragma once
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/core/Tensor.h>
+
+#include "delta_rule/delta_rule.h"
+#include "delta_rule/delta_rule_op.h"
+
+namespace ssm_kernels::delta_rule {
+
+// Whether the kernels multiply rows of q and k as they are and apply the norms to products. Products with long or short rows
+// leave the range of fp16: it gets rounded normalized rows, as gates of channels do.
+bool has_row_factors(const Inputs& in);
+
+// fp32; undefined tensors are absent.
+struct StepFactors {
+  at::Tensor log_decay, beta;  // (batch, seqlen, value_heads), or log_decay with gates of channels as those
+  at::Tensor rows;             // if has_row_factors(), of keys and queries, (batch, seqlen, heads, 2)
+};
+// Given q and k as vectors (tensors.h). The arguments themselves where nothing is to be computed; else a kernel computes all,
+// except log decays of channels.
+StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k);
+
+// A float of each step and head, (batch, seqlen, heads) or (batch, seqlen, heads, 2), uninitialized. Steps are contiguous.
+at::Tensor empty_by_head(const Inputs& in, int64_t heads, int64_t elements = 1);
+
+// Writes the gradients of g, beta, A_log and dt_bias that are needed, given those of log decays and of beta, fp32 and undefined
+// where they are not needed. The latter may be the results themselves.
+void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const at::Tensor& grad_beta,
+                       const GradTensors& grads);
+
+// How gates and beta follow from the arguments. The caller keeps the parameters, contiguous, until the kernel is queued.
+struct GateParameters {
+  at::Tensor A_log, dt_bias;
+
+  explicit GateParameters(const Inputs& in);
+  DeltaRuleGateOptions options(const Inputs& in) const;
+};
+
+}  // namespace ssm_kernels::delta_rule
+
+#endif
