@@ -99,14 +99,16 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   void* matrices = nullptr;  // with dstate over kStateColumns, of DeltaRuleBwdParams
 };
 
-// Parameters of the kernel that computes the states before each of `segments` segments of a sequence (cuda/segment_fold.cuh).
+// Parameters of the kernel that computes the states before each of `segments` segments of a sequence, or their gradients after
+// each segment if is_reverse (cuda/segment_fold.cuh).
 struct DeltaRuleFoldParams {
   int64_t batch = 0, heads = 0;
   int segments = 0;
   int headdim = 0, dstate = 0;
-  int map_rows = 0;               // of a segment's map: headdim, filled up to whole tiles, and dstate
+  int map_rows = 0;  // of a segment's map: headdim, filled up to whole tiles, and dstate
+  bool is_reverse = false;
   const float* maps = nullptr;    // (batch * segments, heads, map_rows, dstate)
-  const float* states = nullptr;  // (batch, heads, headdim, dstate): before the first segment; null: zero
+  const float* states = nullptr;  // (batch, heads, headdim, dstate): before the first segment (after the last); null: zero
   float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
 };
 
@@ -129,17 +131,17 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
   const float *initial_states = nullptr, *grad_final_states = nullptr;
-  float* grad_initial_states = nullptr;
+  float *final_states = nullptr, *grad_initial_states = nullptr;
   int64_t states_stride_entry = 0;
-  void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes
+  void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes; launch.h: states null
   float* sums = nullptr;  // with several value heads of a key head, (blocks, kWarpgroups, kChunk, tile_columns)
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {};
 };
 
-SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 896);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1024);
 SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
-SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 56);
+SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
 SSM_KERNEL_STRUCT(DeltaRuleGateGradsParams, 256);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);

@@ -200,6 +200,13 @@ def test_gradient_of_the_final_states_alone():
         assert relative_error(one, other) < 4e-3
 
 
+@pytest.mark.parametrize("decay", [0.1, 0.002])
+@pytest.mark.parametrize(("batch", "value_dim"), [(1, 128), (2, 72)])
+def test_long_sequences_of_few_heads(batch, value_dim, decay):
+    """Blocks take segments of a sequence, whose maps of the state and of its gradient are folded."""
+    assert_accurate(make_inputs(batch, 12300, 1, 2, 128, value_dim, decay=decay))
+
+
 @pytest.mark.usefixtures("needs_wgmma")
 @pytest.mark.parametrize(("heads", "value_heads"), [(2, 2), (1, 4)])
 def test_parts_of_a_call_have_the_same_bits(heads, value_heads):

@@ -41,8 +41,8 @@ cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params,
 }
 
 template <typename Scalar>
-cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, int multiprocessors,
-                                  cudaStream_t stream) {
+cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, bool has_matrices,
+                                  int multiprocessors, cudaStream_t stream) {
   const auto launch_columns = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     using Matrices = BwdMatrices<Scalar, kColumns>;
@@ -55,14 +55,14 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
       return cuda::launch(kernel, blocks, threads, bytes, stream, /*uses_pdl=*/false, arguments...);
     };
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
-    if (const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns>, chunks, Matrices::kThreads,
-                                         Matrices::Shared::bytes(), params);
-        error != cudaSuccess) {
-      return error;
+    if (!has_matrices) {
+      const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns>, chunks, Matrices::kThreads,
+                                       Matrices::Shared::bytes(), params);
+      if (error != cudaSuccess) return error;
     }
     if (const cudaError_t error = launch(delta_rule_bwd_states_kernel<Scalar, kColumns>, kDirections * partition.work_tiles,
                                          States::kThreads, States::Shared::bytes(), params, partition);
-        error != cudaSuccess) {
+        error != cudaSuccess || params.states == nullptr) {
       return error;
     }
     return launch_bwd_chunks<Scalar, kColumns>(params, multiprocessors, stream);

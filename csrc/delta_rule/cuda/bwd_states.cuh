@@ -37,8 +37,10 @@ struct BwdStatesShared {
     BwdMatricesOfChunk matrices;
   };
   Stage stages[kStages];
-  SmemTile<columns> states[kWarpgroups];  // S or D, and E^T or Y^T, on their way to memory
-  SmemTile<kChunk> steps[kWarpgroups];
+  // S or D, and E^T or Y^T, on their way to memory. E^T and Y^T have two places in turn, so that S and D need not wait until
+  // TMA has read them.
+  SmemTile<columns> states[kWarpgroups];
+  SmemTile<kChunk> steps[2][kWarpgroups];
   Mbarrier full[kStages], empty[kStages];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdStatesShared)); }
@@ -112,6 +114,7 @@ struct BwdStates {
       }
     } else {
       scan<false>(state, state_tile, index, lane);
+      if (p.final_states != nullptr) state.store(p, states_of(p, p.final_states, at.entry), state_tile, lane);
     }
   }
 
@@ -120,6 +123,7 @@ struct BwdStates {
   __device__ __forceinline__ void scan(TileState& state, const StateTile& state_tile, int index, const FragmentLane& lane) {
     PipelineState pipeline;
     const FragmentPairs<> pairs(lane);
+    const bool has_workspace = p.states != nullptr;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
       const int chunk = chunk_at(position);
@@ -153,12 +157,14 @@ struct BwdStates {
         for (int i = 0; i < kStepGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
       }
       cuda::warpgroup_commit();
+      if (has_workspace) {
 #pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
+        for (int k = 0; k < kStateGroups; ++k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[k][i];
+          for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[k][i];
+        }
+        send(backward ? target.d : target.s, shared.states[index], state_tile, index);
       }
-      send(backward ? target.d : target.s, shared.states[index], state_tile, index);
       cuda::warpgroup_wait<0>(u);
       if constexpr (backward) cuda::warpgroup_wait<0>(y);
 
@@ -241,14 +247,19 @@ struct BwdStates {
         if constexpr (!backward) cuda::gemm<Scalar, true>(state.values, added_lo[j], rows_of(k_rows, j), true);
       }
       cuda::warpgroup_commit();
+      if (has_workspace) {
+        auto& steps = shared.steps[position % 2][index];
 #pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
+        for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          pairs.at(shared.steps[index], n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          for (int half = 0; half < 2; ++half) {
+            pairs.at(steps, n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          }
         }
+        // TMA has read the tile of the state, and the steps of the chunk before: both are overwritten next.
+        cuda::tma_store_wait_read<0>();
+        send(backward ? target.y : target.e, steps, state_tile, index);
       }
-      send(backward ? target.y : target.e, shared.steps[index], state_tile, index);
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(Shared::kStages);
@@ -256,11 +267,9 @@ struct BwdStates {
     cuda::tma_store_wait_read<0>();
   }
 
-  // Starts the copy of a tile that the warpgroup has written. TMA has then read the one sent before, which is the next to be
-  // overwritten.
+  // Starts the copy of a tile that the warpgroup has written.
   template <typename Tile>
   static __device__ __forceinline__ void send(Tile& target, const Tile& tile, const StateTile& state_tile, int index) {
-    cuda::tma_store_wait_read<0>();
     cuda::fence_proxy_async();
     sync_warpgroup(index);
     cuda::tma_store(&target, &tile, sizeof(tile), threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there());

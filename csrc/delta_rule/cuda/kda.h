@@ -37,7 +37,7 @@ struct KdaBwdParams : DeltaRuleBwdParams {
   RowsView q, k;  // as in KdaChunksParams
 };
 
-SSM_KERNEL_STRUCT(KdaBwdParams, 1024);
+SSM_KERNEL_STRUCT(KdaBwdParams, 1152);
 SSM_KERNEL_STRUCT(KdaChunksParams, 208);
 SSM_KERNEL_STRUCT(KdaFwdParams, 1408);
 

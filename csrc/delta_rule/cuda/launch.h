@@ -28,11 +28,12 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_factors(const DeltaRuleFactorsParam
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params, cudaStream_t stream);
 
-// Queues the three kernels of backward (bwd.cuh). The last has a block for each of the device's `multiprocessors`, which takes
+// Queues the three kernels of backward (bwd.cuh): with has_matrices not the first, whose results `params` has then, and without
+// a workspace of states not the last. The last has a block for each of the device's `multiprocessors`, which takes
 // all value heads of a key head together.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition,
-                                                 int multiprocessors, cudaStream_t stream);
+                                                 bool has_matrices, int multiprocessors, cudaStream_t stream);
 
 // Keys of 129 to 256 columns (wide.cuh). Queue the kernel that computes the matrices N and P and the tables of all chunks,
 // which the others read; forward's kernel; backward's kernel of the states; and that of the gradients, which takes

@@ -17,6 +17,7 @@
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
+#include "delta_rule/cuda/segments.h"
 #include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
@@ -161,30 +162,64 @@ class Backward {
     }
   }
 
+  // The chunks of a segment, if cutting each sequence of a part into segments takes less time than not, else 0. On an H200 a
+  // chunk takes about 2.2 us, 3.2 us if all multiprocessors have a block, and 2 us in a map, whose blocks may run in several
+  // waves. Both folds take about 60 us for four segments and 170 us for eight, and the additional launches about 30 us.
+  int64_t chunks_of_segment(const Range& range) const {
+    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || has_channels()) return 0;
+    for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
+                                     &of_.grad_q, &of_.grad_k, &of_.grad_v}) {
+      if (tensor->defined() && !is_one_row(*tensor)) return 0;
+    }
+    const int64_t multiprocessors = cuda::multiprocessor_count(in_.q.get_device()),
+                  chunks = ceil_div(in_.q.size(1), int64_t{kChunk}), tiles = row_blocks(in_.v.size(3)),
+                  map_tiles = tiles + row_blocks(in_.q.size(3)), sequences = kDirections * range.entries * range.heads,
+                  blocks = sequences * ceil_div(tiles, int64_t{kWarpgroups}),
+                  map_blocks = sequences * ceil_div(map_tiles, int64_t{kWarpgroups});
+    int64_t best = 0, least = 18 * chunks;  // in 0.1 us; four fifths of the uncut time
+    for (int64_t segments = 3; segments <= std::min(multiprocessors / blocks, chunks); ++segments) {
+      const int64_t length = ceil_div(chunks, segments), waves = ceil_div(map_blocks * segments, multiprocessors),
+                    busy = 10 * blocks * segments / multiprocessors,
+                    time = 300 + (22 + busy + 20 * waves) * length + (40 + 25 * segments) * segments;
+      if (time < least) {
+        least = time;
+        best = length;
+      }
+    }
+    return best;
+  }
+
   void run_part(const Range& range) {
     DeltaRuleBwdParams params;
-    const int64_t seqlen = in_.q.size(1);
-    params.batch = is_packed() ? in_.cu_seqlens->size(0) - 1 : range.entries;
-    params.seqlen = seqlen;
+    const int64_t seqlen = in_.q.size(1), of_segment = chunks_of_segment(range),
+                  segments = of_segment > 0 ? ceil_div(seqlen, of_segment * kChunk) : 0;
+    // Segments are packed sequences of one row.
+    const auto rows = [&](const at::Tensor& tensor) { return segments > 0 ? as_one_row(tensor) : tensor; };
+    at::Tensor cu_seqlens = of_.cu_seqlens;
+    if (segments > 0) cu_seqlens = segment_bounds(range.entries, seqlen, of_segment, in_.q.options());
+    params.batch = cu_seqlens.defined() ? cu_seqlens.size(0) - 1 : range.entries;
+    params.seqlen = segments > 0 ? range.entries * seqlen : seqlen;
     params.heads = params.groups = range.heads;
     params.headdim = static_cast<int>(in_.v.size(3));
     params.dstate = static_cast<int>(in_.q.size(3));
     params.state_columns = static_cast<int>(round_up(in_.q.size(3), 2));
     params.value_heads_per_key_head = static_cast<int>(range.heads / range.key_heads);
     params.scale = static_cast<float>(scale_of(in_));
+    const auto of_heads = [&](const at::Tensor& tensor) { return rows(range.of_heads(tensor)); };
+    const auto of_key_heads = [&](const at::Tensor& tensor) { return rows(range.of_key_heads(tensor)); };
     const auto of_steps = [&](const at::Tensor& tensor) {
-      const at::Tensor heads = range.of_heads(tensor);
+      const at::Tensor heads = of_heads(tensor);
       return view_of(heads.dim() == 4 ? heads : heads.unsqueeze(3));
     };
     if (of_.log_decay.defined()) params.log_decay = of_steps(of_.log_decay);
     params.beta = of_steps(of_.beta);
-    if (of_.row_factors.defined()) params.row_factors = view_of(range.of_key_heads(of_.row_factors));
-    if (of_.cu_seqlens.defined()) params.cu_seqlens = of_.cu_seqlens.const_data_ptr<int64_t>();
+    if (of_.row_factors.defined()) params.row_factors = view_of(of_key_heads(of_.row_factors));
+    if (cu_seqlens.defined()) params.cu_seqlens = cu_seqlens.const_data_ptr<int64_t>();
     if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
-    describe_tiles(params.q_descriptor, range.of_key_heads(of_.q));
-    describe_tiles(params.k_descriptor, range.of_key_heads(of_.k));
-    describe_tiles(params.v_descriptor, range.of_heads(of_.v));
-    describe_tiles(params.grad_out_descriptor, range.of_heads(of_.grad_out));
+    describe_tiles(params.q_descriptor, of_key_heads(of_.q));
+    describe_tiles(params.k_descriptor, of_key_heads(of_.k));
+    describe_tiles(params.v_descriptor, of_heads(of_.v));
+    describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out));
 
     params.states_stride_entry = in_.v.size(2) * in_.v.size(3) * params.state_columns;
     const auto of_states = [&](const at::Tensor& states) -> float* {
@@ -197,7 +232,7 @@ class Backward {
     params.grad_final_states = of_states(of_.grad_final_states);
     params.grad_initial_states = of_states(of_.grad_initial_states);
 
-    params.grad_v = view_of(range.of_heads(of_.grad_v));
+    params.grad_v = view_of(of_heads(of_.grad_v));
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
     at::Tensor parts_q, parts_k, grad_q, grad_k;
@@ -206,74 +241,86 @@ class Backward {
       const int64_t heads = has_channels() ? range.heads : range.key_heads;
       parts_q = empty_tensor({range.entries, seqlen, heads, round_up(in_.q.size(3), kRowElements)}, fp32());
       parts_k = empty_tensor_like(parts_q);
-      grad_q = parts_q;
-      grad_k = parts_k;
+      grad_q = rows(parts_q);
+      grad_k = rows(parts_k);
     } else {
-      grad_q = range.of_key_heads(of_.grad_q);
-      grad_k = range.of_key_heads(of_.grad_k);
+      grad_q = of_key_heads(of_.grad_q);
+      grad_k = of_key_heads(of_.grad_k);
     }
     params.grad_q = view_of(grad_q);
     params.grad_k = view_of(grad_k);
 
-    const int64_t chunks = chunks_of(range.entries) * range.heads;
-    const at::TensorOptions bytes = in_.q.options().dtype(at::kByte);
-    const at::Tensor matrices = empty_tensor({chunks, matrices_bytes()}, bytes),
-                     states = empty_tensor({chunks, states_bytes()}, bytes);
-    params.matrices = matrices.data_ptr();
-    params.states = states.data_ptr();
-    const WorkPartition partition = partition_states(params);
-    TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max() &&
-                          kDirections * partition.work_tiles <= std::numeric_limits<int32_t>::max(),
+    const int64_t chunks = chunk_numbers(params.batch, params.seqlen, cu_seqlens.defined()) * range.heads;
+    TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
                       "delta_rule_scan: expected fewer than 2^31 chunks of all heads, got ", chunks);
-    launch(range, params, partition, grad_q, grad_k);
+    const at::TensorOptions bytes = in_.q.options().dtype(at::kByte);
+    const at::Tensor matrices = empty_tensor({chunks, matrices_bytes()}, bytes);
+    params.matrices = matrices.data_ptr();
+    at::Tensor sums;
+    if (params.value_heads_per_key_head > 1) {
+      const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+      sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
+      params.sums = sums.data_ptr<float>();
+    }
+    Segments of_segments;
+    if (segments > 0) of_segments = start_segments(range, params);
+    const at::Tensor states = empty_tensor({chunks, states_bytes()}, bytes);
+    params.states = states.data_ptr();
+    if (has_channels()) {
+      launch_channels(params, range);
+    } else if (is_wide()) {
+      launch_wide(params, range, grad_q, grad_k);
+    } else {
+      launch(params, /*has_matrices=*/segments > 0);
+    }
+    if (of_segments.grad_starts.defined()) {
+      range.of_entries(of_.grad_initial_states)
+          .narrow(1, range.head, range.heads)
+          .copy_(of_segments.grad_starts.unflatten(0, {range.entries, segments}).select(1, 0));
+    }
     if (!has_fp32_rows_) return;
     if (has_channels()) {
-      const auto of_key_heads = [&](const at::Tensor& parts) {
+      const auto sum_of_value_heads = [&](const at::Tensor& parts) {
         return parts.unflatten(2, {range.key_heads, range.heads / range.key_heads}).sum(3);
       };
-      parts_q = of_key_heads(parts_q);
-      parts_k = of_key_heads(parts_k);
+      parts_q = sum_of_value_heads(parts_q);
+      parts_k = sum_of_value_heads(parts_k);
     }
     finish_key_heads(range, kGradQ, parts_q, of_.normalized_q, sum_of_q_);
     finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
   }
 
-  void launch(const Range& range, DeltaRuleBwdParams& params, const WorkPartition& partition, const at::Tensor& grad_q,
-              const at::Tensor& grad_k) const {
-    const bool is_half = in_.q.scalar_type() == at::kHalf;
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    if (has_channels()) {
-      KdaBwdParams of_channels;
-      static_cast<DeltaRuleBwdParams&>(of_channels) = params;
-      of_channels.q = view_of(range.of_key_heads(of_.q));
-      of_channels.k = view_of(range.of_key_heads(of_.k));
-      C10_CUDA_CHECK(is_half ? launch_kda_bwd<__half>(of_channels, partition, stream)
-                             : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, stream));
-      return;
-    }
-    const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
-    at::Tensor sums;
-    if (params.value_heads_per_key_head > 1) {
-      sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
-      params.sums = sums.data_ptr<float>();
-    }
-    if (is_wide()) {
-      C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(params, stream)
-                             : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
-      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_states<__half>(params, partition, stream)
-                             : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(params, partition, stream));
-      launch_wide_gradients(params, range, grad_q, grad_k, stream);
-    } else {
-      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd<__half>(params, partition, multiprocessors, stream)
-                             : launch_delta_rule_bwd<__nv_bfloat16>(params, partition, multiprocessors, stream));
-    }
+  static WorkPartition partition_of(const DeltaRuleBwdParams& params) {
+    const WorkPartition result = partition_states(params);
+    TORCH_CHECK_VALUE(kDirections * result.work_tiles <= std::numeric_limits<int32_t>::max(),
+                      "delta_rule_scan: expected fewer than 2^30 pairs of state tiles, got ", result.work_tiles);
+    return result;
   }
 
-  // Queues the kernel of the gradients once for each kStateColumns columns of the keys. Each of them computes the gradients of
-  // its columns of q and k, and its terms of those of log decays, which are sums over columns.
-  void launch_wide_gradients(DeltaRuleBwdParams params, const Range& range, const at::Tensor& grad_q, const at::Tensor& grad_k,
-                             cudaStream_t stream) const {
+  // Queues the kernels of gates of a channel of the key.
+  void launch_channels(const DeltaRuleBwdParams& params, const Range& range) const {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const WorkPartition partition = partition_of(params);
+    KdaBwdParams of_channels;
+    static_cast<DeltaRuleBwdParams&>(of_channels) = params;
+    of_channels.q = view_of(range.of_key_heads(of_.q));
+    of_channels.k = view_of(range.of_key_heads(of_.k));
+    C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf ? launch_kda_bwd<__half>(of_channels, partition, stream)
+                                                    : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, stream));
+  }
+
+  // Queues the kernels of keys of more than kStateColumns columns: that of the gradients once for each kStateColumns of them.
+  // Each of these computes the gradients of its columns of q and k, and its terms of those of log decays, which are sums over
+  // columns.
+  void launch_wide(DeltaRuleBwdParams params, const Range& range, const at::Tensor& grad_q, const at::Tensor& grad_k) const {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    const WorkPartition partition = partition_of(params);
+    const bool is_half = in_.q.scalar_type() == at::kHalf;
+    C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(params, stream)
+                           : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
+    C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_states<__half>(params, partition, stream)
+                           : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(params, partition, stream));
     const int64_t states_of_columns =
         chunks_of(range.entries) * range.heads * row_blocks(params.headdim) * bwd_states_bytes(kStateColumns);
     at::Tensor terms;
@@ -294,11 +341,60 @@ class Backward {
           params.grad_log_decay = view_of(terms.unsqueeze(3));
         }
       }
-      C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
-                         ? launch_delta_rule_bwd_chunks<__half>(params, multiprocessors, stream)
-                         : launch_delta_rule_bwd_chunks<__nv_bfloat16>(params, multiprocessors, stream));
+      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_chunks<__half>(params, multiprocessors, stream)
+                             : launch_delta_rule_bwd_chunks<__nv_bfloat16>(params, multiprocessors, stream));
     }
     if (terms.defined()) range.of_heads(of_.grad_log_decay).add_(terms);
+  }
+
+  // Queues backward's kernels, or those before the last one if params has no workspace of states.
+  void launch(const DeltaRuleBwdParams& params, bool has_matrices) const {
+    const WorkPartition partition = partition_of(params);
+    const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    const auto launch_kernels =
+        in_.q.scalar_type() == at::kHalf ? launch_delta_rule_bwd<__half> : launch_delta_rule_bwd<__nv_bfloat16>;
+    C10_CUDA_CHECK(launch_kernels(params, partition, has_matrices, multiprocessors, c10::cuda::getCurrentCUDAStream()));
+  }
+
+  // (segments, heads, value_dim, key_dim): the states before all segments, the gradients of those after, and of those before if
+  // needed.
+  struct Segments {
+    at::Tensor starts, grad_ends, grad_starts;
+  };
+
+  // Queues the kernels that compute the states before and the gradients of those after all segments of a part, and makes them
+  // the initial states and the gradients of final states of params.
+  Segments start_segments(const Range& range, DeltaRuleBwdParams& params) const {
+    const int64_t value_dim = in_.v.size(3), key_dim = in_.q.size(3);
+    const at::Tensor identities = map_starts(params.batch, range.heads, value_dim, key_dim, fp32()),
+                     maps = empty_tensor_like(identities), maps_of_grads = empty_tensor_like(identities);
+    DeltaRuleBwdParams of_maps = params;
+    of_maps.headdim = static_cast<int>(maps.size(2));
+    of_maps.initial_states = of_maps.grad_final_states = identities.const_data_ptr<float>();
+    of_maps.final_states = maps.data_ptr<float>();
+    of_maps.grad_initial_states = maps_of_grads.data_ptr<float>();
+    of_maps.states_stride_entry = maps.stride(0);
+    launch(of_maps, /*has_matrices=*/false);
+    const auto fold = [&](const at::Tensor& of, const at::Tensor& states, bool is_reverse) {
+      at::Tensor given;
+      if (states.defined()) given = range.of_entries(states).narrow(1, range.head, range.heads).contiguous();
+      at::Tensor result = empty_tensor({params.batch, range.heads, value_dim, key_dim}, fp32());
+      DeltaRuleFoldParams folded = fold_of(of, range.entries, value_dim);
+      folded.is_reverse = is_reverse;
+      if (given.defined()) folded.states = given.const_data_ptr<float>();
+      folded.starts = result.data_ptr<float>();
+      C10_CUDA_CHECK(launch_delta_rule_fold(folded, c10::cuda::getCurrentCUDAStream()));
+      return result;
+    };
+    Segments result{fold(maps, of_.initial_states, false), fold(maps_of_grads, of_.grad_final_states, true), {}};
+    params.initial_states = result.starts.const_data_ptr<float>();
+    params.grad_final_states = result.grad_ends.const_data_ptr<float>();
+    params.states_stride_entry = result.starts.stride(0);
+    if (params.grad_initial_states != nullptr) {
+      result.grad_starts = empty_tensor_like(result.starts);
+      params.grad_initial_states = result.grad_starts.data_ptr<float>();
+    }
+    return result;
   }
 
   // Adds the parts of a key head whose value heads are in several ranges, and writes the gradient with the last of them.

@@ -1,9 +1,6 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -20,6 +17,7 @@
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
+#include "delta_rule/cuda/segments.h"
 #include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
@@ -209,15 +207,6 @@ at::Tensor make_matrices(const Inputs& in, DeltaRuleFwdParams& params, cudaStrea
   return inverses;
 }
 
-// Rows (1, batch * seqlen, ...), or undefined where strides do not allow a view.
-at::Tensor as_one_row(const at::Tensor& tensor) {
-  if (tensor.size(0) > 1 && tensor.stride(0) != tensor.size(1) * tensor.stride(1)) return {};
-  std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
-  sizes[1] *= sizes[0];
-  sizes[0] = 1;
-  return tensor.as_strided(sizes, strides);
-}
-
 // The chunks of a segment, if cutting each sequence into segments takes less time than not, else 0. On an H200 a chunk takes
 // about 2 us, and 1.4 us in a map (segment_fold.cuh), whose blocks may run in several waves; folding a segment takes about 6
 // us, and the additional launches about 40 us.
@@ -244,20 +233,17 @@ int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
 // The same steps as packed sequences, which are the segments of `chunks` chunks. The states before and after each segment are
 // uninitialized. Returns undefined tensors if strides do not allow a view of all rows as one.
 Operands as_segments(const Operands& operands, int64_t chunks) {
-  const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1), steps = chunks * kChunk;
+  const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1);
   Operands result = operands;
   for (at::Tensor* tensor :
        {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors}) {
     if (!tensor->defined()) continue;
+    if (!is_one_row(*tensor)) return {};
     *tensor = as_one_row(*tensor);
-    if (!tensor->defined()) return {};
   }
-  const at::TensorOptions options = operands.q.options().dtype(at::kLong);
-  const at::Tensor bounds = at::arange(0, seqlen, steps, options);
-  result.cu_seqlens = at::cat({at::arange(0, batch * seqlen, seqlen, options).unsqueeze(1).add(bounds).flatten(),
-                               at::full({1}, batch * seqlen, options)});
+  result.cu_seqlens = segment_bounds(batch, seqlen, chunks, operands.q.options());
   std::vector<int64_t> sizes = operands.final_states.sizes().vec();
-  sizes[0] *= bounds.size(0);
+  sizes[0] = result.cu_seqlens.size(0) - 1;
   result.initial_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
   result.final_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
   return result;
@@ -267,30 +253,22 @@ Operands as_segments(const Operands& operands, int64_t chunks) {
 // segment; forward of all segments at once.
 void launch_segments(const Inputs& in, const Operands& operands, const Operands& segments) {
   const at::ScalarType dtype = in.q.scalar_type();
-  const int64_t key_dim = in.q.size(3), batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
+  const int64_t batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   // A segment's map has the rows of B, filled up to whole state tiles, and below them the rows of T, whose values are zero.
-  const int64_t map_rows = round_up(in.v.size(3), int64_t{kStateRows}) + key_dim;
-  const at::Tensor identities = at::zeros({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options()),
-                   maps = empty_tensor({batch * count, in.v.size(2), map_rows, key_dim}, segments.final_states.options());
-  identities.narrow(2, map_rows - key_dim, key_dim).diagonal(0, 2, 3).fill_(1);
+  const at::Tensor identities =
+                       map_starts(batch * count, in.v.size(2), in.v.size(3), in.q.size(3), segments.final_states.options()),
+                   maps = empty_tensor_like(identities);
   DeltaRuleFwdParams params = parameters_of(in, segments);
   const at::Tensor inverses = make_matrices(in, params, stream);
   DeltaRuleFwdParams of_maps = params;
-  of_maps.headdim = static_cast<int>(map_rows);
+  of_maps.headdim = static_cast<int>(maps.size(2));
   of_maps.initial_states = identities.const_data_ptr<float>();
   of_maps.final_states = maps.data_ptr<float>();
   of_maps.states_stride_entry = maps.stride(0);
   const Work work_of_maps = divide(of_maps, in.q.options()), work = divide(params, in.q.options());
   launch_scan(dtype, of_maps, work_of_maps, /*states_only=*/true, /*follows_matrices=*/true, stream);
-  DeltaRuleFoldParams fold;
-  fold.batch = batch;
-  fold.heads = in.v.size(2);
-  fold.segments = static_cast<int>(count);
-  fold.headdim = params.headdim;
-  fold.dstate = params.dstate;
-  fold.map_rows = static_cast<int>(map_rows);
-  fold.maps = maps.const_data_ptr<float>();
+  DeltaRuleFoldParams fold = fold_of(maps, batch, in.v.size(3));
   if (operands.initial_states.defined()) fold.states = operands.initial_states.const_data_ptr<float>();
   fold.starts = segments.initial_states.data_ptr<float>();
   C10_CUDA_CHECK(launch_delta_rule_fold(fold, stream));

@@ -6,6 +6,9 @@
 // the identity: rows of a state do not depend on one another. The kernel of forward computes both as one state of V + K rows
 // (launch_fwd.cpp). This kernel folds the maps in order: a block takes kFoldRows rows of a head's state from segment to
 // segment, and writes the rows before each segment. A thread has one column of some of the rows. Products are fp32.
+//
+// The gradient D of the state has such maps backward in time: D before a segment is D' T^T + B', of D' after it. The kernel
+// then folds the segments from the last to the first, and writes the rows after each segment.
 #pragma once
 
 #include "cuda/constants.h"
@@ -32,15 +35,15 @@ __global__ void __launch_bounds__(kFoldThreads) delta_rule_fold_kernel(const __g
     state[i] = p.states != nullptr && has_row(i) ? p.states[offset(entry, p.headdim, i)] : 0.0f;
   }
 #pragma unroll 1
-  for (int segment = 0; segment < p.segments; ++segment) {
+  for (int position = 0; position < p.segments; ++position) {
+    const int64_t map = entry * p.segments + (p.is_reverse ? p.segments - 1 - position : position);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      if (has_row(i)) p.starts[offset(entry * p.segments + segment, p.headdim, i)] = state[i];
+      if (has_row(i)) p.starts[offset(map, p.headdim, i)] = state[i];
       reinterpret_cast<float*>(before[own + i * kRowsAtOnce])[column] = state[i];
     }
-    if (segment == p.segments - 1) return;
+    if (position == p.segments - 1) return;
     __syncthreads();
-    const int64_t map = entry * p.segments + segment;
     const float* const columns = p.maps + ((map * p.heads + head + 1) * p.map_rows - p.dstate) * p.dstate + column;
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) state[i] = has_row(i) ? p.maps[offset(map, p.map_rows, i)] : 0.0f;
