@@ -17,11 +17,11 @@
 // With qk_l2norm these are products with the rows of q and k as they are in memory, times the factors of the tables
 // (step_tables.cuh): F and B get the factors of their rows and columns.
 //
-// A block takes chunks of value heads in turn. Its first consumer warpgroup computes dq, dv, F and the gradients of log decays,
-// the second dk, dbeta and B; rows of all their accumulators are steps. Both write their matrix to shared memory, where F^T and
-// B^T are operands of dk. Two threads load by TMA: one fills stages of a pipeline, each with 64 rows of V, over which products
-// are summed; the other loads q and k once for a chunk. If several value heads share a key head, a block computes their chunks
-// one after another and adds up their dq and dk (bwd_gradients.cuh).
+// A block takes chunks of value heads in turn. Its first consumer warpgroup computes F, B, dbeta and the gradients of log
+// decays, the second dq and dv, the third dk; rows of all their accumulators are steps. The first writes F and B to shared
+// memory, where they and their transposes are operands of the others. Two threads load by TMA: one fills stages of a pipeline,
+// each with 64 rows of V, over which products are summed; the other loads q and k once for a chunk. If several value heads
+// share a key head, a block computes their chunks one after another and adds up their dq and dk (bwd_gradients.cuh).
 #pragma once
 
 #include "common/delta_gates.h"
@@ -45,7 +45,8 @@ struct BwdChunksShared {
   SmemTile<kChunk> f, b;
   DeltaRuleTables tables[kTables];
   DecaySums sums[kTables];
-  Mbarrier full[kStages], empty[kStages], rows_full, rows_empty, tables_full[kTables], tables_empty[kTables];
+  Mbarrier full[kStages], empty[kStages], rows_full, rows_empty, tables_full[kTables], tables_empty[kTables], pairs_full,
+      pairs_empty, sums_full[kTables];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdChunksShared)); }
 };
@@ -55,9 +56,10 @@ template <typename Scalar, int columns, bool grouped>
 struct BwdChunks {
   using Shared = BwdChunksShared<columns>;
   static constexpr int kStateGroups = columns / 16, kColumnBlocks = columns / 8, kTileColumns = 64;
-  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-  enum Barrier : int { kConsumers = 1, kFIsThere, kFIsRead, kSumsAreThere, kSecondWarpgroup };
+  static constexpr int kConsumers = 3, kConsumerThreads = kConsumers * kWarpgroupThreads,
+                       kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kPairsRegisters = 160, kQueriesRegisters = 136, kKeysRegisters = 192, kProducerRegisters = 24;
+  static constexpr int kConsumerBarrier = 1;  // __syncthreads() is 0
 
   const DeltaRuleBwdParams& p;
   Shared& shared;
@@ -125,7 +127,7 @@ struct BwdChunks {
     auto& stage = shared.stages[pipeline.stage];
     if (is_packed(p) && at.steps() < kChunk) {
       clear_steps(stage.grad_out.panels, at.steps());
-      cuda::barrier_sync(kConsumers, kConsumerThreads);
+      cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
     }
     return stage;
   }
@@ -134,37 +136,34 @@ struct BwdChunks {
     if (is_packed(p) && at.steps() < kChunk) {
       clear_steps(shared.q.panels, at.steps());
       clear_steps(shared.k.panels, at.steps());
-      cuda::barrier_sync(kConsumers, kConsumerThreads);
+      cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
     }
   }
 
-  // Run by the first consumer warpgroup.
-  __device__ __forceinline__ void consume_queries() {
+  // Run by the first consumer warpgroup: F, B, the gradients of beta and of log decays.
+  __device__ __forceinline__ void consume_pairs() {
     const FragmentLane lane = FragmentLane::opaque_thread();
     const FragmentPairs<> pairs(lane);
     PipelineState pipeline, tables_at, rows;
-    bool is_first = true;
     for_each_chunk([&](const ChunkOfHead& at) {
       shared.tables_full[tables_at.stage].wait(tables_at.phase);
       const DeltaRuleTables& tables = shared.tables[tables_at.stage];
       DecaySums& sums = shared.sums[tables_at.stage];
-      float f[kStepBlocks][4], dq[kColumnBlocks][4], of_states = 0;
+      float f[kStepBlocks][4], b[kStepBlocks][4];
 #pragma unroll 1
       for (int block = 0; block < blocks_of_rows(); ++block) {
         auto& stage = wait_for_stage(pipeline, at);
-        const uint64_t g_rows = make_operand(stage.grad_out), s_rows = make_operand(stage.states.s),
+        const uint64_t g_rows = make_operand(stage.grad_out), y_rows = make_operand(stage.states.y),
                        e_rows = make_operand(stage.states.e);
         cuda::warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < kStepGroups; ++k) {
           cuda::gemm<Scalar, false, true>(f, columns_of(g_rows, k), rows_of(e_rows, k), block > 0 || k > 0);
-          cuda::gemm<Scalar, false, true>(dq, columns_of(g_rows, k), rows_of(s_rows, k), block > 0 || k > 0);
+          cuda::gemm<Scalar, true, true>(b, rows_of(y_rows, k), rows_of(e_rows, k), block > 0 || k > 0);
         }
         cuda::warpgroup_commit();
-        gradients.write_v(at, tables, stage.states.y, block, lane);
-        of_states += dot(stage.states.s, stage.states.d);
         cuda::warpgroup_wait<0>(f);
-        cuda::warpgroup_wait<0>(dq);
+        cuda::warpgroup_wait<0>(b);
         shared.empty[pipeline.stage].arrive();
         pipeline.advance(Shared::kStages);
       }
@@ -177,45 +176,92 @@ struct BwdChunks {
         cuda::gemm<Scalar, false, false>(products, columns_of(q_rows, k), columns_of(k_rows, k), k > 0);
       }
       cuda::warpgroup_commit();
-      apply_beta(f, tables, lane);
-      const float factors[2] = {tables.query_factor[lane.row], tables.query_factor[lane.row + 8]};
       visit_warp(lane, [&](auto warp) {
-        apply_decays<warp, /*has_diagonal=*/true>(p, f, factors, tables, lane);
-        clear_blocks<2 * warp + 2>(f);
+        if (p.grad_beta.data != nullptr) gradients.template write_beta<warp>(at, b, lane);
+        apply_factors<warp>(f, b, tables, lane);
       });
-      uint32_t operand[kStepGroups][4];
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) pack_operand<Scalar>(f, j, operand[j]);
-      if (!is_first) cuda::barrier_sync(kFIsRead, kConsumerThreads);
-      is_first = false;
-      put(shared.f, operand, pairs);
+      if (rows.phase > 0) shared.pairs_empty.wait(rows.phase - 1);
+      put(shared.f, f, pairs);
+      put(shared.b, b, pairs);
       cuda::fence_proxy_async();
-      cuda::barrier_arrive(kFIsThere, kConsumerThreads);
-      float row_sums[2];
-      const float scale[2] = {tables.query_decay[lane.row], tables.query_decay[lane.row + 8]};
-      scale_rows(dq, scale, shared.q, pairs, row_sums);
+      shared.pairs_full.arrive();
       cuda::warpgroup_wait<0>(products);
+      multiply(f, products);
       cuda::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(dq, operand[j], rows_of(k_rows, j), true);
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false, false>(products, columns_of(k_rows, k), columns_of(k_rows, k), k > 0);
+      }
       cuda::warpgroup_commit();
-      multiply(products, f);
-      sum_pairs(products, sums.pairs[lane.warp], lane);
-      put_row_sums(row_sums, sums.reads[0], lane);
-      of_states = warp_sum(of_states);
-      if (lane.index == 0) sums.states[lane.warp] = of_states;
-      cuda::warpgroup_wait<0>(dq);
-      write_rows(at, p.grad_q, dq, 0, shared.q, pairs, lane);
-      cuda::barrier_sync(kSumsAreThere, kConsumerThreads);
-      if (lane.warp == 0 && p.grad_log_decay.data != nullptr) write_grad_log_decay(p, at, sums, tables, lane);
+      cuda::warpgroup_wait<0>(products);
+      shared.rows_empty.arrive();
+      multiply(b, products);
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f[n][i] += b[n][i];
+      }
+      sum_pairs(f, sums.pairs[lane.warp], lane);
+      shared.sums_full[tables_at.stage].arrive();
+      if (lane.warp == 0) {
+        shared.sums_full[tables_at.stage].wait(tables_at.phase);
+        if (p.grad_log_decay.data != nullptr) write_grad_log_decay(p, at, sums, tables, lane);
+      }
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);
       rows.advance(1);
     });
-    if (!is_first) cuda::barrier_sync(kFIsRead, kConsumerThreads);
   }
 
-  // Run by the second consumer warpgroup.
+  // Run by the second consumer warpgroup: the gradients of q and v.
+  __device__ __forceinline__ void consume_queries() {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    const FragmentPairs<> pairs(lane);
+    PipelineState pipeline, tables_at, rows;
+    for_each_chunk([&](const ChunkOfHead& at) {
+      shared.tables_full[tables_at.stage].wait(tables_at.phase);
+      const DeltaRuleTables& tables = shared.tables[tables_at.stage];
+      DecaySums& sums = shared.sums[tables_at.stage];
+      float dq[kColumnBlocks][4];
+#pragma unroll 1
+      for (int block = 0; block < blocks_of_rows(); ++block) {
+        auto& stage = wait_for_stage(pipeline, at);
+        const uint64_t g_rows = make_operand(stage.grad_out), s_rows = make_operand(stage.states.s);
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kStepGroups; ++k) {
+          cuda::gemm<Scalar, false, true>(dq, columns_of(g_rows, k), rows_of(s_rows, k), block > 0 || k > 0);
+        }
+        cuda::warpgroup_commit();
+        gradients.write_v(at, tables, stage.states.y, block, lane);
+        cuda::warpgroup_wait<0>(dq);
+        shared.empty[pipeline.stage].arrive();
+        pipeline.advance(Shared::kStages);
+      }
+      wait_for_rows(rows, at);
+      float row_sums[2];
+      const float scale[2] = {tables.query_decay[lane.row], tables.query_decay[lane.row + 8]};
+      scale_rows(dq, scale, shared.q, pairs, row_sums);
+      put_row_sums(row_sums, sums.reads[0], lane);
+      shared.sums_full[tables_at.stage].arrive();
+      shared.tables_empty[tables_at.stage].arrive();
+      shared.pairs_full.wait(rows.phase);
+      const uint64_t k_rows = make_operand(shared.k), f_rows = make_operand(shared.f);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, false, true>(dq, columns_of(f_rows, j), rows_of(k_rows, j), true);
+      }
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<0>(dq);
+      shared.pairs_empty.arrive();
+      write_rows(at, p.grad_q, dq, 0, shared.q, pairs, lane);
+      tables_at.advance(Shared::kTables);
+      rows.advance(1);
+    });
+  }
+
+  // Run by the third consumer warpgroup: the gradient of k.
   __device__ __forceinline__ void consume_keys() {
     const FragmentLane lane = FragmentLane::opaque_thread();
     const FragmentPairs<> pairs(lane);
@@ -224,7 +270,7 @@ struct BwdChunks {
       shared.tables_full[tables_at.stage].wait(tables_at.phase);
       const DeltaRuleTables& tables = shared.tables[tables_at.stage];
       DecaySums& sums = shared.sums[tables_at.stage];
-      float b[kStepBlocks][4], dk[kColumnBlocks][4], added[kColumnBlocks][4];
+      float dk[kColumnBlocks][4], added[kColumnBlocks][4], of_states = 0;
 #pragma unroll 1
       for (int block = 0; block < blocks_of_rows(); ++block) {
         auto& stage = wait_for_stage(pipeline, at);
@@ -234,65 +280,36 @@ struct BwdChunks {
 #pragma unroll
         for (int k = 0; k < kStepGroups; ++k) {
           const bool adds = block > 0 || k > 0;
-          cuda::gemm<Scalar, true, true>(b, rows_of(y_rows, k), rows_of(e_rows, k), adds);
           cuda::gemm<Scalar, true, true>(dk, rows_of(y_rows, k), rows_of(s_rows, k), adds);
           cuda::gemm<Scalar, true, true>(added, rows_of(e_rows, k), rows_of(d_rows, k), adds);
         }
         cuda::warpgroup_commit();
-        cuda::warpgroup_wait<0>(b);
+        of_states += dot(stage.states.s, stage.states.d);
         cuda::warpgroup_wait<0>(dk);
         cuda::warpgroup_wait<0>(added);
         shared.empty[pipeline.stage].arrive();
         pipeline.advance(Shared::kStages);
       }
       wait_for_rows(rows, at);
-      float beta[2], factors[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane.row + 8 * half;
-        beta[half] = tables.beta[row];
-        factors[half] = -key_row_factor(tables, row, beta[half]);
-      }
-      add_scaled(dk, added, beta, tables, sums, pairs, lane);
+      of_states = warp_sum(of_states);
+      if (lane.index == 0) sums.states[lane.warp] = of_states;
+      add_scaled(dk, added, tables, sums, pairs, lane);
+      shared.sums_full[tables_at.stage].arrive();
+      shared.tables_empty[tables_at.stage].arrive();
       const uint64_t q_rows = make_operand(shared.q), k_rows = make_operand(shared.k), f_rows = make_operand(shared.f),
                      b_rows = make_operand(shared.b);
-      float products[kStepBlocks][4];
-      cuda::warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::gemm<Scalar, false, false>(products, columns_of(k_rows, k), columns_of(k_rows, k), k > 0);
-      }
-      cuda::warpgroup_commit();
-      cuda::warpgroup_wait<0>(products);
-      visit_warp(lane, [&](auto warp) {
-        if (p.grad_beta.data != nullptr) gradients.template write_beta<warp>(at, b, lane);
-        apply_beta(b, tables, lane);
-        apply_decays<warp, /*has_diagonal=*/false>(p, b, factors, tables, lane);
-        clear_blocks<2 * warp + 2>(b);
-      });
-      uint32_t operand[kStepGroups][4];
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) pack_operand<Scalar>(b, j, operand[j]);
-      // The products of the previous chunk have read B^T: all warps have waited for them before the barriers since.
-      put(shared.b, operand, pairs);
-      cuda::fence_proxy_async();
-      cuda::barrier_sync(kSecondWarpgroup, kWarpgroupThreads);
-      cuda::barrier_sync(kFIsThere, kConsumerThreads);
+      shared.pairs_full.wait(rows.phase);
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::gemm<Scalar, true>(dk, operand[j], rows_of(k_rows, j), true);
+        cuda::gemm<Scalar, false, true>(dk, columns_of(b_rows, j), rows_of(k_rows, j), true);
         cuda::gemm<Scalar, true, true>(dk, rows_of(b_rows, j), rows_of(k_rows, j), true);
         cuda::gemm<Scalar, true, true>(dk, rows_of(f_rows, j), rows_of(q_rows, j), true);
       }
       cuda::warpgroup_commit();
-      multiply(products, b);
-      sum_pairs(products, sums.pairs[kWarpgroupWarps + lane.warp], lane);
       cuda::warpgroup_wait<0>(dk);
-      cuda::barrier_arrive(kFIsRead, kConsumerThreads);
-      cuda::barrier_arrive(kSumsAreThere, kConsumerThreads);
+      shared.pairs_empty.arrive();
       write_rows(at, p.grad_k, dk, 1, shared.k, pairs, lane);
-      shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);
       rows.advance(1);
     });
@@ -340,37 +357,75 @@ struct BwdChunks {
     }
   }
 
-  template <int first>
-  static __device__ __forceinline__ void clear_blocks(float (&d)[kStepBlocks][4]) {
+  // F and B of g E^T and Y E^T: products with factors of rows and columns. An exponent of two steps is split at the warp's
+  // first row left of the diagonal blocks, as in apply_decays() (step_pairs.cuh).
+  template <int warp>
+  __device__ __forceinline__ void apply_factors(float (&f)[kStepBlocks][4], float (&b)[kStepBlocks][4],
+                                                const DeltaRuleTables& tables, const FragmentLane& lane) const {
+    const float log2_of_first = tables.log2_cumsum[16 * warp];
+    float log2_of_row[2], f_factors[2], b_factors[2], decays[2];
 #pragma unroll
-    for (int n = first; n < kStepBlocks; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      log2_of_row[half] = tables.log2_cumsum[row];
+      decays[half] = Math<float>::exp2(log2_of_row[half] - log2_of_first);
+      f_factors[half] = tables.query_factor[row];
+      b_factors[half] = -key_row_factor(tables, row, tables.beta[row]);
+    }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) d[n][i] = 0;
+    for (int n = 0; n < 2 * warp; ++n) {
+      const float2 log2 = column_pair(tables.log2_cumsum, n, lane), beta = column_pair(tables.beta, n, lane);
+      const float of_columns[2] = {beta.x * Math<float>::exp2(log2_of_first - log2.x),
+                                   beta.y * Math<float>::exp2(log2_of_first - log2.y)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        f[n][i] *= f_factors[i / 2] * (decays[i / 2] * of_columns[i % 2]);
+        b[n][i] *= b_factors[i / 2] * (decays[i / 2] * of_columns[i % 2]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 log2 = column_pair(tables.log2_cumsum, 2 * warp + n, lane),
+                   beta = column_pair(tables.beta, 2 * warp + n, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int distance = lane.quad + 8 * (i / 2) - (8 * n + 2 * lane.pair + i % 2);
+        float &of_f = f[2 * warp + n][i], &of_b = b[2 * warp + n][i];
+        // Above the diagonal the decay may be Inf: it is selected.
+        const float factor =
+            (i % 2 == 0 ? beta.x : beta.y) * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
+        of_f = distance >= 0 ? of_f * (f_factors[i / 2] * factor) : 0.0f;
+        of_b = distance > 0 ? of_b * (b_factors[i / 2] * factor) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int n = 2 * warp + 2; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[n][i] = b[n][i] = 0;
+    }
+    if (!has_reset(p, tables)) return;
+#pragma unroll
+    for (int n = 0; n < 2 * warp + 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kBlockSteps * n + 2 * lane.pair + i % 2 < tables.first[lane.row + 8 * (i / 2)]) f[n][i] = b[n][i] = 0;
+      }
     }
   }
-  // Multiplies the columns, which are steps, by beta.
-  static __device__ __forceinline__ void apply_beta(float (&d)[kStepBlocks][4], const DeltaRuleTables& tables,
-                                                    const FragmentLane& lane) {
-#pragma unroll
-    for (int n = 0; n < kStepBlocks; ++n) {
-      const float2 beta = column_pair(tables.beta, n, lane);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) d[n][i] *= i % 2 == 0 ? beta.x : beta.y;
-    }
-  }
+  // Elements that are zero stay zero.
   static __device__ __forceinline__ void multiply(float (&d)[kStepBlocks][4], const float (&by)[kStepBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) d[n][i] = by[n][i] == 0.0f ? 0.0f : d[n][i] * by[n][i];
+      for (int i = 0; i < 4; ++i) d[n][i] = d[n][i] == 0.0f ? 0.0f : d[n][i] * by[n][i];
     }
   }
-  static __device__ __forceinline__ void put(SmemTile<kChunk>& tile, const uint32_t (&operand)[kStepGroups][4],
+  static __device__ __forceinline__ void put(SmemTile<kChunk>& tile, const float (&d)[kStepBlocks][4],
                                              const FragmentPairs<>& pairs) {
 #pragma unroll
-    for (int j = 0; j < kStepGroups; ++j) {
+    for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs.at(tile, 2 * j + i / 2, i % 2) = operand[j][i];
+      for (int half = 0; half < 2; ++half) pairs.at(tile, n, half) = cuda::pack<Scalar>(d[n][2 * half], d[n][2 * half + 1]);
     }
   }
 
@@ -392,13 +447,14 @@ struct BwdChunks {
   // Scales what the lane's steps read and what they add, and adds both up; sums over their columns the products
   // with the keys.
   __device__ __forceinline__ void add_scaled(float (&reads)[kColumnBlocks][4], const float (&adds)[kColumnBlocks][4],
-                                             const float (&beta)[2], const DeltaRuleTables& tables, DecaySums& sums,
-                                             const FragmentPairs<>& pairs, const FragmentLane& lane) {
+                                             const DeltaRuleTables& tables, DecaySums& sums, const FragmentPairs<>& pairs,
+                                             const FragmentLane& lane) {
     float sum_of_reads[2] = {0, 0}, sum_of_adds[2] = {0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane.row + 8 * half;
-      const float of_reads = -beta[half] * tables.exp_cumsum[row], of_adds = beta[half] * tables.gain_to_chunk_end[row];
+      const float beta = tables.beta[row], of_reads = -beta * tables.exp_cumsum[row],
+                  of_adds = beta * tables.gain_to_chunk_end[row];
 #pragma unroll
       for (int n = 0; n < kColumnBlocks; ++n) {
         const float2 key = cuda::unpack<Scalar>(pairs.at(shared.k, n, half));
@@ -451,25 +507,30 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, colu
   if (threadIdx.x < Shared::kTables) {
     shared.tables_full[threadIdx.x].init(1);
     shared.tables_empty[threadIdx.x].init(Chunks::kConsumerThreads);
+    shared.sums_full[threadIdx.x].init(Chunks::kConsumerThreads);
   }
   if (threadIdx.x == 0) {
     shared.rows_full.init(1);
     shared.rows_empty.init(Chunks::kConsumerThreads);
+    shared.pairs_full.init(kWarpgroupThreads);
+    shared.pairs_empty.init((Chunks::kConsumers - 1) * kWarpgroupThreads);
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == kWarpgroups) {
+  if (warpgroup == 0) {
+    cuda::warpgroup_reg_alloc<Chunks::kPairsRegisters>();
+    chunks.consume_pairs();
+  } else if (warpgroup == 1) {
+    cuda::warpgroup_reg_alloc<Chunks::kQueriesRegisters>();
+    chunks.consume_queries();
+  } else if (warpgroup == 2) {
+    cuda::warpgroup_reg_alloc<Chunks::kKeysRegisters>();
+    chunks.consume_keys();
+  } else {
     cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();
     const int thread = threadIdx.x % kWarpgroupThreads;
     if (thread == 0) chunks.produce_stages();
     if (thread == kWarpSize) chunks.produce_rows();
-  } else {
-    cuda::warpgroup_reg_alloc<Chunks::kConsumerRegisters>();
-    if (warpgroup == 0) {
-      chunks.consume_queries();
-    } else {
-      chunks.consume_keys();
-    }
   }
 #endif
 }

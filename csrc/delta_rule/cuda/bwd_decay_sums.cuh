@@ -6,9 +6,9 @@
 namespace ssm_kernels::delta_rule {
 
 struct DecaySums {
-  float pairs[kWarpgroups * kWarpgroupWarps][kChunk];  // of a warp's rows i: for each step t, over pairs j < t <= i
-  float reads[kWarpgroups][kChunk], adds[kChunk];      // of each step, by q and by k, and by k
-  float states[kWarpgroupWarps];                       // of <S, D>
+  float pairs[kWarpgroupWarps][kChunk];            // of a warp's rows i: for each step t, over pairs j < t <= i
+  float reads[kWarpgroups][kChunk], adds[kChunk];  // of each step, by q and by k, and by k
+  float states[kWarpgroupWarps];                   // of <S, D>
 };
 
 // Stores, for each of the lane's rows, the sum over the four lanes that share it.
@@ -26,38 +26,55 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// For each step t the sum over the warp's rows i >= t of the elements in columns before t.
+// For each step t the sum over the warp's rows i >= t of the elements in columns before t; elements above the diagonal are
+// zero. Products with ones of a hi/lo split in bf16 are the sums along rows. Then lanes exchange halves of what they have, so
+// that each ends with two steps.
 __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], float (&target)[kChunk],
                                           const FragmentLane& lane) {
-  float before[2] = {0, 0};
+  using Half = __nv_bfloat16;
+  constexpr uint32_t kLowOne = 0x3f80, kHighOne = kLowOne << 16, kOnes = kHighOne | kLowOne;
+  uint32_t hi[kStepGroups][4], lo[kStepGroups][4];
+#pragma unroll
+  for (int k = 0; k < kStepGroups; ++k) {
+    pack_operand<Half>(terms, k, hi[k]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&block)[4] = terms[2 * k + i / 2];
+      lo[k][i] = cuda::pack_lo<Half>(block[i % 2 * 2], block[i % 2 * 2 + 1], hi[k][i]);
+    }
+  }
+  // Column `quad` of 8 columns has ones in the rows before it.
+  const uint32_t before = (2 * lane.pair < lane.quad ? kLowOne : 0) | (2 * lane.pair + 1 < lane.quad ? kHighOne : 0);
+  float sums[kStepBlocks][2];
 #pragma unroll
   for (int n = 0; n < kStepBlocks; ++n) {
-    float of_steps[2] = {0, 0};
+    float of_rows[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float low = terms[n][2 * half];
-      float sum = low + terms[n][2 * half + 1];
-#pragma unroll
-      for (int distance = 1; distance < 4; distance *= 2) {
-        const float earlier = __shfl_up_sync(kAllLanes, sum, distance, 4);
-        if (lane.pair >= distance) sum += earlier;
-      }
-      float earlier = __shfl_up_sync(kAllLanes, sum, 1, 4);
-      earlier = before[half] + (lane.pair == 0 ? 0.0f : earlier);
-      before[half] += __shfl_sync(kAllLanes, sum, 3, 4);
-      const int distance = lane.row + 8 * half - (kBlockSteps * n + 2 * lane.pair);
-      if (distance >= 0) of_steps[0] += earlier;
-      if (distance >= 1) of_steps[1] += earlier + low;
+    for (int k = 0; k <= n / 2; ++k) {
+      const uint32_t first = 2 * k < n ? kOnes : before, second = 2 * k + 1 < n ? kOnes : 2 * k + 1 == n ? before : 0;
+      cuda::mma<Half>(of_rows, hi[k], first, second);
+      cuda::mma<Half>(of_rows, lo[k], first, second);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      const int distance = lane.row - (kBlockSteps * n + 2 * lane.pair + i);
+      sums[n][i] = (distance >= 0 ? of_rows[i] : 0.0f) + (distance + 8 >= 0 ? of_rows[2 + i] : 0.0f);
+    }
+  }
+  // A lane keeps the blocks whose number has the same bit as its quad.
 #pragma unroll
-      for (int distance = 4; distance < kWarpSize; distance *= 2) {
-        of_steps[i] += __shfl_xor_sync(kAllLanes, of_steps[i], distance);
+  for (int bit = kStepBlocks / 2; bit > 0; bit /= 2) {
+    const bool is_high = (lane.quad & bit) != 0;
+#pragma unroll
+    for (int n = 0; n < bit; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float kept = is_high ? sums[n + bit][i] : sums[n][i], sent = is_high ? sums[n][i] : sums[n + bit][i];
+        sums[n][i] = kept + __shfl_xor_sync(kAllLanes, sent, 4 * bit);
       }
     }
-    if (lane.quad == 0) *reinterpret_cast<float2*>(&target[kBlockSteps * n + 2 * lane.pair]) = {of_steps[0], of_steps[1]};
   }
+  *reinterpret_cast<float2*>(&target[kBlockSteps * lane.quad + 2 * lane.pair]) = {sums[0][0], sums[0][1]};
 }
 
 // Run by one warp, of which each lane has two steps.
