@@ -21,8 +21,8 @@
 // block as prefix sums of its column terms, and over blocks in between as a whole. Pairs of one block are taken one by one in
 // fp32.
 //
-// A block of two warpgroups takes a chunk of a value head. The first warpgroup multiplies for dq, the second for dk. Then all
-// threads take 64 channels at a time through shared memory.
+// A block of four warpgroups takes a chunk of a value head. The first three multiply with the states; the terms of all channels
+// pass through shared memory.
 #pragma once
 
 #include "cuda/mma_tf32x3.cuh"
@@ -34,26 +34,24 @@
 namespace ssm_kernels::delta_rule {
 
 struct KdaBwdChunksShared {
-  static constexpr int kStages = 2, kChannels = 64, kRow = kChannels + 8, kBlocks = kChunk / 16;
-  using Terms = float[kChunk][kRow];
+  static constexpr int kStages = 2, kBlocks = kChunk / 16, kParts = 8;
+  // The lengths of rows put pairs of elements in eight rows into different banks.
+  using Terms = float[kChunk][kStateColumns + 8];
   struct alignas(kOperandAlignment) Stage {
     BwdStatesOfChunk<kStateColumns> states;
     SmemTile<kStateRows> grad_out;
   };
   union {
     Stage stages[kStages];
-    // Of 64 channels, after the products.
-    struct {
-      Terms q_rows, k_rows, k_columns;
-    } terms;
+    Terms terms[3];  // after the products: the row terms of dq and of dk, and the column terms of dk
   };
   KdaRows rows;
   KdaSums log2_cumsum;
-  float2 pairs[kChunk][kRow];  // F and B
+  float2 pairs[kChunk][kChunk + 8];  // F and B
   float beta[kChunk];
-  float states_products[kBlocks][kStateColumns];              // parts of the sum over rows of V of S D
-  float reads[kBlocks][kChannels], adds[kBlocks][kChannels];  // through the state, of blocks of 16 steps
-  float over_blocks[3][kChannels];                            // pairs of blocks 2 and 0; 3 and 0; 3 and 0 or 1
+  float states_products[kParts][kStateColumns];                       // parts of the sum over rows of V of S D
+  float reads[kBlocks][kStateColumns], adds[kBlocks][kStateColumns];  // through the state, of blocks of 16 steps
+  float over_blocks[3][kStateColumns];                                // pairs of blocks 2 and 0; 3 and 0; 3 and 0 or 1
   Mbarrier full[kStages];
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaBwdChunksShared)); }
@@ -62,9 +60,9 @@ struct KdaBwdChunksShared {
 template <typename Scalar>
 struct KdaBwdChunks {
   using Shared = KdaBwdChunksShared;
-  static constexpr int kThreads = 2 * kWarpgroupThreads, kBlockRows = 16, kChannels = Shared::kChannels;
-  static constexpr int kColumnBlocks = kStateColumns / 8;
-  static_assert(kThreads == kChannels * Shared::kBlocks, "a thread has a channel of a block of 16 steps");
+  static constexpr int kThreads = 4 * kWarpgroupThreads, kBlockRows = 16, kColumnBlocks = kStateColumns / 8;
+  static_assert(kThreads == kStateColumns * Shared::kBlocks, "a thread has a channel of a block of 16 steps");
+  enum { kQueryRows, kKeyRows, kKeyColumns, kTerms };  // the terms, and the warpgroups that multiply them with the states
 
   const KdaBwdParams& p;
   Shared& shared;
@@ -78,28 +76,19 @@ struct KdaBwdChunks {
     }
     load_kda_rows<Scalar, kThreads>(p, at, at.chunk, at.head, shared.rows, shared.log2_cumsum, shared.beta);
     __syncthreads();
-    // The first warpgroup has g S, the second Y S and E D.
-    float of_s[kColumnBlocks][4], of_d[kColumnBlocks][4];
     {
-      float products[kStepBlocks][4];  // g E^T, or Y E^T
-      multiply(warpgroup, blocks, of_s, of_d, products);
-      write_pairs(warpgroup, products);
+      float of_state[kColumnBlocks][4];  // g S, Y S, or E D
+      float products[kStepBlocks][4];    // g E^T, or Y E^T
+      multiply(warpgroup, blocks, of_state, products);
+      if (warpgroup <= kKeyRows) write_pairs(warpgroup, products);
+      if (warpgroup < kTerms) put_terms(warpgroup, of_state);
     }
-#pragma unroll 1
-    for (int group = 0; group < kStateColumns / kChannels; ++group) {
-      if (group == 0) {
-        put_terms<0>(warpgroup, of_s, of_d);
-      } else {
-        put_terms<kChannels / 8>(warpgroup, of_s, of_d);
-      }
-      __syncthreads();
-      sum_blocks(group);
-      __syncthreads();
-      add_pairs_of_blocks(group);
-      __syncthreads();
-      finish(group);
-      __syncthreads();
-    }
+    __syncthreads();
+    sum_blocks();
+    __syncthreads();
+    add_pairs_of_blocks();
+    __syncthreads();
+    finish();
   }
 
  private:
@@ -115,8 +104,8 @@ struct KdaBwdChunks {
                         static_cast<int>(at.batch), full);
   }
 
-  __device__ __forceinline__ void multiply(int warpgroup, int blocks, float (&of_s)[kColumnBlocks][4],
-                                           float (&of_d)[kColumnBlocks][4], float (&products)[kStepBlocks][4]) {
+  __device__ __forceinline__ void multiply(int warpgroup, int blocks, float (&of_state)[kColumnBlocks][4],
+                                           float (&products)[kStepBlocks][4]) {
     float2 sum = {0, 0};
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
@@ -129,39 +118,46 @@ struct KdaBwdChunks {
       }
       const uint64_t s = make_operand(stage.states.s), d = make_operand(stage.states.d), e = make_operand(stage.states.e),
                      y = make_operand(stage.states.y), g = make_operand(stage.grad_out);
-      if (warpgroup == 0) {
+      if (warpgroup == kQueryRows) {
         cuda::warpgroup_arrive();
 #pragma unroll
         for (int v = 0; v < kStateRows / 16; ++v) {
-          cuda::gemm<Scalar, false, true>(of_s, columns_of(g, v), rows_of(s, v), block > 0 || v > 0);
+          cuda::gemm<Scalar, false, true>(of_state, columns_of(g, v), rows_of(s, v), block > 0 || v > 0);
           cuda::gemm<Scalar, false, true>(products, columns_of(g, v), rows_of(e, v), block > 0 || v > 0);
         }
-      } else {
+      } else if (warpgroup == kKeyRows) {
         cuda::warpgroup_arrive();
 #pragma unroll
         for (int v = 0; v < kStateRows / 16; ++v) {
-          cuda::gemm<Scalar, true, true>(of_s, rows_of(y, v), rows_of(s, v), block > 0 || v > 0);
-          cuda::gemm<Scalar, true, true>(of_d, rows_of(e, v), rows_of(d, v), block > 0 || v > 0);
+          cuda::gemm<Scalar, true, true>(of_state, rows_of(y, v), rows_of(s, v), block > 0 || v > 0);
           cuda::gemm<Scalar, true, true>(products, rows_of(y, v), rows_of(e, v), block > 0 || v > 0);
+        }
+      } else if (warpgroup == kKeyColumns) {
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int v = 0; v < kStateRows / 16; ++v) {
+          cuda::gemm<Scalar, true, true>(of_state, rows_of(e, v), rows_of(d, v), block > 0 || v > 0);
         }
       }
       cuda::warpgroup_commit();
       add_states_products(stage.states, sum);
       write_grad_v(stage.states.y, block);
-      cuda::warpgroup_wait<0>(of_s);
-      cuda::warpgroup_wait<0>(of_d);
+      cuda::warpgroup_wait<0>(of_state);
       cuda::warpgroup_wait<0>(products);
       __syncthreads();
       if (threadIdx.x == 0 && block + Shared::kStages < blocks) load_stage(block + Shared::kStages);
     }
-    *reinterpret_cast<float2*>(&shared.states_products[threadIdx.x / kChannels][2 * (threadIdx.x % kChannels)]) = sum;
+    constexpr int kPairs = kStateColumns / 2;
+    *reinterpret_cast<float2*>(&shared.states_products[threadIdx.x / kPairs][2 * (threadIdx.x % kPairs)]) = sum;
   }
 
-  // A thread has two channels, and a fourth of the rows.
+  // A thread has two channels, and an eighth of the rows.
   __device__ __forceinline__ void add_states_products(BwdStatesOfChunk<kStateColumns>& states, float2& sum) const {
-    const int pair = threadIdx.x % kChannels, first = threadIdx.x / kChannels * kBlockRows;
-#pragma unroll 4
-    for (int row = first; row < first + kBlockRows; ++row) {
+    constexpr int kPairs = kStateColumns / 2, kRows = kStateRows / Shared::kParts;
+    const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs * kRows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first + i;
       const float2 s = cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(states.s.vector(row, pair / 4))[pair % 4]),
                    d = cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(states.d.vector(row, pair / 4))[pair % 4]);
       sum.x = fmaf(s.x, d.x, sum.x);
@@ -170,23 +166,16 @@ struct KdaBwdChunks {
   }
 
   __device__ __forceinline__ void write_grad_v(SmemTile<kChunk>& y, int block) const {
-    const int step = threadIdx.x % kChunk;
+    static_assert(kThreads == kChunk * kStateRows / kRowElements, "a thread has a vector of a step");
+    const int step = threadIdx.x % kChunk, vector = threadIdx.x / kChunk, column = block * kStateRows + vector * kRowElements;
+    if (step >= at.steps() || column >= p.headdim) return;
     const float beta = shared.beta[step];
-    Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + step * p.grad_v.stride_step;
-#pragma unroll 1
-    for (int vector = threadIdx.x / kChunk; vector < kStateRows / kRowElements; vector += kThreads / kChunk) {
-      const int column = block * kStateRows + vector * kRowElements;
-      if (step >= at.steps() || column >= p.headdim) continue;
-      float values[kRowElements];
+    float values[kRowElements];
 #pragma unroll
-      for (int i = 0; i < kRowElements; ++i) {
-        const int row = vector * kRowElements + i;
-        values[i] = beta * element(y, row, step);
-      }
-      *reinterpret_cast<uint4*>(target + column) = {
-          cuda::pack<Scalar>(values[0], values[1]), cuda::pack<Scalar>(values[2], values[3]),
-          cuda::pack<Scalar>(values[4], values[5]), cuda::pack<Scalar>(values[6], values[7])};
-    }
+    for (int i = 0; i < kRowElements; ++i) values[i] = beta * element(y, vector * kRowElements + i, step);
+    Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + step * p.grad_v.stride_step + column;
+    *reinterpret_cast<uint4*>(target) = {cuda::pack<Scalar>(values[0], values[1]), cuda::pack<Scalar>(values[2], values[3]),
+                                         cuda::pack<Scalar>(values[4], values[5]), cuda::pack<Scalar>(values[6], values[7])};
   }
 
   // F, and B; and the gradient of beta, the diagonal of Y E^T.
@@ -198,7 +187,7 @@ struct KdaBwdChunks {
       for (int i = 0; i < 4; ++i) {
         const int row = lane.row + 8 * (i / 2), column = 8 * n + 2 * lane.pair + i % 2;
         const float product = products[n][i] * shared.beta[column];
-        if (warpgroup == 0) {
+        if (warpgroup == kQueryRows) {
           shared.pairs[row][column].x = row >= column ? p.scale * product : 0.0f;
         } else {
           shared.pairs[row][column].y = row > column ? -shared.beta[row] * product : 0.0f;
@@ -210,29 +199,26 @@ struct KdaBwdChunks {
     }
   }
 
-  // Puts the terms of the states' products with 64 channels into shared memory.
-  template <int first_block>
-  __device__ __forceinline__ void put_terms(int warpgroup, const float (&of_s)[kColumnBlocks][4],
-                                            const float (&of_d)[kColumnBlocks][4]) {
+  // Puts the terms of the states' products into shared memory.
+  __device__ __forceinline__ void put_terms(int warpgroup, const float (&of_state)[kColumnBlocks][4]) {
     const FragmentLane lane;
+    float factors[2];
 #pragma unroll
-    for (int n = 0; n < kChannels / 8; ++n) {
-      const int column = 8 * n + 2 * lane.pair, channel = 8 * first_block + column;
+    for (int half = 0; half < 2; ++half) {
+      const float beta = shared.beta[lane.row + 8 * half];
+      factors[half] = warpgroup == kQueryRows ? p.scale : warpgroup == kKeyRows ? -beta : beta;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+      const int channel = 8 * n + 2 * lane.pair;
       const float2 last = *reinterpret_cast<const float2*>(&shared.log2_cumsum[kChunk - 1][channel]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane.row + 8 * half;
-        const float2 log2 = *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][channel]);
-        const float (&s)[4] = of_s[first_block + n], (&d)[4] = of_d[first_block + n];
-        const float factor = warpgroup == 0 ? p.scale : -shared.beta[row];
-        const float2 rows = {factor * exp2(log2.x) * s[2 * half], factor * exp2(log2.y) * s[2 * half + 1]};
-        auto& target = warpgroup == 0 ? shared.terms.q_rows : shared.terms.k_rows;
-        *reinterpret_cast<float2*>(&target[row][column]) = rows;
-        if (warpgroup == 1) {
-          const float beta = shared.beta[row];
-          *reinterpret_cast<float2*>(&shared.terms.k_columns[row][column]) = {beta * exp2(last.x - log2.x) * d[2 * half],
-                                                                              beta * exp2(last.y - log2.y) * d[2 * half + 1]};
-        }
+        float2 log2 = *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][channel]);
+        if (warpgroup == kKeyColumns) log2 = {last.x - log2.x, last.y - log2.y};
+        *reinterpret_cast<float2*>(&shared.terms[warpgroup][row][channel]) = {
+            factors[half] * exp2(log2.x) * of_state[n][2 * half], factors[half] * exp2(log2.y) * of_state[n][2 * half + 1]};
       }
     }
   }
@@ -243,27 +229,27 @@ struct KdaBwdChunks {
   }
 
   // The sums of reads and additions through the state, of a thread's channel and block of 16 steps.
-  __device__ __forceinline__ void sum_blocks(int group) {
-    const int column = threadIdx.x % kChannels, block = threadIdx.x / kChannels, channel = group * kChannels + column;
+  __device__ __forceinline__ void sum_blocks() {
+    const int channel = threadIdx.x % kStateColumns, block = threadIdx.x / kStateColumns;
     float reads = 0, adds = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int row = kBlockRows * block; row < kBlockRows * (block + 1); ++row) {
       const float k = element(shared.rows.k, row, channel), q = element(shared.rows.q, row, channel);
-      reads += q * shared.terms.q_rows[row][column] + k * shared.terms.k_rows[row][column];
-      adds += k * shared.terms.k_columns[row][column];
+      reads += q * shared.terms[kQueryRows][row][channel] + k * shared.terms[kKeyRows][row][channel];
+      adds += k * shared.terms[kKeyColumns][row][channel];
     }
-    shared.reads[block][column] = reads;
-    shared.adds[block][column] = adds;
+    shared.reads[block][channel] = reads;
+    shared.adds[block][channel] = adds;
   }
 
-  // Adds the pairs of different blocks of 16 steps. A warp has the rows, and the columns, of one block and half of the
+  // Adds the pairs of different blocks of 16 steps. A warp has the rows, and the columns, of one block and a fourth of the
   // channels. Of its six products with 8 steps the first ones are its rows' with earlier blocks, the others its columns' with
   // later ones.
-  __device__ __forceinline__ void add_pairs_of_blocks(int group) {
+  __device__ __forceinline__ void add_pairs_of_blocks() {
     using Operand = cuda::Tf32Rounded<4>;
-    constexpr int kProducts = kChunk / 8 - 2, kBlocksOfWarp = kChannels / 8 / 2;
+    constexpr int kProducts = kChunk / 8 - 2, kBlocksOfWarp = kColumnBlocks / 4;
     FragmentLane lane;
-    const int half_of_channels = threadIdx.x / kWarpgroupThreads, own = lane.warp, first = kBlockRows * own;
+    const int part = threadIdx.x / kWarpgroupThreads, own = lane.warp, first = kBlockRows * own;
     lane.row = first + lane.quad;
     Operand f[kProducts], b[kProducts];
 #pragma unroll
@@ -283,10 +269,10 @@ struct KdaBwdChunks {
     }
     const int before = max(first - 1, 0), last = first + kBlockRows - 1;
 #pragma unroll 1
-    for (int n = kBlocksOfWarp * half_of_channels; n < kBlocksOfWarp * (half_of_channels + 1); ++n) {
-      const int column = 8 * n + 2 * lane.pair, channels = kChannels * group + column;
-      const int channel = kChannels * group + 8 * n + lane.quad;  // of operands B
-      const float start = shared.log2_cumsum[before][channel], end = shared.log2_cumsum[last][channel];
+    for (int n = kBlocksOfWarp * part; n < kBlocksOfWarp * (part + 1); ++n) {
+      const int channels = 8 * n + 2 * lane.pair, channel = 8 * n + lane.quad;  // of accumulators, and of operands B
+      const float start = shared.log2_cumsum[before][channel] + kTruncatedLog2,
+                  end = shared.log2_cumsum[last][channel] - kTruncatedLog2;
       float2 from_start[2], to_end[2], q[2], k[2];
       {
         const float2 starts = *reinterpret_cast<const float2*>(&shared.log2_cumsum[before][channels]),
@@ -304,17 +290,15 @@ struct KdaBwdChunks {
       float q_rows[4] = {}, k_rows[4] = {}, k_columns[4] = {};
 #pragma unroll
       for (int m = 0; m < kProducts; ++m) {
-        cuda::Tf32Rounded<2> operand;
         if (m < 2 * own) {
-          float values[2];
+          uint32_t keys[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int step = 8 * m + 2 * lane.pair + i;
-            values[i] = element(shared.rows.k, step, channel) * exp2(start - shared.log2_cumsum[step][channel]);
+            keys[i] = __float_as_uint(element(shared.rows.k, step, channel) * exp2(start - shared.log2_cumsum[step][channel]));
           }
-          operand.prepare(values);
-          cuda::mma_tf32(q_rows, f[m].values, operand.values);
-          cuda::mma_tf32(k_rows, b[m].values, operand.values);
+          cuda::mma_tf32(q_rows, f[m].values, keys);
+          cuda::mma_tf32(k_rows, b[m].values, keys);
           // After all pairs with the first block, or the first two.
           if (m % 2 == 1 && m / 2 + 1 < own) {
             float sums[2] = {};
@@ -329,36 +313,34 @@ struct KdaBwdChunks {
               for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
             if (lane.quad == 0) {
-              *reinterpret_cast<float2*>(&shared.over_blocks[own - 2 + m / 2][column]) = {sums[0], sums[1]};
+              *reinterpret_cast<float2*>(&shared.over_blocks[own - 2 + m / 2][channels]) = {sums[0], sums[1]};
             }
           }
         } else {
-          float keys[2], queries[2];
+          uint32_t keys[2], queries[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int step = 8 * (m + 2) + 2 * lane.pair + i;
             const float decay = exp2(shared.log2_cumsum[step][channel] - end);
-            keys[i] = decay * element(shared.rows.k, step, channel);
-            queries[i] = decay * element(shared.rows.q, step, channel);
+            keys[i] = __float_as_uint(decay * element(shared.rows.k, step, channel));
+            queries[i] = __float_as_uint(decay * element(shared.rows.q, step, channel));
           }
-          operand.prepare(queries);
-          cuda::mma_tf32(k_columns, f[m].values, operand.values);
-          operand.prepare(keys);
-          cuda::mma_tf32(k_columns, b[m].values, operand.values);
+          cuda::mma_tf32(k_columns, f[m].values, queries);
+          cuda::mma_tf32(k_columns, b[m].values, keys);
         }
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane.row + 8 * half;
         const auto add = [&](Shared::Terms& terms, const float (&values)[4], float2 factor) {
-          float2& target = *reinterpret_cast<float2*>(&terms[row][column]);
+          float2& target = *reinterpret_cast<float2*>(&terms[row][channels]);
           target = {fmaf(factor.x, values[2 * half], target.x), fmaf(factor.y, values[2 * half + 1], target.y)};
         };
         if (own > 0) {
-          add(shared.terms.q_rows, q_rows, from_start[half]);
-          add(shared.terms.k_rows, k_rows, from_start[half]);
+          add(shared.terms[kQueryRows], q_rows, from_start[half]);
+          add(shared.terms[kKeyRows], k_rows, from_start[half]);
         }
-        if (own < Shared::kBlocks - 1) add(shared.terms.k_columns, k_columns, to_end[half]);
+        if (own < Shared::kBlocks - 1) add(shared.terms[kKeyColumns], k_columns, to_end[half]);
       }
     }
   }
@@ -368,86 +350,109 @@ struct KdaBwdChunks {
   }
 
   // What passes over all steps of a block of 16 in one channel.
-  __device__ __forceinline__ float passing(int block, int column, int channel) const {
+  __device__ __forceinline__ float passing(int block, int channel) const {
     float sum = 0;
 #pragma unroll
-    for (int part = 0; part < Shared::kBlocks; ++part) sum += shared.states_products[part][channel];
+    for (int part = 0; part < Shared::kParts; ++part) sum += shared.states_products[part][channel];
     sum *= exp2(shared.log2_cumsum[kChunk - 1][channel]);
 #pragma unroll
     for (int other = 0; other < Shared::kBlocks; ++other) {
-      if (other > block) sum += shared.reads[other][column];
-      if (other < block) sum += shared.adds[other][column];
+      if (other > block) sum += shared.reads[other][channel];
+      if (other < block) sum += shared.adds[other][channel];
     }
-    if (block == 1) sum += shared.over_blocks[0][column] + shared.over_blocks[1][column];
-    if (block == 2) sum += shared.over_blocks[2][column];
+    if (block == 1) sum += shared.over_blocks[0][channel] + shared.over_blocks[1][channel];
+    if (block == 2) sum += shared.over_blocks[2][channel];
     return sum;
   }
 
   // Adds the pairs of one block of 16 steps, and writes the gradients. A thread has a channel of a block.
-  __device__ __forceinline__ void finish(int group) {
-    const int column = threadIdx.x % kChannels, channel = group * kChannels + column;
-    const int block = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kChannels, 0), first = kBlockRows * block;
+  __device__ __forceinline__ void finish() {
+    const int channel = threadIdx.x % kStateColumns;
+    const int block = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kStateColumns, 0), first = kBlockRows * block;
+    const int steps = channel < p.dstate ? at.steps() - first : 0;
     auto& terms = shared.terms;
     float k[kBlockRows], decay[kBlockRows], columns[kBlockRows], grad_log_decay[kBlockRows], rows[kBlockRows];
     {
-      float over = passing(block, column, channel);
+      float over = passing(block, channel);
 #pragma unroll
       for (int i = 0; i < kBlockRows; ++i) {
         k[i] = element(shared.rows.k, first + i, channel);
-        columns[i] = terms.k_columns[first + i][column];
+        columns[i] = terms[kKeyColumns][first + i][channel];
         grad_log_decay[i] = over;
         over = fmaf(k[i], columns[i], over);
       }
     }
     float before = 0;
+    RowWriter grad_q(*this, p.grad_q, first, channel);
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       const int row = first + i;
       const float q = element(shared.rows.q, row, channel), log2 = shared.log2_cumsum[row][channel],
                   decay_of_step = i == 0 ? 1.0f : exp2(log2 - before);
       before = log2;
-      float grad_q = terms.q_rows[row][column], grad_k = terms.k_rows[row][column], over = 0;
-      rows[i] = q * grad_q + k[i] * grad_k;
-#pragma unroll
-      for (int j = 0; j < i; ++j) {
-        const float2 pair = shared.pairs[row][first + j];
+      float of_query = terms[kQueryRows][row][channel], of_key = terms[kKeyRows][row][channel], over = 0;
+      rows[i] = q * of_query + k[i] * of_key;
+      const auto add_pair = [&](int j, float f, float b) {
         decay[j] *= decay_of_step;
-        const float key = decay[j] * k[j], of_pair = fmaf(pair.x, q, pair.y * k[i]);
-        grad_q = fmaf(pair.x, key, grad_q);
-        grad_k = fmaf(pair.y, key, grad_k);
+        const float key = decay[j] * k[j], of_pair = fmaf(f, q, b * k[i]);
+        of_query = fmaf(f, key, of_query);
+        of_key = fmaf(b, key, of_key);
         columns[j] = fmaf(decay[j], of_pair, columns[j]);
         over = fmaf(key, of_pair, over);
         grad_log_decay[j + 1] += over;
+      };
+#pragma unroll
+      for (int j = 0; j < i; j += 2) {
+        const float4 pairs = *reinterpret_cast<const float4*>(&shared.pairs[row][first + j]);
+        add_pair(j, pairs.x, pairs.y);
+        if (j + 1 < i) add_pair(j + 1, pairs.z, pairs.w);
       }
       decay[i] = 1;
       const float diagonal = shared.pairs[row][row].x;
-      grad_q = fmaf(diagonal, k[i], grad_q);
       columns[i] = fmaf(diagonal, q, columns[i]);
-      write(p.grad_q, row, channel, grad_q);
-      terms.k_rows[row][column] = grad_k;
+      grad_q.write(fmaf(diagonal, k[i], of_query), i < steps);
+      grad_q.advance(1);
+      terms[kKeyRows][row][channel] = of_key;
     }
+    RowWriter grad_k(*this, p.grad_k, first + kBlockRows - 1, channel);
+    float* target = at.template rows<float>(p.grad_log_decay, at.head, at.chunk) +
+                    (first + kBlockRows - 1) * p.grad_log_decay.stride_step + channel;
+    const bool has_gates = p.grad_log_decay.data != nullptr;
     float over = 0;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
-      const int row = first + i;
       over += rows[i];
-      write(p.grad_k, row, channel, terms.k_rows[row][column] + columns[i]);
-      if (p.grad_log_decay.data != nullptr && row < at.steps() && channel < p.dstate) {
-        at.template rows<float>(p.grad_log_decay, at.head, at.chunk)[row * p.grad_log_decay.stride_step + channel] =
-            grad_log_decay[i] + over;
-      }
+      grad_k.write(terms[kKeyRows][first + i][channel] + columns[i], i < steps);
+      grad_k.advance(-1);
+      if (has_gates && i < steps) *target = grad_log_decay[i] + over;
+      target -= p.grad_log_decay.stride_step;
     }
   }
 
-  __device__ __forceinline__ void write(const RowsView& view, int row, int channel, float value) const {
-    if (row >= at.steps() || channel >= p.dstate) return;
-    const int64_t offset = row * view.stride_step + channel;
-    if (p.has_fp32_rows) {
-      at.template rows<float>(view, at.head, at.chunk)[offset] = value;
-    } else {
-      at.template rows<uint16_t>(view, at.head, at.chunk)[offset] = static_cast<uint16_t>(cuda::pack<Scalar>(value, 0));
+  // Writes one channel of consecutive rows of fp32, or of the inputs' type.
+  class RowWriter {
+   public:
+    __device__ __forceinline__ RowWriter(const KdaBwdChunks& of, const RowsView& view, int row, int channel)
+        : is_fp32_(of.p.has_fp32_rows) {
+      const int64_t offset = row * view.stride_step + channel;
+      if (is_fp32_) {
+        target_ = reinterpret_cast<unsigned char*>(of.at.template rows<float>(view, of.at.head, of.at.chunk) + offset);
+      } else {
+        target_ = reinterpret_cast<unsigned char*>(of.at.template rows<uint16_t>(view, of.at.head, of.at.chunk) + offset);
+      }
+      row_bytes_ = view.stride_step * static_cast<int64_t>(is_fp32_ ? sizeof(float) : sizeof(uint16_t));
     }
-  }
+    __device__ __forceinline__ void write(float value, bool is_there) const {
+      if (is_there && is_fp32_) *reinterpret_cast<float*>(target_) = value;
+      if (is_there && !is_fp32_) *reinterpret_cast<uint16_t*>(target_) = static_cast<uint16_t>(cuda::pack<Scalar>(value, 0));
+    }
+    __device__ __forceinline__ void advance(int rows) { target_ += rows * row_bytes_; }
+
+   private:
+    bool is_fp32_;
+    int64_t row_bytes_;
+    unsigned char* target_;
+  };
 };
 
 template <typename Scalar>

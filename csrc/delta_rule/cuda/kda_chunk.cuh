@@ -38,12 +38,17 @@ struct KdaRows {
 // into different banks.
 using KdaSums = float[kChunk][kStateColumns + 8];
 
+// Tensor cores truncate fp32 operands to TF32, which makes them smaller by 0.72 * 2^-11 on average. A decay that is larger by
+// as much, a difference of binary logarithms, makes up for it: the errors are as small as those of rounding, and bf16 elements
+// without decay stay exact.
+constexpr float kTruncatedLog2 = 5e-4f;
+
 // Run by all threads of a block; a barrier must follow. Steps past the end of the sequence have zeros, and no decay.
 template <typename Scalar, int threads, typename Params>
 __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& span, int chunk, int head, KdaRows& rows,
                                               KdaSums& log2_cumsum, float (&beta)[kChunk]) {
-  constexpr int kVectors = kStateColumns / kRowElements, kAtOnce = 16;
-  static_assert(threads >= kStateColumns, "a thread sums the log decays of one channel");
+  constexpr int kVectors = kStateColumns / kRowElements, kParts = threads / kStateColumns;
+  static_assert(threads % kStateColumns == 0, "as many threads sum the log decays of each channel");
   const int thread = threadIdx.x, steps = span.steps_of(chunk), key_head = head / p.value_heads_per_key_head;
   const auto copy = [&](const RowsView& view, SmemTile<kStateColumns>& tile) {
     const Scalar* const source = span.rows<const Scalar>(view, key_head, chunk);
@@ -58,28 +63,35 @@ __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& 
   };
   copy(p.k, rows.k);
   copy(p.q, rows.q);
-  if (thread < kStateColumns) {
-    const float* const log_decay = span.rows<const float>(p.log_decay, head, chunk) + thread;
-    const bool is_channel = thread < p.dstate;
-    float sum = 0;
-#pragma unroll 1
-    for (int first = 0; first < kChunk; first += kAtOnce) {
-      float log2[kAtOnce];
+  // Neighboring lanes have neighboring channels, and those further apart later steps.
+  constexpr int kChannels = kWarpSize / kParts, kSteps = kChunk / kParts;
+  const int channel = thread / kWarpSize * kChannels + thread % kChannels, part = thread % kWarpSize / kChannels;
+  const int first = part * kSteps, count = channel < p.dstate ? steps - first : 0;
+  const float* log_decay = span.rows<const float>(p.log_decay, head, chunk) + channel + first * p.log_decay.stride_step;
+  float log2[kSteps];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        log2[i] = is_channel && first + i < steps ? log_decay[(first + i) * p.log_decay.stride_step] : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float scaled = log2[i] * static_cast<float>(kLog2E);
-        sum += scaled < kLowestLog2Decay ? kLowestLog2Decay : scaled;
-        log2_cumsum[first + i][thread] = sum;
-      }
-    }
+  for (int i = 0; i < kSteps; ++i) {
+    log2[i] = i < count ? *log_decay : 0.0f;
+    log_decay += p.log_decay.stride_step;
   }
   if (thread < kChunk) {
     beta[thread] = thread < steps ? span.rows<const float>(p.beta, head, chunk)[thread * p.beta.stride_step] : 0.0f;
   }
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const float scaled = log2[i] * static_cast<float>(kLog2E);
+    sum += scaled < kLowestLog2Decay ? kLowestLog2Decay : scaled;
+    log2[i] = sum;
+  }
+  float before = 0;
+#pragma unroll
+  for (int other = 0; other < kParts - 1; ++other) {
+    const float of_part = __shfl_sync(kAllLanes, sum, other * kChannels + thread % kChannels);
+    if (other < part) before += of_part;
+  }
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) log2_cumsum[first + i][channel] = kParts == 1 ? log2[i] : before + log2[i];
   cuda::cp_async_wait();
 }
 

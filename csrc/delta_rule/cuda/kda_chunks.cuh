@@ -149,9 +149,15 @@ struct KdaChunks {
   // `halves` the first two elements are products of keys and the others of queries.
   __device__ __forceinline__ void multiply_pairs(float (&of_keys)[kStepBlocks][4], float (&of_queries)[kStepBlocks][4],
                                                  float (&halves)[4], const FragmentLane& lane) {
-    using OperandA = cuda::Tf32Rounded<4>;
-    using OperandB = cuda::Tf32Rounded<2>;
     const int first = 16 * lane.warp;
+    const auto bits = [](float value) { return __float_as_uint(value); };
+    // Decays until and after a step; operands are truncated.
+    const auto until = [](float2 step, float2 log2) {
+      return exp2_difference({step.x + kTruncatedLog2, step.y + kTruncatedLog2}, log2);
+    };
+    const auto after = [](float2 step, float2 log2) {
+      return exp2_difference(log2, {step.x - kTruncatedLog2, step.y - kTruncatedLog2});
+    };
 #pragma unroll 2
     for (int group = 0; group < kVectors; ++group) {
       float2 k[2], q[2], log2[2];
@@ -161,30 +167,25 @@ struct KdaChunks {
         q[half] = pair_of(shared.rows.q, lane.row + 8 * half, group, lane);
         log2[half] = log2_pair(lane.row + 8 * half, group, lane);
       }
-      OperandA a;
-      OperandB b;
-      const float2 middle = log2_pair(first + 7, group, lane), after = exp2_difference(log2[1], middle),
-                   until = exp2_difference(middle, log2[0]);
-      a.prepare((const float[4]){k[1].x * after.x, q[1].x * after.x, k[1].y * after.y, q[1].y * after.y});
-      b.prepare((const float[2]){k[0].x * until.x, k[0].y * until.y});
-      cuda::mma_tf32(halves, a.values, b.values);
+      {
+        const float2 middle = log2_pair(first + 7, group, lane), to = until(middle, log2[0]), from = after(middle, log2[1]);
+        const uint32_t a[4] = {bits(k[1].x * from.x), bits(q[1].x * from.x), bits(k[1].y * from.y), bits(q[1].y * from.y)};
+        cuda::mma_tf32(halves, a, {bits(k[0].x * to.x), bits(k[0].y * to.y)});
+      }
       if (lane.warp == 0) continue;
-      const float2 start = log2_pair(first - 1, group, lane), low = exp2_difference(log2[0], start),
-                   high = exp2_difference(log2[1], start);
-      OperandA of_q;
-      a.prepare((const float[4]){k[0].x * low.x, k[1].x * high.x, k[0].y * low.y, k[1].y * high.y});
-      of_q.prepare((const float[4]){q[0].x * low.x, q[1].x * high.x, q[0].y * low.y, q[1].y * high.y});
+      const float2 start = log2_pair(first - 1, group, lane), low = after(start, log2[0]), high = after(start, log2[1]);
+      const uint32_t keys[4] = {bits(k[0].x * low.x), bits(k[1].x * high.x), bits(k[0].y * low.y), bits(k[1].y * high.y)},
+                     queries[4] = {bits(q[0].x * low.x), bits(q[1].x * high.x), bits(q[0].y * low.y), bits(q[1].y * high.y)};
 #pragma unroll
       for (int earlier = 0; earlier < kWarpgroupWarps - 1; ++earlier) {
         if (earlier >= lane.warp) break;
 #pragma unroll
         for (int n = 2 * earlier; n < 2 * earlier + 2; ++n) {
           const int step = kBlockSteps * n + lane.quad;
-          const float2 key = pair_of(shared.rows.k, step, group, lane),
-                       decay = exp2_difference(start, log2_pair(step, group, lane));
-          b.prepare((const float[2]){key.x * decay.x, key.y * decay.y});
-          cuda::mma_tf32(of_keys[n], a.values, b.values);
-          cuda::mma_tf32(of_queries[n], of_q.values, b.values);
+          const float2 key = pair_of(shared.rows.k, step, group, lane), decay = until(start, log2_pair(step, group, lane));
+          const uint32_t b[2] = {bits(key.x * decay.x), bits(key.y * decay.y)};
+          cuda::mma_tf32(of_keys[n], keys, b);
+          cuda::mma_tf32(of_queries[n], queries, b);
         }
       }
     }
