@@ -88,7 +88,8 @@ class MambaConfig(MambaSsmFields):
         mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"``, ``"MinLSTM"``, ``"DeltaNet"``, ``"GatedDeltaNet"``,
             ``"KimiDeltaAttention"`` or ``"GatedDeltaProduct"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
         discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
-        recompute: for ``"Mamba"`` and ``"Mamba2"``: ``"none"``, ``"cheap"`` or ``"all"``; see :class:`ssm_kernels.nn.Mamba2`.
+        recompute: for ``"Mamba"``, ``"Mamba2"`` and the delta rules: ``"none"``, ``"cheap"`` or ``"all"``; see
+            :class:`ssm_kernels.nn.Mamba2`.
 
     Raises:
         ValueError: a value is not as above.
@@ -133,7 +134,7 @@ class MambaConfig(MambaSsmFields):
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"
             )
         check_recompute(name, self.recompute)
-        if self.recompute != "cheap" and self.mixer not in ("Mamba", "Mamba2"):
+        if self.recompute != "cheap" and self.mixer not in ("Mamba", "Mamba2", *DELTA_RULES):
             raise ValueError(f"{name}: expected no recompute with mixer {self.mixer!r}, which has none, got {self.recompute!r}")
 
     def _check_ssm_cfg(self, mixer: MixerName) -> None:

@@ -40,12 +40,14 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
         rule = cast(ExponentialDiscretizationName, config.discretization)
         return functools.partial(Mamba2, discretization=rule, recompute=config.recompute, **config.ssm_cfg)
     if config.mixer in DELTA_RULES:
-        return functools.partial(_delta_rule, DELTA_RULES[config.mixer], **config.ssm_cfg)
+        return functools.partial(_delta_rule, DELTA_RULES[config.mixer], config.recompute, **config.ssm_cfg)
     return functools.partial(RecurrentMixer, rnn=cast(RecurrenceName, config.mixer), **config.ssm_cfg)
 
 
-def _delta_rule(layer: Callable[..., nn.Module], d_model: int, **options: Any) -> nn.Module:
-    return layer(hidden_size=d_model, **options)
+def _delta_rule(layer: Callable[..., nn.Module], recompute: str, d_model: int, **options: Any) -> nn.Module:
+    made: Any = layer(hidden_size=d_model, **options)
+    made.recompute = recompute
+    return cast(nn.Module, made)
 
 
 # The last projections of mixers and MLPs.

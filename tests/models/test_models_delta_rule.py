@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -112,5 +113,22 @@ def test_bad_options(mixer):
     ):
         with pytest.raises(error, match=says(message)):
             MambaConfig(d_model=16, mixer=mixer, ssm_cfg=options)
-    with pytest.raises(ValueError, match=says(f"MambaConfig: expected no recompute with mixer '{mixer}'")):
-        MambaConfig(d_model=16, mixer=mixer, recompute="all")
+    with pytest.raises(ValueError, match=says(f"MambaConfig: expected no discretization with mixer '{mixer}'")):
+        MambaConfig(d_model=16, mixer=mixer, discretization="foh")
+
+
+@every_mixer
+def test_recompute(mixer, tmp_path):
+    config = MambaConfig(d_model=16, n_layer=2, vocab_size=11, mixer=mixer, ssm_cfg=MIXERS[mixer], recompute="all")
+    model = MambaLM(config)
+    model.save_pretrained(tmp_path)
+    for each in (model, MambaLM.from_pretrained(tmp_path)):
+        assert each.config.recompute == "all" and {layer.mixer.recompute for layer in each.backbone.layers} == {"all"}
+    default = MambaLM(dataclasses.replace(config, recompute="cheap"))
+    default.load_state_dict(model.state_dict())
+    tokens = torch.tensor([[1, 2, 3]])
+    results = []
+    for each in (model, default):
+        each(tokens).logits.sum().backward()
+        results.append([parameter.grad for parameter in each.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
