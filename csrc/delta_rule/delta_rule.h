@@ -120,8 +120,8 @@ constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + kChunk * kChunk * 2;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
 // Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 and times row_factors with has_fp32_rows,
-// else of the inputs' type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q,
-// grad_k and grad_v.
+// else of the inputs' type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q
+// and grad_k.
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;

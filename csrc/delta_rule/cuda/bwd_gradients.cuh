@@ -15,7 +15,8 @@ struct BwdGradients {
   // Y^T has rows of V; steps times beta become rows.
   __device__ __forceinline__ void write_v(const ChunkOfHead& at, const DeltaRuleTables& tables, SmemTile<kChunk>& y, int block,
                                           const FragmentLane& lane) const {
-    const int column = 8 * lane.pair, elements = p.headdim - block * kStateRows;
+    // No branch: products are in flight.
+    const int column = 8 * lane.pair, elements = p.grad_v.data == nullptr ? 0 : p.headdim - block * kStateRows;
     Scalar* const target = at.template rows<Scalar>(p.grad_v, at.head, at.chunk) + block * kStateRows + column;
     const float beta[2] = {tables.beta[lane.row], tables.beta[lane.row + 8]};
 #pragma unroll

@@ -116,7 +116,7 @@ struct BwdWideStates {
                      n_lo_rows = make_operand(shared.n_lo);
 
       float u[kStepBlocks][4];
-      multiply_state<Scalar>(state, [&](int k, const uint32_t (&s)[4]) {
+      multiply_state<Scalar, 3>(state, [&](int k, const uint32_t (&s)[4]) {
         cuda::gemm<Scalar, false>(u, s, columns_of(k_rows, k), k > 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[i];

@@ -129,7 +129,7 @@ struct FwdWide {
       const uint64_t k_rows = make_operand(shared.k[stage]), q_rows = make_operand(shared.q[stage]);
 
       float u[kStepBlocks][4], y[kStepBlocks][4];
-      multiply_state<Scalar>(state, [&](int k, const uint32_t (&s)[4]) {
+      multiply_state<Scalar, 1>(state, [&](int k, const uint32_t (&s)[4]) {
         cuda::gemm<Scalar, false>(u, s, columns_of(k_rows, k), k > 0);
         cuda::gemm<Scalar, false>(y, s, columns_of(q_rows, k), k > 0);
       });

@@ -133,23 +133,40 @@ class Backward {
     return row_blocks(in_.v.size(3)) * column_blocks(in_.q.size(3)) * bwd_states_bytes(columns);
   }
 
-  // How many of `count` a part takes, so that its workspace takes at most the bytes of the debug option. The smallest part is
-  // one value head of a row, whatever it takes.
-  int64_t at_once(int64_t count, int64_t heads_of_each) const {
+  // The most value heads of a row whose workspace takes at most the bytes of the debug option.
+  int64_t most_heads() const {
     const int64_t rows_bytes = 2 * kChunk * round_up(in_.q.size(3), kRowElements) * int64_t(sizeof(float)),
                   bytes = chunks_of(1) *
-                          (matrices_bytes() + states_bytes() + (applies_norms() || has_parts_of_key_heads() ? rows_bytes : 0)),
-                  most_heads = debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
-    return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+                          (matrices_bytes() + states_bytes() + (applies_norms() || has_parts_of_key_heads() ? rows_bytes : 0));
+    return debug_option(DebugOption::kSsdWorkspaceBytes) / bytes;
+  }
+  // How many of `count` a part takes. The smallest part is one value head of a row, whatever it takes.
+  int64_t at_once(int64_t count, int64_t heads_of_each) const {
+    return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads() / heads_of_each)));
   }
   int64_t heads_at_once() const { return at_once(heads_per_key_head_, 1); }
+
+  // The waves of blocks that compute the states, of all parts of so many rows and key heads each.
+  int64_t waves(int64_t entries, int64_t key_heads) const {
+    const int64_t parts = ceil_div(in_.q.size(0), entries) * ceil_div(in_.q.size(2), key_heads),
+                  pairs_of_row_blocks = ceil_div(row_blocks(in_.v.size(3)), int64_t{kWarpgroups}),
+                  blocks = kDirections * entries * key_heads * heads_per_key_head_ * pairs_of_row_blocks;
+    return parts * ceil_div(blocks, int64_t{cuda::multiprocessor_count(in_.q.get_device())});
+  }
 
   // Calls body(range) for the parts of the call.
   template <typename Body>
   void for_each_range(const Body& body) const {
     const int64_t batch = in_.q.size(0), heads = in_.v.size(2), key_heads = in_.q.size(2);
-    const int64_t entries = at_once(batch, heads), key_heads_at_once = at_once(key_heads, heads_per_key_head_),
-                  heads_at_once = this->heads_at_once();
+    int64_t entries = at_once(batch, heads), key_heads_at_once = at_once(key_heads, heads_per_key_head_);
+    const int64_t heads_at_once = this->heads_at_once();
+    // Some heads of all rows instead of all heads of some rows, if the blocks of the states then come in fewer waves.
+    const int64_t of_all_rows = is_wide() ? std::min(key_heads, most_heads() / (batch * heads_per_key_head_)) : 0;
+    for (int64_t count = of_all_rows; count > 0; --count) {
+      if (waves(batch, count) >= waves(entries, key_heads_at_once)) continue;
+      entries = batch;
+      key_heads_at_once = count;
+    }
     for (int64_t entry = 0; entry < batch; entry += entries) {
       for (int64_t key_head = 0; key_head < key_heads; key_head += key_heads_at_once) {
         const int64_t count = std::min(key_heads_at_once, key_heads - key_head);
@@ -335,7 +352,7 @@ class Backward {
       params.grad_k = view_of(columns(grad_k));
       if (first > 0) {
         params.states = static_cast<char*>(params.states) + states_of_columns;
-        params.grad_beta = {};
+        params.grad_v = params.grad_beta = {};
         if (of_.grad_log_decay.defined()) {
           terms = empty_tensor_like(range.of_heads(of_.grad_log_decay));
           params.grad_log_decay = view_of(terms.unsqueeze(3));

@@ -46,21 +46,18 @@ __device__ __forceinline__ void load_wide_rows(SmemTile<kWideColumns>& target, c
   }
 }
 
-// Calls body(k, s) for each 16 columns k of the state, with s their operand A, and commits the products that it starts, those
-// of two k at a time. Earlier ones are then complete except the last, so that few operands are in registers.
-template <typename Scalar, typename Body>
+// Calls body(k, s) for each 16 columns k of the state, with s their operand A, and commits the products that it starts. At most
+// `pending` earlier k are then in flight, so that few operands are in registers.
+template <typename Scalar, int pending, typename Body>
 __device__ __forceinline__ void multiply_state(const State<kWideColumns>& state, const Body& body) {
-  constexpr int kAtOnce = 1;
 #pragma unroll
-  for (int first = 0; first < kWideColumns / 16; first += kAtOnce) {
-    uint32_t s[kAtOnce][4];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) state.template pack<Scalar>(first + i, s[i]);
+  for (int k = 0; k < kWideColumns / 16; ++k) {
+    uint32_t s[4];
+    state.template pack<Scalar>(k, s);
     cuda::warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) body(first + i, s[i]);
+    body(k, s);
     cuda::warpgroup_commit();
-    cuda::warpgroup_wait_for_earlier<1>();
+    cuda::warpgroup_wait_for_earlier<pending>();
   }
 }
 
