@@ -14,8 +14,10 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_gates(const GateParams& params, cudaStream_t stream);
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_scale_rows(const RowParams& params, bool has_vectors, cudaStream_t stream);
-// Params: NormalizerParams for forward, NormalizerBwdParams for backward.
-template <typename Scalar, typename Params>
-SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const Params& params, bool has_vectors, cudaStream_t stream);
+// Forward, and backward: a type that the library hides, as argument of a template, would hide its instance.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const NormalizerParams& params, bool has_vectors, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const NormalizerBwdParams& params, bool has_vectors, cudaStream_t stream);
 
 }  // namespace ssm_kernels::mlstm

@@ -431,9 +431,19 @@ cudaError_t launch_normalizer(const Params& p, cudaStream_t stream) {
 }
 
 template <typename Scalar, typename Params>
-cudaError_t launch_mlstm_normalizer(const Params& params, bool has_vectors, cudaStream_t stream) {
+cudaError_t launch_normalizer(const Params& params, bool has_vectors, cudaStream_t stream) {
   constexpr int kVector = cuda::Vector<Scalar, 16 / sizeof(Scalar)>::kSize;
   return has_vectors ? launch_normalizer<Scalar, kVector>(params, stream) : launch_normalizer<Scalar, 1>(params, stream);
+}
+
+template <typename Scalar>
+cudaError_t launch_mlstm_normalizer(const NormalizerParams& params, bool has_vectors, cudaStream_t stream) {
+  return launch_normalizer<Scalar>(params, has_vectors, stream);
+}
+
+template <typename Scalar>
+cudaError_t launch_mlstm_normalizer(const NormalizerBwdParams& params, bool has_vectors, cudaStream_t stream) {
+  return launch_normalizer<Scalar>(params, has_vectors, stream);
 }
 
 }  // namespace ssm_kernels::mlstm

@@ -6,7 +6,7 @@ namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<__nv_bfloat16>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<__nv_bfloat16>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<__nv_bfloat16, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<__nv_bfloat16, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__nv_bfloat16>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__nv_bfloat16>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm

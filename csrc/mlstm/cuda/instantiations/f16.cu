@@ -6,7 +6,7 @@ namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<__half>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<__half>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<__half, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<__half, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__half>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<__half>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm

@@ -6,7 +6,7 @@ namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<float>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<float>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<float, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<float, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<float>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<float>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm

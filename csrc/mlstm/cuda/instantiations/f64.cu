@@ -6,7 +6,7 @@ namespace ssm_kernels::mlstm {
 
 template cudaError_t launch_mlstm_gates<double>(const GateParams&, cudaStream_t);
 template cudaError_t launch_mlstm_scale_rows<double>(const RowParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<double, NormalizerParams>(const NormalizerParams&, bool, cudaStream_t);
-template cudaError_t launch_mlstm_normalizer<double, NormalizerBwdParams>(const NormalizerBwdParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<double>(const NormalizerParams&, bool, cudaStream_t);
+template cudaError_t launch_mlstm_normalizer<double>(const NormalizerBwdParams&, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::mlstm
