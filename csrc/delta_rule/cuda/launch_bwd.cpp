@@ -470,9 +470,10 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     return grads;
   }
   const BwdInputs plain = plain_call(bwd);
-  const GradTensors plain_grads = allocate_bwd(plain);
+  const GradTensors plain_grads = allocate_plain(bwd, plain, grads);
   Backward(plain, plain_grads).run();
-  return results_of(bwd, plain_grads, grads);
+  write_grads(bwd, plain_grads, grads);
+  return grads;
 }
 
 }  // namespace ssm_kernels::delta_rule

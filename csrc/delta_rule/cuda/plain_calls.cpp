@@ -31,10 +31,12 @@ class StepsOfCall {
 
   // The steps' values (batch, seqlen, ...) at one update of each step, and zeros at the others.
   at::Tensor at_update(const at::Tensor& steps, int64_t update) const {
-    if (updates_ == 1) return in_order(steps);
+    return updates_ == 1 ? in_order(steps) : at_update(steps, update, steps.options());
+  }
+  at::Tensor at_update(const at::Tensor& steps, int64_t update, const at::TensorOptions& options) const {
     std::vector<int64_t> sizes = steps.sizes().vec();
     sizes[1] *= updates_;
-    const at::Tensor result = at::zeros(sizes, steps.options());
+    const at::Tensor result = at::zeros(sizes, options);
     of_update(result, update).copy_(in_order(steps));
     return result;
   }
@@ -70,7 +72,8 @@ Inputs plain_call(const Inputs& call) {
     in.g = if_present(call.g, [&](const at::Tensor& g) { return steps.in_order(g); });
   } else if (is_present(call.g)) {
     // A raw gate of zero is not a log decay of zero.
-    in.g = steps.at_update(log_decays(call, *call.g).to(accumulate_type(call.q.scalar_type())), 0);
+    in.g = steps.at_update(call.has_raw_gate() ? log_decays(call, *call.g) : *call.g, 0,
+                           call.g->options().dtype(accumulate_type(call.q.scalar_type())));
     in.A_log.reset();
     in.dt_bias.reset();
     in.gate_lower_bound.reset();
@@ -80,7 +83,7 @@ Inputs plain_call(const Inputs& call) {
   });
   in.seq_idx = if_present(call.seq_idx, [&](const at::Tensor& ids) {
     const at::Tensor in_order = steps.in_order(ids);
-    return updates == 1 ? in_order : in_order.repeat_interleave(updates, 1);
+    return updates == 1 ? in_order : in_order.unsqueeze(2).expand({-1, -1, updates}).flatten(1);
   });
   in.cu_seqlens = if_present(call.cu_seqlens, [&](const at::Tensor& bounds) {
     const at::Tensor in_order = call.reverse ? bounds.flip(0).neg().add_(call.q.size(1)) : bounds;
@@ -117,12 +120,22 @@ BwdInputs plain_call(const BwdInputs& call) {
   return bwd;
 }
 
-GradTensors results_of(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads) {
+GradTensors allocate_plain(const BwdInputs& call, const BwdInputs& plain, const GradTensors& grads) {
+  if (call.in.reverse) return allocate_bwd(plain);
+  constexpr Grad kShared[] = {kGradK, kGradV, kGradBeta, kGradInitialStates};
+  BwdInputs others = plain;
+  for (const Grad grad : kShared) others.needs_grad[grad] = false;
+  GradTensors result = allocate_bwd(others);
+  for (const Grad grad : kShared) result[grad] = grads[grad];
+  return result;
+}
+
+void write_grads(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads) {
   const Inputs& in = call.in;
   const StepsOfCall steps(in);
   const int64_t updates = in.num_householder;
   const auto write = [&](Grad grad, const auto& value) {
-    if (grads[grad].numel() > 0) grads[grad].copy_(value());
+    if (grads[grad].numel() > 0 && !grads[grad].is_same(plain[grad])) grads[grad].copy_(value());
   };
   write(kGradQ, [&] { return steps.in_order(steps.of_update(plain[kGradQ], updates - 1)); });
   for (const Grad grad : {kGradK, kGradV, kGradBeta}) {
@@ -138,7 +151,6 @@ GradTensors results_of(const BwdInputs& call, const GradTensors& plain, const Gr
     write(kGradALog, [&] { return gates.A_log; });
     write(kGradDtBias, [&] { return gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble); });
   }
-  return grads;
 }
 
 }  // namespace ssm_kernels::delta_rule

@@ -18,7 +18,10 @@ FwdOutputs results_of(const Inputs& call, const FwdOutputs& plain);
 
 // The same for backward.
 BwdInputs plain_call(const BwdInputs& call);
-GradTensors results_of(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads);
+// The tensors for the plain call's gradients: those of the call where both have the same elements in the same order.
+GradTensors allocate_plain(const BwdInputs& call, const BwdInputs& plain, const GradTensors& grads);
+// Writes the other gradients of the call, given those of the plain call.
+void write_grads(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads);
 
 }  // namespace ssm_kernels::delta_rule
 
