@@ -48,6 +48,17 @@ struct DeltaRuleFactorsParams : ChunkedGeometry {
   RowsView row_factors, log_decay, beta;  // null: not needed
 };
 
+// Parameters of the kernel that makes gradients of rows of q or k of those with has_fp32_rows (cuda/row_gradients.cuh). All are
+// (batch, seqlen, heads, ...).
+struct DeltaRuleRowGradsParams {
+  int64_t batch = 0, seqlen = 0, heads = 0;
+  int key_dim = 0;           // at most kMaxKernelDstate; rows are filled up to whole vectors of 16 bytes
+  RowsView rows, grad;       // grad of the inputs' type, as rows
+  RowsView sums;             // fp32
+  RowsView row_factors;      // as in DeltaRuleFwdParams
+  bool are_queries = false;  // which of the two factors
+};
+
 // Parameters of the kernel that makes gradients of the arguments g, beta, A_log and dt_bias of those of log decays and beta
 // (cuda/gate_gradients.cuh). Gradients have the types of their arguments; those that are not needed are null.
 struct DeltaRuleGateGradsParams {
@@ -145,5 +156,6 @@ SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
 SSM_KERNEL_STRUCT(DeltaRuleGateGradsParams, 256);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
+SSM_KERNEL_STRUCT(DeltaRuleRowGradsParams, 168);
 
 }  // namespace ssm_kernels::delta_rule

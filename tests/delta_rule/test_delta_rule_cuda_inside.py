@@ -131,7 +131,7 @@ def test_rows_of_any_length(dtype):
         assert (found[name][:, zero] != 0).any(), name
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 192), (40, 24), (100, 130), (65, 64)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 192), (40, 24), (100, 130), (65, 64), (256, 128), (150, 64)])
 @pytest.mark.parametrize("value_heads", [2, 6])
 def test_every_size_of_a_head(value_heads, key_dim, value_dim):
     inputs = make_inputs(batch=1, seqlen=300, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)

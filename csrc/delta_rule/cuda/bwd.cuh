@@ -10,6 +10,7 @@
 #include "delta_rule/cuda/bwd_states.cuh"
 #include "delta_rule/cuda/gate_gradients.cuh"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/row_gradients.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -31,6 +32,13 @@ cudaError_t launch_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocess
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors, cudaStream_t stream) {
   return launch_bwd_chunks<Scalar, kStateColumns>(params, multiprocessors, stream);
+}
+
+template <typename Scalar>
+cudaError_t launch_delta_rule_row_grads(const DeltaRuleRowGradsParams& params, cudaStream_t stream) {
+  constexpr int kRows = kRowGradThreads / cuda::kWarpSize;
+  const int64_t blocks = (params.batch * params.seqlen * params.heads + kRows - 1) / kRows;
+  return cuda::launch(delta_rule_row_grads_kernel<Scalar>, blocks, kRowGradThreads, 0, stream, /*uses_pdl=*/false, params);
 }
 
 template <typename Scalar>

@@ -28,6 +28,10 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_factors(const DeltaRuleFactorsParam
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params, cudaStream_t stream);
 
+// Queues the kernel that applies the norms to gradients of rows (row_gradients.cuh), for __nv_bfloat16 alone.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_delta_rule_row_grads(const DeltaRuleRowGradsParams& params, cudaStream_t stream);
+
 // Queues the three kernels of backward (bwd.cuh): with has_matrices not the first, whose results `params` has then, and without
 // a workspace of states not the last. The last has a block for each of the device's `multiprocessors`, which takes
 // all value heads of a key head together.

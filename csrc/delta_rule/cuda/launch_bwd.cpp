@@ -420,17 +420,29 @@ class Backward {
     const at::Tensor of_part = parts.narrow(3, 0, in_.q.size(3));
     sum = range.begins_key_head ? of_part : sum.add_(of_part);
     if (!range.ends_key_head) return;
+    if (of_.row_factors.defined()) return apply_norms(range, grad, sum);
     NormalizedRows of_range;
     if (has_normalized_rows()) of_range = {range.of_key_heads(rows.rows), range.of_key_heads(rows.factor)};
-    at::Tensor result = normalized_adjoint(of_range, sum);
-    if (of_.row_factors.defined()) {
-      // The kernels' gradients have the factors of the rows.
-      const at::Tensor factors = range.of_key_heads(of_.row_factors).narrow(3, grad == kGradQ ? 1 : 0, 1),
-                       unit = factors * range.of_key_heads(grad == kGradQ ? in_.q : in_.k);
-      result = sum.addcmul(unit, (unit * sum).sum(-1, /*keepdim=*/true), -1);
-    }
-    range.of_key_heads(grads_[grad]).copy_(result);
+    range.of_key_heads(grads_[grad]).copy_(normalized_adjoint(of_range, sum));
     sum.reset();
+  }
+
+  // Writes the gradient of q or k, given the sums that the kernels write with row_factors.
+  void apply_norms(const Range& range, Grad grad, at::Tensor& sums) {
+    const at::Tensor target = range.of_key_heads(grads_[grad]), result = are_vectors(target) ? target : empty_vectors(target);
+    DeltaRuleRowGradsParams params;
+    params.batch = target.size(0);
+    params.seqlen = target.size(1);
+    params.heads = target.size(2);
+    params.key_dim = static_cast<int>(target.size(3));
+    params.are_queries = grad == kGradQ;
+    params.rows = view_of(range.of_key_heads(params.are_queries ? of_.q : of_.k));
+    params.sums = view_of(sums);
+    params.grad = view_of(result);
+    params.row_factors = view_of(range.of_key_heads(of_.row_factors));
+    C10_CUDA_CHECK(launch_delta_rule_row_grads<__nv_bfloat16>(params, c10::cuda::getCurrentCUDAStream()));
+    if (!result.is_same(target)) target.copy_(result.narrow(3, 0, target.size(3)));
+    sums.reset();
   }
 
   void finish() {
