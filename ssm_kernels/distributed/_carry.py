@@ -128,17 +128,19 @@ class Carry(ABC):
         self._group, self._what, self._reverse = group, what, reverse
 
     @staticmethod
-    def of(group: Group, what: str, reverse: bool, chain: Call | None, has_matrices: bool = False) -> Carry:
+    def of(
+        group: Group, what: str, reverse: bool, chain: Call | None, summaries: Callable[[Group, str, bool], Carry] | None = None
+    ) -> Carry:
         """Makes a carry.
 
         Args:
             group, what, reverse: as for the class.
             chain: the call along a chain, or None for summaries.
-            has_matrices: whether a span multiplies the state by a matrix.
+            summaries: makes the carry for summaries, where it is not a ``SummaryCarry``.
         """
         if chain is not None:
             return ChainCarry(group, what, reverse, chain)
-        return (MatrixCarry if has_matrices else SummaryCarry)(group, what, reverse)
+        return (summaries or SummaryCarry)(group, what, reverse)
 
     @property
     def is_first(self) -> bool:
@@ -347,10 +349,11 @@ class SummaryCarry(Carry):
         if needs_final:
             final = fold(slice(0, size))
         if initial is None and torch.compiler.is_compiling():
-            initial = torch.zeros_like(states[rank])
+            initial = self._empty(states[rank])
         if initial is not None:
             initial = depend_on(initial, gathering.buffer)
         after = self._after()
+        decays = self._adjoint_decays(states, decays)
         return initial, final, decays[after].clone(), None if carry_mask is None else carry_mask[:, after].clone()
 
     def _gradient(
@@ -378,6 +381,14 @@ class SummaryCarry(Carry):
     ) -> Tensor | None:
         """The last state of the recurrence over ranks or, with ``is_adjoint``, of the adjoint, which runs the other way."""
         return _fold(values, decays, keep_mask, first, self._reverse != is_adjoint)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """The state before the whole sequence, if the caller gives none."""
+        return torch.zeros_like(like)
+
+    def _adjoint_decays(self, states: Tensor, decays: Tensor) -> Tensor:
+        """What the adjoint multiplies the gradient of the state after each rank by, from the summaries of all ranks."""
+        return decays
 
     def _after(self) -> slice:
         """The ranks after this one, in the direction of the recurrence."""

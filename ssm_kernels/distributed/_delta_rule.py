@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dtypes import wide_dtype
-from ._carry import Carry
+from ._carry import Carry, MatrixCarry
 from ._collectives import depend_on
 from ._group import Group
 from ._messages import Call
@@ -69,7 +69,7 @@ class DeltaRuleScan(torch.autograd.Function):
         chain: Call | None,
         group: Group,
     ) -> Any:
-        carry = Carry.of(group, "delta_rule_scan", reverse, chain, has_matrices=True)
+        carry = Carry.of(group, "delta_rule_scan", reverse, chain, MatrixCarry)
         before = (seq_idx, None, (), reverse, num_householder, qk_l2norm)
         after = (gate_lower_bound, beta_sigmoid, allow_neg_eigval)
 

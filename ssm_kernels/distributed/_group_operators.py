@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops
 from .._recurrences import recurrences
 from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
-from ..ops._arguments import did_you_mean, finite_dt_limit
+from ..ops._arguments import did_you_mean, finite_dt_limit, three_tensors
 from ..ops._masks import as_mask
 from ._agreement import Agreement, describe
 from ._autocast import Autocast
@@ -25,6 +25,7 @@ from ._convolution import CausalConv1d
 from ._delta_rule import DeltaRuleScan
 from ._group import Group
 from ._messages import Call
+from ._mlstm import MlstmScan
 from ._packed_sequences import ForwardCount, Packing, PackingCache, SequenceSplit
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
@@ -255,6 +256,52 @@ class GroupOperators:
             self.group,
         )
 
+    def mlstm_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        i: Tensor,
+        f: Tensor,
+        *,
+        scale: float | None = None,
+        eps: float = 1e-6,
+        input_gate: str = "exp",
+        normalize: bool = True,
+        initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
+        return_final_states: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        options: dict[str, Any] = {"scale": scale, "eps": eps, "input_gate": input_gate, "normalize": normalize}
+
+        def local(initial_C: Tensor | None, initial_n: Tensor | None, initial_m: Tensor | None, **arguments: Any) -> Any:
+            states: Any = (initial_C, initial_n, initial_m)
+            return ops.mlstm_scan(**arguments, initial_states=None if initial_states is None else states)
+
+        C, n, m = (None, None, None) if initial_states is None else three_tensors(initial_states)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "i": i, "f": f, "initial_C": C, "initial_n": n, "initial_m": m}
+        if self.group.size == 1:
+            return local(**tensors, cu_seqlens=cu_seqlens, return_final_states=return_final_states, **options)
+        to = Autocast(q)
+        tensors |= {name: to.to_lower(tensors[name]) for name in "qkv"}
+        tensors |= {name: to.to_float_unless_lower(tensors[name]) for name in "if"}
+        tensors |= {name: to.to_float(tensors[name]) for name in ("initial_C", "initial_n", "initial_m")}
+        all_options = options | {"return_final_states": return_final_states}
+        self._agree("mlstm_scan", local, tensors, all_options, dict.fromkeys("qkvif", 1), cu_seqlens)
+        of_span = None
+        if cu_seqlens is not None:
+            of_span = self._split("mlstm_scan", cu_seqlens, q.shape[1]).cu_seqlens(cu_seqlens)
+        chain = self._chain(return_final_states)
+        results = MlstmScan.apply(*tensors.values(), of_span, *options.values(), return_final_states, chain, self.group)
+        if not return_final_states:
+            return results
+        out, memory = results
+        final_C, final_n, final_m = memory.split([v.shape[3], 1, 1], dim=2)
+        final_n = final_n.squeeze(2)
+        if not normalize:  # the call reads no n and leaves it as it is
+            final_n = torch.zeros_like(final_n) if n is None else n.clone()
+        return out, (final_C, final_n, final_m[:, :, 0, 0])
+
     def causal_conv1d(
         self,
         x: Tensor,
@@ -440,7 +487,7 @@ class GroupOperators:
             broadcast: tensors whose axis of time may have the size 1.
             entries: how many entries of the axis of time a step has, for tensors with several.
         """
-        refuses_states = cu_seqlens is not None and operator not in recurrences
+        refuses_states = cu_seqlens is not None and operator not in (*recurrences, "mlstm_scan")
         if torch.compiler.is_compiling():
             if refuses_states:
                 _refuse_states(operator, tensors, options)

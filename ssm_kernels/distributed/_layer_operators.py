@@ -135,6 +135,10 @@ class LayerOperators(GroupOperators):
 
         return delta_rule_mixer(self.causal_conv1d, scan, rms_norm_gated, *arguments)
 
+    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """As :meth:`mlstm_scan`, without final states: several ranks serve no cache."""
+        return self.mlstm_scan(*tensors, **options), None
+
     def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         return self._scan("mingru_scan", (gate, candidate), h0, **options)
 

@@ -6,7 +6,8 @@ A layer's scan runs in these steps:
    ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.
 2. In forward the layer calls ``self.operators.mamba_mixer``, or another method. It compares the call with those of the other
    ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
-   autocast, and applies an autograd node of ``_scans.py``, ``_delta_rule.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
+   autocast, and applies an autograd node of ``_scans.py``, ``_delta_rule.py``, ``_mlstm.py``, ``_mamba2_mixer.py`` or
+   ``_convolution.py``.
 3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
    the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2``
    along a chain and the convolution exchange in their own files, without a carry.
@@ -48,8 +49,8 @@ class ContextParallel(ParallelStyle):
 
     A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``,
     ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, ``DeltaNet``, ``GatedDeltaNet``, ``KimiDeltaAttention``,
-    ``GatedDeltaProduct``, the mixer of a minGRU or minLSTM model) or any module that contains such layers, for instance a whole
-    ``MambaLM``::
+    ``GatedDeltaProduct``, ``MLSTM``, the mixer of a minGRU or minLSTM model) or any module that contains such layers, for
+    instance a whole ``MambaLM``::
 
         mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
         parallelize_module(model, mesh["cp"], ContextParallel())
@@ -74,7 +75,6 @@ class ContextParallel(ParallelStyle):
         ValueError: ``exchange`` is something else; from ``parallelize_module``, if the module contains no such layer, or one
             with :class:`TensorParallel` over the same ranks; on every rank, if the ranks call with different shapes, dtypes or
             options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
-        NotImplementedError: from ``parallelize_module``, if the module contains an ``MLSTM``.
         RuntimeError: a rank has died, or does not make the call within the time-out of the group; with a chain, in forward or
             backward: a rank has skipped a call or a backward, so that its neighbour receives the message of another one. On
             CUDA the neighbour's results are NaN then, and one of its later calls or backwards raises.
@@ -104,12 +104,6 @@ class ContextParallel(ParallelStyle):
             raise ValueError(
                 f"ContextParallel: expected a module that contains layers of ssm_kernels, got {class_name(module)}"
             )
-        for layer in layers:
-            if not layer.serves_spans:
-                raise NotImplementedError(
-                    f"ContextParallel: expected layers whose sequences ranks can share, got {class_name(layer)}: no operator "
-                    "passes its states from rank to rank"
-                )
         for layer in layers:
             ranks_of_shards = layer._group if isinstance(layer, ShardedModule) else None
             check_dimensions("ContextParallel", group, "TensorParallel", ranks_of_shards)

@@ -4,7 +4,7 @@ Each rank of a group passes its own contiguous span, in the order of the ranks, 
 unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, with these
 exceptions:
 
-- There is no ``states_at``.
+- There is no ``states_at``, and ``mlstm_scan`` has no ``seq_idx``.
 - ``selective_scan``, ``ssd_chunk_scan``, ``delta_rule_scan`` and ``causal_conv1d`` take and return no states beside
   ``cu_seqlens``.
 - The recurrences are differentiable once: a second derivative raises a RuntimeError.
@@ -45,7 +45,7 @@ from ._every_rank import on_every_rank, operators_of
 from ._group import GroupLike
 from ._recurrences import *  # noqa: F403
 
-__all__ = ["causal_conv1d", "delta_rule_scan", "selective_scan", "ssd_chunk_scan"]
+__all__ = ["causal_conv1d", "delta_rule_scan", "mlstm_scan", "selective_scan", "ssd_chunk_scan"]
 __all__ += _recurrences.__all__
 
 
@@ -243,6 +243,60 @@ def delta_rule_scan(
         gate_lower_bound=gate_lower_bound,
         beta_sigmoid=beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
+    )
+
+
+@names_arguments
+@on_every_rank
+def mlstm_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    input_gate: str = "exp",
+    normalize: bool = True,
+    initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
+    return_final_states: bool = False,
+    cu_seqlens: Tensor | None = None,
+    group: GroupLike = None,
+    exchange: Exchange | None = None,
+) -> Any:
+    """:func:`ssm_kernels.mlstm_scan`, xLSTM's matrix memory, over the ranks of a group.
+
+    With ``cu_seqlens`` ``initial_states`` and the final states are those of all sequences of the whole sequence, on every rank.
+    Ranks exchange C, n and m in one tensor. Along a chain a rank sends batch * heads * (value_dim + 2) * key_dim numbers of the
+    states' dtype each way. With summaries it scans its span once more, sends these and batch * heads float64 numbers, the sums
+    of its log forget gates, in forward, and the gradient, as large as the states, in backward; with ``return_final_states``
+    twice as many in backward. With ``cu_seqlens`` the sequences are the batch.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> q, k, v = torch.randn(3, 1, 100, 4, 16)  # this rank's steps
+        >>> i, f = torch.randn(2, 1, 100, 4)
+        >>> distributed.mlstm_scan(q, k, v, i, f).shape
+        torch.Size([1, 100, 4, 16])
+        >>> dist.destroy_process_group()
+    """
+    return operators_of(group, exchange, "mlstm_scan").mlstm_scan(
+        q,
+        k,
+        v,
+        i,
+        f,
+        scale=scale,
+        eps=eps,
+        input_gate=input_gate,
+        normalize=normalize,
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+        cu_seqlens=cu_seqlens,
     )
 
 

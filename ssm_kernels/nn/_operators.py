@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
+from ..ops.mlstm import mlstm_scan
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
+from .naming import class_name
 
 __all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
 
@@ -57,6 +59,9 @@ class Operators(Protocol):
 
     def delta_rule_mixer(self, *arguments: Any) -> tuple[Tensor, Any]:
         """Arguments and results as ``torch.ops.ssm_kernels._delta_rule_mixer``. Several ranks return None for the states."""
+
+    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """As :func:`ssm_kernels.mlstm_scan`, with final states. Several ranks return None in their place."""
 
     def mingru_scan(
         self,
@@ -119,6 +124,10 @@ class LocalOperators:
     minlstm_scan = staticmethod(cast(_Scan, minlstm_scan))
     liquid_scan = staticmethod(cast(_Scan, liquid_scan))
 
+    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        out, final_states = cast(_Scan, mlstm_scan)(*tensors, **options, return_final_states=True)
+        return out, final_states
+
     def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)
         return results
@@ -137,5 +146,10 @@ class CallsOperators:
 
     # A class attribute, so that layers that no style has changed neither save nor copy it.
     operators: Operators = LOCAL
-    # Whether ContextParallel can share the layer's sequences: its operators continue from the states of the ranks before.
-    serves_spans = True
+
+    def _check_is_local(self) -> None:
+        if not self.operators.is_local:
+            layer = class_name(self)
+            raise ValueError(
+                f"{layer}: expected no inference_params and no step with context parallelism: a cache has no place for spans"
+            )

@@ -304,13 +304,6 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         ssm_state.copy_(last_state.detach())
         return out
 
-    def _check_is_local(self) -> None:
-        if not self.operators.is_local:
-            layer = class_name(self)
-            raise ValueError(
-                f"{layer}: expected no inference_params and no step with context parallelism: a cache has no place for spans"
-            )
-
     def _check_sequences(self, name: str, sequences: Tensor) -> None:
         check_shape(class_name(self), name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from .._dtypes import wide_dtype
 from .._torchscript import refuse_script
 from ..ops._packing import with_padding
-from ..ops.mlstm import mlstm_scan
 from ..ops.mlstm_step import mlstm_step
 from ..ops.norm import layer_norm_gated
 from ._operators import CallsOperators
@@ -136,8 +135,6 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         torch.Size([1, 100, 64])
     """
 
-    serves_spans = False
-
     def __init__(
         self,
         embedding_dim: int = 4096,
@@ -219,6 +216,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
                 raise ValueError(f"{layer}: expected cu_seqlens of shape (sequences + 1,) and a batch of 1, got {got}")
         if inference_params is None:
             return self._mix(hidden_states, None, cu_seqlens)[0]
+        self._check_is_local()
         rows = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         cache = self._get_states_from_cache(inference_params, rows)
         continues = inference_params.seqlen_offset != 0
@@ -252,6 +250,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
             TypeError: an argument is not a tensor.
         """
         layer = f"{class_name(self)}.step"
+        self._check_is_local()
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, embedding_dim)", (None, 1, self.embedding_dim))
         q, k, v, i, f, o = self._project(hidden_states[:, 0])
         h = mlstm_step(C, n, m, q, k, v, i, f, eps=self.eps)
@@ -287,9 +286,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
 
     def _mix(self, u: Tensor, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
         q, k, v, i, f, o = self._project(u)
-        h, last = mlstm_scan(
-            q, k, v, i, f, eps=self.eps, initial_states=states, return_final_states=True, cu_seqlens=cu_seqlens
-        )
+        h, last = self.operators.mlstm(q, k, v, i, f, eps=self.eps, initial_states=states, cu_seqlens=cu_seqlens)
         return self.out_proj(self.multihead_norm(h.flatten(-2), o)), last
 
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:

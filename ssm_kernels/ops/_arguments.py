@@ -288,3 +288,14 @@ def read_dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[f
     if _is_beyond_float(dt_limit):
         raise ValueError(f"{operator}: expected dt_limit within a float's range, got an integer beyond it")
     return finite_dt_limit([limit if _is_number(limit) else float(limit) for limit in dt_limit])
+
+
+def three_tensors(states: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The states (C, n, m) of a call."""
+    if not isinstance(states, (tuple, list)) or len(states) != 3:
+        got = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
+        raise ValueError(f"mlstm_scan: expected initial_states to be the three tensors C, n and m, got {got}")
+    for name, state in zip(("C", "n", "m"), states, strict=True):
+        if state is not None and (not torch.overrides.is_tensor_like(state) or isinstance(state, type)):
+            raise TypeError(f"mlstm_scan: expected initial_{name} to be a tensor or None, got {type(state).__name__}")
+    return states[0], states[1], states[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import names_arguments
+from ._arguments import names_arguments, three_tensors
 
 __all__ = ["mlstm_scan"]
 
@@ -95,7 +95,7 @@ def mlstm_scan(
         (torch.Size([2, 100, 4, 32]), [torch.Size([2, 4, 32, 16]), torch.Size([2, 4, 16]), torch.Size([2, 4])])
         >>> more = mlstm_scan(q, k, v, i, f, initial_states=states)  # continues
     """
-    C, n, m = (None, None, None) if initial_states is None else _three_tensors(initial_states)
+    C, n, m = (None, None, None) if initial_states is None else three_tensors(initial_states)
     out, *final_states = _mlstm_scan(
         q,
         k,
@@ -113,14 +113,3 @@ def mlstm_scan(
         seq_idx=seq_idx,
     )
     return (out, tuple(final_states)) if return_final_states else out
-
-
-def _three_tensors(states: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The states (C, n, m) of a call."""
-    if not isinstance(states, (tuple, list)) or len(states) != 3:
-        got = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
-        raise ValueError(f"mlstm_scan: expected initial_states to be the three tensors C, n and m, got {got}")
-    for name, state in zip(("C", "n", "m"), states, strict=True):
-        if state is not None and (not torch.overrides.is_tensor_like(state) or isinstance(state, type)):
-            raise TypeError(f"mlstm_scan: expected initial_{name} to be a tensor or None, got {type(state).__name__}")
-    return states[0], states[1], states[2]

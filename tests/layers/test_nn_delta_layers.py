@@ -489,24 +489,6 @@ def test_bad_calls(name):
         make_delta_layer(name, layer_idx=None)(u, new_cache())
 
 
-def test_context_parallelism_of_mlstm_is_refused():
-    """Before it changes anything."""
-    import torch.distributed as dist
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from ssm_kernels.distributed import ContextParallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = torch.nn.Sequential(nn.Mamba(WIDTH), nn.MLSTM(WIDTH, num_heads=2))
-        message = "ContextParallel: expected layers whose sequences ranks can share, got MLSTM"
-        with pytest.raises(NotImplementedError, match=says(message)):
-            parallelize_module(model, dist.init_device_mesh("cpu", (1,)), ContextParallel())
-        assert model[0].operators.is_local
-    finally:
-        dist.destroy_process_group()
-
-
 @every_layer
 def test_fully_shard(name):
     """FSDP2 acts on the layer, on projections and on the parameters of the gates."""
