@@ -176,7 +176,7 @@ def test_sequences_of_seq_idx():
 
 
 def test_options_inside():
-    """The gate's parameters, sigmoid of beta and norms, which the kernels' host computes."""
+    """The gate's parameters, sigmoid of beta and norms inside."""
     inputs = make_inputs(2, 200, 2, 4, 128, 128)
     for name in ("q", "k"):
         inputs[name] = 3 * inputs[name]
@@ -184,7 +184,7 @@ def test_options_inside():
     inputs["g"] = torch.randn_like(inputs["g"])
     parameters = {"A_log": torch.randn(4), "dt_bias": torch.randn(4)}
     options = {"qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": True}
-    # Normalized rows are rounded; the gradients of parameters are sums of terms of both signs.
+    # The gradients of parameters are sums of terms of both signs.
     sums = dict.fromkeys(parameters, 2e-2)
     assert_accurate({**inputs, **parameters}, 6e-3, sums, **options)
     assert_accurate({**inputs, "dt_bias": parameters["dt_bias"]}, 6e-3, sums, gate_lower_bound=-5.0, **options)
