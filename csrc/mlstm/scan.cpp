@@ -6,7 +6,7 @@
 // and the products n q are kernels of their own on CUDA (cuda/normalizer.cuh). On the CPU they are one more chunked scan, with
 // a column of ones in place of the values, and fp16 and bf16 inputs are computed as fp32.
 //
-// Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: there is no pass that divides.
+// Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: numerators are not rounded.
 //
 // Backward holds m constant: the results depend on it through eps alone. The gradient of a step's divisor is that of out times
 // out, summed. This sum is that of the numerators times their gradient, which SSD's kernels of backward compute in fp32, or q
@@ -308,13 +308,9 @@ GradTensors bwd(const BwdInputs& bwd) {
   ssd::BwdInputs numerators;
   numerators.in = numerator_scan(in, gates, split);
   if (has_out) {
-    if (in.normalize && divide_inside(in, numerators.in, split, *bwd.divisor, gates.m)) {
-      numerators.grad_out = split.values(*bwd.grad_out);
-    } else {
-      at::Tensor grad = at::empty(bwd.grad_out->sizes(), in.v.options());
-      scale_rows(in, *bwd.grad_out, in.normalize ? *bwd.divisor : at::Tensor(), gates.m, grad);
-      numerators.grad_out = split.values(grad);
-    }
+    at::Tensor grad = at::empty(bwd.grad_out->sizes(), in.v.options());
+    scale_rows(in, *bwd.grad_out, in.normalize ? *bwd.divisor : at::Tensor(), gates.m, grad);
+    numerators.grad_out = split.values(grad);
   }
   numerators.grad_final_states = map(bwd.grad_final_C, [&](const at::Tensor& grad) { return split.states(grad); });
   at::Tensor products;  // of outputs and their gradients, (batch, seqlen, heads, parts)

@@ -62,8 +62,8 @@ struct SsdFwdParams : SsdParams {
 };
 
 // Gates that are given, in place of dt, A and the discretization: the log decay and the gain of each step, both of the inputs'
-// type or both of fp32, and of equal strides. Calls in C++ may multiply the output of each step by a factor, of fp32 and of the
-// same strides in bytes as the log decays, if the inputs are of fp16 or bf16, without D and z.
+// type or both of fp32, and of equal strides. Forward calls in C++ may multiply the output of each step by a factor, of fp32
+// and of the same strides in bytes as the log decays, if the inputs are of fp16 or bf16, without D and z.
 struct GivenGates {
   RowsView log_decay;                              // rows of one element; strides in bytes
   int64_t gain_offset = 0, out_factor_offset = 0;  // from a log decay to its gain and to its factor, in bytes

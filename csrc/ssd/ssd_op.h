@@ -35,8 +35,8 @@ struct Inputs {
   bool reverse = false;             // in time: the first step of the scan is the last one of the tensors
   OptionalTensor log_decay, gain;   // (batch, seqlen, heads); an absent gain is 1
   // The members below are set by callers in C++; no schema has them.
-  // A factor of each step's outputs, (batch, seqlen, heads), fp32 like the given gates, without D and z. For calls that
-  // takes_out_factors() names. Log decays, gains and factors are contiguous. It has no gradient.
+  // A factor of each step's outputs, (batch, seqlen, heads), fp32 like the given gates, without D and z. For forward of calls
+  // that takes_out_factors() names. Log decays, gains and factors are contiguous.
   OptionalTensor out_factor;
   bool are_cu_seqlens_checked = false;  // the values
 
@@ -100,7 +100,7 @@ struct BwdInputs {
   // Memory for the gradients of sequences, such as columns of a wider tensor. Callers in C++ set it; no schema has it.
   std::array<OptionalTensor, kNumGrads> targets;
   // Memory for the inner product of each step's output, before D x and the gate, with its gradient: (batch, seqlen, heads),
-  // fp32. The output is multiplied by its factor. For calls with given gates that writes_out_products() names.
+  // fp32. For calls with given gates that writes_out_products() names.
   OptionalTensor out_products;
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
@@ -180,7 +180,7 @@ StatesOutputs states_cuda(const StatesInputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
 // Whether backward of a call on CUDA runs kernels, which write BwdInputs::out_products.
 bool writes_out_products(const Inputs& in);
-// Whether forward and backward of a call on CUDA run kernels that take out_factor.
+// Whether forward of a call on CUDA runs kernels that take out_factor.
 bool takes_out_factors(const Inputs& in);
 std::string plan_cuda(const Inputs& in, bool is_backward);
 // Writes the states that a scan from zero leaves, or in reverse the gradient of the states before it, with the outputs'

@@ -51,18 +51,10 @@ __device__ __forceinline__ bool has_reset(const Params& p, const ChunkTables& ta
 // differences between later, weaker decays lose their accuracy.
 constexpr float kLowestLog2Decay = -160;
 
-// The sums of a lane's two steps as targets of decays, which gates that scale outputs change.
-template <int count, bool scales_outputs>
-struct OutCumsum {};
-template <int count>
-struct OutCumsum<count, true> {
-  float log2_out[count][2];
-};
-
 // A lane's two steps of the tables of `count` chunks. One warp computes these together, because each is a chain of dependent
 // operations.
 template <int count, typename Gates>
-struct ChunkCumsum : OutCumsum<count, kScalesOutputs<Gates>> {
+struct ChunkCumsum {
   using Scalar = typename Gates::Scalar;
   using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
   Sum log2_cumsum[count][2];
@@ -139,11 +131,9 @@ struct ChunkCumsum : OutCumsum<count, kScalesOutputs<Gates>> {
       gain_to_chunk_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_cumsum[k][i]));
       first[k][i] = 0;
     });
-    if constexpr (kScalesOutputs<Gates>) {
+    if constexpr (kScalesOutputs<Gates, Params>) {
       for_each_step<count>([&](int k, int i) {
-        this->log2_out[k][i] = static_cast<float>(log2_cumsum[k][i]);
-        if (!steps[k].is_there(i)) return;
-        gates.scale_output(p, steps[k].loaded[i], log2_cumsum[k][i], gain[k][i], exp_cumsum[k][i], this->log2_out[k][i]);
+        if (steps[k].is_there(i)) gates.scale_output(p, steps[k].loaded[i], log2_cumsum[k][i], gain[k][i], exp_cumsum[k][i]);
       });
     }
     if (!any_reset) return;

@@ -27,11 +27,10 @@
 //   scale_gains(p, log_decay, gain)
 //                          applies the rest of the gain, if any, to the two steps of each of `count` chunks.
 //
-// optionally, to multiply the outputs of each step by a factor, of fp16 and bf16 inputs:
+// optionally, to multiply the outputs of each step of forward by a factor, of fp16 and bf16 inputs:
 //
-//   kHasOutFactors, scale_output(p, loaded, log2_cumsum, gain, exp_cumsum, log2_out)
-//                          changes a step's entries of the tables: in forward all of them as a source and as a target of
-//                          decays, in backward exp_cumsum, and log2_out, the cumsum of the step as a target.
+//   kHasOutFactors, scale_output(p, loaded, log2_cumsum, gain, exp_cumsum)
+//                          changes a step's entries of the tables that the outputs are made with, not those of the state.
 //
 // and for backward:
 //
@@ -60,11 +59,12 @@ __device__ __forceinline__ void for_each_step(const Body& body) {
   }
 }
 
-// Whether gates multiply outputs by factors.
-template <typename Gates, typename = void>
+// Whether gates multiply the outputs by factors, in forward.
+template <typename Gates, typename Params, typename = void>
 constexpr bool kScalesOutputs = false;
-template <typename Gates>
-constexpr bool kScalesOutputs<Gates, std::void_t<decltype(Gates::kHasOutFactors)>> = Gates::kHasOutFactors;
+template <typename Gates, typename Params>
+constexpr bool kScalesOutputs<Gates, Params, std::void_t<decltype(Gates::kHasOutFactors)>> =
+    Gates::kHasOutFactors && std::is_same_v<Params, typename Gates::FwdParams>;
 
 // A lane's two steps of a chunk, loaded ahead.
 template <typename Gates>

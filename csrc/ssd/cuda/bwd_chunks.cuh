@@ -239,8 +239,7 @@ struct BwdChunks {
     for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (!Mma::kIsAsync) begin_xg(pass);
       Mma::template wait<2>(xg);
-      pair_products.apply(half, pass * kPairBlocks, tables.steps, tables.log2_out(tables.steps), xg, pairs, lane, M,
-                          pair_row_sums, tiles.sums);
+      pair_products.apply(half, pass * kPairBlocks, tables.steps, xg, pairs, lane, M, pair_row_sums, tiles.sums);
     }
     pair_row_sums.store(half, lane, tiles.sums);
     Mma::publish();
@@ -473,9 +472,6 @@ struct BwdChunks {
         [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Gates>& made, int k) {
           Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
-          if constexpr (kScalesOutputs<Gates>) {
-            reinterpret_cast<float2*>(tables.out)[lane.index] = {made.log2_out[k][0], made.log2_out[k][1]};
-          }
           if (lane.index == 0) tables.gates = Gates(p, cursor.head);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {

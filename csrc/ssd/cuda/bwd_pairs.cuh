@@ -50,12 +50,12 @@ struct PairProducts {
     });
   }
 
-  // Processes the column blocks from `first` on; xg has x_j . g_i, and log2_out is OutTable's. Adds to W^T and to the rows'
-  // sums, stores M^T without the gain to a tile, and the columns' sums to `sums`.
-  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const StepTable& log2_out,
-                                        const float (&xg)[pass_blocks][4], const FragmentPairs<sizeof(Scalar)>& pairs,
-                                        const FragmentLane& lane, SmemTile<kChunk, sizeof(Scalar)>& M,
-                                        PairRowSums<Scalar>& row_sums, StepSums<Scalar>& sums) {
+  // Processes the column blocks from `first` on; xg has x_j . g_i. Adds to W^T and to the rows' sums, stores M^T without the
+  // gain to a tile, and the columns' sums to `sums`.
+  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[pass_blocks][4],
+                                        const FragmentPairs<sizeof(Scalar)>& pairs, const FragmentLane& lane,
+                                        SmemTile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& row_sums,
+                                        StepSums<Scalar>& sums) {
     const float log2_cumsum[2] = {tables.log2_cumsum[lane.row], tables.log2_cumsum[lane.row + 8]};
     const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
     const int first_column = half * kHalfChunk + 8 * first;
@@ -64,7 +64,7 @@ struct PairProducts {
 #pragma unroll
     for (int n = 0; n < pass_blocks; ++n) {
       const int b = first + n;
-      const auto log2_at = *reinterpret_cast<const float2*>(&log2_out[first_column + 8 * n + 2 * lane.pair]);
+      const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_cumsum[first_column + 8 * n + 2 * lane.pair]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float m[2];

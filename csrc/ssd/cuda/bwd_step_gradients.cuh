@@ -25,21 +25,9 @@ struct StepSums {
   float states;                       // <S, T>
 };
 
-// The cumulative log decays of the steps as targets of decays: a table of their own where the gates scale the outputs.
-template <bool scales_outputs>
-struct OutTable {
-  static __device__ __forceinline__ const StepTable& log2_out(const ChunkTables& tables) { return tables.log2_cumsum; }
-};
-template <>
-struct OutTable<true> {
-  alignas(16) StepTable out;
-
-  __device__ __forceinline__ const StepTable& log2_out(const ChunkTables&) const { return out; }
-};
-
 // The tables of a state tile: of the chunk's steps, of the gates' inputs, of D and of the head.
 template <typename Gates>
-struct TileTables : OutTable<kScalesOutputs<Gates>> {
+struct TileTables {
   TablesOf<typename Gates::Scalar> steps;
   typename Gates::Kept kept[kChunk];
   float D[kStateRows];

@@ -150,7 +150,7 @@ bool writes_out_products(const Inputs& in) {
 
 bool takes_out_factors(const Inputs& in) {
   const c10::cuda::CUDAGuard guard(in.x.device());
-  return in.x.element_size() == 2 && have_kernels_for(in, /*is_backward=*/false) && have_kernels_for(in, /*is_backward=*/true);
+  return in.x.element_size() == 2 && have_kernels_for(in, /*is_backward=*/false);
 }
 
 bool span_states_cuda(const Inputs& in, Discretization method, bool is_reverse, const at::Tensor& states,

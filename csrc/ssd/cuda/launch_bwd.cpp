@@ -56,7 +56,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   const bool is_packed = is_present(in.cu_seqlens);
   const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
   in.x = range.of_heads(in.x);
-  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain, &in.out_factor}) {
+  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain}) {
     if (is_present(*sequence)) *sequence = range.of_heads(**sequence);
   }
   in.B = range.of_groups(in.B);

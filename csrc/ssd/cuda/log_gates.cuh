@@ -65,7 +65,7 @@ struct LogGates {
     source += step * p.gates.log_decay.stride_step;
     loaded.log_decay = Value::load(source, p.gates.are_fp32);
     if (p.gates.has_gain) loaded.gain = Value::load(source + p.gates.gain_offset, p.gates.are_fp32);
-    if constexpr (kHasOutFactors) {
+    if constexpr (kHasOutFactors && std::is_same_v<Params, FwdParams>) {
       if (p.gates.has_out_factor) loaded.out_factor = *reinterpret_cast<const float*>(source + p.gates.out_factor_offset);
     }
   }
@@ -88,7 +88,7 @@ struct LogGates {
 
   // With L' = L + log2 r and the gain c r, the decay between two steps times the gain is r_i c_j 2^(L_i - L_j).
   __device__ __forceinline__ void scale_output(const SsdLogFwdParams& p, const Loaded& loaded, float& log2_cumsum, float& gain,
-                                               float& exp_cumsum, float&) const {
+                                               float& exp_cumsum) const {
     if (!p.gates.has_out_factor) return;
     // Finite logarithms, because the sum is that of a source too. An output of a factor that is NaN is NaN itself.
     constexpr float kLeast = 0x1p-126f, kMost = 0x1p126f;
@@ -96,12 +96,6 @@ struct LogGates {
     log2_cumsum += __log2f(factor);
     gain *= factor;
     exp_cumsum *= factor;
-  }
-  __device__ __forceinline__ void scale_output(const SsdLogBwdParams& p, const Loaded& loaded, const float& log2_cumsum,
-                                               const float&, float& exp_cumsum, float& log2_out) const {
-    if (!p.gates.has_out_factor) return;
-    exp_cumsum *= loaded.out_factor;
-    log2_out = log2_cumsum + __log2f(loaded.out_factor);
   }
 
   __device__ __forceinline__ void write_gradients(const SsdLogBwdParams& p, const ChunkSpan& span, int steps, int64_t,
