@@ -31,6 +31,10 @@ def arguments_of(name: str, batch: int) -> dict[str, Any]:
     if name == "ssd_chunk_scan":
         B = torch.rand(batch, 4, 1, 3)
         return {"x": x[..., None], "dt": x, "A": -torch.rand(2), "B": B, "C": B}
+    if name in ("delta_rule_scan", "mlstm_scan"):
+        heads, gates = torch.rand(batch, 4, 2, 3), torch.rand(batch, 4, 2)
+        sequences = {"q": heads, "k": heads, "v": heads}
+        return sequences | ({"beta": gates, "g": -gates} if name == "delta_rule_scan" else {"i": gates, "f": gates})
     if name == "causal_conv1d":
         return {"x": x, "weight": torch.rand(2, 3)}
     if name == "rglru_scan":
@@ -38,7 +42,10 @@ def arguments_of(name: str, batch: int) -> dict[str, Any]:
     return {"candidate": x, "tau": x, "dt": x} if name == "liquid_scan" else {"gate": x, "candidate": x}
 
 
-NAMES = ("selective_scan", "ssd_chunk_scan", "causal_conv1d", "mingru_scan", "liquid_scan", "rglru_scan")
+NAMES = (
+    *("selective_scan", "ssd_chunk_scan", "delta_rule_scan", "mlstm_scan"),
+    *("causal_conv1d", "mingru_scan", "liquid_scan", "rglru_scan"),
+)
 
 
 def damaged(arguments: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -86,9 +93,17 @@ def check_functions(mesh: Mesh, bad_rank: int) -> None:
 
 
 def check_layers(mesh: Mesh, bad_rank: int) -> None:
-    for name, x in (("Mamba", torch.rand(1, 4, 4)), ("Mamba2", torch.rand(1, 4, 4)), ("MinGRU", torch.rand(4, 1, 4))):
+    makers: dict[str, Callable[[], torch.nn.Module]] = {
+        "Mamba": lambda: nn.Mamba(4, 4),
+        "Mamba2": lambda: nn.Mamba2(4, 3, headdim=2),
+        "MinGRU": lambda: nn.MinGRU(4, 4),
+        "GatedDeltaNet": lambda: nn.GatedDeltaNet(4, head_dim=2, num_heads=2),
+        "MLSTM": lambda: nn.MLSTM(4, num_heads=2),
+    }
+    for name, make in makers.items():
+        x = torch.rand(4, 1, 4) if name == "MinGRU" else torch.rand(1, 4, 4)
         for exchange in ("chain", "summaries"):
-            layer = getattr(nn, name)(4, 4) if name != "Mamba2" else nn.Mamba2(4, 3, headdim=2)
+            layer: Any = make()
             layer = parallelize_module(layer, mesh, ContextParallel(exchange=exchange))
             for bad in (None, x[..., :3], x.long(), "x", x.to(torch.complex64)):
                 given = bad if mesh.get_local_rank() == bad_rank else x
