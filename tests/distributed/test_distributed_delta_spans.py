@@ -25,6 +25,7 @@ from distributed_helpers import (
 from process_pool import TWO_GPUS, Mesh, Place, Processes, param
 from torch import Tensor
 
+import ssm_kernels
 from ssm_kernels import nn
 
 if not dist.is_available():
@@ -33,6 +34,7 @@ if not dist.is_available():
 from ssm_kernels.distributed import delta_rule_scan, keep_exchanged_states, sum_gradients
 from ssm_kernels.models import MambaConfig, MambaLM
 
+OPERATOR = "delta_rule_scan"
 WIDTH = 6
 HEADS: dict[str, Any] = {"hidden_size": WIDTH, "head_dim": 3, "num_heads": 2}
 LAYERS: dict[str, tuple[type[torch.nn.Module], dict[str, Any]]] = {
@@ -191,6 +193,31 @@ def check_errors(mesh: Mesh) -> None:
         scan(**ends)
     with pytest.raises(ValueError, match="expected k of shape"):  # one rank's keys lack an update
         delta_rule_scan(q, k.repeat(1, 2, 1, 1)[:, rank:], v, beta, num_householder=2, reverse=True, group=mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_map_of_a_span(updates: int, dtype: torch.dtype, device: str) -> None:
+    """The last states from any initial states are S T + B."""
+    from ssm_kernels.distributed._delta_rule import _summary
+
+    source = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).to(device, dtype)
+
+    q, k, v = draw(2, 80, 2, 16), draw(2, 80 * updates, 2, 16), draw(2, 80 * updates, 4, 24)
+    beta, g = draw(2, 80 * updates, 4), -draw(2, 80, 4).abs() / 50
+    options: dict[str, Any] = {"g": g, "qk_l2norm": True, "beta_sigmoid": True, "num_householder": updates}
+
+    def last_states(q: Tensor, v: Tensor, states: Tensor | None) -> Tensor:
+        return ssm_kernels.delta_rule_scan(q, k, v, beta, initial_states=states, return_final_states=True, **options)[1]
+
+    B, T = _summary(k, v, updates, last_states)
+    initial = draw(2, 4, 24, 16).float()
+    expected = last_states(q, v, initial)
+    error = (initial.double() @ T.double() + B - expected).norm() / expected.double().norm()
+    assert error <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 WITH = {
