@@ -34,6 +34,7 @@
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -53,9 +54,9 @@ namespace {
 
 at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(-2, -1); }
 
-// (chunks, rows, heads, ...) as matrices of a batch, and those of one chunk.
+// (chunks, rows, heads, ...) as matrices of a batch, and those of each chunk.
 at::Tensor matrices(const at::Tensor& tensor) { return tensor.flatten(0, 2); }
-at::Tensor of_chunk(const at::Tensor& tensor, int64_t chunk) { return tensor.select(0, chunk).flatten(0, 1); }
+std::vector<at::Tensor> by_chunk(const at::Tensor& tensor) { return tensor.flatten(1, 2).unbind(0); }
 
 at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor) { return factor.defined() ? tensor * factor : tensor; }
 
@@ -64,22 +65,30 @@ at::Tensor without(const at::Tensor& tensor, const at::Tensor& mask) {
   return mask.defined() ? zero_steps_where_(tensor.clone(), mask) : tensor;
 }
 
-at::Tensor mask_of_chunk(const at::Tensor& mask, int64_t chunk) { return mask.defined() ? mask.narrow(0, chunk, 1) : mask; }
+// The same for the matrices of one chunk.
+at::Tensor without(const at::Tensor& tensor, const Chunks& chunks, const at::Tensor& mask, int64_t chunk) {
+  if (!mask.defined()) return tensor;
+  const at::Tensor of_heads = tensor.unflatten(0, {chunks.run.rows, -1}).unsqueeze(0);
+  return without(of_heads, mask.narrow(0, chunk, 1)).flatten(0, 2);
+}
 
 // Forward computes these tensors of a run, and backward recomputes them.
 struct Computed {
   Pairs pairs;
   at::Tensor q_in, k_in, k_out;  // e^c . Q, e^c . K and e^(c_last - c) . K, of value heads
+  at::Tensor k_read;             // diag(beta) (e^c . K)
   at::Tensor M, U;
   at::Tensor states;  // before each chunk and after the last, (chunks + 1, rows, value_heads, value_dim, key_dim)
 };
 
-// One of these states, or the gradient of the one after a chunk, times the decay of the chunk.
-at::Tensor decayed(const at::Tensor& state, const Chunks& chunks, const Decays& decays, int64_t chunk) {
-  if (!decays.all.defined()) return state.clone();
-  at::Tensor result = state * decays.all.select(0, chunk);
-  if (chunks.is_cut.defined()) result.masked_fill_(chunks.is_cut.select(0, chunk).unsqueeze(-1).unsqueeze(-1), 0);
-  return result;
+// Of each chunk, the factor of one of these states or of the gradient of the one after the chunk, (rows * heads, 1, 1 or
+// key_dim); empty if nothing decays. A chunk in which a sequence begins has the factor zero, and a mask, as 0 times NaN is NaN.
+std::vector<at::Tensor> factors_of_chunks(const Decays& decays) {
+  return decays.all.defined() ? by_chunk(decays.all) : std::vector<at::Tensor>();
+}
+void clear_cut_(const at::Tensor& state, const Chunks& chunks, int64_t chunk) {
+  if (!chunks.is_cut.defined()) return;
+  state.unflatten(0, {chunks.run.rows, -1}).masked_fill_(chunks.is_cut.select(0, chunk).unsqueeze(-1).unsqueeze(-1), 0);
 }
 
 Computed compute(const Scan& scan, const Chunks& chunks, const at::Tensor& first) {
@@ -94,19 +103,33 @@ Computed compute(const Scan& scan, const Chunks& chunks, const at::Tensor& first
                    decays.from_start.defined() ? vectors.reading(decays.from_start, 3) : at::Tensor());
   of.M = unit_triangular_inverse(matrices(of.pairs.kk * chunks.beta)).view(of.pairs.kk.sizes());
 
+  of.k_read = of.k_in * chunks.beta;
+
   const int64_t count = chunks.run.chunks;
   of.U = empty_contiguous_like(chunks.v);
   of.states = empty_tensor({count + 1, chunks.run.rows, scan.value_heads, scan.value_dim, scan.key_dim}, scan.options);
   of.states.select(0, 0).copy_(first);
+  // Few operations in the loop: on a device, each takes longer to launch than to run.
+  const std::vector<at::Tensor> states = by_chunk(of.states), written = by_chunk(chunks.v * chunks.beta),
+                                read = by_chunk(of.k_read), k_out = by_chunk(of.k_out), M = by_chunk(of.M),
+                                factors = factors_of_chunks(decays);
+  std::vector<at::Tensor> U = by_chunk(of.U);
   for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor state = of_chunk(of.states, i), v = chunks.v.select(0, i);
-    const at::Tensor read = at::bmm(of_chunk(of.k_in, i), transposed(state)).view_as(v);
-    zero_steps_where_(read.unsqueeze(0), mask_of_chunk(chunks.is_after_beginning, i));
-    at::Tensor U = of_chunk(of.U, i);
-    at::bmm_out(U, of_chunk(of.M, i), (v - read).mul_(chunks.beta.select(0, i)).flatten(0, 1));
-    const at::Tensor kept = without(of.U.narrow(0, i, 1), mask_of_chunk(chunks.is_before_beginning, i)).flatten(0, 2);
-    of.states.select(0, i + 1).copy_(decayed(of.states.select(0, i), chunks, decays, i));
-    of_chunk(of.states, i + 1).baddbmm_(transposed(kept), of_chunk(of.k_out, i));
+    at::Tensor difference = written[i], next = states[i + 1];
+    if (chunks.sequence.defined()) {
+      difference.sub_(without(at::bmm(read[i], transposed(states[i])), chunks, chunks.is_after_beginning, i));
+    } else {
+      difference.baddbmm_(read[i], transposed(states[i]), 1, -1);
+    }
+    at::bmm_out(U[i], M[i], difference);
+    const at::Tensor kept = transposed(without(U[i], chunks, chunks.is_before_beginning, i));
+    if (factors.empty()) {
+      at::baddbmm_out(next, states[i], kept, k_out[i]);
+      continue;
+    }
+    at::mul_out(next, states[i], factors[i]);
+    clear_cut_(next, chunks, i);
+    next.baddbmm_(kept, k_out[i]);
   }
   return of;
 }
@@ -208,20 +231,31 @@ std::pair<at::Tensor, at::Tensor> Adjoint::chain(const Chunks& chunks, const Com
   const int64_t count = chunks.run.chunks;
   const at::Tensor grad_U = at::matmul(transposed(of.pairs.P), grad_out), Y = empty_contiguous_like(grad_U),
                    grads = empty_contiguous_like(of.states);
-  grads.narrow(0, 0, count).copy_(at::matmul(transposed(without(grad_out, reading_mask(chunks))), of.q_in));
+  at::Tensor before = matrices(grads.narrow(0, 0, count));
+  at::bmm_out(before, matrices(transposed(without(grad_out, reading_mask(chunks)))), matrices(of.q_in));
   grads.select(0, count).copy_(last);
   grad_chosen_.visit(chunks.run, grads, [](const at::Tensor& chosen, at::Tensor bound) { bound.add_(chosen); });
+  const std::vector<at::Tensor> of_states = by_chunk(grads), read = by_chunk(of.k_read), k_out = by_chunk(of.k_out),
+                                M = by_chunk(of.M), factors = factors_of_chunks(of.pairs.decays);
+  std::vector<at::Tensor> of_U = by_chunk(grad_U), of_Y = by_chunk(Y);
   for (int64_t i = count; i-- > 0;) {
-    const at::Tensor after = of_chunk(grads, i + 1);
-    at::Tensor grad_U_of_chunk = grad_U.select(0, i), Y_of_chunk = of_chunk(Y, i);
-    const at::Tensor through_state = at::bmm(of_chunk(of.k_out, i), transposed(after)).view_as(grad_U_of_chunk);
-    zero_steps_where_(through_state.unsqueeze(0), mask_of_chunk(chunks.is_before_beginning, i));
-    grad_U_of_chunk.add_(through_state);
-    at::bmm_out(Y_of_chunk, transposed(of_chunk(of.M, i)), of_chunk(grad_U, i));
-    const at::Tensor grad_v = (Y.select(0, i) * chunks.beta.select(0, i)).unsqueeze(0);
-    zero_steps_where_(grad_v, mask_of_chunk(chunks.is_after_beginning, i));
-    grads.select(0, i).add_(decayed(grads.select(0, i + 1), chunks, of.pairs.decays, i));
-    of_chunk(grads, i).baddbmm_(transposed(grad_v.flatten(0, 2)), of_chunk(of.k_in, i), 1, -1);
+    const at::Tensor after = of_states[i + 1];
+    if (chunks.sequence.defined()) {
+      of_U[i].add_(without(at::bmm(k_out[i], transposed(after)), chunks, chunks.is_before_beginning, i));
+    } else {
+      of_U[i].baddbmm_(k_out[i], transposed(after));
+    }
+    at::bmm_out(of_Y[i], transposed(M[i]), of_U[i]);
+    if (factors.empty()) {
+      of_states[i].add_(after);
+    } else if (chunks.sequence.defined()) {
+      const at::Tensor decayed = after * factors[i];
+      clear_cut_(decayed, chunks, i);
+      of_states[i].add_(decayed);
+    } else {
+      of_states[i].addcmul_(after, factors[i]);
+    }
+    of_states[i].baddbmm_(transposed(without(of_Y[i], chunks, chunks.is_after_beginning, i)), read[i], 1, -1);
   }
   return {Y, grads};
 }
