@@ -25,9 +25,14 @@
 namespace ssm_kernels::delta_rule {
 
 struct KdaChunksShared {
+  static constexpr int kPartBlocks = 10;
   union {
     KdaRows rows;
-    cuda::TriangularInverse inverse;  // takes the place of the rows
+    // They take the place of the rows.
+    struct {
+      cuda::TriangularInverse inverse;
+      float4 of_keys[kPartBlocks][kWarpSize], of_queries[kPartBlocks][kWarpSize];  // products for other warps
+    };
   };
   KdaSums log2_cumsum;
   float diagonal[kStepBlocks][kBlockSteps][2 * kBlockSteps];  // of a row of a block of 8: products of keys, then of queries
@@ -58,15 +63,18 @@ struct KdaChunks {
     Target& target = static_cast<Target*>(p.chunks)[place];
     multiply_pairs_of_eight(lane);
     float of_keys[kStepBlocks][4] = {}, of_queries[kStepBlocks][4] = {}, halves[4] = {};
-    multiply_pairs(of_keys, of_queries, halves, lane);
+    multiply_halves(halves, lane);
+    multiply_blocks(of_keys, of_queries, lane);
     write_rows(target);
+    // All warps have read the rows.
+    __syncthreads();
+    give_products(of_keys, of_queries, lane);
+    __syncthreads();
+    take_products(of_keys, of_queries, lane);
     float left[4], right[4];
-    __syncwarp();
     take_diagonal(left, right, halves, kBlockSteps, lane);
     write_p(target.p, of_queries, left, right, lane);
     take_diagonal(left, right, halves, 0, lane);
-    // All warps have read the rows.
-    __syncthreads();
     if constexpr (is_backward) {
       write_n(target, of_keys, left, right, lane);
     } else {
@@ -145,49 +153,96 @@ struct KdaChunks {
     return *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][8 * group + 2 * lane.pair]);
   }
 
-  // The products of the warp's rows with the steps of earlier blocks of 16, and of its last 8 rows with its first 8 steps: of
-  // `halves` the first two elements are products of keys and the others of queries.
-  __device__ __forceinline__ void multiply_pairs(float (&of_keys)[kStepBlocks][4], float (&of_queries)[kStepBlocks][4],
-                                                 float (&halves)[4], const FragmentLane& lane) {
-    const int first = 16 * lane.warp;
-    const auto bits = [](float value) { return __float_as_uint(value); };
-    // Decays until and after a step; operands are truncated.
-    const auto until = [](float2 step, float2 log2) {
-      return exp2_difference({step.x + kTruncatedLog2, step.y + kTruncatedLog2}, log2);
-    };
-    const auto after = [](float2 step, float2 log2) {
-      return exp2_difference(log2, {step.x - kTruncatedLog2, step.y - kTruncatedLog2});
-    };
-#pragma unroll 2
+  static __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
+  // Decays until and after a step, of operands that are truncated.
+  static __device__ __forceinline__ float2 until(float2 step, float2 log2) {
+    return exp2_difference({step.x + kTruncatedLog2, step.y + kTruncatedLog2}, log2);
+  }
+  static __device__ __forceinline__ float2 after(float2 step, float2 log2) {
+    return exp2_difference(log2, {step.x - kTruncatedLog2, step.y - kTruncatedLog2});
+  }
+
+  // The products of the warp's last 8 rows with its first 8 steps: the first two elements are of keys, the others of queries.
+  __device__ __forceinline__ void multiply_halves(float (&halves)[4], const FragmentLane& lane) {
+#pragma unroll 4
     for (int group = 0; group < kVectors; ++group) {
-      float2 k[2], q[2], log2[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        k[half] = pair_of(shared.rows.k, lane.row + 8 * half, group, lane);
-        q[half] = pair_of(shared.rows.q, lane.row + 8 * half, group, lane);
-        log2[half] = log2_pair(lane.row + 8 * half, group, lane);
-      }
-      {
-        const float2 middle = log2_pair(first + 7, group, lane), to = until(middle, log2[0]), from = after(middle, log2[1]);
-        const uint32_t a[4] = {bits(k[1].x * from.x), bits(q[1].x * from.x), bits(k[1].y * from.y), bits(q[1].y * from.y)};
-        cuda::mma_tf32(halves, a, {bits(k[0].x * to.x), bits(k[0].y * to.y)});
-      }
-      if (lane.warp == 0) continue;
-      const float2 start = log2_pair(first - 1, group, lane), low = after(start, log2[0]), high = after(start, log2[1]);
+      const int row = lane.row + kBlockSteps;
+      const float2 first = pair_of(shared.rows.k, lane.row, group, lane), k = pair_of(shared.rows.k, row, group, lane),
+                   q = pair_of(shared.rows.q, row, group, lane), middle = log2_pair(16 * lane.warp + 7, group, lane),
+                   to = until(middle, log2_pair(lane.row, group, lane)), from = after(middle, log2_pair(row, group, lane));
+      const uint32_t a[4] = {bits(k.x * from.x), bits(q.x * from.x), bits(k.y * from.y), bits(q.y * from.y)};
+      cuda::mma_tf32(halves, a, {bits(first.x * to.x), bits(first.y * to.y)});
+    }
+  }
+
+  // The products of rows of a block of 16 with the steps of earlier blocks. Block 3 has three of these, and block 0 none: warps
+  // multiply for others, so that each has about as much to do. Warp 0 has the rows of block 3 and half of the channels, and
+  // warp 1, beside its own rows, those of block 2 and an eighth of the channels, as column blocks from the third on.
+  static constexpr int kSplit3 = kVectors / 2, kSplit2 = kVectors - 2, kFirstOther = 2;
+  __device__ __forceinline__ void multiply_blocks(float (&of_keys)[kStepBlocks][4], float (&of_queries)[kStepBlocks][4],
+                                                  const FragmentLane& lane) {
+    const int block = lane.warp == 0 ? 3 : lane.warp, begin = lane.warp == 0 ? kSplit3 : 0,
+              end = lane.warp == 3   ? kSplit3
+                    : lane.warp == 2 ? kSplit2
+                                     : kVectors;
+    multiply_block<0>(block, begin, end, of_keys, of_queries, lane);
+    if (lane.warp == 1) multiply_block<kFirstOther>(2, kSplit2, kVectors, of_keys, of_queries, lane);
+  }
+  template <int first_column_block>
+  __device__ __forceinline__ void multiply_block(int block, int begin, int end, float (&of_keys)[kStepBlocks][4],
+                                                 float (&of_queries)[kStepBlocks][4], const FragmentLane& lane) {
+    const int first = 16 * block, row = first + lane.quad;
+#pragma unroll 2
+    for (int group = begin; group < end; ++group) {
+      const float2 start = log2_pair(first - 1, group, lane), low = after(start, log2_pair(row, group, lane)),
+                   high = after(start, log2_pair(row + 8, group, lane));
+      const float2 k[2] = {pair_of(shared.rows.k, row, group, lane), pair_of(shared.rows.k, row + 8, group, lane)},
+                   q[2] = {pair_of(shared.rows.q, row, group, lane), pair_of(shared.rows.q, row + 8, group, lane)};
       const uint32_t keys[4] = {bits(k[0].x * low.x), bits(k[1].x * high.x), bits(k[0].y * low.y), bits(k[1].y * high.y)},
                      queries[4] = {bits(q[0].x * low.x), bits(q[1].x * high.x), bits(q[0].y * low.y), bits(q[1].y * high.y)};
 #pragma unroll
       for (int earlier = 0; earlier < kWarpgroupWarps - 1; ++earlier) {
-        if (earlier >= lane.warp) break;
+        if (earlier >= block) break;
 #pragma unroll
         for (int n = 2 * earlier; n < 2 * earlier + 2; ++n) {
           const int step = kBlockSteps * n + lane.quad;
           const float2 key = pair_of(shared.rows.k, step, group, lane), decay = until(start, log2_pair(step, group, lane));
           const uint32_t b[2] = {bits(key.x * decay.x), bits(key.y * decay.y)};
-          cuda::mma_tf32(of_keys[n], keys, b);
-          cuda::mma_tf32(of_queries[n], queries, b);
+          cuda::mma_tf32(of_keys[first_column_block + n], keys, b);
+          cuda::mma_tf32(of_queries[first_column_block + n], queries, b);
         }
       }
+    }
+  }
+
+  // Products that warps have for others pass through shared memory: first the six column blocks of block 3, then the four of
+  // block 2.
+  __device__ __forceinline__ void give_products(const float (&of_keys)[kStepBlocks][4],
+                                                const float (&of_queries)[kStepBlocks][4], const FragmentLane& lane) {
+    const auto give = [&](int place, int n) {
+      shared.of_keys[place][lane.index] = {of_keys[n][0], of_keys[n][1], of_keys[n][2], of_keys[n][3]};
+      shared.of_queries[place][lane.index] = {of_queries[n][0], of_queries[n][1], of_queries[n][2], of_queries[n][3]};
+    };
+#pragma unroll
+    for (int n = 0; n < 6; ++n) {
+      if (lane.warp == 0) give(n, n);
+      if (lane.warp == 1 && n < 4) give(6 + n, kFirstOther + n);
+    }
+  }
+  __device__ __forceinline__ void take_products(float (&of_keys)[kStepBlocks][4], float (&of_queries)[kStepBlocks][4],
+                                                const FragmentLane& lane) const {
+    const auto take = [&](float (&target)[4], const float4& part) {
+      target[0] += part.x;
+      target[1] += part.y;
+      target[2] += part.z;
+      target[3] += part.w;
+    };
+    const int first = lane.warp == 3 ? 0 : 6;
+#pragma unroll
+    for (int n = 0; n < 6; ++n) {
+      if (lane.warp < 2 || n >= 2 * lane.warp) continue;
+      take(of_keys[n], shared.of_keys[first + n][lane.index]);
+      take(of_queries[n], shared.of_queries[first + n][lane.index]);
     }
   }
 
