@@ -19,8 +19,12 @@ pytestmark = pytest.mark.cuda
 
 __all__ = ["needs_wgmma"]  # the fixture
 
-# The gradient of beta has the roundings of keys times their decays, beside those of a gate per head.
-BETA = {"beta": 5e-3}
+# The gradient of beta is one number a step and head, and a few of them, beside the gradient of the final state, are the largest:
+# the errors of 300 or 400 do not average. Emulated in PyTorch, the roundings of S, D, E, Y and keys times their decays to bf16
+# give 5.0e-3 for two heads of 200 steps with gates of -400, and 5.6e-3 for 150 steps with key_dim 65; with E and Y in float32,
+# 4.0e-3 and 3.3e-3. Larger calls have 3.0e-3 to 3.9e-3.
+FEW_BETAS = 1.5
+BETA = {"beta": FEW_BETAS * BARS[torch.bfloat16]}
 
 
 def make_inputs(
@@ -50,7 +54,7 @@ def test_every_size_of_a_head(key_dim, value_dim, value_heads, dtype):
     inputs = make_inputs(1, 150, 2, value_heads, key_dim, value_dim, dtype=dtype)
     # Keys of few dimensions are correlated: the corrections of a chunk depend on one another.
     factor = 1 if key_dim > 8 else 4
-    assert_accurate(inputs, BARS[dtype] * factor, {"beta": 1.25 * BARS[dtype] * factor})
+    assert_accurate(inputs, BARS[dtype] * factor, {"beta": FEW_BETAS * BARS[dtype] * factor})
 
 
 @pytest.mark.parametrize("most_beta", [1.0, 2.0])
