@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda
 
 __all__ = ["needs_wgmma"]  # the fixture
 
-# The gradient of beta is one number a step and head. A few of them, beside the gradient of the final state, are the largest: the
+# The gradient of beta is one number a step and head. A few of them, beside the gradient of the final state, are largest: the
 # errors of 300 or 400 do not average. Emulated in PyTorch, the roundings of S, D, E, Y and keys times their decays to bf16
 # give 5.0e-3 for two heads of 200 steps with gates of -400, and 5.6e-3 for 150 steps with key_dim 65; with E and Y in float32,
 # 4.0e-3 and 3.3e-3. Larger calls have 3.0e-3 to 3.9e-3.
