@@ -126,8 +126,10 @@ struct DeltaRuleFoldParams {
 // Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
 // take 17 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
 constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 17 * 128;
-// Those of keys with more than kStateColumns columns have another matrix, and the states two parts of kStateColumns columns.
+// Those of keys with more than kStateColumns columns have another matrix, and the states a second part of kStateColumns
+// columns.
 constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + kChunk * kChunk * 2;
+constexpr int64_t kBwdStatePartBytes = 2 * kStateRows * kStateColumns * 2;
 constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
 
 // Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 and times row_factors with has_fp32_rows,
@@ -150,7 +152,14 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {};
 };
 
+// For keys of more than kStateColumns columns: the parameters of the gradients' kernel for each part of the columns.
+constexpr int kColumnParts = 2;
+struct DeltaRuleBwdParts {
+  DeltaRuleBwdParams of[kColumnParts];
+};
+
 SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1024);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 2048);
 SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);

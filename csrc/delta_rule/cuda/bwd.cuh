@@ -28,12 +28,6 @@ cudaError_t launch_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocess
   return cuda::launch(kernel, blocks, Chunks::kThreads, kBytes, stream, /*uses_pdl=*/false, params);
 }
 
-// With kStateColumns columns of the keys, or fewer. The workspaces are those of as many columns.
-template <typename Scalar>
-cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors, cudaStream_t stream) {
-  return launch_bwd_chunks<Scalar, kStateColumns>(params, multiprocessors, stream);
-}
-
 template <typename Scalar>
 cudaError_t launch_delta_rule_row_grads(const DeltaRuleRowGradsParams& params, cudaStream_t stream) {
   constexpr int kRows = kRowGradThreads / cuda::kWarpSize;

@@ -52,7 +52,9 @@ struct BwdChunksShared {
 };
 
 // With `grouped`, several value heads may share a key head.
-template <typename Scalar, int columns, bool grouped>
+// With two `parts` every second block takes the second part of the keys' columns; these blocks run beside those of the first
+// part, which read the same E and Y.
+template <typename Scalar, int columns, bool grouped, int parts = 1>
 struct BwdChunks {
   using Shared = BwdChunksShared<columns>;
   static constexpr int kStateGroups = columns / 16, kColumnBlocks = columns / 8, kTileColumns = 64;
@@ -65,12 +67,49 @@ struct BwdChunks {
   Shared& shared;
   const BwdGradients<Scalar, columns, grouped> gradients{p};
 
+  // Run by all threads.
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x < Shared::kStages) {
+      shared.full[threadIdx.x].init(1);
+      shared.empty[threadIdx.x].init(kConsumerThreads);
+    }
+    if (threadIdx.x < Shared::kTables) {
+      shared.tables_full[threadIdx.x].init(1);
+      shared.tables_empty[threadIdx.x].init(kConsumerThreads);
+      shared.sums_full[threadIdx.x].init(kConsumerThreads);
+    }
+    if (threadIdx.x == 0) {
+      shared.rows_full.init(1);
+      shared.rows_empty.init(kConsumerThreads);
+      shared.pairs_full.init(kWarpgroupThreads);
+      shared.pairs_empty.init((kConsumers - 1) * kWarpgroupThreads);
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+    if (warpgroup == 0) {
+      cuda::warpgroup_reg_alloc<kPairsRegisters>();
+      consume_pairs();
+    } else if (warpgroup == 1) {
+      cuda::warpgroup_reg_alloc<kQueriesRegisters>();
+      consume_queries();
+    } else if (warpgroup == 2) {
+      cuda::warpgroup_reg_alloc<kKeysRegisters>();
+      consume_keys();
+    } else {
+      cuda::warpgroup_reg_dealloc<kProducerRegisters>();
+      const int thread = threadIdx.x % kWarpgroupThreads;
+      if (thread == 0) produce_stages();
+      if (thread == kWarpSize) produce_rows();
+    }
+  }
+
+ private:
   // The value heads of a key head follow one another.
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk(const Body& body) const {
     const unsigned places = static_cast<unsigned>(chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads);
-    const unsigned each = grouped ? p.value_heads_per_key_head : 1, stride = gridDim.x * each;
-    for (unsigned place = blockIdx.x * each, index = 0; place < places;) {
+    const unsigned each = grouped ? p.value_heads_per_key_head : 1, stride = gridDim.x / parts * each;
+    for (unsigned place = blockIdx.x / parts * each, index = 0; place < places;) {
       const ChunkOfHead at(p, static_cast<int>(place + index));
       if (at.is_there()) body(at);
       if (grouped && ++index < each) continue;
@@ -98,7 +137,16 @@ struct BwdChunks {
         full.arrive_and_expect_tx(sizeof(target.states) + sizeof(target.grad_out));
         cuda::tma_load_tile(&target.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(),
                             static_cast<int>(at.batch), full);
-        cuda::tma_load(&target.states, states_of_chunk<columns>(p, at.number, at.head, block), sizeof(target.states), full);
+        const BwdStatesOfChunk<columns>& states = *states_of_chunk<columns>(p, at.number, at.head, block);
+        if constexpr (parts == 1) {
+          cuda::tma_load(&target.states, &states, sizeof(target.states), full);
+        } else {
+          constexpr int kBytes = sizeof(BwdStatePart);
+          const bool is_first = blockIdx.x % parts == 0;
+          cuda::tma_load(&target.states, is_first ? static_cast<const void*>(&states) : second_part_of(p, &states), kBytes,
+                         full);
+          cuda::tma_load(&target.states.e, &states.e, sizeof(target.states) - kBytes, full);
+        }
         pipeline.advance(Shared::kStages);
       }
     });
@@ -496,42 +544,18 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, colu
     delta_rule_bwd_chunks_kernel(const __grid_constant__ DeltaRuleBwdParams p) {
 #if SSM_KERNELS_HAS_WGMMA
   using Chunks = BwdChunks<Scalar, columns, grouped>;
-  using Shared = typename Chunks::Shared;
   extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<Shared>(unaligned_memory);
-  Chunks chunks{p, shared};
-  if (threadIdx.x < Shared::kStages) {
-    shared.full[threadIdx.x].init(1);
-    shared.empty[threadIdx.x].init(Chunks::kConsumerThreads);
-  }
-  if (threadIdx.x < Shared::kTables) {
-    shared.tables_full[threadIdx.x].init(1);
-    shared.tables_empty[threadIdx.x].init(Chunks::kConsumerThreads);
-    shared.sums_full[threadIdx.x].init(Chunks::kConsumerThreads);
-  }
-  if (threadIdx.x == 0) {
-    shared.rows_full.init(1);
-    shared.rows_empty.init(Chunks::kConsumerThreads);
-    shared.pairs_full.init(kWarpgroupThreads);
-    shared.pairs_empty.init((Chunks::kConsumers - 1) * kWarpgroupThreads);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == 0) {
-    cuda::warpgroup_reg_alloc<Chunks::kPairsRegisters>();
-    chunks.consume_pairs();
-  } else if (warpgroup == 1) {
-    cuda::warpgroup_reg_alloc<Chunks::kQueriesRegisters>();
-    chunks.consume_queries();
-  } else if (warpgroup == 2) {
-    cuda::warpgroup_reg_alloc<Chunks::kKeysRegisters>();
-    chunks.consume_keys();
-  } else {
-    cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();
-    const int thread = threadIdx.x % kWarpgroupThreads;
-    if (thread == 0) chunks.produce_stages();
-    if (thread == kWarpSize) chunks.produce_rows();
-  }
+  Chunks{p, align_shared<typename Chunks::Shared>(unaligned_memory)}.run();
+#endif
+}
+
+template <typename Scalar, bool grouped>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdChunks<Scalar, kStateColumns, grouped>::kThreads : kWarpSize, 1)
+    delta_rule_bwd_wide_chunks_kernel(const __grid_constant__ DeltaRuleBwdParts p) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Chunks = BwdChunks<Scalar, kStateColumns, grouped, kColumnParts>;
+  extern __shared__ unsigned char unaligned_memory[];
+  Chunks{p.of[blockIdx.x % kColumnParts], align_shared<typename Chunks::Shared>(unaligned_memory)}.run();
 #endif
 }
 

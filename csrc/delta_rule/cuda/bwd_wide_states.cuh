@@ -1,7 +1,7 @@
 // The chains over time of the delta rule's backward for keys of 129 to 256 columns (wide_state.cuh): the recurrences of
 // bwd_states.cuh, whose notation this file shares. N is a hi/lo split, too.
 //
-// S and D leave in two parts of kStateColumns columns, each with a copy of E and Y: a launch of bwd_chunks.cuh takes one part.
+// S and D leave in two parts of kStateColumns columns, which different blocks of bwd_chunks.cuh read.
 #pragma once
 
 #include "cuda/ptx/setmaxnreg.cuh"
@@ -30,7 +30,6 @@ struct BwdWideStates {
   using TileState = State<kWideColumns>;
   using StatesOfChunk = BwdStatesOfChunk<kStateColumns>;
   static constexpr int kThreads = kConsumerThreadsOfBlock + kWarpgroupThreads;
-  static constexpr int kParts = kWideColumns / kStateColumns, kPartPanels = SmemTile<kStateColumns>::kPanels;
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 
   const DeltaRuleBwdParams& p;
@@ -245,30 +244,25 @@ struct BwdWideStates {
     cuda::tma_store_wait_read<0>();
   }
 
-  __device__ __forceinline__ StatesOfChunk* target_of(int chunk, const StateTile& state_tile, int part) const {
-    const int64_t of_part = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads * row_blocks(p.headdim);
-    return states_of_chunk<kStateColumns>(p, chunk_number(chunk), at.group, state_tile.first_row / kStateRows) + part * of_part;
+  __device__ __forceinline__ StatesOfChunk* target_of(int chunk, const StateTile& state_tile) const {
+    return states_of_chunk<kStateColumns>(p, chunk_number(chunk), at.group, state_tile.first_row / kStateRows);
   }
   // They start the copies of the tiles that the warpgroup has written. TMA has then read the tile sent before, which is the
   // next to be overwritten.
   template <bool backward>
   __device__ __forceinline__ void send_state(int chunk, const StateTile& state_tile, int index) {
     const bool starts = publish(state_tile, index);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      StatesOfChunk* const target = target_of(chunk, state_tile, part);
-      cuda::tma_store(backward ? &target->d : &target->s, &shared.states[index].panels[part * kPartPanels], sizeof(target->s),
-                      starts);
-    }
+    StatesOfChunk* const target = target_of(chunk, state_tile);
+    BwdStatePart* const second = second_part_of(p, target);
+    const auto& panels = shared.states[index].panels;
+    cuda::tma_store(backward ? &target->d : &target->s, &panels[0], sizeof(target->s), starts);
+    cuda::tma_store(backward ? &second->d : &second->s, &panels[SmemTile<kStateColumns>::kPanels], sizeof(second->s), starts);
   }
   template <bool backward>
   __device__ __forceinline__ void send_steps(int chunk, const StateTile& state_tile, int index) {
     const bool starts = publish(state_tile, index);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      StatesOfChunk* const target = target_of(chunk, state_tile, part);
-      cuda::tma_store(backward ? &target->y : &target->e, &shared.steps[index], sizeof(target->e), starts);
-    }
+    StatesOfChunk* const target = target_of(chunk, state_tile);
+    cuda::tma_store(backward ? &target->y : &target->e, &shared.steps[index], sizeof(target->e), starts);
   }
   static __device__ __forceinline__ bool publish(const StateTile& state_tile, int index) {
     cuda::tma_store_wait_read<0>();

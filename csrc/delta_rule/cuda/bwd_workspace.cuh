@@ -43,6 +43,20 @@ __device__ __forceinline__ BwdStatesOfChunk<columns>* states_of_chunk(const Delt
          row_block;
 }
 
+// For keys of more than kStateColumns columns: S and D of the columns from kStateColumns on. They follow the states of all
+// chunks, which have the other columns.
+struct alignas(128) BwdStatePart {
+  SmemTile<kStateColumns> s, d;
+};
+static_assert(sizeof(BwdStatePart) == kBwdStatePartBytes, "the host allocates the states");
+
+__device__ __forceinline__ BwdStatePart* second_part_of(const DeltaRuleBwdParams& p,
+                                                        const BwdStatesOfChunk<kStateColumns>* of) {
+  auto* const states = static_cast<BwdStatesOfChunk<kStateColumns>*>(p.states);
+  const int64_t count = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads * row_blocks(p.headdim);
+  return reinterpret_cast<BwdStatePart*>(states + count) + (of - states);
+}
+
 // A chunk of one value head, by its place among all heads of all chunk numbers (cuda/chunked/span.cuh), fewer than 2^31.
 struct ChunkOfHead : ChunkSpan {
   int number, chunk, head;

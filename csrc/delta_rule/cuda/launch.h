@@ -51,8 +51,8 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                                              cudaStream_t stream);
 template <typename Scalar>
-SSM_KERNEL_API cudaError_t launch_delta_rule_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocessors,
-                                                        cudaStream_t stream);
+SSM_KERNEL_API cudaError_t launch_delta_rule_bwd_wide_chunks(const DeltaRuleBwdParts& parts, int multiprocessors,
+                                                             cudaStream_t stream);
 
 // Whether the current device can run the kernels.
 SSM_KERNEL_API bool has_wgmma_kernels();

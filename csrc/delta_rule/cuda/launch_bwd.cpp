@@ -130,7 +130,7 @@ class Backward {
   }
   int64_t states_bytes() const {
     const int64_t columns = has_channels() ? kStateColumns : tile_columns(in_.q.size(3));
-    return row_blocks(in_.v.size(3)) * column_blocks(in_.q.size(3)) * bwd_states_bytes(columns);
+    return row_blocks(in_.v.size(3)) * (bwd_states_bytes(columns) + (is_wide() ? kBwdStatePartBytes : 0));
   }
 
   // The most value heads of a row whose workspace takes at most the bytes of the debug option.
@@ -326,10 +326,10 @@ class Backward {
                                                     : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, stream));
   }
 
-  // Queues the kernels of keys of more than kStateColumns columns: that of the gradients once for each kStateColumns of them.
-  // Each of these computes the gradients of its columns of q and k, and its terms of those of log decays, which are sums over
-  // columns.
-  void launch_wide(DeltaRuleBwdParams params, const Range& range, const at::Tensor& grad_q, const at::Tensor& grad_k) const {
+  // Queues the kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
+  // its terms of those of log decays, which are sums over columns. The first part has the gradients of v and beta.
+  void launch_wide(const DeltaRuleBwdParams& params, const Range& range, const at::Tensor& grad_q,
+                   const at::Tensor& grad_k) const {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
     const WorkPartition partition = partition_of(params);
@@ -338,29 +338,27 @@ class Backward {
                            : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
     C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_states<__half>(params, partition, stream)
                            : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(params, partition, stream));
-    const int64_t states_of_columns =
-        chunks_of(range.entries) * range.heads * row_blocks(params.headdim) * bwd_states_bytes(kStateColumns);
+    DeltaRuleBwdParts parts;
     at::Tensor terms;
-    for (int64_t first = 0; first < in_.q.size(3); first += kStateColumns) {
+    for (int part = 0; part < kColumnParts; ++part) {
+      const int64_t first = part * kStateColumns;
       const auto columns = [&](const at::Tensor& rows) {
         return rows.narrow(3, first, std::min<int64_t>(rows.size(3) - first, kStateColumns));
       };
-      params.dstate = static_cast<int>(std::min<int64_t>(in_.q.size(3) - first, kStateColumns));
-      describe_tiles(params.q_descriptor, columns(range.of_key_heads(of_.q)));
-      describe_tiles(params.k_descriptor, columns(range.of_key_heads(of_.k)));
-      params.grad_q = view_of(columns(grad_q));
-      params.grad_k = view_of(columns(grad_k));
-      if (first > 0) {
-        params.states = static_cast<char*>(params.states) + states_of_columns;
-        params.grad_v = params.grad_beta = {};
-        if (of_.grad_log_decay.defined()) {
-          terms = empty_tensor_like(range.of_heads(of_.grad_log_decay));
-          params.grad_log_decay = view_of(terms.unsqueeze(3));
-        }
-      }
-      C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_chunks<__half>(params, multiprocessors, stream)
-                             : launch_delta_rule_bwd_chunks<__nv_bfloat16>(params, multiprocessors, stream));
+      DeltaRuleBwdParams& of_part = parts.of[part] = params;
+      of_part.dstate = static_cast<int>(std::min<int64_t>(in_.q.size(3) - first, kStateColumns));
+      describe_tiles(of_part.q_descriptor, columns(range.of_key_heads(of_.q)));
+      describe_tiles(of_part.k_descriptor, columns(range.of_key_heads(of_.k)));
+      of_part.grad_q = view_of(columns(grad_q));
+      of_part.grad_k = view_of(columns(grad_k));
+      if (part == 0) continue;
+      of_part.grad_v = of_part.grad_beta = {};
+      if (!of_.grad_log_decay.defined()) continue;
+      terms = empty_tensor_like(range.of_heads(of_.grad_log_decay));
+      of_part.grad_log_decay = view_of(terms.unsqueeze(3));
     }
+    C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_chunks<__half>(parts, multiprocessors, stream)
+                           : launch_delta_rule_bwd_wide_chunks<__nv_bfloat16>(parts, multiprocessors, stream));
     if (terms.defined()) range.of_heads(of_.grad_log_decay).add_(terms);
   }
 

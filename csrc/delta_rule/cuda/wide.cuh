@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/launch.cuh"
+#include "delta_rule/cuda/bwd_chunks.cuh"
 #include "delta_rule/cuda/bwd_matrices.cuh"
 #include "delta_rule/cuda/bwd_wide_states.cuh"
 #include "delta_rule/cuda/fwd_wide_sm90.cuh"
@@ -31,7 +32,7 @@ cudaError_t launch_delta_rule_fwd_wide(const DeltaRuleFwdParams& params, const S
                       Unpacked<DeltaRuleFwdParams>{params}, schedule);
 }
 
-// Of backward: the states. launch_delta_rule_bwd_chunks (bwd.cuh) computes the gradients of some columns at a time.
+// Backward: the states.
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                               cudaStream_t stream) {
@@ -42,6 +43,22 @@ cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, 
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
   return cuda::launch(kernel, kDirections * partition.work_tiles, States::kThreads, kBytes, stream, /*uses_pdl=*/false, params,
                       partition);
+}
+
+// Backward: the gradients.
+template <typename Scalar>
+cudaError_t launch_delta_rule_bwd_wide_chunks(const DeltaRuleBwdParts& parts, int multiprocessors, cudaStream_t stream) {
+  using Chunks = BwdChunks<Scalar, kStateColumns, false, kColumnParts>;
+  constexpr int kBytes = Chunks::Shared::bytes();
+  static_assert(kBytes <= kSm90SharedBytes, "a block has that much shared memory");
+  const DeltaRuleBwdParams& params = parts.of[0];
+  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads,
+                groups = chunks / params.value_heads_per_key_head,
+                pairs = groups < multiprocessors / kColumnParts ? groups : multiprocessors / kColumnParts;
+  const auto kernel = params.value_heads_per_key_head > 1 ? delta_rule_bwd_wide_chunks_kernel<Scalar, true>
+                                                          : delta_rule_bwd_wide_chunks_kernel<Scalar, false>;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, kColumnParts * pairs, Chunks::kThreads, kBytes, stream, /*uses_pdl=*/false, parts);
 }
 
 }  // namespace ssm_kernels::delta_rule

@@ -4,7 +4,6 @@ namespace ssm_kernels::delta_rule {
 
 template cudaError_t launch_delta_rule_bwd<__nv_bfloat16>(const DeltaRuleBwdParams&, const WorkPartition&, bool, int,
                                                           cudaStream_t);
-template cudaError_t launch_delta_rule_bwd_chunks<__nv_bfloat16>(const DeltaRuleBwdParams&, int, cudaStream_t);
 template cudaError_t launch_delta_rule_row_grads<__nv_bfloat16>(const DeltaRuleRowGradsParams&, cudaStream_t);
 template cudaError_t launch_delta_rule_gate_grads<__nv_bfloat16>(const DeltaRuleGateGradsParams&, cudaStream_t);
 
