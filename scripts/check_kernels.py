@@ -24,7 +24,7 @@ MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+
 REGISTERS = re.compile(r"Used (\d+) registers")
 # Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in 168
 # registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some words of
-# their work tile and of the steps whose tables come next, which have two words each with given gates. In fp32 operands are
+# their work tile and of the steps whose tables come next, which have three words each with given gates. In fp32 operands are
 # hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for states spill addresses, once a segment. The norms
 # of any rows keep the registers of the aligned kernels, so that as many blocks are resident; they spill words of addresses and
 # weights, each once a row; before 9.0a those of aligned rows spill an address or two. The convolution of any rows spills words
@@ -32,7 +32,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # doubles, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile. The sequential scan's
 # backward of rare methods spills addresses, and loads about ten words for four steps of two channels. The delta rule's forward
 # has four warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
-# backward, those that make a chunk's gradients spill some words.
+# backward, those that make a chunk's gradients spill some words. mLSTM's normalizer spills doubles of the steps that its
+# backward keeps, and before 9.0a addresses of rows of any alignment.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
@@ -43,7 +44,10 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma, .*>@sm_90a"): 32,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<float, \d+, .*cuda::Sm80Tf32, .*>@"): 200,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::\w+, .*>@(?!sm_90a)"): 144,
-    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, ssd::SsdLogFwdParams, .*>@(?!sm_90a)"): 168,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::SsdLogFwdParams, .*>@(?!sm_90a)"): 208,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 128, ssd::SsdLogFwdParams, .*>@sm_90a"): 48,
+    re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<double, \d>@"): 720,
+    re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<\w+, 1>@(?!sm_90a)"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_first_shifted_kernel<\w+>@"): 80,
     re.compile(r"causal_conv1d::conv_fwd_channels_first_shifted_kernel<\w+>@sm_90a"): 16,

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kGateThreads) mlstm_gate_maps_kernel(const __g
 }
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kGateThreads) mlstm_gates_kernel(const __grid_constant__ GateParams p) {
+__global__ void __launch_bounds__(kGateThreads, 1) mlstm_gates_kernel(const __grid_constant__ GateParams p) {
   using Acc = cuda::AccumulateType<Scalar>;
   constexpr Acc kNone = UnitMap<Acc>::kNone;
   __shared__ UnitMap<Acc> of_warps[kGateWarps];

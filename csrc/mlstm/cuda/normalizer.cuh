@@ -300,6 +300,8 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
   using Chunk = NormalizerChunk<Scalar, size>;
   using Acc = typename Chunk::Acc;
   using Channels = typename Chunk::Channels;
+  // Rows of gradients that are loaded ahead: those of a piece, where registers allow.
+  constexpr int kGradRows = sizeof(Scalar) == 2 ? kPieceSteps : 1;
   __shared__ Acc pieces[kPieces][kLaneChannels][cuda::kWarpSize];  // n before each piece
   const Chunk chunk(p, warp_number<1>(first));
   const int lane = chunk.lane(), used = (chunk.steps + kPieceSteps - 1) / kPieceSteps;
@@ -331,11 +333,14 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
   Acc grad_gain[2] = {}, grad_log_decay[2] = {};
 #pragma unroll 1
   for (int piece = used - 1; piece >= 0; --piece) {
-    typename Chunk::Row k[kPieceSteps], q[kPieceSteps], grad_q[kPieceSteps], grad_k[kPieceSteps];
+    typename Chunk::Row k[kPieceSteps], q[kPieceSteps], grad_q[kGradRows], grad_k[kGradRows];
     chunk.load_rows(p.k, piece * kPieceSteps, k);
     chunk.load_rows(p.q, piece * kPieceSteps, q);
-    if (p.grad_q.data != nullptr) chunk.load_rows(p.grad_q, piece * kPieceSteps, grad_q);
-    if (p.grad_k.data != nullptr) chunk.load_rows(p.grad_k, piece * kPieceSteps, grad_k);
+    const auto load_grads = [&](int first) {
+      if (p.grad_q.data != nullptr) chunk.load_rows(p.grad_q, first, grad_q);
+      if (p.grad_k.data != nullptr) chunk.load_rows(p.grad_k, first, grad_k);
+    };
+    if constexpr (kGradRows > 1) load_grads(piece * kPieceSteps);
     Channels after[kPieceSteps + 1];  // n before the piece, and after each of its steps
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) after[0][i] = pieces[piece][i][lane];
@@ -352,6 +357,8 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
     for (int j = kPieceSteps - 1; j >= 0; --j) {
       const int step = piece * kPieceSteps + j;
       if (step >= chunk.steps) continue;
+      if constexpr (kGradRows == 1) load_grads(step);
+      const int row = kGradRows == 1 ? 0 : j;
       const bool is_first = begins(step);
       if (p.grad_final_n != nullptr && sequence.ends_at(chunk.begin + step)) {
         const Acc* const of_final = chunk.of_sequence(p.grad_final_n, sequence);
@@ -362,14 +369,14 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
       if (p.grad_q.data != nullptr) {
 #pragma unroll
         for (int i = 0; i < kLaneChannels; ++i) grad[i] = of_product * after[j + 1][i];
-        grad_q[j].add_and_store(grad, chunk.row_of(p.grad_q, step), p.grad_q.stride_column, p.key_dim);
+        grad_q[row].add_and_store(grad, chunk.row_of(p.grad_q, step), p.grad_q.stride_column, p.key_dim);
       }
 #pragma unroll
       for (int i = 0; i < kLaneChannels; ++i) u[i] = Math<Acc>::fma(of_product, q[j][i], u[i]);
       if (p.grad_k.data != nullptr) {
 #pragma unroll
         for (int i = 0; i < kLaneChannels; ++i) grad[i] = gain * u[i];
-        grad_k[j].add_and_store(grad, chunk.row_of(p.grad_k, step), p.grad_k.stride_column, p.key_dim);
+        grad_k[row].add_and_store(grad, chunk.row_of(p.grad_k, step), p.grad_k.stride_column, p.key_dim);
       }
       const Acc of_gain = chunk.dot(u, k[j]);
       // n after the step before, or of the beginning of a sequence.
