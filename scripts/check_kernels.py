@@ -37,6 +37,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
+    re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 64,
     re.compile(r"delta_rule::kda_bwd_chunks_kernel<\w+>@sm_90a"): 16,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<\w+, 128, .*cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
