@@ -46,6 +46,7 @@ MIXERS: dict[str, MixerName] = {
     "mamba": "Mamba",
     "mamba2": "Mamba2",
     "gated_deltanet": "GatedDeltaNet",
+    "mlstm": "MLSTM",
     "mingru": "MinGRU",
     "minlstm": "MinLSTM",
 }
@@ -53,11 +54,13 @@ MIXERS: dict[str, MixerName] = {
 
 def make_model(name: str, d_model: int, n_layers: int, discretization: DiscretizationName) -> MambaLM:
     """A model whose tokens are bytes."""
-    # The defaults of Mamba2, 64 channels a head and 128 states, and of GatedDeltaNet, six heads of 256, suit larger models.
+    # The defaults of Mamba2, 64 channels a head and 128 states, of GatedDeltaNet, six heads of 256, and of MLSTM, eight heads,
+    # suit larger models.
     heads = math.gcd(d_model, 4)
     sizes = {
         "mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32},
         "gated_deltanet": {"num_heads": heads, "head_dim": d_model // heads},
+        "mlstm": {"num_heads": heads},
     }
     return MambaLM(
         MambaConfig(

@@ -54,7 +54,7 @@ StepInitialization = Literal["random", "constant"]
 """``dt_init`` of :class:`ssm_kernels.nn.Mamba` and :class:`ssm_kernels.nn.SelectiveSSM`."""
 
 MixerName = Literal[
-    "Mamba", "Mamba2", "MinGRU", "MinLSTM", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct"
+    "Mamba", "Mamba2", "MinGRU", "MinLSTM", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct", "MLSTM"
 ]
 """``mixer`` of :class:`ssm_kernels.models.MambaConfig`."""
 

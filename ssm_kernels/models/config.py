@@ -16,6 +16,7 @@ from ..nn.gated_delta_product import GatedDeltaProduct
 from ..nn.kimi_delta_attention import KimiDeltaAttention
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.mlstm import MLSTM
 from ..ops._arguments import did_you_mean
 from .recurrent_mixer import RecurrentMixer
 
@@ -31,12 +32,13 @@ DELTA_RULES: dict[MixerName, Any] = {
 _CLASSES: dict[MixerName, Any] = {
     **{"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer},
     **DELTA_RULES,
+    "MLSTM": MLSTM,
 }
 MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
 _LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
 _OWN_FIELDS = ("discretization", "recompute")
-_SET_BY_THE_MODEL = ("d_model", "hidden_size", "rnn", "layer_idx", "device", "dtype")
+_SET_BY_THE_MODEL = ("d_model", "hidden_size", "embedding_dim", "rnn", "layer_idx", "device", "dtype")
 # The largest sizes: far above those of any model, and small enough that no product of them overflows.
 _LARGEST = {
     "d_model": 2**20,
@@ -86,7 +88,8 @@ class MambaConfig(MambaSsmFields):
         pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
         tie_embeddings: embedding and head share their weight.
         mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"``, ``"MinLSTM"``, ``"DeltaNet"``, ``"GatedDeltaNet"``,
-            ``"KimiDeltaAttention"`` or ``"GatedDeltaProduct"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
+            ``"KimiDeltaAttention"``, ``"GatedDeltaProduct"`` or ``"MLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or
+            ``"Mamba"``.
         discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
         recompute: for ``"Mamba"``, ``"Mamba2"`` and the delta rules: ``"none"``, ``"cheap"`` or ``"all"``; see
             :class:`ssm_kernels.nn.Mamba2`.

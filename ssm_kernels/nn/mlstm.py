@@ -37,7 +37,7 @@ from .checks import (
     check_shape,
     check_tensor,
 )
-from .common import states_from_cache
+from .common import mark_parameters, states_from_cache
 from .initialization import fill_, initialized, linear
 from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay
@@ -181,10 +181,12 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
             self.fgate_preact = initialized(linear(embedding_dim, num_heads, True, device, dtype), _reset_forget_gate)
             _reset_input_gate(self.igate_preact)
             _reset_forget_gate(self.fgate_preact)
+            mark_parameters("_no_reinit", self.igate_preact.bias, self.fgate_preact.bias)
         else:
             self.qkv_opreact = linear(embedding_dim, 2 * (self.qk_dim + self.v_dim), use_bias, device, dtype)
             self.ifgate_preact = initialized(linear(embedding_dim, 2 * num_heads, True, device, dtype), _reset_gates)
             _reset_gates(self.ifgate_preact)
+            mark_parameters("_no_reinit", self.ifgate_preact.bias)
         self.multihead_norm = _HeadLayerNorm(self.v_dim, self.v_dim // num_heads, norm_eps, use_bias, device, dtype)
         self.out_proj = linear(self.v_dim, embedding_dim, use_bias, device, dtype)
 

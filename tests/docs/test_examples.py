@@ -169,7 +169,10 @@ def test_compares_models(tmp_path, example):
             pytest.param(TRAIN, *case, marks=pytest.mark.slow)
             for case in ((13, "mamba"), (17, "mamba"), (17, "mamba2"), (17, "mingru"))
         ),
-        *((CHAR_LM, *case) for case in ((1, "mamba"), (3, "mamba2"), (1, "gated_deltanet"), (3, "mingru"), (2, "minlstm"))),
+        *(
+            (CHAR_LM, *case)
+            for case in ((1, "mamba"), (3, "mamba2"), (1, "gated_deltanet"), (1, "mlstm"), (3, "mingru"), (2, "minlstm"))
+        ),
     ],
     indirect=["example"],
     ids=name_of,
@@ -209,7 +212,7 @@ def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, example):
 
 @pytest.mark.cuda
 @char_lm
-@pytest.mark.parametrize("model", ["mamba", "mamba2", "gated_deltanet", "mingru", "minlstm"])
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "gated_deltanet", "mlstm", "mingru", "minlstm"])
 def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, example):
     for device in ("cpu", "cuda"):
         printed = example.run(*SHORT_LM, "--model", model, "--checkpoint", tmp_path / f"{device}.pt", "--device", device)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import says
 from layer_helpers import assert_all_close, assert_same_gradients, gradients, make_sequence
+from plain_mlstm import plain_mlstm
 from torch import Tensor
 
 from ssm_kernels import nn
@@ -36,37 +36,6 @@ def make_layer(variant: str = "default", device: str = "cpu", dtype: torch.dtype
                 parameter.zero_()
             parameter.add_(0.5 * torch.randn(parameter.shape, dtype=torch.float64).to(parameter))
     return layer.to(device)
-
-
-def plain(layer: Any, u: Tensor, p: dict[str, Tensor] | None = None) -> Tensor:
-    """Step by step, without a unit: the true states."""
-    p = dict(layer.named_parameters()) if p is None else p
-
-    def project(name: str) -> Tensor:
-        return F.linear(u, p[f"{name}.weight"], p.get(f"{name}.bias"))
-
-    if layer.weight_mode == "single":
-        q, k, v, o, i, f = (project(name) for name in ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact"))
-    else:
-        q, k, v, o = project("qkv_opreact").split([layer.qk_dim, layer.qk_dim, layer.v_dim, layer.v_dim], -1)
-        i, f = project("ifgate_preact").chunk(2, -1)
-    if layer.gate_soft_cap is not None:
-        i, f = (layer.gate_soft_cap * torch.tanh(x / layer.gate_soft_cap) for x in (i, f))
-    q, k, v = (x.unflatten(-1, (layer.num_heads, -1)) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5
-    C, n = u.new_zeros(u.shape[0], layer.num_heads, k.shape[-1], v.shape[-1]), torch.zeros_like(k[:, 0])
-    m, outputs = u.new_full((u.shape[0], layer.num_heads), -torch.inf), []
-    for t in range(u.shape[1]):
-        m = torch.maximum(F.logsigmoid(f[:, t]) + m, i[:, t]).detach()
-        C = f[:, t].sigmoid()[..., None, None] * C + i[:, t].exp()[..., None, None] * k[:, t, :, :, None] * v[:, t, :, None]
-        n = f[:, t].sigmoid()[..., None] * n + i[:, t].exp()[..., None] * k[:, t]
-        divisor = (scale * (n * q[:, t]).sum(-1)).abs().clamp(min=1) + layer.eps * m.exp()
-        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", C, q[:, t]) / divisor[..., None])
-    h = torch.stack(outputs, 1)
-    norm = layer.multihead_norm
-    h = F.layer_norm(h, h.shape[-1:], eps=norm.eps).flatten(-2) * p["multihead_norm.weight"]
-    h = h + p["multihead_norm.bias"] if "multihead_norm.bias" in p else h
-    return F.linear(o.sigmoid() * h, p["out_proj.weight"], p.get("out_proj.bias"))
 
 
 def leaves_of(layer: torch.nn.Module, u: Tensor) -> dict[str, Tensor]:
@@ -97,14 +66,14 @@ def test_initial_gates(mode):
 @every_variant
 def test_values_and_gradients(variant, device):
     layer, u = make_layer(variant, device), make_sequence(2, 9, WIDTH, device=device).requires_grad_()
-    actual, expected = layer(u), plain(layer, u)
+    actual, expected = layer(u), plain_mlstm(layer, u)
     assert_all_close(actual, expected, 1e-9, 1e-11)
     assert_same_gradients(actual, expected, leaves_of(layer, u), 1e-7, 1e-9)
 
 
 def test_several_chunks(device):
     layer, u = make_layer(device=device), make_sequence(1, 150, WIDTH, device=device).requires_grad_()
-    actual, expected = layer(u), plain(layer, u)
+    actual, expected = layer(u), plain_mlstm(layer, u)
     assert_all_close(actual, expected, 1e-8, 1e-10)
     assert_same_gradients(actual, expected, leaves_of(layer, u), 1e-6, 1e-8)
 
@@ -112,7 +81,7 @@ def test_several_chunks(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype, device):
     layer, u = make_layer(device=device, dtype=dtype), make_sequence(2, 70, WIDTH, device=device, dtype=dtype)
-    exact = plain(layer, u.double(), {key: p.double() for key, p in layer.named_parameters()})
+    exact = plain_mlstm(layer, u.double(), {key: p.double() for key, p in layer.named_parameters()})
     actual = layer(u)
     assert actual.dtype is dtype
     bound = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3}[dtype]
@@ -140,7 +109,7 @@ def test_packed_sequences(variant, device):
     layer, u = make_layer(variant, device), make_sequence(1, 11, WIDTH, device=device).requires_grad_()
     bounds = (0, 0, 1, 3, 3, 9, 11)
     pieces = itertools.pairwise(dict.fromkeys(bounds))
-    expected, actual = torch.cat([plain(layer, u[:, a:b]) for a, b in pieces], dim=1), None
+    expected, actual = torch.cat([plain_mlstm(layer, u[:, a:b]) for a, b in pieces], dim=1), None
     actual = layer(u, cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device))
     assert_all_close(actual, expected, 1e-9, 1e-11)
     leaves = leaves_of(layer, u).values()
@@ -157,7 +126,7 @@ def test_packed_prompts_then_steps(device):
         for t in range(2):
             cache.seqlen_offset = 6 + t
             out = layer(torch.cat([s[:, n + t : n + t + 1] for s, n in zip(sequences, lengths, strict=True)]), cache)
-            expected = [plain(layer, s)[:, n + t : n + t + 1] for s, n in zip(sequences, lengths, strict=True)]
+            expected = [plain_mlstm(layer, s)[:, n + t : n + t + 1] for s, n in zip(sequences, lengths, strict=True)]
             assert_all_close(out, torch.cat(expected))
 
 
