@@ -1,4 +1,4 @@
-"""Compares how many pairs of a key and a value models can recall: Mamba-2, DeltaNet and Gated DeltaNet.
+"""Compares how many pairs of a key and a value models can recall: Mamba-2, DeltaNet, Gated DeltaNet and mLSTM.
 
 The task is multi-query associative recall (Arora et al., Zoology, arXiv 2312.04927). A sequence has pairs of a key and a value,
 and then every key again in another order; the model has to name its value. In every other sequence, half of the keys come with
@@ -30,7 +30,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssm_kernels.nn import DeltaNet, GatedDeltaNet, Mamba2
+from ssm_kernels import causal_conv1d
+from ssm_kernels.nn import MLSTM, DeltaNet, GatedDeltaNet, Mamba2
 
 try:
     import training
@@ -45,13 +46,28 @@ FEWEST_PAIRS, MOST_PAIRS = 4, KEYS
 TEST_SEQUENCES, TEST_SEED = 64, 2**32
 # The share of the keys that come with a second value, by the title of its panel.
 TASKS = {"every key has one value": 0.0, "half of the keys get a second value": 0.5}
-# Heads of every layer, with a state of d_model / 4 columns of keys and d_model / 2 of values.
+# Heads of every layer, with a state of d_model / 4 columns of keys and d_model / 2 of values; mLSTM has a normalizer beside it.
 HEADS = 4
+
+
+class ShortConvolution(nn.Module):
+    """Four steps of each channel and SiLU, (batch, seqlen, d_model), which the other layers have inside."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model, 4).uniform_(-0.5, 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return causal_conv1d(x, self.weight, activation="silu")
+
 
 MIXERS: dict[str, Callable[[int], nn.Module]] = {
     "mamba2": lambda d_model: Mamba2(d_model, d_state=d_model // HEADS, headdim=2 * d_model // HEADS),
     "deltanet": lambda d_model: DeltaNet(hidden_size=d_model, num_heads=HEADS, expand_v=2, use_gate=True),
     "gated_deltanet": lambda d_model: GatedDeltaNet(d_model, num_heads=HEADS, head_dim=d_model // HEADS, expand_v=2),
+    "mlstm": lambda d_model: nn.Sequential(
+        ShortConvolution(d_model), MLSTM(d_model, num_heads=HEADS, qk_dim_factor=1, v_dim_factor=2)
+    ),
 }
 
 
@@ -152,7 +168,7 @@ def recall_curves(pairs: list[int], histories: dict[str, History], d_model: int)
             axes.set_ylabel("values recalled (%)")
     figure.suptitle(f"Recall with a state of {d_model * d_model // 2} numbers a layer")
     # The legend is below the panels, so that it covers no data.
-    figure.legend(loc="outside lower center", ncols=5)
+    figure.legend(loc="outside lower center", ncols=len(histories) + 1)
     return figure
 
 
