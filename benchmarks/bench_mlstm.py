@@ -44,7 +44,7 @@ class MlstmCase(OperatorCase):
 
     Attributes:
         sequences: packed sequences of equal length in a row of the batch; 1 for a row that is not packed.
-        sigmoid: the input gate is a sigmoid, and there is no divisor.
+        sigmoid: the operator takes the sigmoid of the input gate, and does not divide.
     """
 
     batch: int

@@ -387,7 +387,7 @@ class SummaryCarry(Carry):
         return torch.zeros_like(like)
 
     def _adjoint_decays(self, states: Tensor, decays: Tensor) -> Tensor:
-        """What the adjoint multiplies the gradient of the state after each rank by, from the summaries of all ranks."""
+        """Returns the factors by which the adjoint multiplies the gradient of the state after each rank."""
         return decays
 
     def _after(self) -> slice:

@@ -16,7 +16,7 @@ from ssm_kernels import delta_rule_scan
 pytestmark = pytest.mark.cuda
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Of results and gradients; gates and betas have one number a step and head, whose errors average less.
+# Relative errors of results and gradients. Gates and betas have one number a step and head, whose errors average less.
 BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 FEW_SUMS = 2
 RESULTS = ["out", "final_states", "states"]

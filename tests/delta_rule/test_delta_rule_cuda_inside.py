@@ -13,7 +13,7 @@ from ssm_kernels import delta_rule_scan
 
 pytestmark = pytest.mark.cuda
 
-# Of the output and of gradients. fp16 has three more bits.
+# Relative errors of the output and of gradients. fp16 has three more bits.
 OUT_BARS = {torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
 BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 # Gradients of a number a step and head, or a head: the errors of the sums that a head shares do not average over the few heads

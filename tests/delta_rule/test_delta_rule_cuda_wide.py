@@ -8,52 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import debug_option
+from test_delta_rule_cuda_bwd import BARS, DTYPES, make_inputs, relative_error
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan
 
 pytestmark = pytest.mark.cuda
 
-DTYPES = [torch.bfloat16, torch.float16]
-BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 # One number a step and head, of calls with few heads: their errors do not average.
 FEW = {"beta": 6e-3, "g": 7.5e-3}
-
-
-def make_inputs(
-    batch: int,
-    seqlen: int,
-    heads: int,
-    value_heads: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    cosine: float = 0.0,
-    decay: float | None = 0.1,
-    most_beta: float = 1.0,
-    sequences: int | None = None,
-) -> dict[str, Tensor]:
-    """Normalized keys, any two of a head with about that cosine, log decays from -2 decay to 0, and initial states."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    common = F.normalize(normal(1, 1, heads, key_dim), dim=-1)
-    own = F.normalize(normal(batch, seqlen, heads, key_dim), dim=-1)
-    found = {
-        "q": F.normalize(normal(batch, seqlen, heads, key_dim), dim=-1).to(dtype),
-        "k": F.normalize(cosine**0.5 * common + (1 - cosine) ** 0.5 * own, dim=-1).to(dtype),
-        "v": normal(batch, seqlen, value_heads, value_dim).to(dtype),
-        "beta": most_beta * torch.rand(batch, seqlen, value_heads, generator=generator),
-        "initial_states": 0.3 * normal(sequences or batch, value_heads, value_dim, key_dim),
-    }
-    if decay is not None:
-        found["g"] = -2 * decay * torch.rand(batch, seqlen, value_heads, generator=generator)
-    return found
 
 
 def results(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
@@ -71,10 +35,6 @@ def results(inputs: dict[str, Any], device: str, double: bool, **options: Any) -
     asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = torch.autograd.grad(found, list(asked.values()), grads)
     return {"out": found[0], "final_states": found[1], **dict(zip(asked, gradients, strict=True))}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def assert_accurate(

@@ -34,7 +34,7 @@ struct ScalarMap {
   static __device__ __forceinline__ ScalarMap load(const float* maps, int index) { return {__ldcg(maps + index)}; }
 };
 
-// Of scans whose work tiles are no longer than a range: no block folds.
+// A scan whose work tiles are no longer than a range has no map: none of its blocks folds.
 struct NoMap {};
 
 // Summaries of segments for the state tiles: the state after the segment, begun with zero, in the order of the threads'

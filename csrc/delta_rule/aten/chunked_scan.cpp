@@ -81,8 +81,8 @@ struct Computed {
   at::Tensor states;  // before each chunk and after the last, (chunks + 1, rows, value_heads, value_dim, key_dim)
 };
 
-// Of each chunk, the factor of one of these states or of the gradient of the one after the chunk, (rows * heads, 1, 1 or
-// key_dim); empty if nothing decays. A chunk in which a sequence begins has the factor zero, and a mask, as 0 times NaN is NaN.
+// The factors, (rows * heads, 1, 1 or key_dim), by which each chunk decays the state before it and the gradient of the state
+// after it; empty if nothing decays. A chunk in which a sequence begins has the factor zero, and a mask, as 0 times NaN is NaN.
 std::vector<at::Tensor> factors_of_chunks(const Decays& decays) {
   return decays.all.defined() ? by_chunk(decays.all) : std::vector<at::Tensor>();
 }

@@ -36,7 +36,7 @@ struct BwdMatricesShared {
   DeltaRuleTables tables;
   Mbarrier full;
 
-  // Of wide rows, three blocks have room if P takes the place of the last columns of q.
+  // Three blocks of wide rows fit into a multiprocessor if P takes the place of the last columns of q.
   __device__ __forceinline__ SmemTile<kChunk>& p() {
     if constexpr (kHasLo) {
       constexpr int kPanels = columns / kChunk;

@@ -349,7 +349,7 @@ struct KdaBwdChunks {
     return cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(tile.vector(row, channel / 8))[channel % 8 / 2]);
   }
 
-  // What passes over all steps of a block of 16 in one channel.
+  // Returns the sum of the terms of one channel that pass over all steps of a block of 16.
   __device__ __forceinline__ float passing(int block, int channel) const {
     float sum = 0;
 #pragma unroll

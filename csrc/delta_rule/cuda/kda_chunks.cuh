@@ -126,7 +126,7 @@ struct KdaChunks {
     }
   }
 
-  // Of 2 count values a lane keeps the sums with another lane of one half, and sends the other half.
+  // A lane has 2 count values. It sends one half of them to another lane, and adds that lane's values to the other half.
   template <int count>
   static __device__ __forceinline__ void exchange(float (&sums)[2 * kBlockSteps], int lane) {
     const bool is_upper = lane & count;

@@ -116,7 +116,7 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   return params;
 }
 
-// Of the matrices of keys with more than kStateColumns columns.
+// The parameters of the kernel that makes the matrices of keys with more than kStateColumns columns.
 DeltaRuleBwdParams wide_matrices_parameters_of(const DeltaRuleFwdParams& fwd, void* matrices) {
   DeltaRuleBwdParams params;
   static_cast<ChunkedGeometry&>(params) = fwd;

@@ -1,6 +1,6 @@
-// What the delta rule's kernels read of each step beside q, k and v: with qk_l2norm the factors (x . x + 1e-6)^-1/2 of the rows
-// of k and q; the log decays, of raw gates; beta, of raw values. A block takes kFactorSteps steps of a key head, and of its
-// value heads.
+// The kernel that computes what the delta rule's kernels read for each step beside q, k and v: with qk_l2norm the factors
+// (x . x + 1e-6)^-1/2 of the rows of k and q; the log decays, of raw gates; beta, of raw values. A block takes kFactorSteps
+// steps of a key head, and of its value heads.
 #pragma once
 
 #include "common/delta_gates.h"

@@ -1,4 +1,4 @@
-// What the delta rule's kernels read of each step beside q, k and v, as tensors.
+// The tensors that the delta rule's kernels read for each step beside q, k and v, and the kernel that computes them.
 #pragma once
 
 #ifdef SSM_KERNELS_WITH_CUDA

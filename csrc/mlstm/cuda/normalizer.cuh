@@ -97,7 +97,7 @@ struct NormalizerChunk {
   }
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % cuda::kWarpSize; }
-  // Of a step in (batch, seqlen, heads).
+  // Returns the index of a step in a (batch, seqlen, heads) tensor.
   __device__ __forceinline__ int64_t place(int step) const { return (row * p.seqlen + begin + step) * p.heads + head; }
   // The lane's two numbers of a (batch, seqlen, heads) tensor, and that of a step from the lane which has it.
   __device__ __forceinline__ void load(const void* source, Acc (&of_lane)[2]) const {
@@ -176,7 +176,8 @@ __device__ __forceinline__ void product_gradients(const NormalizerBwdParams& p, 
   }
 }
 
-// What a chunk adds to n after it and, in backward, to the gradient of n before it; and its decay.
+// Computes for each chunk its decay, the sum that it adds to n after it and, in backward, the sum that it adds to the gradient
+// of n before it.
 template <typename Scalar, int size, typename Params>
 __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
     mlstm_normalizer_sums_kernel(const __grid_constant__ Params p, int64_t first) {
