@@ -4,7 +4,7 @@
     python benchmarks/bench_delta_rule.py [--json FILE] [--append] [--cases NAME ...] [--without_peers] [--trials N]
 
 ``page.md`` says what each figure is. flash-linear-attention's chunked scans take turns with ours, if that is installed. Triton
-compiles and tunes them when a case first calls them, which takes minutes for all cases. ``--without_peers`` measures ours
+compiles and tunes them by several processes before the first case, which takes minutes. ``--without_peers`` measures ours
 alone, ``--cases`` chooses cases, and ``--append`` keeps the rows of FILE that this run does not measure.
 
 Before a case is timed, its results and gradients for the last key head of the last row of the batch are compared with those of
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -124,6 +124,16 @@ class DeltaCase(OperatorCase):
         found = peers.delta_rule(self.rule)
         return None if found is None else functools.partial(self.call, found)
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        return None if self.peer is None else functools.partial(self.call_peer, device)
+
+    def call_peer(self, device: torch.device) -> None:
+        """Makes the calls that are compared, and those that are timed."""
+        theirs = self.contender(device)._replace(function=self.peer)
+        self.compared(theirs)
+        theirs.stages("forward")["forward"][0]()
+        theirs.results()
+
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         """Keys and queries of length 1; g = -A dt as layers begin, A from 1 to 16 and dt log-uniform from 0.001 to 0.1."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -185,6 +195,8 @@ class DeltaCase(OperatorCase):
         return {"bytes": moved, "given_bytes": given, "least_bytes": 2 * (given + out)}
 
 
+# Each case has about 80 specializations of kernels, whose compilation takes seconds each.
+TRITON_SECONDS = (480.0, 420.0)
 FP32 = torch.float32
 CASES = [
     DeltaCase(GATED, 8, 4096, 16, 16),
@@ -283,6 +295,8 @@ BENCHMARK = Benchmark(
     context=context,
     add_options=add_options,
     appends=True,
+    triton_call=lambda case, device: case.triton_call(device),
+    triton_seconds=TRITON_SECONDS,
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 ``page.md`` says what each figure is. flash-linear-attention's layers get the weights of ours, and both ``state_dict``s must
 load into the other. Outputs and gradients are compared with ours in float64 on the CPU. Exits with 1 if one of ours is wrong; a
-missed bar is only reported. Triton compiles and tunes the peer's kernels for minutes: ``--without_peers`` measures ours alone.
+missed bar is only reported. Triton compiles and tunes the peer's kernels for minutes before the first case:
+``--without_peers`` measures ours alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers, triton_kernels
+from benchmarks.bench_delta_rule import TRITON_SECONDS
 from benchmarks.benchmark import FLA, Benchmark, Result, Run, main, speedups
 from benchmarks.layer_cases import DeltaLayerCase
 from benchmarks.tables import Row, Table, errors_of, figure, largest_errors, median, ratio, text, versus
@@ -67,6 +69,8 @@ BENCHMARK = Benchmark(
     context=context,
     add_options=add_options,
     appends=True,
+    triton_call=lambda case, device: case.triton_call(device),
+    triton_seconds=TRITON_SECONDS,
 )
 
 if __name__ == "__main__":

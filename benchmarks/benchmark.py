@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks import bars, peers, triton_kernels
+from benchmarks import bars, triton_kernels
 from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, median, show, text
 
@@ -250,7 +250,7 @@ class Case:
         return {}
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
-        """A function that makes mamba_ssm's call, and before that its tensors; None if no Triton kernel is part of it."""
+        """A function that makes the peer's call, and before that its tensors; None if it calls no installed Triton kernel."""
         return None
 
     @property
@@ -325,6 +325,7 @@ class Benchmark:
         trials_option: the name of the option that sets ``trials``.
         appends: has the option ``--append``, with which a run adds its rows to those of an earlier one.
         triton_call: as :meth:`Case.triton_call`, for cases with Triton kernels, which are compiled before anything is measured.
+        triton_seconds: the seconds that this may take, and the part of them for the configurations that are tuned.
         tunes_once: Triton's kernels keep the configuration of the first size.
     """
 
@@ -344,6 +345,7 @@ class Benchmark:
     trials_option: str = "--trials"
     appends: bool = False
     triton_call: Callable[[Any, torch.device], Callable[[], Any] | None] | None = None
+    triton_seconds: tuple[float, float] = (60.0, 40.0)
     tunes_once: bool = False
 
 
@@ -460,10 +462,10 @@ def compile_ahead(benchmark: Benchmark, run: Run, cases: Sequence[Any], argument
 
     if share is not None:
         triton_kernels.compile_share(int(share[0]), Path(share[1]), benchmark.tunes_once, calls)
-    elif peers.layers() and next(iter(calls()), None) is not None:
+    elif next(iter(calls()), None) is not None:
         program = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
         with tempfile.TemporaryDirectory() as folder:
-            seconds = triton_kernels.compile_ahead(program, Path(folder), benchmark.tunes_once, calls)
+            seconds = triton_kernels.compile_ahead(program, Path(folder), benchmark.tunes_once, calls, benchmark.triton_seconds)
         print("before the first row, seconds: " + ", ".join(f"{step} {found}" for step, found in seconds.items()), flush=True)
 
 

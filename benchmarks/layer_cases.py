@@ -146,11 +146,13 @@ class LayerCase(PairedCase):
         return x.to(torch.bfloat16).requires_grad_(), grad_out.to(torch.bfloat16)
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
-        has_kernels = self.layer == "Mamba2" and self.recompute is None
+        has_kernels = self.layer == "Mamba2" and self.recompute is None and peers.layers()
         return functools.partial(self.call_peer, device) if has_kernels else None
 
     def call_peer(self, device: torch.device) -> None:
-        layer = make_layers(self.layer, self.d_model, device, torch.bfloat16)[PEER]
+        self.call_layer(make_layers(self.layer, self.d_model, device, torch.bfloat16)[PEER], device)
+
+    def call_layer(self, layer: nn.Module, device: torch.device) -> None:
         x, grad_out = self.tensors(device)
         with torch.no_grad():
             layer(x)
@@ -216,6 +218,12 @@ class DeltaLayerCase(LayerCase):
         sizes = {"num_heads": self.heads, "num_v_heads": self.value_heads, "head_dim": self.key_dim}
         return {**sizes, "expand_v": self.value_dim / self.key_dim}
 
+    def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        return None if peers.layer_of_fla(self.layer) is None else functools.partial(self.call_peer, device)
+
+    def call_peer(self, device: torch.device) -> None:
+        self.call_layer(make_layers(self.layer, self.d_model, device, torch.bfloat16, **self.options)[FLA], device)
+
 
 class Step(NamedTuple):
     """A layer with its states and the next input."""
@@ -258,7 +266,7 @@ class DecodeCase(PairedCase):
         return Step(layer, hidden_states, filled(conv_state), filled(ssm_state.to(self.state_dtype)))
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
-        return functools.partial(self.call_peer, device)
+        return functools.partial(self.call_peer, device) if peers.layers() else None
 
     @torch.no_grad()
     def call_peer(self, device: torch.device) -> None:
@@ -305,7 +313,7 @@ class LatencyCase(PairedCase):
         return WRONG_FP32
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
-        return functools.partial(self.call_peer, device) if self.layer == "Mamba2" else None
+        return functools.partial(self.call_peer, device) if self.layer == "Mamba2" and peers.layers() else None
 
     @torch.no_grad()
     def call_peer(self, device: torch.device) -> None:
@@ -360,6 +368,8 @@ class LanguageModelCase(PairedCase):
         return WRONG_LOGITS
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
+        if peers.language_model() is None:
+            return None
         # Two layers and two sequences have the kernels of all: the first layer adds no residual.
         return functools.partial(replace(self, n_layer=2, batch=min(self.batch, 2)).call_peer, device)
 

@@ -1,4 +1,4 @@
-"""mamba_ssm's Triton kernels: their tuning, and their compilation by several processes before anything is measured.
+"""Triton kernels of the peers: their tuning, and their compilation by several processes before anything is measured.
 
 Triton compiles a kernel when it is first called: for the tensors' dtypes, for which of its sizes and strides are 1 or multiples
 of 16, and to tune it, for each of its configurations. An SSD layer with its gradients has 140 of these; each takes about a
@@ -33,8 +33,8 @@ Calls = Callable[[], Iterable[tuple[str, Callable[[], Any]]]]
 # Milliseconds for which a configuration is warmed up and timed. Triton takes 25 and 100.
 TUNING = {"warmup": 5, "rep": 25}
 PROCESSES = 24
-# In all, and for the configurations.
-SECONDS, SECONDS_OF_CONFIGURATIONS = 60.0, 40.0
+# Seconds that a process waits for the chosen configurations; the benchmark, whose child it is, ends it earlier.
+LONGEST_WAIT = 600.0
 CHOSEN, OPTION = "chosen.json", "--compile_share"
 
 
@@ -173,7 +173,7 @@ def compile_share(index: int, folder: Path, once: bool, calls: Calls) -> None:
     share = _Share(claim, once)
     share.make(calls)
     _write(folder / f"tuning-{index}.json", share.tuning)
-    parent, end = os.getppid(), time.monotonic() + SECONDS
+    parent, end = os.getppid(), time.monotonic() + LONGEST_WAIT
     while not (folder / CHOSEN).exists():
         if time.monotonic() > end or os.getppid() != parent:
             return
@@ -191,7 +191,9 @@ def _write(path: Path, value: Any) -> None:
 # ----- the process that measures
 
 
-def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls) -> dict[str, float]:
+def compile_ahead(
+    program: Sequence[str], folder: Path, once: bool, calls: Calls, seconds_allowed: tuple[float, float]
+) -> dict[str, float]:
     """Compiles and tunes the Triton kernels that ``calls`` call; returns the seconds of each step.
 
     Args:
@@ -199,10 +201,11 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
         folder: an empty folder.
         once: as :func:`tune` takes it.
         calls: those of all cases.
+        seconds_allowed: in all, and for the configurations.
     """
     seconds: dict[str, float] = {}
     start = time.monotonic()
-    end = start + SECONDS
+    end, first_end = (start + allowed for allowed in seconds_allowed)
 
     def lap(step: str) -> None:
         nonlocal start
@@ -218,7 +221,6 @@ def compile_ahead(program: Sequence[str], folder: Path, once: bool, calls: Calls
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
     try:
         tunings = [folder / f"tuning-{index}.json" for index in range(count)]
-        first_end = start + SECONDS_OF_CONFIGURATIONS
         while time.monotonic() < first_end and not all(
             path.exists() or process.poll() is not None for path, process in zip(tunings, processes, strict=True)
         ):

@@ -240,7 +240,7 @@ pathlib.Path(folder, f"compiled-{index}").write_text(chosen.read_text())
     monkeypatch.setattr(triton_kernels, "tune", lambda once: {"kernel": "configuration"})
     monkeypatch.setattr(triton_kernels.os, "cpu_count", lambda: 5)
     calls = [(name, functools.partial(called.append, name)) for name in ("first", "second")]
-    seconds = triton_kernels.compile_ahead([sys.executable, str(program)], tmp_path, True, lambda: calls)
+    seconds = triton_kernels.compile_ahead([sys.executable, str(program)], tmp_path, True, lambda: calls, (60.0, 40.0))
     assert called == ["second"] and list(seconds)[:3] == ["configurations", "tuning", "sizes"]
     found = [json.loads(path.read_text()) for path in tmp_path.glob("compiled-*")]
     assert found == [{"kernel": "configuration"}] * 2
