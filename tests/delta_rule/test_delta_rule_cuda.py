@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_rule_helpers import needs_wgmma, relative_error
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan, reference
 
 pytestmark = pytest.mark.cuda
+
+__all__ = ["needs_wgmma"]  # the fixture
 
 DTYPES = [torch.bfloat16, torch.float16]
 # fp16 has three more bits; its products of rounded states and corrections have those, too.
@@ -60,10 +63,6 @@ def in_float64(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, ...]:
     return reference.delta_rule_scan(**typed, **options, return_final_states=True)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
-
-
 def assert_accurate(inputs: dict[str, Any], bar: float | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     bar = BARS[inputs["v"].dtype] if bar is None else bar
     found = delta_rule_scan(**inputs, **options, return_final_states=True)
@@ -71,12 +70,6 @@ def assert_accurate(inputs: dict[str, Any], bar: float | None = None, **options:
         assert one.isfinite().all(), name
         assert relative_error(one, other) < bar, name
     return found
-
-
-@pytest.fixture
-def needs_wgmma() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for compute capability 9.0")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_rule_helpers import gradients, needs_wgmma, relative_error
 from helpers import debug_option
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan
 
 pytestmark = pytest.mark.cuda
+
+__all__ = ["needs_wgmma"]  # the fixture
 
 DTYPES = [torch.bfloat16, torch.float16]
 BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
@@ -59,26 +62,6 @@ def make_inputs(
     return found
 
 
-def gradients(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
-    """Returns the gradients of all floating-point inputs, given random gradients of out and of the final states."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
-
-    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
-    generator = torch.Generator().manual_seed(1)
-    found = delta_rule_scan(**leaves, **options, return_final_states=True)
-    grads = []
-    for one, dtype in zip(found, (inputs["v"].dtype, torch.float32), strict=True):
-        grads.append(moved(torch.randn(one.shape, generator=generator).to(dtype)).to(one.dtype))
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    return dict(zip(asked, torch.autograd.grad(found, list(asked.values()), grads), strict=True))
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
 def assert_accurate(
     inputs: dict[str, Any], bar: float | None = None, bars: dict[str, float] | None = None, **options: Any
 ) -> dict[str, Tensor]:
@@ -88,12 +71,6 @@ def assert_accurate(
         assert grad.isfinite().all(), name
         assert relative_error(grad, expected[name]) < (bars or {}).get(name, bar), name
     return found
-
-
-@pytest.fixture
-def needs_wgmma() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for compute capability 9.0")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_rule_helpers import evaluate_on, needs_wgmma, relative_error
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan
 
 pytestmark = pytest.mark.cuda
 
+__all__ = ["needs_wgmma"]  # the fixture
+
 DTYPES = [torch.bfloat16, torch.float16]
 # Relative errors of results and gradients. Gates and betas have one number a step and head, whose errors average less.
 BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 FEW_SUMS = 2
-RESULTS = ["out", "final_states", "states"]
 
 
 def make_inputs(
@@ -55,40 +57,16 @@ def make_inputs(
     return found
 
 
-def evaluate(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
-    """Returns the results and, given random gradients of them, the gradients of all floating-point inputs."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
-
-    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
-    generator = torch.Generator().manual_seed(1)
-    results = delta_rule_scan(**leaves, **options, return_final_states=True)
-    grads = []
-    for result, dtype in zip(results, (inputs["v"].dtype, torch.float32, torch.float32), strict=False):
-        grads.append(moved(torch.randn(result.shape, generator=generator).to(dtype)).to(result.dtype))
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    found = torch.autograd.grad(results, list(asked.values()), grads)
-    return dict(zip(RESULTS, results, strict=False)) | {f"grad_{name}": grad for name, grad in zip(asked, found, strict=True)}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
 def assert_accurate(inputs: dict[str, Any], bar: float | None = None, **options: Any) -> dict[str, Tensor]:
     bar = BARS[inputs["v"].dtype] if bar is None else bar
-    found, expected = evaluate(inputs, "cuda", False, **options), evaluate(inputs, "cpu", True, **options)
+    found, expected = (
+        evaluate_on(inputs, "cuda", False, **options),
+        evaluate_on(inputs, "cpu", True, **options),
+    )
     for name, tensor in found.items():
         assert tensor.isfinite().all(), name
-        assert relative_error(tensor, expected[name]) < bar * (FEW_SUMS if name in ("grad_g", "grad_beta") else 1), name
+        assert relative_error(tensor, expected[name]) < bar * (FEW_SUMS if name in ("g", "beta") else 1), name
     return found
-
-
-@pytest.fixture
-def needs_wgmma() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for compute capability 9.0")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,10 +171,10 @@ def test_options_inside(reverse):
     options = {"qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": True}
     # The gradients of parameters are sums of terms of both signs.
     found, expected = (
-        evaluate(inputs, *place, num_householder=2, reverse=reverse, **options) for place in (("cuda", False), ("cpu", True))
+        evaluate_on(inputs, *place, num_householder=2, reverse=reverse, **options) for place in (("cuda", False), ("cpu", True))
     )
     for name, tensor in found.items():
-        assert relative_error(tensor, expected[name]) < (2e-2 if name in ("grad_A_log", "grad_dt_bias") else 8e-3), name
+        assert relative_error(tensor, expected[name]) < (2e-2 if name in ("A_log", "dt_bias") else 8e-3), name
 
 
 @pytest.mark.usefixtures("needs_wgmma")

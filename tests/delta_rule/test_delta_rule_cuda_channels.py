@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import test_delta_rule_cuda as per_head
 import torch
-from test_delta_rule_cuda import BARS, DTYPES, assert_accurate, in_float64, needs_wgmma, relative_error
+from delta_rule_helpers import needs_wgmma, relative_error
+from test_delta_rule_cuda import BARS, DTYPES, assert_accurate, in_float64
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan

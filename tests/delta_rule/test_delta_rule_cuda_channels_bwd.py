@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import test_delta_rule_cuda_bwd as per_head
 import torch
+from delta_rule_helpers import gradients, needs_wgmma, relative_error
 from helpers import debug_option
-from test_delta_rule_cuda_bwd import BARS, DTYPES, assert_accurate, gradients, needs_wgmma, relative_error
+from test_delta_rule_cuda_bwd import BARS, DTYPES, assert_accurate
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan

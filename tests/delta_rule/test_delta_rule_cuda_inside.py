@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from delta_rule_helpers import evaluate_on, relative_error
 from helpers import debug_option
 from torch import Tensor
 
@@ -57,32 +58,10 @@ def make_inputs(
     }
 
 
-def results(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
-    """Returns out, final states and the gradients of all floating-point inputs, given random gradients of both results."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
-
-    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
-    generator = torch.Generator().manual_seed(1)
-    out, states = delta_rule_scan(**leaves, **options, return_final_states=True)
-    grads = [
-        moved(torch.randn(one.shape, generator=generator).to(dtype)).to(one.dtype)
-        for one, dtype in ((out, inputs["v"].dtype), (states, torch.float32))
-    ]
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    found = dict(zip(asked, torch.autograd.grad([out, states], list(asked.values()), grads), strict=True))
-    return {"out": out.detach(), "final_states": states.detach(), **found}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
 def assert_accurate(inputs: dict[str, Any], factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
     """Bars are times `factor`."""
     dtype = inputs["v"].dtype
-    found, expected = results(inputs, "cuda", False, **options), results(inputs, "cpu", True, **options)
+    found, expected = evaluate_on(inputs, "cuda", False, **options), evaluate_on(inputs, "cpu", True, **options)
     for name, one in found.items():
         bar = (OUT_BARS if name in ("out", "final_states") else BARS)[dtype]
         assert one.isfinite().all(), name
@@ -183,18 +162,18 @@ def test_long_sequences_of_few_heads():
 def test_parts_of_a_small_workspace():
     """The value heads of a key head in several parts: their gradients of q and k are added in float32."""
     inputs = make_inputs(batch=2, heads=1, value_heads=4)
-    whole = results(inputs, "cuda", False, **OPTIONS)
+    whole = evaluate_on(inputs, "cuda", False, **OPTIONS)
     with debug_option("ssd_workspace_bytes", 1):
-        parts = results(inputs, "cuda", False, **OPTIONS)
+        parts = evaluate_on(inputs, "cuda", False, **OPTIONS)
     for name, one in whole.items():
         torch.testing.assert_close(parts[name], one, rtol=1e-2, atol=2e-3)
 
 
 def test_repeats_have_the_same_bits():
     inputs = make_inputs(batch=4, seqlen=640)
-    found = results(inputs, "cuda", False, **OPTIONS)
+    found = evaluate_on(inputs, "cuda", False, **OPTIONS)
     for _ in range(3):
-        for name, one in results(inputs, "cuda", False, **OPTIONS).items():
+        for name, one in evaluate_on(inputs, "cuda", False, **OPTIONS).items():
             assert torch.equal(one, found[name]), name
 
 

@@ -8,50 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from delta_rule_helpers import evaluate_on, needs_wgmma, relative_error
 from helpers import debug_option
-from test_delta_rule_cuda_bwd import BARS, DTYPES, make_inputs, relative_error
+from test_delta_rule_cuda_bwd import BARS, DTYPES, make_inputs
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan
 
 pytestmark = pytest.mark.cuda
 
+__all__ = ["needs_wgmma"]  # the fixture
+
 # One number a step and head, of calls with few heads: their errors do not average.
 FEW = {"beta": 6e-3, "g": 7.5e-3}
-
-
-def results(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
-    """Returns out, the final states and the gradients of all floating-point inputs, given random gradients of both results."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
-
-    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
-    generator = torch.Generator().manual_seed(1)
-    found = delta_rule_scan(**leaves, **options, return_final_states=True)
-    grads = []
-    for one, dtype in zip(found, (inputs["v"].dtype, torch.float32), strict=True):
-        grads.append(moved(torch.randn(one.shape, generator=generator).to(dtype)).to(one.dtype))
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(found, list(asked.values()), grads)
-    return {"out": found[0], "final_states": found[1], **dict(zip(asked, gradients, strict=True))}
 
 
 def assert_accurate(
     inputs: dict[str, Any], bar: float | None = None, bars: dict[str, float] | None = None, **options: Any
 ) -> dict[str, Tensor]:
     bar = BARS[inputs["v"].dtype] if bar is None else bar
-    found, expected = results(inputs, "cuda", False, **options), results(inputs, "cpu", True, **options)
+    found, expected = evaluate_on(inputs, "cuda", False, **options), evaluate_on(inputs, "cpu", True, **options)
     for name, one in found.items():
         assert one.isfinite().all(), name
         assert relative_error(one, expected[name]) < (bars or {}).get(name, bar), name
     return found
-
-
-@pytest.fixture
-def needs_wgmma() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for compute capability 9.0")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +91,7 @@ def test_packed_sequences_are_those_alone():
     poisoned = {name: tensor.clone() for name, tensor in packed.items()}
     for name in ("q", "k", "v", "beta", "g"):
         poisoned[name][:, 144:273] = torch.nan
-    others = results(poisoned, "cuda", False)
+    others = evaluate_on(poisoned, "cuda", False)
     for name in ("out", "q", "k", "v", "beta", "g"):
         assert torch.equal(others[name][:, :144], found[name][:, :144]), name
         assert torch.equal(others[name][:, 273:], found[name][:, 273:]), name
@@ -171,9 +151,9 @@ def test_options_inside():
 def test_repeats_and_batches_have_the_same_bits():
     """Also where blocks share a head's chunks: 100 heads in all, 200 blocks of rows."""
     inputs = {name: tensor.cuda() for name, tensor in make_inputs(25, 640, 2, 4, 256, 136).items()}
-    found = results(inputs, "cuda", False)
+    found = evaluate_on(inputs, "cuda", False)
     for _ in range(3):
-        for name, again in results(inputs, "cuda", False).items():
+        for name, again in evaluate_on(inputs, "cuda", False).items():
             assert torch.equal(again, found[name]), name
     row = {name: tensor[7:8] for name, tensor in inputs.items()}
     assert torch.equal(delta_rule_scan(**row), found["out"][7:8])
@@ -184,9 +164,9 @@ def test_repeats_and_batches_have_the_same_bits():
 def test_parts_of_a_call_have_the_same_bits(heads, value_heads):
     """As many as a small workspace needs, down to one value head of a row."""
     inputs = make_inputs(3, 200, heads, value_heads, 256, 128)
-    whole = results(inputs, "cuda", False)
+    whole = evaluate_on(inputs, "cuda", False)
     with debug_option("ssd_workspace_bytes", 1):
-        parts = results(inputs, "cuda", False)
+        parts = evaluate_on(inputs, "cuda", False)
     # The order of a sum over the value heads of a key head may differ.
     rtol, atol = (0, 0) if heads == value_heads else (1e-2, 1e-3)
     for name, grad in whole.items():

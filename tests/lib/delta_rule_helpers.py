@@ -14,6 +14,8 @@ from operator_spec import Offsets, OperatorSpec, Shapes
 from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
+from ssm_kernels import delta_rule_scan
+
 # The differentiable arguments.
 TENSORS = ("q", "k", "v", "beta", "g", "initial_states", "A_log", "dt_bias")
 SEQUENCES = ("q", "k", "v", "beta", "g")
@@ -267,3 +269,41 @@ assert_matches_reference, assert_close, evaluate = (
     DELTA_RULE.assert_close,
     DELTA_RULE.evaluate,
 )
+
+
+# ----- calls of the kernels on CUDA, against float64 on the CPU
+
+RESULTS = ("out", "final_states", "states")
+
+
+def evaluate_on(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
+    """The results, and the gradients of all floating-point inputs by their names, given random gradients of all results."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, torch.double if double and tensor.is_floating_point() else tensor.dtype)
+
+    leaves = {name: moved(tensor).requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()}
+    generator = torch.Generator().manual_seed(1)
+    found = delta_rule_scan(**leaves, **options, return_final_states=True)
+    grads = []
+    for one, dtype in zip(found, (inputs["v"].dtype, torch.float32, torch.float32), strict=False):
+        grads.append(moved(torch.randn(one.shape, generator=generator).to(dtype)).to(one.dtype))
+    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(found, list(asked.values()), grads)
+    results = {name: one.detach() for name, one in zip(RESULTS, found, strict=False)}
+    return results | dict(zip(asked, gradients, strict=True))
+
+
+def gradients(inputs: dict[str, Any], device: str, double: bool, **options: Any) -> dict[str, Tensor]:
+    found = evaluate_on(inputs, device, double, **options)
+    return {name: found[name] for name in found if name not in RESULTS}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double().to(expected.device) - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture
+def needs_wgmma() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for compute capability 9.0")
