@@ -5,8 +5,8 @@
 //
 //   M^T (w, i) = -(sum over j from w to i - 1 of M^T (w, j) A (i, j)^T) M(i, i)^T
 //
-// in products of TF32 numbers with fp32 accumulation. Neumann doubling, (I - A)(I + A^2)..., would square A instead: for equal
-// keys its powers grow to 1e18 before they cancel.
+// in products of TF32 numbers with fp32 accumulation, or if `is_split` in products of 3xTF32. Neumann doubling, (I - A)(I +
+// A^2)..., would square A instead: for equal keys its powers grow to 1e18 before they cancel.
 //
 // M^T (w, j) stays in registers, because the accumulators of two neighboring column blocks are an operand A
 // (cuda/mma_tf32x3.cuh). A (i, j) and M(i, i) are accumulators of other warps and operands B without a change of layout: in
@@ -15,12 +15,15 @@
 // of instructions.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/fragment.cuh"
 #include "cuda/mma_tf32x3.cuh"
 
 namespace ssm_kernels::cuda {
 
-class TriangularInverse {
+template <bool is_split>
+class TriangularInverseOf {
  public:
   static constexpr int kBlocks = kWarpgroupWarps, kBlockRows = 16, kColumnBlocks = 2 * kBlocks;  // of 8 columns
 
@@ -131,23 +134,29 @@ class TriangularInverse {
  private:
   static constexpr int kProducts = kBlocks * (kBlocks - 1) / 2;
 
-  // The accumulators of a block of 16 x 16, rounded to TF32, in the order of lanes: an operand B of products with its
-  // transpose.
+  // The accumulators of a block of 16 x 16, rounded to TF32 unless is_split, in the order of lanes: an operand B of products
+  // with its transpose.
   using Words = uint4[2][kWarpSize];
 
   static __device__ __forceinline__ void put_words(Words& words, const float (&first)[4], const float (&second)[4],
                                                    const FragmentLane& lane) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      Tf32Rounded<4> rounded;
-      rounded.prepare(n == 0 ? first : second);
-      words[n][lane.index] = {rounded.values[0], rounded.values[1], rounded.values[2], rounded.values[3]};
+      const float (&block)[4] = n == 0 ? first : second;
+      if constexpr (is_split) {
+        words[n][lane.index] = {__float_as_uint(block[0]), __float_as_uint(block[1]), __float_as_uint(block[2]),
+                                __float_as_uint(block[3])};
+      } else {
+        Tf32Rounded<4> rounded;
+        rounded.prepare(block);
+        words[n][lane.index] = {rounded.values[0], rounded.values[1], rounded.values[2], rounded.values[3]};
+      }
     }
   }
 
   // An operand A, 16 x 16.
   struct Operand {
-    Tf32Rounded<4> columns[2];
+    std::conditional_t<is_split, Tf32A, Tf32Rounded<4>> columns[2];
 
     __device__ __forceinline__ void prepare(const float (&d)[2][4]) {
 #pragma unroll
@@ -162,8 +171,17 @@ class TriangularInverse {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const uint4 b = words[n][lane.index];
-        mma_tf32(n == 0 ? sum[0] : other_sum[0], columns[n].values, {b.x, b.y});
-        mma_tf32(n == 0 ? sum[1] : other_sum[1], columns[n].values, {b.z, b.w});
+        if constexpr (is_split) {
+          Tf32B pairs[2];
+          const float first[2] = {__uint_as_float(b.x), __uint_as_float(b.y)},
+                      second[2] = {__uint_as_float(b.z), __uint_as_float(b.w)};
+          pairs[0].prepare(first);
+          pairs[1].prepare(second);
+          mma_tf32x3(n == 0 ? sum : other_sum, columns[n], pairs);
+        } else {
+          mma_tf32(n == 0 ? sum[0] : other_sum[0], columns[n].values, {b.x, b.y});
+          mma_tf32(n == 0 ? sum[1] : other_sum[1], columns[n].values, {b.z, b.w});
+        }
       }
     }
   };
@@ -181,5 +199,6 @@ class TriangularInverse {
 
   Words products_[kProducts], inverses_[kBlocks];
 };
+using TriangularInverse = TriangularInverseOf<false>;
 
 }  // namespace ssm_kernels::cuda

@@ -175,7 +175,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 FwdOutputs fwd(const Inputs& in) {
   if (in.q.is_meta()) return meta<check_inputs, allocate_fwd>(in);
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (in.q.is_cuda() && have_fwd_kernels_for(in)) return fwd_cuda(in);
+  if (in.q.is_cuda() && fwd_kernels_for(in) != Kernels::kNone) return fwd_cuda(in);
 #endif
   return fwd_aten(in);
 }

@@ -33,6 +33,8 @@ std::array<Option, static_cast<size_t>(DebugOption::kCount)> options = {{
     {"ssd_mma", 0, 1, "wgmma, mma", {0}},
     {"ssd_workspace_bytes", 1, kUnlimited, "", {int64_t(1) << 30}},
     {"ssd_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
+    {"delta_rule_mma", 0, 1, "wgmma, mma", {0}},
+    {"delta_rule_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
 }};
 
 std::string range_of(const Option& option) {

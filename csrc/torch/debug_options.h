@@ -27,6 +27,11 @@ enum class DebugOption : int {
   kSsdWorkspaceBytes,
   // ssd_chunk_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
   kSsdSharedBytes,
+  // The tensor-core instructions of delta_rule_scan with one gate a head or none: 0, wgmma where the device has it; 1,
+  // mma.sync.
+  kDeltaRuleMma,
+  // delta_rule_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
+  kDeltaRuleSharedBytes,
   kCount
 };
 

@@ -239,6 +239,7 @@ DEBUG_OPTION_VALUES = {
     "linear_scan_kernel": ("faster", "tiles", "sequential"),
     "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
+    "delta_rule_mma": ("wgmma", "mma"),
 }
 
 
@@ -265,6 +266,7 @@ KERNEL_OPTIONS = {
     "linear_scan": "linear_scan_kernel",
     "selective_scan": "selective_scan_kernel",
     "ssd_chunk_scan": "ssd_mma",
+    "delta_rule_scan": "delta_rule_mma",
 }
 
 

@@ -253,7 +253,7 @@ struct BwdChunks {
       shared.sums_full[tables_at.stage].arrive();
       if (lane.warp == 0) {
         shared.sums_full[tables_at.stage].wait(tables_at.phase);
-        if (p.grad_log_decay.data != nullptr) write_grad_log_decay(p, at, sums, tables, lane);
+        if (p.grad_log_decay.data != nullptr) write_grad_log_decay(p.grad_log_decay, at, sums, tables, lane);
       }
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);

@@ -77,9 +77,9 @@ __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], 
   *reinterpret_cast<float2*>(&target[kBlockSteps * lane.quad + 2 * lane.pair]) = {sums[0][0], sums[0][1]};
 }
 
-// Run by one warp, of which each lane has two steps.
-__device__ __forceinline__ void write_grad_log_decay(const DeltaRuleBwdParams& p, const ChunkOfHead& at, const DecaySums& sums,
-                                                     const DeltaRuleTables& tables, const FragmentLane& lane) {
+// Writes to rows of one element. Run by one warp, of which each lane has two steps.
+__device__ __forceinline__ void write_grad_log_decay(const RowsView& view, const ChunkOfHead& at, const DecaySums& sums,
+                                                     const ChunkTables& tables, const FragmentLane& lane) {
   const auto pair_of = [&](const float (&table)[kChunk]) { return reinterpret_cast<const float2*>(table)[lane.index]; };
   float result[2] = {0, 0};
 #pragma unroll
@@ -113,11 +113,11 @@ __device__ __forceinline__ void write_grad_log_decay(const DeltaRuleBwdParams& p
   if (lane.index == 0) before = 0;
   result[0] += (later + before) + of_states;
   result[1] += (reads.y + after) + (before + adds.x) + of_states;
-  float* const target = at.template rows<float>(p.grad_log_decay, at.head, at.chunk);
+  float* const target = at.template rows<float>(view, at.head, at.chunk);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int step = 2 * lane.index + i;
-    if (step < at.steps()) target[step * p.grad_log_decay.stride_step] = result[i];
+    if (step < at.steps()) target[step * view.stride_step] = result[i];
   }
 }
 

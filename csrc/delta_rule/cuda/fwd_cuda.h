@@ -1,13 +1,21 @@
-// Forward of delta_rule_scan by the wgmma kernels of this folder.
+// Forward of delta_rule_scan by the kernels of this folder.
 #pragma once
 
 #include "delta_rule/delta_rule_op.h"
 
 namespace ssm_kernels::delta_rule {
 
-// Whether the kernels take a call of CUDA tensors: fp16 or bf16, not empty, key_dim up to 256, or with one gate a channel up to
-// 128 and no seq_idx, on compute capability 9.0. Several updates a step and reverse scans run as other calls (plain_calls.h).
-bool have_fwd_kernels_for(const Inputs& in);
+// The kernels that take a call of CUDA tensors, which are not empty. Several updates a step and reverse scans run as other
+// calls (plain_calls.h).
+//
+//   kSm90   with wgmma, on compute capability 9.0: fp16 or bf16, key_dim up to 256, or with one gate a channel up to 128 and
+//           no seq_idx.
+//   kSm80   with mma.sync, if the debug option delta_rule_mma asks for it: fp32 with key_dim up to 128, fp16 or bf16 with
+//           key_dim up to 256; no gate a channel. A block must be able to have the shared memory.
+enum class Kernels { kNone, kSm80, kSm90 };
+Kernels fwd_kernels_for(const Inputs& in);
+// The shared memory that a block of the kernels kSm80 may have.
+int sm80_shared_bytes(const Inputs& in);
 
 // Checks the inputs. Copies rows of q, k, v and out that are not vectors of 16 bytes. In fp16 with qk_l2norm it rounds the
 // normalized rows. A call with states_at or with chunk matrices of more than 1 GiB runs in spans of steps, one after another;

@@ -11,6 +11,7 @@
 
 #include "common/integers.h"
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/bwd_cuda.h"
 #include "delta_rule/cuda/fwd_cuda.h"
@@ -18,9 +19,11 @@
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/segments.h"
+#include "delta_rule/cuda/sm80.h"
 #include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
+#include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 
@@ -49,7 +52,11 @@ struct GradOperands {
 class Backward {
  public:
   Backward(const BwdInputs& bwd, const GradTensors& grads)
-      : bwd_(bwd), in_(bwd.in), grads_(grads), heads_per_key_head_(in_.v.size(2) / in_.q.size(2)) {
+      : bwd_(bwd),
+        in_(bwd.in),
+        grads_(grads),
+        heads_per_key_head_(in_.v.size(2) / in_.q.size(2)),
+        is_sm80_(fwd_kernels_for(in_) == Kernels::kSm80) {
     has_fp32_rows_ = applies_norms() || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
     load();
     allocate();
@@ -64,12 +71,13 @@ class Backward {
   bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
   bool needs_gate() const { return needs(kGradG) || needs(kGradALog) || needs(kGradDtBias); }
   // Whether the host applies the norms to gradients: the last kernel has some columns of wide rows at a time.
-  bool applies_norms() const { return in_.qk_l2norm && (is_wide() || has_normalized_rows()); }
+  bool applies_norms() const { return in_.qk_l2norm && (is_wide() || is_sm80_ || has_normalized_rows()); }
   bool has_normalized_rows() const { return in_.qk_l2norm && !has_row_factors(in_); }
   bool is_packed() const { return is_present(in_.cu_seqlens); }
   bool has_channels() const { return in_.has_gate_per_channel(); }
   // Whether the kernels write gradients of q and k of value heads, which the host adds up.
-  bool has_parts_of_key_heads() const { return has_channels() && heads_per_key_head_ > 1; }
+  bool takes_value_heads() const { return has_channels() || is_sm80_; }
+  bool has_parts_of_key_heads() const { return takes_value_heads() && heads_per_key_head_ > 1; }
   at::TensorOptions fp32() const { return in_.q.options().dtype(at::kFloat); }
 
   void load() {
@@ -125,10 +133,14 @@ class Backward {
   }
   bool is_wide() const { return delta_rule::is_wide(in_.q.size(3)); }
   int64_t matrices_bytes() const {
+    if (is_sm80_) return sm80_matrices_bytes(in_.q.element_size());
     if (has_channels()) return kKdaBwdChunkBytes;
     return is_wide() ? kWideMatricesBytes : kBwdMatricesBytes;
   }
   int64_t states_bytes() const {
+    if (is_sm80_) {
+      return row_blocks(in_.v.size(3)) * sm80_states_bytes(state_tile_columns(in_.q.size(3)), in_.q.element_size());
+    }
     const int64_t columns = has_channels() ? kStateColumns : tile_columns(in_.q.size(3));
     return row_blocks(in_.v.size(3)) * (bwd_states_bytes(columns) + (is_wide() ? kBwdStatePartBytes : 0));
   }
@@ -183,7 +195,7 @@ class Backward {
   // chunk takes about 2.2 us, 3.2 us if all multiprocessors have a block, and 2 us in a map, whose blocks may run in several
   // waves. Both folds take about 60 us for four segments and 170 us for eight, and the additional launches about 30 us.
   int64_t chunks_of_segment(const Range& range) const {
-    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || has_channels()) return 0;
+    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || has_channels() || is_sm80_) return 0;
     for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
                                      &of_.grad_q, &of_.grad_k, &of_.grad_v}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
@@ -233,10 +245,12 @@ class Backward {
     if (of_.row_factors.defined()) params.row_factors = view_of(of_key_heads(of_.row_factors));
     if (cu_seqlens.defined()) params.cu_seqlens = cu_seqlens.const_data_ptr<int64_t>();
     if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
-    describe_tiles(params.q_descriptor, of_key_heads(of_.q));
-    describe_tiles(params.k_descriptor, of_key_heads(of_.k));
-    describe_tiles(params.v_descriptor, of_heads(of_.v));
-    describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out));
+    if (!is_sm80_) {
+      describe_tiles(params.q_descriptor, of_key_heads(of_.q));
+      describe_tiles(params.k_descriptor, of_key_heads(of_.k));
+      describe_tiles(params.v_descriptor, of_heads(of_.v));
+      describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out));
+    }
 
     params.states_stride_entry = in_.v.size(2) * in_.v.size(3) * params.state_columns;
     const auto of_states = [&](const at::Tensor& states) -> float* {
@@ -255,7 +269,7 @@ class Backward {
     at::Tensor parts_q, parts_k, grad_q, grad_k;
     params.has_fp32_rows = has_fp32_rows_;
     if (has_fp32_rows_) {
-      const int64_t heads = has_channels() ? range.heads : range.key_heads;
+      const int64_t heads = takes_value_heads() ? range.heads : range.key_heads;
       parts_q = empty_tensor({range.entries, seqlen, heads, round_up(in_.q.size(3), kRowElements)}, fp32());
       parts_k = empty_tensor_like(parts_q);
       grad_q = rows(parts_q);
@@ -274,7 +288,7 @@ class Backward {
     const at::Tensor matrices = empty_tensor({chunks, matrices_bytes()}, bytes);
     params.matrices = matrices.data_ptr();
     at::Tensor sums;
-    if (params.value_heads_per_key_head > 1) {
+    if (params.value_heads_per_key_head > 1 && !takes_value_heads()) {
       const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
       sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
       params.sums = sums.data_ptr<float>();
@@ -283,7 +297,9 @@ class Backward {
     if (segments > 0) of_segments = start_segments(range, params);
     const at::Tensor states = empty_tensor({chunks, states_bytes()}, bytes);
     params.states = states.data_ptr();
-    if (has_channels()) {
+    if (is_sm80_) {
+      launch_sm80(params, range);
+    } else if (has_channels()) {
       launch_channels(params, range);
     } else if (is_wide()) {
       launch_wide(params, range, grad_q, grad_k);
@@ -296,7 +312,7 @@ class Backward {
           .copy_(of_segments.grad_starts.unflatten(0, {range.entries, segments}).select(1, 0));
     }
     if (!has_fp32_rows_) return;
-    if (has_channels()) {
+    if (takes_value_heads()) {
       const auto sum_of_value_heads = [&](const at::Tensor& parts) {
         return parts.unflatten(2, {range.key_heads, range.heads / range.key_heads}).sum(3);
       };
@@ -312,6 +328,33 @@ class Backward {
     TORCH_CHECK_VALUE(kDirections * result.work_tiles <= std::numeric_limits<int32_t>::max(),
                       "delta_rule_scan: expected fewer than 2^30 pairs of state tiles, got ", result.work_tiles);
     return result;
+  }
+
+  // Queues the kernels with mma.sync. Each part of the keys' columns has its terms of the gradients of log decays.
+  void launch_sm80(const DeltaRuleBwdParams& common, const Range& range) const {
+    DeltaRuleSm80Params params;
+    static_cast<DeltaRuleBwdParams&>(params) = common;
+    params.q = view_of(range.of_key_heads(of_.q));
+    params.k = view_of(range.of_key_heads(of_.k));
+    params.v = view_of(range.of_heads(of_.v));
+    params.grad_out = view_of(range.of_heads(of_.grad_out));
+    params.multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
+    const int64_t parts = sm80_column_parts(params.dstate, in_.q.element_size());
+    at::Tensor terms;
+    if (parts > 1 && of_.grad_log_decay.defined()) {
+      terms = empty_tensor({parts, range.entries, in_.q.size(1), range.heads}, fp32());
+      params.grad_log_decay = view_of(terms.select(0, 0).unsqueeze(3));
+      params.grad_log_decay_stride_part = terms.stride(0);
+    }
+    const WorkPartition partition = partition_of(params);
+    const int available = sm80_shared_bytes(in_);
+    C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in_.q.scalar_type()), [&](auto scalar) {
+      using Scalar = decltype(scalar);
+      const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+      const cudaError_t error = launch_delta_rule_sm80_matrices<Scalar>(params, stream);
+      return error == cudaSuccess ? launch_delta_rule_sm80_bwd<Scalar>(params, partition, available, stream) : error;
+    }));
+    if (terms.defined()) range.of_heads(of_.grad_log_decay).copy_(terms.sum(0));
   }
 
   // Queues the kernels of gates of a channel of the key.
@@ -459,6 +502,7 @@ class Backward {
   const Inputs& in_;
   const GradTensors& grads_;
   const int64_t heads_per_key_head_;
+  const bool is_sm80_;
   bool has_fp32_rows_ = false;
   GradOperands of_;
   at::Tensor sum_of_q_, sum_of_k_;  // gradients of a key head's rows, summed over the value heads of earlier parts
@@ -466,7 +510,12 @@ class Backward {
 
 }  // namespace
 
-bool have_bwd_kernels_for(const BwdInputs& bwd) { return bwd.in.states_at.empty() && have_fwd_kernels_for(bwd.in); }
+bool have_bwd_kernels_for(const BwdInputs& bwd) {
+  const Inputs& in = bwd.in;
+  const Kernels kernels = bwd.in.states_at.empty() ? fwd_kernels_for(in) : Kernels::kNone;
+  if (kernels != Kernels::kSm80) return kernels != Kernels::kNone;
+  return sm80_gradients_bytes(in.q.size(3), in.q.element_size()) <= sm80_shared_bytes(in);
+}
 
 GradTensors bwd_cuda(const BwdInputs& bwd) {
   check_inputs(bwd.in);

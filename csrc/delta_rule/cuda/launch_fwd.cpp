@@ -12,15 +12,19 @@
 
 #include "common/integers.h"
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/segments.h"
+#include "delta_rule/cuda/sm80.h"
 #include "delta_rule/cuda/step_factors.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::delta_rule {
@@ -72,8 +76,10 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   return result;
 }
 
-DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
-  DeltaRuleFwdParams params;
+// What the parameters of the kernels have in common.
+template <typename Params>
+Params common_parameters_of(const Inputs& in, const Operands& operands) {
+  Params params;
   params.batch = operands.final_states.size(0);
   params.seqlen = operands.q.size(1);
   params.heads = params.groups = in.v.size(2);
@@ -82,7 +88,6 @@ DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   params.state_columns = static_cast<int>(operands.final_states.size(3));
   params.value_heads_per_key_head = static_cast<int>(in.v.size(2) / in.q.size(2));
   params.scale = static_cast<float>(scale_of(in));
-  params.out = view_of(operands.out);
   const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
   if (operands.log_decay.defined()) {
     params.log_decay = in.has_gate_per_channel() ? view_of(operands.log_decay) : of_steps(operands.log_decay);
@@ -94,6 +99,12 @@ DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   if (operands.initial_states.defined()) params.initial_states = operands.initial_states.const_data_ptr<float>();
   params.final_states = operands.final_states.data_ptr<float>();
   params.states_stride_entry = operands.final_states.stride(0);
+  return params;
+}
+
+DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
+  auto params = common_parameters_of<DeltaRuleFwdParams>(in, operands);
+  params.out = view_of(operands.out);
   describe_tiles(params.q_descriptor, operands.q);
   describe_tiles(params.k_descriptor, operands.k);
   describe_tiles(params.v_descriptor, operands.v);
@@ -173,13 +184,18 @@ Work divide(DeltaRuleFwdParams& params, const at::TensorOptions& options) {
   return work;
 }
 
+// The bytes of the matrices of a chunk of a head.
+int64_t matrices_bytes(const Inputs& in) {
+  if (fwd_kernels_for(in) == Kernels::kSm80) return sm80_matrices_bytes(in.q.element_size());
+  if (is_wide(in.q.size(3))) return kWideMatricesBytes;
+  return kChunkMatrixBytes + (in.has_gate_per_channel() ? kKdaChunkBytes : 0);
+}
+
 // The steps of a span: as many whole chunks as have matrices of at most kMaxWorkspaceBytes, but at least one, and as many as
 // there are packed sequences, each of which may begin a chunk.
 int64_t steps_of_span(const Inputs& in) {
   const int64_t heads = in.v.size(2), sequences = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : 0,
-                bytes = is_wide(in.q.size(3)) ? kWideMatricesBytes
-                                              : kChunkMatrixBytes + (in.has_gate_per_channel() ? kKdaChunkBytes : 0),
-                chunks = kMaxWorkspaceBytes / bytes / heads - sequences;
+                bytes = matrices_bytes(in), chunks = kMaxWorkspaceBytes / bytes / heads - sequences;
   return std::max({int64_t{1}, sequences, chunks / in.q.size(0)}) * kChunk;
 }
 
@@ -321,7 +337,34 @@ void launch_channel_gates(const Inputs& in, const Operands& operands) {
                          : launch_kda_fwd<__nv_bfloat16>(params, work.schedule, stream));
 }
 
+// Queues the two kernels with mma.sync: the matrices of all chunks, and the scan.
+void launch_sm80(const Inputs& in, const Operands& operands) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  auto params = common_parameters_of<DeltaRuleSm80Params>(in, operands);
+  params.q = view_of(operands.q);
+  params.k = view_of(operands.k);
+  params.v = view_of(operands.v);
+  params.out = view_of(operands.out);
+  params.multiprocessors = cuda::multiprocessor_count(in.q.get_device());
+  const WorkPartition partition = partition_states(params);
+  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(chunks <= kMost && kWarpgroups * partition.work_tiles <= kMost,
+                    "delta_rule_scan: expected fewer than 2^31 chunks, and pairs of state tiles, of all heads, got ", chunks,
+                    " and ", partition.work_tiles);
+  const at::Tensor matrices =
+      empty_tensor({chunks * sm80_matrices_bytes(in.q.element_size())}, in.q.options().dtype(at::kByte));
+  params.matrices = matrices.data_ptr();
+  const int available = sm80_shared_bytes(in);
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.q.scalar_type()), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const cudaError_t error = launch_delta_rule_sm80_matrices<Scalar>(params, stream);
+    return error == cudaSuccess ? launch_delta_rule_sm80_fwd<Scalar>(params, partition, available, stream) : error;
+  }));
+}
+
 void launch(const Inputs& in, const Operands& operands) {
+  if (fwd_kernels_for(in) == Kernels::kSm80) return launch_sm80(in, operands);
   if (in.has_gate_per_channel()) return launch_channel_gates(in, operands);
   if (is_wide(in.q.size(3))) return launch_wide(in, operands);
   if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
@@ -338,16 +381,29 @@ void launch(const Inputs& in, const Operands& operands) {
 
 }  // namespace
 
-bool have_fwd_kernels_for(const Inputs& in) {
-  if (in.q.dim() != 4 || in.v.dim() != 4) return false;  // check_inputs() says so
+int sm80_shared_bytes(const Inputs& in) {
+  return static_cast<int>(
+      std::min<int64_t>(cuda::max_shared_bytes(in.q.get_device()), debug_option(DebugOption::kDeltaRuleSharedBytes)));
+}
+
+Kernels fwd_kernels_for(const Inputs& in) {
+  if (in.q.dim() != 4 || in.v.dim() != 4) return Kernels::kNone;  // check_inputs() says so
   const at::ScalarType dtype = in.q.scalar_type();
-  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
-  if (in.q.size(3) > (in.has_gate_per_channel() ? kStateColumns : kMaxKernelDstate)) return false;
-  if (in.has_gate_per_channel() && is_present(in.seq_idx)) return false;
+  const bool has_channels = in.has_gate_per_channel(), is_half = dtype == at::kHalf || dtype == at::kBFloat16;
+  const int64_t key_dim = in.q.size(3), element_bytes = in.q.element_size();
+  if (in.q.numel() == 0 || in.v.numel() == 0) return Kernels::kNone;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
-  if (in.q.numel() == 0 || in.v.numel() == 0 || in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return Kernels::kNone;
   const c10::cuda::CUDAGuard guard(in.q.device());
-  return has_wgmma_kernels();
+  const bool may_use_wgmma = is_half && (has_channels || debug_option(DebugOption::kDeltaRuleMma) == 0) && has_wgmma_kernels();
+  if (may_use_wgmma && key_dim <= (has_channels ? kStateColumns : kMaxKernelDstate) &&
+      !(has_channels && is_present(in.seq_idx))) {
+    return Kernels::kSm90;
+  }
+  if (debug_option(DebugOption::kDeltaRuleMma) == 0) return Kernels::kNone;
+  if (has_channels || (!is_half && dtype != at::kFloat) || key_dim > sm80_most_columns(element_bytes)) return Kernels::kNone;
+  const int64_t columns = state_tile_columns(key_dim);
+  return sm80_scan_bytes(columns, element_bytes, 1) <= sm80_shared_bytes(in) ? Kernels::kSm80 : Kernels::kNone;
 }
 
 namespace {

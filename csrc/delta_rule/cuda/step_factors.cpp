@@ -43,6 +43,11 @@ bool has_row_factors(const Inputs& in) {
 
 StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k) {
   StepFactors result;
+  if (in.q.scalar_type() == at::kFloat) {
+    if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
+    result.beta = betas(in, in.beta);
+    return result;
+  }
   const int64_t heads = q.size(2), value_heads = in.v.size(2);
   DeltaRuleFactorsParams params;
   params.batch = q.size(0);
@@ -99,12 +104,14 @@ void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const
   const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
   const auto needs = [&](Grad grad) { return grads[grad].numel() > 0; };
   at::Tensor sums;
-  if (grad_log_decay.defined() && in.has_gate_per_channel()) {
+  const bool is_fp32 = in.q.scalar_type() == at::kFloat,
+             has_own_gates = grad_log_decay.defined() && !grad_log_decay.is_same(grads[kGradG]);
+  if (has_own_gates && (in.has_gate_per_channel() || is_fp32)) {
     const GateGrads gates = log_decays_adjoint(in, *in.g, grad_log_decay);
     if (needs(kGradG)) grads[kGradG].copy_(gates.raw);
     if (needs(kGradALog)) grads[kGradALog].copy_(gates.A_log);
     if (needs(kGradDtBias)) grads[kGradDtBias].copy_(gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble));
-  } else if (grad_log_decay.defined() && !grad_log_decay.is_same(grads[kGradG])) {
+  } else if (has_own_gates) {
     params.gate_is_fp32 = in.g->scalar_type() == at::kFloat;
     params.raw_gate = of_steps(*in.g);
     params.grad_log_decay = of_steps(grad_log_decay);
@@ -114,7 +121,10 @@ void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const
       params.sums = sums.data_ptr<double>();
     }
   }
-  if (grad_beta.defined() && !grad_beta.is_same(grads[kGradBeta])) {
+  const bool has_own_betas = grad_beta.defined() && !grad_beta.is_same(grads[kGradBeta]);
+  if (has_own_betas && is_fp32) {
+    grads[kGradBeta].copy_(betas_adjoint(in, in.beta, grad_beta));
+  } else if (has_own_betas) {
     params.beta_is_fp32 = in.beta.scalar_type() == at::kFloat;
     params.raw_beta = of_steps(in.beta);
     params.grad_beta = of_steps(grad_beta);

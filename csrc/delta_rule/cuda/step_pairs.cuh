@@ -20,7 +20,7 @@ struct DeltaRuleTables : ScanTables {
 };
 
 // The factor of row `row` in products of keys.
-__device__ __forceinline__ float key_row_factor(const DeltaRuleTables& tables, int row, float beta) {
+__device__ __forceinline__ float key_row_factor(const ChunkTables& tables, int row, float beta) {
   return beta * (tables.gain[row] * tables.gain[row]);
 }
 

@@ -35,12 +35,14 @@ struct StepTables {
     }
   }
 
-  __device__ __forceinline__ void store(ScanTables& tables) const {
+  template <typename Tables>
+  __device__ __forceinline__ void store(Tables& tables) const {
     sums.store(0, tables);
     put(tables.query_factor, query_factor[0], query_factor[1]);
     put(tables.query_decay, query_decay[0], query_decay[1]);
   }
-  __device__ __forceinline__ void store(const FetchedSteps<Gates>& fetched, DeltaRuleTables& tables) const {
+  template <typename Tables>
+  __device__ __forceinline__ void store(const FetchedSteps<Gates>& fetched, Tables& tables) const {
     store(tables);
     put(tables.beta, fetched.loaded[0].beta, fetched.loaded[1].beta);
   }

@@ -12,22 +12,25 @@
 namespace ssm_kernels::delta_rule {
 namespace {
 
-constexpr int64_t kVectorBytes = 16, kVectorElements = 8;
+constexpr int64_t kVectorBytes = 16;
+
+int64_t vector_elements(const at::Tensor& tensor) { return kVectorBytes / tensor.element_size(); }
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0; }
 
 }  // namespace
 
 bool are_vectors(const at::Tensor& tensor) {
-  bool result = tensor.stride(3) == 1 && tensor.size(3) % kVectorElements == 0 && is_aligned(tensor);
+  bool result = tensor.stride(3) == 1 && tensor.size(3) % vector_elements(tensor) == 0 && is_aligned(tensor);
   for (int64_t axis = 0; axis < 3; ++axis) {
-    result &= tensor.size(axis) == 1 || (tensor.stride(axis) > 0 && tensor.stride(axis) % kVectorElements == 0);
+    result &= tensor.size(axis) == 1 || (tensor.stride(axis) > 0 && tensor.stride(axis) % vector_elements(tensor) == 0);
   }
   return result;
 }
 
 at::Tensor empty_vectors(const at::Tensor& like) {
-  return empty_tensor({like.size(0), like.size(1), like.size(2), round_up(like.size(3), kVectorElements)}, like.options());
+  return empty_tensor({like.size(0), like.size(1), like.size(2), round_up(like.size(3), vector_elements(like))},
+                      like.options());
 }
 
 at::Tensor as_vectors(const at::Tensor& tensor) {
