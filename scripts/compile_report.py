@@ -35,7 +35,7 @@ KERNEL_LIMITS = {
     "delta_rule_step": 21,
     "linear_scan": 198,
     "mixers": 4,
-    "mlstm": 66,
+    "mlstm": 72,
     "norm": 70,
     "selective_scan": 94,
     "selective_state_update": 136,

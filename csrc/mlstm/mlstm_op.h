@@ -104,6 +104,17 @@ struct NormalizerGrads {
 void normalizer_bwd_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& out_products,
                          const OptionalTensor& grad_final_n, NormalizerGrads& grads);
 
+// mlstm_scan's own chunked kernels (cuda/chunks.cpp), and whether they take a call: bfloat16 on compute capability 9.0, key_dim
+// 256, value_dim a multiple of 256, sequences neither packed nor numbered. chunks_fwd writes out and final_C. chunks_bwd, which
+// needs grad_out, writes the needed gradients of q, k, v and initial_C through the numerators.
+bool takes_chunks(const Inputs& in);
+void chunks_fwd(const Inputs& in, const Gates& gates, FwdOutputs& outputs);
+struct ChunkGrads {
+  at::Tensor log_decay, gain_times_grad;  // (batch, seqlen, heads); the second is the gain times its gradient
+  at::Tensor out_products;                // the sum over value_dim of the gradient of out times out, (batch, seqlen, heads, 1)
+};
+ChunkGrads chunks_bwd(const BwdInputs& bwd, const Inputs& in, const Gates& gates, const GradTensors& grads);
+
 // Forward and backward without the dispatcher, on any device and on Meta (scan.cpp).
 FwdOutputs fwd(const Inputs& in);
 GradTensors bwd(const BwdInputs& bwd);

@@ -258,6 +258,29 @@ NormalizerGrads normalizer_bwd(const Inputs& in, const BwdInputs& bwd, const Gat
   return result;
 }
 
+// The gradient of i from that of the gain times the gain: through e^(i - m), or through sigmoid(i).
+void write_grad_i(const Inputs& in, const Gates& gates, const GradTensors& grads, const at::Tensor& gain_times_grad) {
+  const bool is_exp = parse_input_gate("mlstm_scan", in.input_gate) == InputGate::kExp;
+  write(grads[kGradI], is_exp ? gain_times_grad : gain_times_grad * (1 - gates.gain));
+}
+
+// The gradient of f from that of the log decays.
+void write_grad_f(const Inputs& in, const GradTensors& grads, const at::Tensor& log_decay) {
+  write(grads[kGradF], log_decay * in.f.to(log_decay.scalar_type()).neg().sigmoid_());
+}
+
+// The gradients of initial states that no kernel writes.
+void write_other_grads(const Inputs& in, const BwdInputs& bwd, const GradTensors& grads, bool has_normalizer) {
+  if (bwd.needs_grad[kGradN] && is_present(in.initial_n) && !has_normalizer) {
+    if (!in.normalize && is_present(bwd.grad_final_n)) {
+      at::Tensor(grads[kGradN]).copy_(*bwd.grad_final_n);
+    } else {
+      at::Tensor(grads[kGradN]).zero_();
+    }
+  }
+  if (bwd.needs_grad[kGradM] && is_present(in.initial_m)) at::Tensor(grads[kGradM]).zero_();
+}
+
 }  // namespace
 
 FwdOutputs fwd(const Inputs& given) {
@@ -276,6 +299,12 @@ FwdOutputs fwd(const Inputs& given) {
   } else {
     outputs.final_n.zero_();
   }
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (takes_chunks(in)) {
+    chunks_fwd(in, gates, outputs);
+    return outputs;
+  }
+#endif
   ssd::Inputs scan = numerator_scan(in, gates, split);
   const bool is_divided = outputs.out.numel() > 0 && divide_inside(in, scan, split, outputs.divisor, gates.m);
   const std::vector<int64_t> strides = outputs.out.strides().vec();
@@ -303,6 +332,21 @@ GradTensors bwd(const BwdInputs& bwd) {
   const bool has_out = is_present(bwd.grad_out) && bwd.grad_out->numel() > 0;
   const bool has_normalizer = in.normalize && (has_out || is_present(bwd.grad_final_n)) &&
                               (needs[kGradQ] || needs[kGradK] || needs_gates || needs[kGradN]);
+
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (has_out && takes_chunks(in)) {
+    const ChunkGrads found = chunks_bwd(bwd, in, gates, grads);
+    NormalizerGrads of_normalizer;
+    if (has_normalizer) of_normalizer = normalizer_bwd(in, bwd, gates, found.out_products, grads);
+    if (needs[kGradI]) {
+      const at::Tensor& of_gain = of_normalizer.gain;
+      write_grad_i(in, gates, grads, of_gain.defined() ? found.gain_times_grad + of_gain * gates.gain : found.gain_times_grad);
+    }
+    if (needs[kGradF]) write_grad_f(in, grads, sum_of(found.log_decay, of_normalizer.log_decay));
+    write_other_grads(in, bwd, grads, has_normalizer);
+    return grads;
+  }
+#endif
 
   // Through the numerators and C.
   ssd::BwdInputs numerators;
@@ -348,27 +392,15 @@ GradTensors bwd(const BwdInputs& bwd) {
     if (needs[kGradK]) write(grads[kGradK], sum_of(of_numerators[ssd::kGradB], of_normalizer.k));
   }
   if (needs[kGradI]) {
-    // The derivative of e^(i - m), or of sigmoid(i).
-    const bool is_exp = parse_input_gate("mlstm_scan", in.input_gate) == InputGate::kExp;
-    at::Tensor grad = sum_of(split.sum_of_gates(of_numerators[ssd::kGradGain]), of_normalizer.gain) * gates.gain;
-    if (!is_exp) grad = grad * (1 - gates.gain);
-    write(grads[kGradI], grad);
+    write_grad_i(in, gates, grads, sum_of(split.sum_of_gates(of_numerators[ssd::kGradGain]), of_normalizer.gain) * gates.gain);
   }
   if (needs[kGradF]) {
-    const at::Tensor closed = in.f.to(gates.m.scalar_type()).neg().sigmoid_();
-    write(grads[kGradF], sum_of(split.sum_of_gates(of_numerators[ssd::kGradLogDecay]), of_normalizer.log_decay) * closed);
+    write_grad_f(in, grads, sum_of(split.sum_of_gates(of_numerators[ssd::kGradLogDecay]), of_normalizer.log_decay));
   }
   if (needs[kGradC] && is_present(in.initial_C)) {
     write(grads[kGradC], split.whole_states(of_numerators[ssd::kGradInitialStates]));
   }
-  if (needs[kGradN] && is_present(in.initial_n) && !has_normalizer) {
-    if (!in.normalize && is_present(bwd.grad_final_n)) {
-      grads[kGradN].copy_(*bwd.grad_final_n);
-    } else {
-      grads[kGradN].zero_();
-    }
-  }
-  if (needs[kGradM] && is_present(in.initial_m)) grads[kGradM].zero_();
+  write_other_grads(in, bwd, grads, has_normalizer);
   return grads;
 }
 

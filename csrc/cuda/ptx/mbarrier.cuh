@@ -14,6 +14,14 @@ class Mbarrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
   }
+  // Arrives in threads with `arrives`: by a predicate, because wgmma in flight would delay a branch.
+  __device__ __forceinline__ void arrive_if(bool arrives) {
+    asm volatile(
+        "{\n.reg .b64 phase;\n.reg .pred arrives;\nsetp.ne.b32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()),
+        "r"(int(arrives))
+        : "memory");
+  }
   // Arrives; the phase also waits until TMA loads have written `bytes` bytes.
   __device__ __forceinline__ void arrive_and_expect_tx(int bytes) {
 #if __CUDA_ARCH__ >= 900

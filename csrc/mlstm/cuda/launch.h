@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "common/kernel_abi.h"
+#include "mlstm/cuda/chunks.h"
 #include "mlstm/mlstm.h"
 
 namespace ssm_kernels::mlstm {
@@ -19,5 +20,10 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const NormalizerParams& params, bool has_vectors, cudaStream_t stream);
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_mlstm_normalizer(const NormalizerBwdParams& params, bool has_vectors, cudaStream_t stream);
+
+// Whether the current device has the chunked kernels.
+SSM_KERNEL_API bool has_mlstm_chunks();
+// Forward, or backward, of a part of a call, of bfloat16 on compute capability 9.0a.
+SSM_KERNEL_API cudaError_t launch_mlstm_chunks(const ChunkParams& params, bool is_backward, cudaStream_t stream);
 
 }  // namespace ssm_kernels::mlstm

@@ -1,0 +1,1 @@
+#include "mlstm/cuda/chunk_launch.cuh"

@@ -1,0 +1,124 @@
+"""mlstm_scan's own chunked kernels on CUDA, beside float64 on the CPU of the same rounded inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import debug_option
+from mlstm_helpers import SCAN, SEQUENCES, STATES, TENSORS, make_inputs
+
+pytestmark = pytest.mark.cuda
+
+# Relative L2 errors. Rounding a result to bfloat16 makes 1.7e-3, and so does each rounding of the operands of its products.
+BARS = {"out": 3.5e-3, "final_C": 1e-3}
+GRADIENT_BAR = 4e-3
+RESULTS = ("out", "final_C", "final_n", "final_m")
+
+
+def make_long_memories(**options: Any) -> dict[str, Any]:
+    """Inputs whose memories last for tens of steps, with queries and keys for which numerators and divisors do not cancel."""
+    inputs = make_inputs(
+        **({"batch": 2, "seqlen": 300, "heads": 2, "key_dim": 256, "value_dim": 256, "dtype": torch.bfloat16} | options)
+    )
+    return inputs | {"f": inputs["f"] + 2}
+
+
+def evaluate(inputs: dict[str, Any], device: str, double: bool) -> dict[str, torch.Tensor]:
+    """All results, and the gradients of all tensors, given random gradients of out, C and n."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().to(device, torch.double if double and value.is_floating_point() else value.dtype)
+
+    arguments = {name: moved(value) for name, value in inputs.items()}
+    names = [name for name in TENSORS if arguments[name] is not None]
+    leaves = {name: arguments[name].requires_grad_() for name in names}
+    found = SCAN(**arguments, return_final_states=True)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(one.shape, generator=generator).to(inputs["v"].dtype).to(one.device, one.dtype) for one in found[:3]]
+    of_leaves = torch.autograd.grad(found[:3], list(leaves.values()), grads)
+    return dict(zip(RESULTS, found, strict=True)) | {f"grad_{n}": g for n, g in zip(names, of_leaves, strict=True)}
+
+
+def assert_accurate(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found, expected = evaluate(inputs, "cuda", False), evaluate(inputs, "cpu", True)
+    for name, value in found.items():
+        wanted = expected[name].detach()
+        assert value.isfinite().all(), name
+        error = ((value.detach().double().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+        assert error < BARS.get(name, GRADIENT_BAR), (name, error)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"initial_states": False},
+        {"input_gate": "sigmoid"},
+        {"input_gate": "sigmoid", "normalize": False},
+        {"scale": 0.02, "eps": 0.1},
+        {"value_dim": 512, "heads": 1},
+    ],
+    ids=str,
+)
+def test_options(options):
+    assert_accurate(make_long_memories(**options))
+
+
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 127, 128, 129, 257])
+def test_lengths(seqlen):
+    assert_accurate(make_long_memories(seqlen=seqlen, batch=3, heads=1))
+
+
+def test_long_sequences_are_split_into_segments():
+    assert_accurate(make_long_memories(batch=1, heads=1, seqlen=2100))
+
+
+def test_parts_of_a_call_give_the_same_bits():
+    """Parts of some rows or heads; only the segments of a line depend on them."""
+    inputs = make_long_memories(batch=3, heads=4, seqlen=200)
+    whole = evaluate(inputs, "cuda", False)
+    for lines in (8, 4, 3, 1):
+        bytes_of_line = 2 * 2 * 256 * 256 * 2
+        with debug_option("ssd_workspace_bytes", lines * bytes_of_line):
+            for name, value in evaluate(inputs, "cuda", False).items():
+                assert torch.equal(value, whole[name]), (lines, name)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "permuted", "offset", "sliced"])
+def test_layouts(layout):
+    expected = evaluate(make_long_memories(seqlen=130), "cuda", False)
+    found = evaluate(make_long_memories(seqlen=130, layout=layout), "cuda", False)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_closed_gates():
+    """Forget gates of zero, also within a chunk, and input gates of zero."""
+    inputs = make_long_memories()
+    inputs["f"][:, 37::50] = -torch.inf
+    inputs["f"][:, 100:140] = -30.0
+    inputs["i"][:, 11::17] = -torch.inf
+    assert_accurate(inputs)
+
+
+def test_the_kernels_of_ssd_give_the_same_within_rounding():
+    inputs = make_long_memories(seqlen=400)
+    found = evaluate(inputs, "cuda", False)
+    with debug_option("ssd_mma", 1):
+        other = evaluate(inputs, "cuda", False)
+    for name, value in found.items():
+        torch.testing.assert_close(value.float(), other[name].float(), rtol=0.05, atol=0.05 * other[name].abs().max().item())
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, *STATES[:2]])
+def test_each_gradient_alone(name):
+    inputs = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in make_long_memories().items()}
+    whole = evaluate(inputs, "cuda", False)
+    inputs[name] = inputs[name].detach().requires_grad_()
+    (alone,) = torch.autograd.grad(SCAN(**inputs).float().square().sum(), [inputs[name]])
+    assert alone.isfinite().all() and alone.shape == whole[f"grad_{name}"].shape
