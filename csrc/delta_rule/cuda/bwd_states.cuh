@@ -22,9 +22,9 @@
 
 #include "cuda/chunked/barriers.cuh"
 #include "cuda/chunked/state.cuh"
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -62,6 +62,12 @@ struct BwdStates {
   const WorkSpan& at;
   const bool is_reverse;
 
+  // Run by all threads.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x >= Shared::kStages) return;
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(kConsumerThreads);
+  }
   __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? at.chunks - 1 - position : position; }
   __device__ __forceinline__ int64_t chunk_number(int chunk) const { return first_chunk_index(p, at.entry) + chunk; }
 
@@ -281,25 +287,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, colu
     delta_rule_bwd_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
                                  const __grid_constant__ WorkPartition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  using States = BwdStates<Scalar, columns>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename States::Shared>(unaligned_memory);
-  const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
-  const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
-  States states{p, partition, shared, at, blockIdx.x >= work_tiles};
-  if (threadIdx.x < States::Shared::kStages) {
-    shared.full[threadIdx.x].init(1);
-    shared.empty[threadIdx.x].init(States::kConsumerThreads);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == kWarpgroups) {
-    cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) states.produce();
-  } else {
-    cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
-    states.consume(warpgroup);
-  }
+  run_states<BwdStates<Scalar, columns>>(p, partition);
 #endif
 }
 

@@ -4,8 +4,8 @@
 // S and D leave in two parts of kStateColumns columns, which different blocks of bwd_chunks.cuh read.
 #pragma once
 
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 #include "delta_rule/cuda/wide_state.cuh"
 
 namespace ssm_kernels::delta_rule {
@@ -38,7 +38,9 @@ struct BwdWideStates {
   const WorkSpan& at;
   const bool is_reverse;
 
+  // Run by all threads.
   __device__ __forceinline__ void init() {
+    if (threadIdx.x != 0) return;
     shared.keys.init();
     shared.queries.init();
     shared.values.init();
@@ -277,22 +279,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdWideStates<Scalar>:
     delta_rule_bwd_wide_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
                                       const __grid_constant__ WorkPartition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  using States = BwdWideStates<Scalar>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<BwdWideStatesShared>(unaligned_memory);
-  const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
-  const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
-  States states{p, partition, shared, at, blockIdx.x >= work_tiles};
-  if (threadIdx.x == 0) states.init();
-  __syncthreads();
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == kWarpgroups) {
-    cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) states.produce();
-  } else {
-    cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
-    states.consume(warpgroup);
-  }
+  run_states<BwdWideStates<Scalar>>(p, partition);
 #endif
 }
 

@@ -30,8 +30,8 @@
 
 #include "cuda/chunked/epilogue.cuh"
 #include "cuda/chunked/state_carry.cuh"
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 
 namespace ssm_kernels::cuda::chunked {
 
@@ -89,7 +89,6 @@ struct FwdSm90 {
   using Epilogue = TmaEpilogue<Scalar, InOrder, RoundOut, Params>;
   static constexpr int kStateGroups = columns / 16;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + 2 * kWarpgroupThreads;
-  static constexpr int kMatrixWarpgroup = kWarpgroups;
   static constexpr int kTileColumns = 64;  // of a TMA tile
   static constexpr int kConsumerRegisters = 208, kMatrixRegisters = 64, kProducerRegisters = 32;
   static_assert(kWarpgroups * kConsumerRegisters + kMatrixRegisters + kProducerRegisters <= 4 * 128,
@@ -105,6 +104,18 @@ struct FwdSm90 {
   const Unpacked<Params>& unpacked;  // the scheduler of chunks; packed sequences are work tiles of one range each
   const Schedule& schedule;
   Shared& shared;
+
+  // Run by all threads.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x < Shared::kStages) {
+      shared.full[threadIdx.x].init(1 + kWarpSize);
+      shared.empty[threadIdx.x].init(kConsumerThreads + kWarpgroupThreads);
+    }
+    if (threadIdx.x < Shared::kMatrices) {
+      shared.matrices_full[threadIdx.x].init(1 + kWarpgroupThreads);
+      shared.matrices_empty[threadIdx.x].init(kConsumerThreads);
+    }
+  }
 
   // Calls body(scheduler, span) for the segments of the block's range.
   template <typename Body>
@@ -362,35 +373,14 @@ struct FwdSm90 {
 };
 
 template <typename Scalar, int columns, bool states_only>
+constexpr bool kHasMatrixWarpgroup<FwdSm90<Scalar, columns, states_only>> = true;
+
+template <typename Scalar, int columns, bool states_only>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns, states_only>::kThreads : kWarpSize, 1)
     delta_rule_fwd_sm90_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
                                const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdSm90<Scalar, columns, states_only>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
-  Fwd fwd{p, p, schedule, shared};
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (threadIdx.x < Fwd::Shared::kStages) {
-    shared.full[threadIdx.x].init(1 + kWarpSize);
-    shared.empty[threadIdx.x].init(Fwd::kConsumerThreads + kWarpgroupThreads);
-  }
-  if (threadIdx.x < Fwd::Shared::kMatrices) {
-    shared.matrices_full[threadIdx.x].init(1 + kWarpgroupThreads);
-    shared.matrices_empty[threadIdx.x].init(Fwd::kConsumerThreads);
-  }
-  take_range(schedule);
-  __syncthreads();
-  if (warpgroup > Fwd::kMatrixWarpgroup) {
-    cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
-    fwd.produce();
-  } else if (warpgroup == Fwd::kMatrixWarpgroup) {
-    cuda::warpgroup_reg_dealloc<Fwd::kMatrixRegisters>();
-    fwd.make_matrices();
-  } else {
-    cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
-    fwd.consume(warpgroup);
-  }
+  run_scan<FwdSm90<Scalar, columns, states_only>>(p, schedule);
 #endif
 }
 

@@ -14,9 +14,9 @@
 
 #include "cuda/chunked/epilogue.cuh"
 #include "cuda/chunked/state_carry.cuh"
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"
 #include "delta_rule/cuda/fwd_sm90.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 #include "delta_rule/cuda/wide_state.cuh"
 
 namespace ssm_kernels::delta_rule {
@@ -48,7 +48,9 @@ struct FwdWide {
   const Schedule& schedule;
   Shared& shared;
 
+  // Run by all threads.
   __device__ __forceinline__ void init() {
+    if (threadIdx.x != 0) return;
     shared.keys.init();
     shared.queries.init();
     shared.values.init();
@@ -238,21 +240,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdWide<Scalar>::kThre
     delta_rule_fwd_wide_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
                                const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdWide<Scalar>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<FwdWideShared>(unaligned_memory);
-  Fwd fwd{p, p, schedule, shared};
-  if (threadIdx.x == 0) fwd.init();
-  take_range(schedule);
-  __syncthreads();
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == kWarpgroups) {
-    cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) fwd.produce();
-  } else {
-    cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
-    fwd.consume(warpgroup);
-  }
+  run_scan<FwdWide<Scalar>>(p, schedule);
 #endif
 }
 

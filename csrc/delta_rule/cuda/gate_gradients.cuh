@@ -3,44 +3,12 @@
 // A_log and dt_bias over time in double, and the host adds the parts up.
 #pragma once
 
-#include "delta_rule/cuda/step_factors.cuh"
+#include "cuda/constants.h"
+#include "delta_rule/cuda/gate_arguments.cuh"
 
 namespace ssm_kernels::delta_rule {
 
 constexpr int kGateGradWarps = 8, kGateGradThreads = kGateGradWarps * cuda::kWarpSize;
-
-// The gradient of a log decay's raw gate, with dt_bias added, and of A_log.
-struct RawGateGrad {
-  float raw, A_log;
-
-  // A log decay with the gradient zero has none, even where it is minus infinity.
-  __device__ __forceinline__ RawGateGrad(const DeltaRuleGateOptions& options, float gate, int64_t head, float grad)
-      : raw(grad), A_log(0) {
-    if (!options.has_raw_gate || grad == 0.0f) return;
-    const float biased = biased_gate(options, gate, head), rate = gate_rate(options, head);
-    if (options.is_bounded) {
-      const float bounded = sigmoid(rate * biased);
-      raw = rate * (grad * options.gate_lower_bound * bounded * (1.0f - bounded));
-      A_log = raw * biased;
-    } else {
-      const float of_softplus = -grad * rate;
-      raw = of_softplus * softplus_derivative(biased);
-      A_log = of_softplus * softplus(biased);
-    }
-  }
-};
-
-template <typename Scalar>
-__device__ __forceinline__ void put_argument(const RowsView& view, bool is_fp32, int64_t batch, int64_t step, int64_t head,
-                                             float value) {
-  if (view.data == nullptr) return;
-  if (is_fp32) {
-    fp32_at(view, batch, step, head) = value;
-  } else {
-    static_cast<Scalar*>(view.data)[batch * view.stride_batch + step * view.stride_step + head * view.stride_head] =
-        cuda::from_accumulate<Scalar>(value);
-  }
-}
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kGateGradThreads)
@@ -57,7 +25,11 @@ __global__ void __launch_bounds__(kGateGradThreads)
     const int64_t batch = place / p.seqlen, step = place - batch * p.seqlen;
     if (p.grad_log_decay.data != nullptr) {
       const float gate = argument_at<Scalar>(p.raw_gate, p.gate_is_fp32, batch, step, head);
-      const RawGateGrad grad(p.options, gate, head, fp32_at(p.grad_log_decay, batch, step, head));
+      RawGateGrad grad = {fp32_at(p.grad_log_decay, batch, step, head), 0};
+      if (p.options.has_raw_gate) {
+        const GateOfHead of_head(p.options, head);
+        visit_gate(p.options, [&](auto is_bounded) { grad = RawGateGrad::of<is_bounded>(p.options, of_head, gate, grad.raw); });
+      }
       put_argument<Scalar>(p.grad_raw_gate, p.gate_is_fp32, batch, step, head, grad.raw);
       of_A_log += grad.A_log;
       of_bias += grad.raw;

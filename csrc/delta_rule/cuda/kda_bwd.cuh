@@ -9,20 +9,20 @@
 namespace ssm_kernels::delta_rule {
 
 template <typename Scalar>
-cudaError_t launch_kda_bwd(const KdaBwdParams& params, const WorkPartition& partition, cudaStream_t stream) {
+cudaError_t launch_kda_bwd(const KdaBwdParams& params, const WorkPartition& partition, bool has_matrices, cudaStream_t stream) {
   KdaChunksParams of_chunks;
   static_cast<ChunkedGeometry&>(of_chunks) = params;
   of_chunks.value_heads_per_key_head = params.value_heads_per_key_head;
   of_chunks.scale = params.scale;
-  of_chunks.q = params.q;
-  of_chunks.k = params.k;
   of_chunks.log_decay = params.log_decay;
   of_chunks.beta = params.beta;
+  of_chunks.arguments = params.arguments;
   of_chunks.cu_seqlens = params.cu_seqlens;
+  of_chunks.resets = params.resets;
   of_chunks.chunks = params.matrices;
-  if (const cudaError_t error = launch_kda_chunks_kernel<Scalar, /*is_backward=*/true>(of_chunks, stream);
-      error != cudaSuccess) {
-    return error;
+  if (!has_matrices) {
+    const cudaError_t error = launch_kda_chunks_kernel<Scalar, /*is_backward=*/true>(of_chunks, stream);
+    if (error != cudaSuccess) return error;
   }
   const auto launch_kernel = [&](auto kernel, int64_t blocks, int threads, int bytes, const auto&... arguments) {
     if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
@@ -32,7 +32,7 @@ cudaError_t launch_kda_bwd(const KdaBwdParams& params, const WorkPartition& part
   static_assert(States::Shared::bytes() <= kSm90SharedBytes, "a block has that much shared memory");
   if (const cudaError_t error = launch_kernel(kda_bwd_states_kernel<Scalar>, kDirections * partition.work_tiles,
                                               States::kThreads, States::Shared::bytes(), partition);
-      error != cudaSuccess) {
+      error != cudaSuccess || params.states == nullptr) {
     return error;
   }
   using Chunks = KdaBwdChunks<Scalar>;

@@ -25,6 +25,7 @@
 // pass through shared memory.
 #pragma once
 
+#include "cuda/lane_sums.cuh"
 #include "cuda/mma_tf32x3.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -49,6 +50,7 @@ struct KdaBwdChunksShared {
   KdaSums log2_cumsum;
   float2 pairs[kChunk][kChunk + 8];  // F and B
   float beta[kChunk];
+  KdaRowFactors factors;
   float states_products[kParts][kStateColumns];                       // parts of the sum over rows of V of S D
   float reads[kBlocks][kStateColumns], adds[kBlocks][kStateColumns];  // through the state, of blocks of 16 steps
   float over_blocks[3][kStateColumns];                                // pairs of blocks 2 and 0; 3 and 0; 3 and 0 or 1
@@ -74,8 +76,10 @@ struct KdaBwdChunks {
     if (threadIdx.x == 0) {
       for (int block = 0; block < min(blocks, Shared::kStages); ++block) load_stage(block);
     }
-    load_kda_rows<Scalar, kThreads>(p, at, at.chunk, at.head, shared.rows, shared.log2_cumsum, shared.beta);
+    load_kda_rows<Scalar, kThreads>(p, at, at.chunk, at.head, sequence_begins(p, at, at.chunk), shared.rows, shared.log2_cumsum,
+                                    shared.beta);
     __syncthreads();
+    make_row_factors<Scalar, kThreads>(shared.rows, p.arguments.qk_l2norm, shared.factors);
     {
       float of_state[kColumnBlocks][4];  // g S, Y S, or E D
       float products[kStepBlocks][4];    // g E^T, or Y E^T
@@ -89,9 +93,15 @@ struct KdaBwdChunks {
     add_pairs_of_blocks();
     __syncthreads();
     finish();
+    __syncthreads();
+    write_rows(p.grad_q, kQueryRows, shared.rows.q, shared.factors.of_queries);
+    write_rows(p.grad_k, kKeyRows, shared.rows.k, shared.factors.of_keys);
+    write_gate_sums();
   }
 
  private:
+  static constexpr int kWarps = kThreads / kWarpSize;
+
   static __device__ __forceinline__ float exp2(float x) { return Math<float>::exp2(x); }
 
   // Run by one thread.
@@ -191,12 +201,19 @@ struct KdaBwdChunks {
           shared.pairs[row][column].x = row >= column ? p.scale * product : 0.0f;
         } else {
           shared.pairs[row][column].y = row > column ? -shared.beta[row] * product : 0.0f;
-          if (row == column && row < at.steps() && p.grad_beta.data != nullptr) {
-            at.template rows<float>(p.grad_beta, at.head, at.chunk)[row * p.grad_beta.stride_step] = products[n][i];
-          }
+          if (row == column && row < at.steps() && p.grad_beta.data != nullptr) write_grad_beta(row, products[n][i]);
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void write_grad_beta(int step, float grad) const {
+    const KdaArguments& arguments = p.arguments;
+    if (arguments.options.beta_sigmoid) {
+      const float beta = shared.beta[step];
+      grad *= beta * (1.0f - (arguments.options.allow_neg_eigval ? 0.5f * beta : beta));
+    }
+    put_argument<Scalar>(p.grad_beta, arguments.beta_is_fp32, at.batch, at.first() + step, at.head, grad);
   }
 
   // Puts the terms of the states' products into shared memory.
@@ -228,13 +245,21 @@ struct KdaBwdChunks {
     return cuda::unpack<Scalar>(reinterpret_cast<const uint16_t*>(tile.vector(row, column / 8))[column % 8]).x;
   }
 
+  // An element of a key or a query, with its norm applied.
+  __device__ __forceinline__ float key_at(int row, int channel) const {
+    return shared.factors.of_keys[row] * element(shared.rows.k, row, channel);
+  }
+  __device__ __forceinline__ float query_at(int row, int channel) const {
+    return shared.factors.of_queries[row] * element(shared.rows.q, row, channel);
+  }
+
   // The sums of reads and additions through the state, of a thread's channel and block of 16 steps.
   __device__ __forceinline__ void sum_blocks() {
     const int channel = threadIdx.x % kStateColumns, block = threadIdx.x / kStateColumns;
     float reads = 0, adds = 0;
 #pragma unroll 8
     for (int row = kBlockRows * block; row < kBlockRows * (block + 1); ++row) {
-      const float k = element(shared.rows.k, row, channel), q = element(shared.rows.q, row, channel);
+      const float k = key_at(row, channel), q = query_at(row, channel);
       reads += q * shared.terms[kQueryRows][row][channel] + k * shared.terms[kKeyRows][row][channel];
       adds += k * shared.terms[kKeyColumns][row][channel];
     }
@@ -254,16 +279,15 @@ struct KdaBwdChunks {
     Operand f[kProducts], b[kProducts];
 #pragma unroll
     for (int m = 0; m < kProducts; ++m) {
-      float2 pairs[4];
-      if (m < 2 * own) {
+      // They have the factors of the rows that they multiply.
+      float of_f[4], of_b[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = shared.pairs[lane.row + 8 * (i % 2)][8 * m + 2 * lane.pair + i / 2];
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = shared.pairs[8 * (m + 2) + 2 * lane.pair + i / 2][lane.row + 8 * (i % 2)];
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane.row + 8 * (i % 2), step = 8 * (m < 2 * own ? m : m + 2) + 2 * lane.pair + i / 2;
+        const float2 pair = m < 2 * own ? shared.pairs[row][step] : shared.pairs[step][row];
+        of_f[i] = pair.x * (m < 2 * own ? shared.factors.of_keys : shared.factors.of_queries)[step];
+        of_b[i] = pair.y * shared.factors.of_keys[step];
       }
-      const float of_f[4] = {pairs[0].x, pairs[1].x, pairs[2].x, pairs[3].x},
-                  of_b[4] = {pairs[0].y, pairs[1].y, pairs[2].y, pairs[3].y};
       f[m].prepare(of_f);
       b[m].prepare(of_b);
     }
@@ -283,8 +307,8 @@ struct KdaBwdChunks {
           const float2 log2 = *reinterpret_cast<const float2*>(&shared.log2_cumsum[row][channels]);
           from_start[half] = {exp2(log2.x - starts.x), exp2(log2.y - starts.y)};
           to_end[half] = {exp2(ends.x - log2.x), exp2(ends.y - log2.y)};
-          k[half] = pair_of(shared.rows.k, row, channels);
-          q[half] = pair_of(shared.rows.q, row, channels);
+          k[half] = pair_of(shared.rows.k, row, channels, shared.factors.of_keys);
+          q[half] = pair_of(shared.rows.q, row, channels, shared.factors.of_queries);
         }
       }
       float q_rows[4] = {}, k_rows[4] = {}, k_columns[4] = {};
@@ -345,8 +369,10 @@ struct KdaBwdChunks {
     }
   }
 
-  static __device__ __forceinline__ float2 pair_of(SmemTile<kStateColumns>& tile, int row, int channel) {
-    return cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(tile.vector(row, channel / 8))[channel % 8 / 2]);
+  static __device__ __forceinline__ float2 pair_of(SmemTile<kStateColumns>& tile, int row, int channel,
+                                                   const float (&factors)[kChunk]) {
+    const float2 pair = cuda::unpack<Scalar>(reinterpret_cast<const uint32_t*>(tile.vector(row, channel / 8))[channel % 8 / 2]);
+    return {factors[row] * pair.x, factors[row] * pair.y};
   }
 
   // Returns the sum of the terms of one channel that pass over all steps of a block of 16.
@@ -365,29 +391,28 @@ struct KdaBwdChunks {
     return sum;
   }
 
-  // Adds the pairs of one block of 16 steps, and writes the gradients. A thread has a channel of a block.
+  // Adds the pairs of one block of 16 steps. The gradients of q and k then are terms in shared memory; finish() writes those of
+  // gates. A thread has a channel of a block.
   __device__ __forceinline__ void finish() {
     const int channel = threadIdx.x % kStateColumns;
     const int block = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kStateColumns, 0), first = kBlockRows * block;
-    const int steps = channel < p.dstate ? at.steps() - first : 0;
     auto& terms = shared.terms;
     float k[kBlockRows], decay[kBlockRows], columns[kBlockRows], grad_log_decay[kBlockRows], rows[kBlockRows];
     {
       float over = passing(block, channel);
 #pragma unroll
       for (int i = 0; i < kBlockRows; ++i) {
-        k[i] = element(shared.rows.k, first + i, channel);
+        k[i] = key_at(first + i, channel);
         columns[i] = terms[kKeyColumns][first + i][channel];
         grad_log_decay[i] = over;
         over = fmaf(k[i], columns[i], over);
       }
     }
     float before = 0;
-    RowWriter grad_q(*this, p.grad_q, first, channel);
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       const int row = first + i;
-      const float q = element(shared.rows.q, row, channel), log2 = shared.log2_cumsum[row][channel],
+      const float q = query_at(row, channel), log2 = shared.log2_cumsum[row][channel],
                   decay_of_step = i == 0 ? 1.0f : exp2(log2 - before);
       before = log2;
       float of_query = terms[kQueryRows][row][channel], of_key = terms[kKeyRows][row][channel], over = 0;
@@ -410,49 +435,106 @@ struct KdaBwdChunks {
       decay[i] = 1;
       const float diagonal = shared.pairs[row][row].x;
       columns[i] = fmaf(diagonal, q, columns[i]);
-      grad_q.write(fmaf(diagonal, k[i], of_query), i < steps);
-      grad_q.advance(1);
+      terms[kQueryRows][row][channel] = fmaf(diagonal, k[i], of_query);
       terms[kKeyRows][row][channel] = of_key;
     }
-    RowWriter grad_k(*this, p.grad_k, first + kBlockRows - 1, channel);
-    float* target = at.template rows<float>(p.grad_log_decay, at.head, at.chunk) +
-                    (first + kBlockRows - 1) * p.grad_log_decay.stride_step + channel;
-    const bool has_gates = p.grad_log_decay.data != nullptr;
     float over = 0;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
       over += rows[i];
-      grad_k.write(terms[kKeyRows][first + i][channel] + columns[i], i < steps);
-      grad_k.advance(-1);
-      if (has_gates && i < steps) *target = grad_log_decay[i] + over;
-      target -= p.grad_log_decay.stride_step;
+      terms[kKeyRows][first + i][channel] += columns[i];
+      grad_log_decay[i] += over;
+    }
+    write_gates(block, channel, grad_log_decay);
+  }
+
+  // Writes the gradients of g, given those of log decays, and sums those of the parameters of raw gates.
+  __device__ __forceinline__ void write_gates(int block, int channel, float (&grads)[kBlockRows]) {
+    if (p.grad_log_decay.data == nullptr && p.gate_sums == nullptr) return;
+    const int first = kBlockRows * block, count = channel < p.dstate ? at.steps() - first : 0;
+    float sums[2] = {};
+    if (p.arguments.gate_is_fp32) {
+      write_gates_as<float>(first, channel, count, grads, sums);
+    } else {
+      write_gates_as<Scalar>(first, channel, count, grads, sums);
+    }
+    // They take the place of the thread's own terms.
+#pragma unroll
+    for (int of = 0; of < 2; ++of) shared.terms[kKeyColumns][first + of][channel] = sums[of];
+  }
+  template <typename Argument>
+  __device__ __forceinline__ void write_gates_as(int first, int channel, int count, float (&grads)[kBlockRows],
+                                                 float (&sums)[2]) const {
+    const DeltaRuleGateOptions& options = p.arguments.options;
+    if (options.has_raw_gate && count > 0) {
+      const Argument* const source =
+          at.template rows<const Argument>(p.log_decay, at.head, at.chunk) + first * p.log_decay.stride_step + channel;
+      float raw[kBlockRows];
+#pragma unroll
+      for (int i = 0; i < kBlockRows; ++i) {
+        raw[i] = i < count ? cuda::to_accumulate(source[i * p.log_decay.stride_step]) : 0.0f;
+        if (i >= count) grads[i] = 0;
+      }
+      const GateOfHead gate(options, at.head, channel, p.dstate);
+      visit_gate(options, [&](auto is_bounded) {
+#pragma unroll
+        for (int i = 0; i < kBlockRows; ++i) {
+          const RawGateGrad grad = RawGateGrad::of<is_bounded>(options, gate, raw[i], grads[i]);
+          grads[i] = grad.raw;
+          sums[0] += grad.A_log;
+          sums[1] += grad.raw;
+        }
+      });
+    }
+    if (p.grad_log_decay.data == nullptr) return;
+    Argument* target =
+        at.template rows<Argument>(p.grad_log_decay, at.head, at.chunk) + first * p.grad_log_decay.stride_step + channel;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      if (i < count) *target = cuda::from_accumulate<Argument>(grads[i]);
+      target += p.grad_log_decay.stride_step;
     }
   }
 
-  // Writes one channel of consecutive rows of fp32, or of the inputs' type.
-  class RowWriter {
-   public:
-    __device__ __forceinline__ RowWriter(const KdaBwdChunks& of, const RowsView& view, int row, int channel)
-        : is_fp32_(of.p.has_fp32_rows) {
-      const int64_t offset = row * view.stride_step + channel;
-      if (is_fp32_) {
-        target_ = reinterpret_cast<unsigned char*>(of.at.template rows<float>(view, of.at.head, of.at.chunk) + offset);
-      } else {
-        target_ = reinterpret_cast<unsigned char*>(of.at.template rows<uint16_t>(view, of.at.head, of.at.chunk) + offset);
-      }
-      row_bytes_ = view.stride_step * static_cast<int64_t>(is_fp32_ ? sizeof(float) : sizeof(uint16_t));
-    }
-    __device__ __forceinline__ void write(float value, bool is_there) const {
-      if (is_there && is_fp32_) *reinterpret_cast<float*>(target_) = value;
-      if (is_there && !is_fp32_) *reinterpret_cast<uint16_t*>(target_) = static_cast<uint16_t>(cuda::pack<Scalar>(value, 0));
-    }
-    __device__ __forceinline__ void advance(int rows) { target_ += rows * row_bytes_; }
+  __device__ __forceinline__ void write_gate_sums() const {
+    const int channel = threadIdx.x % kStateColumns, of = threadIdx.x / kStateColumns;
+    if (p.gate_sums == nullptr || of >= 2 || channel >= p.dstate) return;
+    float sum = 0;
+#pragma unroll
+    for (int block = 0; block < Shared::kBlocks; ++block) sum += shared.terms[kKeyColumns][kBlockRows * block + of][channel];
+    p.gate_sums[((int64_t{at.number} * p.heads + at.head) * 2 + of) * p.dstate + channel] = sum;
+  }
 
-   private:
-    bool is_fp32_;
-    int64_t row_bytes_;
-    unsigned char* target_;
-  };
+  // Writes the gradients of rows of q or k, as fp32 or of the inputs' type, given terms that are the gradients of normalized
+  // rows. With the factor r, the row x and its gradient d, that of the row is r d - r^3 x (x . d). A warp takes a row, of which
+  // a lane has four columns.
+  __device__ __forceinline__ void write_rows(const RowsView& view, int term, SmemTile<kStateColumns>& rows,
+                                             const float (&factors)[kChunk]) {
+    constexpr int kColumns = kStateColumns / kWarpSize;
+    static_assert(kColumns == 4, "a lane has half of a vector of a row");
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, column = lane * kColumns;
+#pragma unroll
+    for (int i = 0; i < kChunk / kWarps; ++i) {
+      const int row = warp + i * kWarps;
+      if (row >= at.steps()) break;
+      float4 grad = *reinterpret_cast<const float4*>(&shared.terms[term][row][column]);
+      if (p.arguments.qk_l2norm) {
+        const float2 low = pair_of(rows, row, column, factors), high = pair_of(rows, row, column + 2, factors);
+        const float along = cuda::sum_over_warp(low.x * grad.x + low.y * grad.y + (high.x * grad.z + high.y * grad.w));
+        const float factor = factors[row];
+        grad = {factor * fmaf(-along, low.x, grad.x), factor * fmaf(-along, low.y, grad.y),
+                factor * fmaf(-along, high.x, grad.z), factor * fmaf(-along, high.y, grad.w)};
+      }
+      if (column >= p.dstate) continue;
+      const int64_t offset = row * view.stride_step + column;
+      if (p.has_fp32_rows) {
+        *reinterpret_cast<float4*>(at.template rows<float>(view, at.head, at.chunk) + offset) = grad;
+      } else {
+        *reinterpret_cast<uint2*>(at.template rows<Scalar>(view, at.head, at.chunk) + offset) = {
+            cuda::pack<Scalar>(grad.x, grad.y), cuda::pack<Scalar>(grad.z, grad.w)};
+      }
+    }
+  }
 };
 
 template <typename Scalar>

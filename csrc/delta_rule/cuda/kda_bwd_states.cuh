@@ -12,12 +12,14 @@
 // kda_bwd_chunks.cuh.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/chunked/barriers.cuh"
 #include "cuda/chunked/state.cuh"
-#include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
 #include "delta_rule/cuda/kda_chunk.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -50,6 +52,12 @@ struct KdaBwdStates {
   const WorkSpan& at;
   const bool is_reverse;
 
+  // Run by all threads.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x >= Shared::kStages) return;
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(kConsumerThreads);
+  }
   __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? at.chunks - 1 - position : position; }
   __device__ __forceinline__ int64_t chunk_number(int chunk) const { return first_chunk_index(p, at.entry) + chunk; }
 
@@ -72,7 +80,7 @@ struct KdaBwdStates {
         cuda::tma_load(&to, &source, sizeof(to), full);
       } else {
         cuda::tma_load(&to.k_in, &source.k_in, sizeof(to.k_in) + sizeof(to.k_out), full);
-        cuda::tma_load(&to.n, &source.n, sizeof(to.n) + sizeof(to.decay) + sizeof(to.beta), full);
+        cuda::tma_load(&to.n, &source.n, static_cast<int>(sizeof(to) - offsetof(KdaBwdChunk, n)), full);
       }
       for (int i = 0; i < kWarpgroups; ++i) {
         cuda::tma_load_tile(&target.rows[i], is_reverse ? p.grad_out_descriptor : p.v_descriptor, first_row + i * kStateRows,
@@ -95,6 +103,7 @@ struct KdaBwdStates {
       }
     } else {
       scan<false>(state, state_tile, index, lane);
+      if (p.final_states != nullptr) state.store(p, states_of(p, p.final_states, at.entry), state_tile, lane);
     }
   }
 
@@ -103,6 +112,7 @@ struct KdaBwdStates {
   __device__ __forceinline__ void scan(TileState& state, const StateTile& state_tile, int index, const FragmentLane& lane) {
     PipelineState pipeline;
     const FragmentPairs<> pairs(lane);
+    const bool has_workspace = p.states != nullptr;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
       const int chunk = chunk_at(position);
@@ -112,6 +122,7 @@ struct KdaBwdStates {
         clear_steps(stage.rows[index].panels, at.steps_of(chunk));
         sync_warpgroup(index);
       }
+      if (!backward && p.resets != nullptr && stage.chunk.begins_sequence) state.clear();
       const uint64_t q_rows = make_operand(stage.chunk.q), in_rows = make_operand(stage.chunk.k_in),
                      out_rows = make_operand(stage.chunk.k_out), n_rows = make_operand(stage.chunk.n),
                      p_rows = make_operand(stage.chunk.p);
@@ -135,12 +146,14 @@ struct KdaBwdStates {
         for (int i = 0; i < kStepGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
       }
       cuda::warpgroup_commit();
+      if (has_workspace) {
 #pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
+        for (int k = 0; k < kStateGroups; ++k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[k][i];
+          for (int i = 0; i < 4; ++i) pairs.at(shared.states[index], 2 * k + i / 2, i % 2) = s[k][i];
+        }
+        send(backward ? target.d : target.s, shared.states[index], state_tile, index);
       }
-      send(backward ? target.d : target.s, shared.states[index], state_tile, index);
       cuda::warpgroup_wait<0>(u);
       if constexpr (backward) cuda::warpgroup_wait<0>(y);
 
@@ -210,15 +223,19 @@ struct KdaBwdStates {
         if constexpr (!backward) cuda::gemm<Scalar, true>(state.values, added_lo[j], rows_of(out_rows, j), true);
       }
       cuda::warpgroup_commit();
+      if (has_workspace) {
 #pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
+        for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          pairs.at(shared.steps[index], n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          for (int half = 0; half < 2; ++half) {
+            pairs.at(shared.steps[index], n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          }
         }
+        send(backward ? target.y : target.e, shared.steps[index], state_tile, index);
       }
-      send(backward ? target.y : target.e, shared.steps[index], state_tile, index);
       cuda::warpgroup_wait<0>(state.values);
+      // No gradient passes to the sequence before.
+      if (backward && p.resets != nullptr && stage.chunk.begins_sequence) state.clear();
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(Shared::kStages);
     }
@@ -240,25 +257,7 @@ template <typename Scalar>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaBwdStates<Scalar>::kThreads : kWarpSize, 1)
     kda_bwd_states_kernel(const __grid_constant__ KdaBwdParams p, const __grid_constant__ WorkPartition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  using States = KdaBwdStates<Scalar>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename States::Shared>(unaligned_memory);
-  const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
-  const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
-  States states{p, partition, shared, at, blockIdx.x >= work_tiles};
-  if (threadIdx.x < States::Shared::kStages) {
-    shared.full[threadIdx.x].init(1);
-    shared.empty[threadIdx.x].init(States::kConsumerThreads);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (warpgroup == kWarpgroups) {
-    cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) states.produce();
-  } else {
-    cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
-    states.consume(warpgroup);
-  }
+  run_states<KdaBwdStates<Scalar>>(p, partition);
 #endif
 }
 

@@ -4,6 +4,7 @@
 #include "common/math.h"
 #include "cuda/chunked/chunk_tables.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "delta_rule/cuda/gate_arguments.cuh"
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/toolkit.cuh"
 
@@ -17,6 +18,7 @@ struct alignas(128) KdaChunk {
   SmemTile<kStateColumns> k_out;  // e^(c_l - c_i) k_i, which is added to the state after it
   SmemTile<kChunk> p;             // P
   float decay[kStateColumns];     // e^(c_l)
+  bool begins_sequence;           // whether seq_idx begins a sequence with the chunk: the state before is not read
 };
 static_assert(sizeof(KdaChunk) == kKdaChunkBytes);
 
@@ -27,6 +29,7 @@ struct alignas(128) KdaBwdChunk {
   SmemTile<kChunk> n;  // N^T, of which rows are steps j
   float decay[kStateColumns];
   float beta[kChunk];
+  bool begins_sequence;
 };
 static_assert(sizeof(KdaBwdChunk) == kKdaBwdChunkBytes);
 
@@ -43,12 +46,31 @@ using KdaSums = float[kChunk][kStateColumns + 8];
 // without decay stay exact.
 constexpr float kTruncatedLog2 = 5e-4f;
 
-// Run by all threads of a block; a barrier must follow. Steps past the end of the sequence have zeros, and no decay.
+// With qk_l2norm the factors of the rows, else 1.
+struct KdaRowFactors {
+  float of_keys[kChunk], of_queries[kChunk];
+};
+
+// The flags of a chunk's steps at which seq_idx begins a sequence, the first step the lowest bit. Run by whole warps.
+template <typename Params>
+__device__ __forceinline__ uint64_t sequence_begins(const Params& p, const ChunkSpan& span, int chunk) {
+  if (p.resets == nullptr) return 0;
+  const uint8_t* const resets = span.resets(p, chunk);
+  const int lane = threadIdx.x % kWarpSize, steps = span.steps_of(chunk);
+  const unsigned low = __ballot_sync(kAllLanes, lane < steps && resets[lane] != 0),
+                 high = __ballot_sync(kAllLanes, lane + kWarpSize < steps && resets[lane + kWarpSize] != 0);
+  return uint64_t{high} << kWarpSize | low;
+}
+
+// Run by all threads of a block; a barrier must follow. Steps past the end of the sequence have zeros, and no decay. The step
+// at which seq_idx begins a sequence has the decay zero in all channels.
 template <typename Scalar, int threads, typename Params>
-__device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& span, int chunk, int head, KdaRows& rows,
-                                              KdaSums& log2_cumsum, float (&beta)[kChunk]) {
+__device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& span, int chunk, int head, uint64_t begins,
+                                              KdaRows& rows, KdaSums& log2_cumsum, float (&beta)[kChunk]) {
   constexpr int kVectors = kStateColumns / kRowElements, kParts = threads / kStateColumns;
   static_assert(threads % kStateColumns == 0, "as many threads sum the log decays of each channel");
+  const KdaArguments& arguments = p.arguments;
+  const DeltaRuleGateOptions& options = arguments.options;
   const int thread = threadIdx.x, steps = span.steps_of(chunk), key_head = head / p.value_heads_per_key_head;
   const auto copy = [&](const RowsView& view, SmemTile<kStateColumns>& tile) {
     const Scalar* const source = span.rows<const Scalar>(view, key_head, chunk);
@@ -61,21 +83,56 @@ __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& 
                      is_there ? cuda::kCpAsyncBytes : 0);
     }
   };
-  copy(p.k, rows.k);
-  copy(p.q, rows.q);
+  copy(arguments.k, rows.k);
+  copy(arguments.q, rows.q);
   // Neighboring lanes have neighboring channels, and those further apart later steps.
   constexpr int kChannels = kWarpSize / kParts, kSteps = kChunk / kParts;
   const int channel = thread / kWarpSize * kChannels + thread % kChannels, part = thread % kWarpSize / kChannels;
   const int first = part * kSteps, count = channel < p.dstate ? steps - first : 0;
-  const float* log_decay = span.rows<const float>(p.log_decay, head, chunk) + channel + first * p.log_decay.stride_step;
   float log2[kSteps];
+  const auto load_gates = [&](const auto* gate) {
+    gate += channel + first * p.log_decay.stride_step;
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    log2[i] = i < count ? *log_decay : 0.0f;
-    log_decay += p.log_decay.stride_step;
+    for (int i = 0; i < kSteps; ++i) {
+      log2[i] = i < count ? cuda::to_accumulate(*gate) : 0.0f;
+      gate += p.log_decay.stride_step;
+    }
+  };
+  if (arguments.gate_is_fp32) {
+    load_gates(span.rows<const float>(p.log_decay, head, chunk));
+  } else {
+    load_gates(span.rows<const Scalar>(p.log_decay, head, chunk));
   }
   if (thread < kChunk) {
-    beta[thread] = thread < steps ? span.rows<const float>(p.beta, head, chunk)[thread * p.beta.stride_step] : 0.0f;
+    const int64_t step = span.start + first_step(chunk) + thread;
+    beta[thread] = thread < steps ? write_strength(argument_at<Scalar>(p.beta, arguments.beta_is_fp32, span.batch, step, head),
+                                                   options.beta_sigmoid, options.allow_neg_eigval)
+                                  : 0.0f;
+  }
+  if (options.has_raw_gate) {
+    // The thread's elements of log2_cumsum are an array that a loop can index.
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) log2_cumsum[first + i][channel] = log2[i];
+    if (count > 0) {
+      const GateOfHead gate(options, head, channel, p.dstate);
+      visit_gate(options, [&](auto is_bounded) {
+#pragma unroll 8
+        for (int i = 0; i < kSteps; ++i) {
+          float& value = log2_cumsum[first + i][channel];
+          const float log_decay = gate.log_decay<is_bounded>(options, value);
+          value = i < count ? log_decay : 0.0f;
+        }
+      });
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) log2[i] = log2_cumsum[first + i][channel];
+  }
+  if (begins != 0) {
+    const uint64_t of_part = begins >> first;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (of_part >> i & 1) log2[i] = -INFINITY;
+    }
   }
   float sum = 0;
 #pragma unroll
@@ -93,6 +150,34 @@ __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& 
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) log2_cumsum[first + i][channel] = kParts == 1 ? log2[i] : before + log2[i];
   cuda::cp_async_wait();
+}
+
+// The factors of rows in shared memory. Run by all threads of a block; a barrier must follow.
+template <typename Scalar, int threads>
+__device__ __forceinline__ void make_row_factors(KdaRows& rows, bool qk_l2norm, KdaRowFactors& factors) {
+  constexpr int kRows = 2 * kChunk, kLanes = threads / kRows, kVectors = kStateColumns / kRowElements;
+  const int row = static_cast<int>(threadIdx.x) / kLanes % kChunk, part = threadIdx.x % kLanes;
+  const bool is_key = static_cast<int>(threadIdx.x) / kLanes < kChunk;
+  float factor = 1;
+  if (qk_l2norm) {
+    SmemTile<kStateColumns>& tile = is_key ? rows.k : rows.q;
+    float sum = 0;
+#pragma unroll 4
+    for (int vector = part; vector < kVectors; vector += kLanes) {
+      const uint4 values = *tile.vector(row, vector);
+      const uint32_t pairs[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = cuda::unpack<Scalar>(pairs[i]);
+        sum = fmaf(pair.x, pair.x, sum);
+        sum = fmaf(pair.y, pair.y, sum);
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    factor = rsqrtf(sum + static_cast<float>(kNormEpsilon));
+  }
+  if (part == 0) (is_key ? factors.of_keys : factors.of_queries)[row] = factor;
 }
 
 }  // namespace ssm_kernels::delta_rule

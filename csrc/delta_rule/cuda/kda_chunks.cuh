@@ -37,6 +37,7 @@ struct KdaChunksShared {
   KdaSums log2_cumsum;
   float diagonal[kStepBlocks][kBlockSteps][2 * kBlockSteps];  // of a row of a block of 8: products of keys, then of queries
   float beta[kChunk];
+  KdaRowFactors factors;
 
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaChunksShared)); }
 };
@@ -55,16 +56,21 @@ struct KdaChunks {
   Shared& shared;
 
   __device__ __forceinline__ void run(const ChunkSpan& span, int chunk, int head, int64_t place) {
-    load_kda_rows<Scalar, kThreads>(p, span, chunk, head, shared.rows, shared.log2_cumsum, shared.beta);
+    const uint64_t begins = sequence_begins(p, span, chunk);
+    load_kda_rows<Scalar, kThreads>(p, span, chunk, head, begins, shared.rows, shared.log2_cumsum, shared.beta);
     __syncthreads();
+    make_row_factors<Scalar, kThreads>(shared.rows, p.arguments.qk_l2norm, shared.factors);
     FragmentLane lane;
     lane.warp = (lane.warp + static_cast<int>(blockIdx.x)) % kWarpgroupWarps;
     lane.row = 16 * lane.warp + lane.quad;
     Target& target = static_cast<Target*>(p.chunks)[place];
+    if (threadIdx.x == 0) target.begins_sequence = begins & 1;
     multiply_pairs_of_eight(lane);
     float of_keys[kStepBlocks][4] = {}, of_queries[kStepBlocks][4] = {}, halves[4] = {};
     multiply_halves(halves, lane);
     multiply_blocks(of_keys, of_queries, lane);
+    // All warps have written their factors.
+    __syncthreads();
     write_rows(target);
     // All warps have read the rows.
     __syncthreads();
@@ -73,8 +79,10 @@ struct KdaChunks {
     take_products(of_keys, of_queries, lane);
     float left[4], right[4];
     take_diagonal(left, right, halves, kBlockSteps, lane);
+    apply_factors(of_queries, left, right, shared.factors.of_queries, lane);
     write_p(target.p, of_queries, left, right, lane);
     take_diagonal(left, right, halves, 0, lane);
+    apply_factors(of_keys, left, right, shared.factors.of_keys, lane);
     if constexpr (is_backward) {
       write_n(target, of_keys, left, right, lane);
     } else {
@@ -258,6 +266,22 @@ struct KdaChunks {
     }
   }
 
+  // Applies the norms to products of rows, which have the factors `of_rows`, with keys.
+  __device__ __forceinline__ void apply_factors(float (&products)[kStepBlocks][4], float (&left)[4], float (&right)[4],
+                                                const float (&of_rows)[kChunk], const FragmentLane& lane) const {
+    if (!p.arguments.qk_l2norm) return;
+    const float rows[2] = {of_rows[lane.row], of_rows[lane.row + 8]};
+    const auto apply = [&](float (&block)[4], int n) {
+      const float2 columns = column_pair(shared.factors.of_keys, n, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) block[i] *= rows[i / 2] * (i % 2 == 0 ? columns.x : columns.y);
+    };
+#pragma unroll
+    for (int n = 0; n < kStepBlocks - 2; ++n) apply(products[n], n);
+    apply(left, 2 * lane.warp);
+    apply(right, 2 * lane.warp + 1);
+  }
+
   __device__ __forceinline__ void write_p(SmemTile<kChunk>& target, const float (&of_queries)[kStepBlocks][4],
                                           const float (&left)[4], const float (&right)[4], const FragmentLane& lane) const {
     const FragmentPairs<> pairs(lane);
@@ -292,6 +316,7 @@ struct KdaChunks {
     for (int row = thread / kVectors; row < kChunk; row += kRowsAtOnce) {
       float log2[kRowElements];
       load_log2(row, log2);
+      const float of_key = shared.factors.of_keys[row], of_query = p.scale * shared.factors.of_queries[row];
       const uint4 keys = *shared.rows.k.vector(row, vector), queries = *shared.rows.q.vector(row, vector);
       const uint32_t k[4] = {keys.x, keys.y, keys.z, keys.w}, q[4] = {queries.x, queries.y, queries.z, queries.w};
       uint32_t q_in[4], k_in[4], k_out[4];
@@ -300,9 +325,9 @@ struct KdaChunks {
         const float2 key = cuda::unpack<Scalar>(k[i]), query = cuda::unpack<Scalar>(q[i]);
         const float2 in = {exp2(log2[2 * i]), exp2(log2[2 * i + 1])},
                      out = {exp2(last[2 * i] - log2[2 * i]), exp2(last[2 * i + 1] - log2[2 * i + 1])};
-        q_in[i] = cuda::pack<Scalar>(p.scale * in.x * query.x, p.scale * in.y * query.y);
-        k_in[i] = cuda::pack<Scalar>(in.x * key.x, in.y * key.y);
-        k_out[i] = cuda::pack<Scalar>(out.x * key.x, out.y * key.y);
+        q_in[i] = cuda::pack<Scalar>(of_query * in.x * query.x, of_query * in.y * query.y);
+        k_in[i] = cuda::pack<Scalar>(of_key * in.x * key.x, of_key * in.y * key.y);
+        k_out[i] = cuda::pack<Scalar>(of_key * out.x * key.x, of_key * out.y * key.y);
       }
       *target.q.vector(row, vector) = {q_in[0], q_in[1], q_in[2], q_in[3]};
       *target.k_in.vector(row, vector) = {k_in[0], k_in[1], k_in[2], k_in[3]};

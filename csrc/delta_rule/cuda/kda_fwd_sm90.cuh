@@ -10,8 +10,11 @@
 // roundings that a gate per head does not have.
 #pragma once
 
+#include <cstddef>
+
 #include "delta_rule/cuda/fwd_sm90.cuh"
 #include "delta_rule/cuda/kda_chunk.cuh"
+#include "delta_rule/cuda/scan_blocks.cuh"
 
 namespace ssm_kernels::cuda::chunked {
 
@@ -36,7 +39,8 @@ struct KdaFwdShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaFwdShared)); }
 };
 
-template <typename Scalar>
+// states_only: without out, and what it needs.
+template <typename Scalar, bool states_only>
 struct KdaFwd {
   using Params = KdaFwdParams;
   using Shared = KdaFwdShared;
@@ -50,6 +54,13 @@ struct KdaFwd {
   const Unpacked<Params>& unpacked;  // the scheduler of chunks; packed sequences are work tiles of one range each
   const Schedule& schedule;
   Shared& shared;
+
+  // Run by all threads.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x >= Shared::kStages) return;
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(kConsumerThreads);
+  }
 
   // Calls body(scheduler, span) for the segments of the block's range.
   template <typename Body>
@@ -79,8 +90,15 @@ struct KdaFwd {
       auto& target = shared.stages[pipeline.stage];
       Mbarrier& full = shared.full[pipeline.stage];
       const int64_t place = (first_number + chunk) * p.heads + at.group;
-      full.arrive_and_expect_tx(sizeof(target.inverse) + sizeof(target.v) + sizeof(target.chunk));
-      cuda::tma_load(&target.chunk, static_cast<const KdaChunk*>(p.chunks) + place, sizeof(KdaChunk), full);
+      const KdaChunk& source = static_cast<const KdaChunk*>(p.chunks)[place];
+      constexpr int kSkipped = states_only ? static_cast<int>(sizeof(source.q) + sizeof(source.p)) : 0;
+      full.arrive_and_expect_tx(sizeof(target.inverse) + sizeof(target.v) + sizeof(target.chunk) - kSkipped);
+      if constexpr (states_only) {
+        cuda::tma_load(&target.chunk.k_in, &source.k_in, sizeof(source.k_in) + sizeof(source.k_out), full);
+        cuda::tma_load(&target.chunk.decay, &source.decay, static_cast<int>(sizeof(source) - offsetof(KdaChunk, decay)), full);
+      } else {
+        cuda::tma_load(&target.chunk, &source, sizeof(source), full);
+      }
 #pragma unroll
       for (int i = 0; i < kWarpgroups; ++i) {
         cuda::tma_load_tile(&target.v[i], p.v_descriptor, first_row + i * kStateRows, at.group,
@@ -115,6 +133,7 @@ struct KdaFwd {
       shared.full[pipeline.stage].wait(pipeline.phase);
       auto& tiles = shared.stages[pipeline.stage];
       const int steps = at.steps_of(at.chunks - left);
+      if (p.resets != nullptr && tiles.chunk.begins_sequence) state.clear();
       if (p.cu_seqlens != nullptr && steps < kChunk) {
         clear_steps(tiles.v[index].panels, steps);
         sync_warpgroup(index);
@@ -154,12 +173,16 @@ struct KdaFwd {
       cuda::warpgroup_commit();
       cuda::warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(y, s[k], columns_of(q_rows, k), k > 0);
+      for (int k = 0; k < (states_only ? 0 : kStateGroups); ++k) {
+        cuda::gemm<Scalar, false>(y, s[k], columns_of(q_rows, k), k > 0);
+      }
       cuda::warpgroup_commit();
       decay(state, tiles.chunk.decay, lane);
-      // All warps have written the previous chunk's out.
-      sync_warpgroup(index);
-      if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
+      if constexpr (!states_only) {
+        // All warps have written the previous chunk's out.
+        sync_warpgroup(index);
+        if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
+      }
       cuda::warpgroup_wait<1>(u);
 
 #pragma unroll
@@ -178,20 +201,24 @@ struct KdaFwd {
         cuda::gemm<Scalar, true>(state.values, x_lo[j], rows_of(out_rows, j), true);
       }
       cuda::warpgroup_commit();
-      cuda::warpgroup_arrive();
+      if constexpr (!states_only) {
+        cuda::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, false>(y, x[j], columns_of(p_rows, j), true);
-      cuda::warpgroup_commit();
-      out.wait_for_sent();
-      sync_warpgroup(index);
+        for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, false>(y, x[j], columns_of(p_rows, j), true);
+        cuda::warpgroup_commit();
+        out.wait_for_sent();
+        sync_warpgroup(index);
+      }
       cuda::warpgroup_wait<0>(state.values);
-      cuda::warpgroup_wait<0>(y);
+      if constexpr (!states_only) cuda::warpgroup_wait<0>(y);
       shared.empty[pipeline.stage].arrive();
-      out.write(y, x, nullptr, shared.out[index], lane);
+      if constexpr (!states_only) out.write(y, x, nullptr, shared.out[index], lane);
       pipeline.advance(Shared::kStages);
     }
-    sync_warpgroup(index);
-    out.send_last(shared.out[index]);
+    if constexpr (!states_only) {
+      sync_warpgroup(index);
+      out.send_last(shared.out[index]);
+    }
   }
 
   static __device__ __forceinline__ void decay(TileState& state, const float (&decays)[kStateColumns],
@@ -205,28 +232,11 @@ struct KdaFwd {
   }
 };
 
-template <typename Scalar>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaFwd<Scalar>::kThreads : kWarpSize, 1)
+template <typename Scalar, bool states_only>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaFwd<Scalar, states_only>::kThreads : kWarpSize, 1)
     kda_fwd_sm90_kernel(const __grid_constant__ Unpacked<KdaFwdParams> p, const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = KdaFwd<Scalar>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
-  Fwd fwd{p, p, schedule, shared};
-  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-  if (threadIdx.x < Fwd::Shared::kStages) {
-    shared.full[threadIdx.x].init(1);
-    shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
-  }
-  take_range(schedule);
-  __syncthreads();
-  if (warpgroup == kWarpgroups) {
-    cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) fwd.produce();
-  } else {
-    cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
-    fwd.consume(warpgroup);
-  }
+  run_scan<KdaFwd<Scalar, states_only>>(p, schedule);
 #endif
 }
 

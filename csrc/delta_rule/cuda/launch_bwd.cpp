@@ -1,6 +1,7 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -72,7 +73,7 @@ class Backward {
   bool needs_gate() const { return needs(kGradG) || needs(kGradALog) || needs(kGradDtBias); }
   // Whether the host applies the norms to gradients: the last kernel has some columns of wide rows at a time.
   bool applies_norms() const { return in_.qk_l2norm && (is_wide() || is_sm80_ || has_normalized_rows()); }
-  bool has_normalized_rows() const { return in_.qk_l2norm && !has_row_factors(in_); }
+  bool has_normalized_rows() const { return delta_rule::has_normalized_rows(in_); }
   bool is_packed() const { return is_present(in_.cu_seqlens); }
   bool has_channels() const { return in_.has_gate_per_channel(); }
   // Whether the kernels write gradients of q and k of value heads, which the host adds up.
@@ -116,15 +117,29 @@ class Backward {
       if (is_argument && needs(grad) && grads_[grad].scalar_type() == at::kFloat) return grads_[grad];
       return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32());
     };
-    if (needs_gate()) {
-      of_.grad_log_decay = has_channels() ? empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2), in_.q.size(3)}, fp32())
-                                          : of_steps(kGradG, !in_.has_raw_gate());
+    if (has_channels()) {
+      allocate_channels();
+    } else {
+      if (needs_gate()) of_.grad_log_decay = of_steps(kGradG, !in_.has_raw_gate());
+      if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid);
     }
-    if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid);
     if (needs(kGradInitialStates)) {
       const at::Tensor& target = grads_[kGradInitialStates];
       of_.grad_initial_states =
           empty_tensor({target.size(0), target.size(1), target.size(2), round_up(in_.q.size(3), 2)}, fp32());
+    }
+  }
+
+  // The kernels write the gradients of the arguments g and beta. Rows of channels are contiguous.
+  void allocate_channels() {
+    if (needs(kGradG)) {
+      const at::Tensor& grad = grads_[kGradG];
+      of_.grad_log_decay =
+          grad.stride(3) == 1 ? grad : empty_tensor({grad.size(0), grad.size(1), grad.size(2), grad.size(3)}, grad.options());
+    }
+    if (needs(kGradBeta)) of_.grad_beta = grads_[kGradBeta];
+    if (needs(kGradALog) || needs(kGradDtBias)) {
+      gate_sums_ = at::zeros({in_.v.size(2), 2, in_.q.size(3)}, fp32().dtype(at::kDouble));
     }
   }
 
@@ -195,7 +210,7 @@ class Backward {
   // chunk takes about 2.2 us, 3.2 us if all multiprocessors have a block, and 2 us in a map, whose blocks may run in several
   // waves. Both folds take about 60 us for four segments and 170 us for eight, and the additional launches about 30 us.
   int64_t chunks_of_segment(const Range& range) const {
-    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || has_channels() || is_sm80_) return 0;
+    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || is_sm80_) return 0;
     for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
                                      &of_.grad_q, &of_.grad_k, &of_.grad_v}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
@@ -299,12 +314,10 @@ class Backward {
     params.states = states.data_ptr();
     if (is_sm80_) {
       launch_sm80(params, range);
-    } else if (has_channels()) {
-      launch_channels(params, range);
     } else if (is_wide()) {
       launch_wide(params, range, grad_q, grad_k);
     } else {
-      launch(params, /*has_matrices=*/segments > 0);
+      launch(params, range, /*has_matrices=*/segments > 0);
     }
     if (of_segments.grad_starts.defined()) {
       range.of_entries(of_.grad_initial_states)
@@ -358,15 +371,33 @@ class Backward {
   }
 
   // Queues the kernels of gates of a channel of the key.
-  void launch_channels(const DeltaRuleBwdParams& params, const Range& range) const {
+  void launch_channels(const DeltaRuleBwdParams& params, const Range& range, bool has_matrices) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const WorkPartition partition = partition_of(params);
     KdaBwdParams of_channels;
     static_cast<DeltaRuleBwdParams&>(of_channels) = params;
-    of_channels.q = view_of(range.of_key_heads(of_.q));
-    of_channels.k = view_of(range.of_key_heads(of_.k));
-    C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf ? launch_kda_bwd<__half>(of_channels, partition, stream)
-                                                    : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, stream));
+    const GateParameters parameters(in_);
+    of_channels.arguments = kda_arguments(in_, parameters);
+    DeltaRuleGateOptions& options = of_channels.arguments.options;
+    if (options.A_log != nullptr) options.A_log += range.head;
+    if (options.dt_bias != nullptr) options.dt_bias += range.head * in_.q.size(3);
+    const auto rows = [&](const at::Tensor& tensor) {
+      const at::Tensor of_range = range.of_key_heads(tensor);
+      return view_of(params.seqlen > tensor.size(1) ? as_one_row(of_range) : of_range);  // of segments of several rows
+    };
+    of_channels.arguments.q = rows(of_.q);
+    of_channels.arguments.k = rows(of_.k);
+    at::Tensor sums;
+    if (gate_sums_.defined() && params.states != nullptr) {
+      // With packed sequences some chunk numbers belong to none.
+      sums = at::zeros(
+          {chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr), range.heads, 2, in_.q.size(3)}, fp32());
+      of_channels.gate_sums = sums.data_ptr<float>();
+    }
+    C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
+                       ? launch_kda_bwd<__half>(of_channels, partition, has_matrices, stream)
+                       : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, has_matrices, stream));
+    if (sums.defined()) gate_sums_.narrow(0, range.head, range.heads).add_(sums.sum(0, false, at::kDouble));
   }
 
   // Queues the kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
@@ -406,7 +437,8 @@ class Backward {
   }
 
   // Queues backward's kernels, or those before the last one if params has no workspace of states.
-  void launch(const DeltaRuleBwdParams& params, bool has_matrices) const {
+  void launch(const DeltaRuleBwdParams& params, const Range& range, bool has_matrices) {
+    if (has_channels()) return launch_channels(params, range, has_matrices);
     const WorkPartition partition = partition_of(params);
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
     const auto launch_kernels =
@@ -422,7 +454,7 @@ class Backward {
 
   // Queues the kernels that compute the states before and the gradients of those after all segments of a part, and makes them
   // the initial states and the gradients of final states of params.
-  Segments start_segments(const Range& range, DeltaRuleBwdParams& params) const {
+  Segments start_segments(const Range& range, DeltaRuleBwdParams& params) {
     const int64_t value_dim = in_.v.size(3), key_dim = in_.q.size(3);
     const at::Tensor identities = map_starts(params.batch, range.heads, value_dim, key_dim, fp32()),
                      maps = empty_tensor_like(identities), maps_of_grads = empty_tensor_like(identities);
@@ -432,7 +464,7 @@ class Backward {
     of_maps.final_states = maps.data_ptr<float>();
     of_maps.grad_initial_states = maps_of_grads.data_ptr<float>();
     of_maps.states_stride_entry = maps.stride(0);
-    launch(of_maps, /*has_matrices=*/false);
+    launch(of_maps, range, /*has_matrices=*/false);
     const auto fold = [&](const at::Tensor& of, const at::Tensor& states, bool is_reverse) {
       at::Tensor given;
       if (states.defined()) given = range.of_entries(states).narrow(1, range.head, range.heads).contiguous();
@@ -495,7 +527,10 @@ class Backward {
     write(kGradK, of_.grad_k);
     write(kGradV, of_.grad_v);
     write(kGradInitialStates, of_.grad_initial_states);
-    finish_gate_grads(in_, of_.grad_log_decay, of_.grad_beta, grads_);
+    if (!has_channels()) return finish_gate_grads(in_, of_.grad_log_decay, of_.grad_beta, grads_);
+    write(kGradG, of_.grad_log_decay);
+    if (needs(kGradALog)) grads_[kGradALog].copy_(gate_sums_.select(1, 0).sum(1));
+    if (needs(kGradDtBias)) grads_[kGradDtBias].copy_(gate_sums_.select(1, 1));
   }
 
   const BwdInputs& bwd_;
@@ -505,6 +540,7 @@ class Backward {
   const bool is_sm80_;
   bool has_fp32_rows_ = false;
   GradOperands of_;
+  at::Tensor gate_sums_;            // with gates of channels, of A_log and dt_bias, (value_heads, 2, key_dim), double
   at::Tensor sum_of_q_, sum_of_k_;  // gradients of a key head's rows, summed over the value heads of earlier parts
 };
 

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -58,7 +59,7 @@ Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
 Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   Operands result;
   const auto vectors = [&](const at::Tensor& rows) {
-    if (!in.qk_l2norm || has_row_factors(in)) return as_vectors(rows);
+    if (!has_normalized_rows(in)) return as_vectors(rows);
     return as_vectors(normalized(in, rows.to(at::kFloat)).rows.to(rows.scalar_type()));
   };
   result.q = vectors(in.q);
@@ -213,7 +214,7 @@ void launch_scan(at::ScalarType dtype, const DeltaRuleFwdParams& params, const W
 
 // Queues the kernel that computes the chunk matrices and sets params.inverse_descriptors, which describe them to forward's
 // kernel. Returns the matrices' memory.
-at::Tensor make_matrices(const Inputs& in, DeltaRuleFwdParams& params, cudaStream_t stream) {
+at::Tensor make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& params, cudaStream_t stream) {
   const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
   C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
@@ -221,6 +222,38 @@ at::Tensor make_matrices(const Inputs& in, DeltaRuleFwdParams& params, cudaStrea
   C10_CUDA_CHECK(
       launch_matrices(in.q.scalar_type(), matrices_parameters_of(params, inverses.data_ptr(), multiprocessors), stream));
   return inverses;
+}
+
+// The same for gates of channels of the key: the operands of all chunks, and the scan. Returns the operands' memory.
+std::array<at::Tensor, 2> make_matrices(const Inputs& in, const Operands& operands, KdaFwdParams& params, cudaStream_t stream) {
+  const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
+  const at::TensorOptions bytes = in.q.options().dtype(at::kByte);
+  const at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, bytes),
+                   chunks = empty_tensor({count * kKdaChunkBytes}, bytes);
+  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
+  KdaChunksParams of_chunks;
+  static_cast<ChunkedGeometry&>(of_chunks) = params;
+  of_chunks.value_heads_per_key_head = params.value_heads_per_key_head;
+  of_chunks.scale = params.scale;
+  const GateParameters parameters(in);
+  of_chunks.arguments = kda_arguments(in, parameters);
+  of_chunks.arguments.q = view_of(operands.q);
+  of_chunks.arguments.k = view_of(operands.k);
+  of_chunks.log_decay = params.log_decay;
+  of_chunks.beta = params.beta;
+  of_chunks.cu_seqlens = params.cu_seqlens;
+  of_chunks.resets = params.resets;
+  of_chunks.inverses = inverses.data_ptr();
+  params.chunks = of_chunks.chunks = chunks.data_ptr();
+  C10_CUDA_CHECK(in.q.scalar_type() == at::kHalf ? launch_kda_chunks<__half>(of_chunks, stream)
+                                                 : launch_kda_chunks<__nv_bfloat16>(of_chunks, stream));
+  return {inverses, chunks};
+}
+
+void launch_scan(at::ScalarType dtype, const KdaFwdParams& params, const Work& work, bool states_only, bool follows_chunks,
+                 cudaStream_t stream) {
+  const auto launch = dtype == at::kHalf ? launch_kda_fwd<__half> : launch_kda_fwd<__nv_bfloat16>;
+  C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_chunks, stream));
 }
 
 // The chunks of a segment, if cutting each sequence into segments takes less time than not, else 0. On an H200 a chunk takes
@@ -267,6 +300,7 @@ Operands as_segments(const Operands& operands, int64_t chunks) {
 
 // Queues four kernels: the chunk matrices; the maps of all segments at once; the fold, which computes the state before each
 // segment; forward of all segments at once.
+template <typename Params>
 void launch_segments(const Inputs& in, const Operands& operands, const Operands& segments) {
   const at::ScalarType dtype = in.q.scalar_type();
   const int64_t batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
@@ -275,9 +309,10 @@ void launch_segments(const Inputs& in, const Operands& operands, const Operands&
   const at::Tensor identities =
                        map_starts(batch * count, in.v.size(2), in.v.size(3), in.q.size(3), segments.final_states.options()),
                    maps = empty_tensor_like(identities);
-  DeltaRuleFwdParams params = parameters_of(in, segments);
-  const at::Tensor inverses = make_matrices(in, params, stream);
-  DeltaRuleFwdParams of_maps = params;
+  Params params;
+  static_cast<DeltaRuleFwdParams&>(params) = parameters_of(in, segments);
+  const auto memory = make_matrices(in, segments, params, stream);
+  Params of_maps = params;
   of_maps.headdim = static_cast<int>(maps.size(2));
   of_maps.initial_states = identities.const_data_ptr<float>();
   of_maps.final_states = maps.data_ptr<float>();
@@ -308,33 +343,20 @@ void launch_wide(const Inputs& in, const Operands& operands) {
                          : launch_delta_rule_fwd_wide<__nv_bfloat16>(params, work.schedule, stream));
 }
 
-// Queues the two kernels of a gate per channel: the operands of all chunks, and the scan.
-void launch_channel_gates(const Inputs& in, const Operands& operands) {
+// Queues forward's two kernels, or those of segments. `Params` are those of the scan.
+template <typename Params>
+void launch_chunked(const Inputs& in, const Operands& operands) {
+  if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
+    const Operands segments = as_segments(operands, chunks);
+    if (segments.q.defined()) return launch_segments<Params>(in, operands, segments);
+  }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  KdaFwdParams params;
+  Params params;
   static_cast<DeltaRuleFwdParams&>(params) = parameters_of(in, operands);
-  // It queues a fill of flags, which the scan reads before it waits for the operands: they come between.
+  // It queues a fill of flags, which the scan reads before it waits for the first kernel: they come between.
   const Work work = divide(params, in.q.options());
-  const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
-  const at::TensorOptions bytes = in.q.options().dtype(at::kByte);
-  const at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, bytes),
-                   chunks = empty_tensor({count * kKdaChunkBytes}, bytes);
-  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
-  KdaChunksParams of_chunks;
-  static_cast<ChunkedGeometry&>(of_chunks) = params;
-  of_chunks.value_heads_per_key_head = params.value_heads_per_key_head;
-  of_chunks.scale = params.scale;
-  of_chunks.q = view_of(operands.q);
-  of_chunks.k = view_of(operands.k);
-  of_chunks.log_decay = params.log_decay;
-  of_chunks.beta = params.beta;
-  of_chunks.cu_seqlens = params.cu_seqlens;
-  of_chunks.inverses = inverses.data_ptr();
-  params.chunks = of_chunks.chunks = chunks.data_ptr();
-  const bool is_half = in.q.scalar_type() == at::kHalf;
-  C10_CUDA_CHECK(is_half ? launch_kda_chunks<__half>(of_chunks, stream) : launch_kda_chunks<__nv_bfloat16>(of_chunks, stream));
-  C10_CUDA_CHECK(is_half ? launch_kda_fwd<__half>(params, work.schedule, stream)
-                         : launch_kda_fwd<__nv_bfloat16>(params, work.schedule, stream));
+  const auto memory = make_matrices(in, operands, params, stream);
+  launch_scan(in.q.scalar_type(), params, work, /*states_only=*/false, /*follows_matrices=*/true, stream);
 }
 
 // Queues the two kernels with mma.sync: the matrices of all chunks, and the scan.
@@ -365,18 +387,9 @@ void launch_sm80(const Inputs& in, const Operands& operands) {
 
 void launch(const Inputs& in, const Operands& operands) {
   if (fwd_kernels_for(in) == Kernels::kSm80) return launch_sm80(in, operands);
-  if (in.has_gate_per_channel()) return launch_channel_gates(in, operands);
+  if (in.has_gate_per_channel()) return launch_chunked<KdaFwdParams>(in, operands);
   if (is_wide(in.q.size(3))) return launch_wide(in, operands);
-  if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
-    const Operands segments = as_segments(operands, chunks);
-    if (segments.q.defined()) return launch_segments(in, operands, segments);
-  }
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  DeltaRuleFwdParams params = parameters_of(in, operands);
-  // It queues a fill of flags, which forward's kernel reads before it waits for the matrices: they come between.
-  const Work work = divide(params, in.q.options());
-  const at::Tensor inverses = make_matrices(in, params, stream);
-  launch_scan(in.q.scalar_type(), params, work, /*states_only=*/false, /*follows_matrices=*/true, stream);
+  launch_chunked<DeltaRuleFwdParams>(in, operands);
 }
 
 }  // namespace
@@ -396,10 +409,7 @@ Kernels fwd_kernels_for(const Inputs& in) {
   if (in.v.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return Kernels::kNone;
   const c10::cuda::CUDAGuard guard(in.q.device());
   const bool may_use_wgmma = is_half && (has_channels || debug_option(DebugOption::kDeltaRuleMma) == 0) && has_wgmma_kernels();
-  if (may_use_wgmma && key_dim <= (has_channels ? kStateColumns : kMaxKernelDstate) &&
-      !(has_channels && is_present(in.seq_idx))) {
-    return Kernels::kSm90;
-  }
+  if (may_use_wgmma && key_dim <= (has_channels ? kStateColumns : kMaxKernelDstate)) return Kernels::kSm90;
   if (debug_option(DebugOption::kDeltaRuleMma) == 0) return Kernels::kNone;
   if (has_channels || (!is_half && dtype != at::kFloat) || key_dim > sm80_most_columns(element_bytes)) return Kernels::kNone;
   const int64_t columns = state_tile_columns(key_dim);

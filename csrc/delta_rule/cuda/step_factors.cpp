@@ -41,8 +41,25 @@ bool has_row_factors(const Inputs& in) {
   return in.qk_l2norm && in.q.scalar_type() == at::kBFloat16 && !in.has_gate_per_channel();
 }
 
+bool has_normalized_rows(const Inputs& in) { return in.qk_l2norm && !has_row_factors(in) && !in.has_gate_per_channel(); }
+
+KdaArguments kda_arguments(const Inputs& in, const GateParameters& parameters) {
+  KdaArguments arguments;
+  arguments.qk_l2norm = in.qk_l2norm;
+  arguments.gate_is_fp32 = in.g->scalar_type() == at::kFloat;
+  arguments.beta_is_fp32 = in.beta.scalar_type() == at::kFloat;
+  arguments.options = parameters.options(in);
+  return arguments;
+}
+
 StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k) {
   StepFactors result;
+  if (in.has_gate_per_channel()) {
+    // Rows of channels are contiguous.
+    result.log_decay = in.g->stride(3) == 1 ? *in.g : in.g->contiguous();
+    result.beta = in.beta;
+    return result;
+  }
   if (in.q.scalar_type() == at::kFloat) {
     if (is_present(in.g)) result.log_decay = log_decays(in, *in.g).to(at::kFloat);
     result.beta = betas(in, in.beta);
@@ -64,11 +81,7 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
     result.rows = empty_by_head(in, heads, 2);
     params.row_factors = view_of(result.rows);
   }
-  if (in.has_gate_per_channel()) {
-    // Rows of channels are contiguous.
-    result.log_decay = log_decays(in, *in.g).to(at::kFloat);
-    if (result.log_decay.stride(3) != 1) result.log_decay = result.log_decay.contiguous();
-  } else if (is_present(in.g)) {
+  if (is_present(in.g)) {
     params.gate_is_fp32 = in.g->scalar_type() == at::kFloat;
     if (params.gate_is_fp32 && !in.has_raw_gate()) {
       result.log_decay = *in.g;
@@ -106,7 +119,7 @@ void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const
   at::Tensor sums;
   const bool is_fp32 = in.q.scalar_type() == at::kFloat,
              has_own_gates = grad_log_decay.defined() && !grad_log_decay.is_same(grads[kGradG]);
-  if (has_own_gates && (in.has_gate_per_channel() || is_fp32)) {
+  if (has_own_gates && is_fp32) {
     const GateGrads gates = log_decays_adjoint(in, *in.g, grad_log_decay);
     if (needs(kGradG)) grads[kGradG].copy_(gates.raw);
     if (needs(kGradALog)) grads[kGradALog].copy_(gates.A_log);

@@ -3,32 +3,12 @@
 // steps of a key head, and of its value heads.
 #pragma once
 
-#include "common/delta_gates.h"
 #include "cuda/constants.h"
-#include "cuda/vector_io.cuh"
-#include "delta_rule/delta_rule.h"
+#include "delta_rule/cuda/gate_arguments.cuh"
 
 namespace ssm_kernels::delta_rule {
 
 constexpr int kFactorSteps = 64, kFactorThreads = 256;
-
-// An argument with rows of one element, of the inputs' type or fp32.
-template <typename Scalar>
-__device__ __forceinline__ float argument_at(const RowsView& view, bool is_fp32, int64_t batch, int64_t step, int64_t head) {
-  const int64_t offset = batch * view.stride_batch + step * view.stride_step + head * view.stride_head;
-  return is_fp32 ? static_cast<const float*>(view.data)[offset]
-                 : cuda::to_accumulate(static_cast<const Scalar*>(view.data)[offset]);
-}
-__device__ __forceinline__ float& fp32_at(const RowsView& view, int64_t batch, int64_t step, int64_t head) {
-  return static_cast<float*>(view.data)[batch * view.stride_batch + step * view.stride_step + head * view.stride_head];
-}
-
-__device__ __forceinline__ float gate_rate(const DeltaRuleGateOptions& options, int64_t head) {
-  return options.A_log == nullptr ? 1.0f : expf(options.A_log[head]);
-}
-__device__ __forceinline__ float biased_gate(const DeltaRuleGateOptions& options, float raw, int64_t head) {
-  return options.dt_bias == nullptr ? raw : raw + options.dt_bias[head];
-}
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kFactorThreads) delta_rule_factors_kernel(const __grid_constant__ DeltaRuleFactorsParams p) {
@@ -84,9 +64,8 @@ __global__ void __launch_bounds__(kFactorThreads) delta_rule_factors_kernel(cons
     if (p.log_decay.data != nullptr) {
       float gate = argument_at<Scalar>(p.raw_gate, p.gate_is_fp32, batch, step, head);
       if (options.has_raw_gate) {
-        gate = biased_gate(options, gate, head);
-        const float rate = gate_rate(options, head);
-        gate = options.is_bounded ? bounded_gate(gate, rate, options.gate_lower_bound) : softplus_gate(gate, rate);
+        const GateOfHead of_head(options, head);
+        visit_gate(options, [&](auto is_bounded) { gate = of_head.log_decay<is_bounded>(options, gate); });
       }
       fp32_at(p.log_decay, batch, step, head) = gate;
     }

@@ -5,29 +5,31 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "delta_rule/cuda/kda.h"
 #include "delta_rule/delta_rule.h"
 #include "delta_rule/delta_rule_op.h"
 
 namespace ssm_kernels::delta_rule {
 
-// Whether the kernels multiply rows of q and k as they are and apply the norms to products. Products with long or short rows
-// leave the range of fp16: it gets rounded normalized rows, as gates of channels do.
+// Whether the kernels multiply rows of q and k as they are and apply the norms, given as factors of rows, to products. Products
+// with long or short rows leave the range of fp16, which gets rounded normalized rows. The kernels of gates of channels compute
+// the norms themselves.
 bool has_row_factors(const Inputs& in);
+bool has_normalized_rows(const Inputs& in);
 
 // fp32; undefined tensors are absent.
 struct StepFactors {
-  at::Tensor log_decay, beta;  // (batch, seqlen, value_heads), or log_decay with gates of channels as those
+  at::Tensor log_decay, beta;  // (batch, seqlen, value_heads); with gates of channels the arguments g and beta
   at::Tensor rows;             // if has_row_factors(), of keys and queries, (batch, seqlen, heads, 2)
 };
-// Given q and k as vectors (tensors.h). The arguments themselves where nothing is to be computed; else a kernel computes all,
-// except log decays of channels.
+// Given q and k as vectors (tensors.h). The arguments themselves where nothing is to be computed; else a kernel computes all.
 StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k);
 
 // A float of each step and head, (batch, seqlen, heads) or (batch, seqlen, heads, 2), uninitialized. Steps are contiguous.
 at::Tensor empty_by_head(const Inputs& in, int64_t heads, int64_t elements = 1);
 
-// Writes the gradients of g, beta, A_log and dt_bias that are needed, given those of log decays and of beta, fp32 and undefined
-// where they are not needed. The latter may be the results themselves.
+// Without gates of channels: writes the gradients of g, beta, A_log and dt_bias that are needed, given those of log decays and
+// of beta, fp32 and undefined where they are not needed. The latter may be the results themselves.
 void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const at::Tensor& grad_beta,
                        const GradTensors& grads);
 
@@ -38,6 +40,9 @@ struct GateParameters {
   explicit GateParameters(const Inputs& in);
   DeltaRuleGateOptions options(const Inputs& in) const;
 };
+
+// What the kernels of gates of channels compute of the arguments, without q and k.
+KdaArguments kda_arguments(const Inputs& in, const GateParameters& parameters);
 
 }  // namespace ssm_kernels::delta_rule
 

@@ -3,6 +3,6 @@
 namespace ssm_kernels::delta_rule {
 
 template cudaError_t launch_kda_chunks<__nv_bfloat16>(const KdaChunksParams&, cudaStream_t);
-template cudaError_t launch_kda_fwd<__nv_bfloat16>(const KdaFwdParams&, const Schedule&, cudaStream_t);
+template cudaError_t launch_kda_fwd<__nv_bfloat16>(const KdaFwdParams&, const Schedule&, bool, bool, cudaStream_t);
 
 }  // namespace ssm_kernels::delta_rule
