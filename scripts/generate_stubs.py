@@ -37,16 +37,21 @@ def has_flags(source: Path) -> bool:
 
 MODULES = (
     *(f"ops.{path.stem}" for path in sorted((PACKAGE / "ops").glob("[!_]*.py")) if has_flags(path)),
+    "distributed._keyword_scans",
     "distributed._recurrences",
 )
 
 
-def result_type(tensors: int) -> str:
-    return "Tensor" if tensors == 1 else f"tuple[{', '.join(['Tensor'] * tensors)}]"
+def result_type(states: int, state: str) -> str:
+    return "Tensor" if states == 0 else f"tuple[{', '.join(['Tensor'] + [state] * states)}]"
 
 
-def overloads(names: set[str]) -> list[tuple[dict[str, str], str]]:
-    """For each overload of a function with the parameters ``names``: types with defaults of its flags, and what it returns."""
+def overloads(names: set[str], state: str = "Tensor") -> list[tuple[dict[str, str], str]]:
+    """For each overload of a function with the parameters ``names``: types with defaults of its flags, and what it returns.
+
+    Args:
+        state: the type of its states.
+    """
     flag = next((name for name in FLAGS if name in names), None)
     with_states = "states_at" in names
     values = (False, True, None) if flag else (False,)
@@ -58,9 +63,11 @@ def overloads(names: set[str]) -> list[tuple[dict[str, str], str]]:
         if with_states:
             types["states_at"] = "None = None" if not states else "Positions" if value is not None else "Positions | None"
         if value is not None:
-            returned = result_type(1 + value + states)
+            returned = result_type(value + states, state)
+        elif states:
+            returned = f"Tensor | tuple[{'Tensor' if state == 'Tensor' else 'Any'}, ...]"
         else:
-            returned = "Tensor | tuple[Tensor, ...]" if states else f"Tensor | {result_type(2)}"
+            returned = f"Tensor | {result_type(1, state)}"
         found.append((types, returned))
     return found
 
@@ -86,10 +93,8 @@ def signature(name: str, arguments: list[tuple[str, str]], returned: str) -> str
 
 def function_stub(source: str, function: ast.FunctionDef) -> str:
     arguments, returned = parameters(source, function.args), ast.get_source_segment(source, function.returns)
-    of_flags = overloads({name for name, _ in arguments})
-    states = re.match(r"Tensor \| tuple\[Tensor, (tuple\[.*\])\]$", returned)
-    if states:  # several tensors
-        of_flags = [(types, each.replace(result_type(2), f"tuple[Tensor, {states[1]}]")) for types, each in of_flags]
+    states = re.search(r"tuple\[Tensor, (tuple\[[^]]*\])", returned)  # several tensors
+    of_flags = overloads({name for name, _ in arguments}, states[1] if states else "Tensor")
     if len(of_flags) == 1 or returned == "Any":
         return signature(function.name, arguments, returned)
     return "".join(
@@ -100,7 +105,14 @@ def function_stub(source: str, function: ast.FunctionDef) -> str:
 
 def made_stub(function: Callable[..., Any]) -> str:
     """The stub of a function that a loop makes: no source has its signature."""
-    source = f"def {function.__name__}{inspect.signature(function)}: ...".replace("'", "")
+    signature_of_made = inspect.signature(function)
+    arguments, keyword = [], False
+    for name, each in signature_of_made.parameters.items():
+        if each.kind is each.KEYWORD_ONLY and not keyword:
+            arguments, keyword = [*arguments, "*"], True
+        default = "" if each.default is each.empty else f" = {each.default!r}".replace("'", '"')
+        arguments.append(f"{name}: {each.annotation}{default}")
+    source = f"def {function.__name__}({', '.join(arguments)}) -> {signature_of_made.return_annotation}: ..."
     text = function_stub(source, ast.parse(source).body[0])
     doc = textwrap.indent(f'"""{inspect.getdoc(function)}"""', "    ")
     return f"{text.rstrip().removesuffix(' ...')}\n{doc}\n\n"

@@ -26,6 +26,7 @@ from ._delta_rule import DeltaRuleScan
 from ._group import Group
 from ._messages import Call
 from ._mlstm import MlstmScan
+from ._over_ranks import given_arguments
 from ._packed_sequences import ForwardCount, Packing, PackingCache, SequenceSplit
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
@@ -201,42 +202,16 @@ class GroupOperators:
             self.group,
         )
 
-    def delta_rule_scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        *,
-        g: Tensor | None = None,
-        scale: float | None = None,
-        initial_states: Tensor | None = None,
-        return_final_states: bool = False,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        reverse: bool = False,
-        num_householder: int = 1,
-        qk_l2norm: bool = False,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        gate_lower_bound: float | None = None,
-        beta_sigmoid: bool = False,
-        allow_neg_eigval: bool = False,
-    ) -> Any:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "reverse": reverse,
-            "num_householder": num_householder,
-            "qk_l2norm": qk_l2norm,
-            "gate_lower_bound": gate_lower_bound,
-            "beta_sigmoid": beta_sigmoid,
-            "allow_neg_eigval": allow_neg_eigval,
-        }
-        to = Autocast(q)
-        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta, "g": g}
-        tensors |= {"initial_states": initial_states, "A_log": A_log, "dt_bias": dt_bias, "seq_idx": seq_idx}
+    def delta_rule_scan(self, *inputs: Tensor, **given: Any) -> Any:
+        """Arguments and results as :func:`ssm_kernels.delta_rule_scan`, without ``states_at``."""
+        options = given_arguments("delta_rule_scan", inputs, given)
         if self.group.size == 1:
-            return ops.delta_rule_scan(**tensors, cu_seqlens=cu_seqlens, return_final_states=return_final_states, **options)
+            return ops.delta_rule_scan(**options)
+        cu_seqlens, return_final_states = options.pop("cu_seqlens"), options.pop("return_final_states")
+        names = ("q", "k", "v", "beta", "g", "initial_states", "A_log", "dt_bias")
+        tensors = {name: options.pop(name) for name in (*names, "seq_idx")}
+        q, seq_idx, num_householder, reverse = tensors["q"], tensors["seq_idx"], options["num_householder"], options["reverse"]
+        to = Autocast(q)
         tensors |= {name: to.to_lower(tensors[name]) for name in ("q", "k", "v")}
         tensors |= {name: to.to_float_unless_lower(tensors[name]) for name in ("beta", "g")}
         tensors |= {name: to.to_float(tensors[name]) for name in ("initial_states", "A_log", "dt_bias")}
@@ -245,7 +220,6 @@ class GroupOperators:
         all_options = options | {"return_final_states": return_final_states}
         self._agree("delta_rule_scan", ops.delta_rule_scan, tensors, all_options, time_axes, cu_seqlens, entries=updates)
         numbers, packing = self._packing("delta_rule_scan", q.shape[1], seq_idx, cu_seqlens)
-        names = ("q", "k", "v", "beta", "g", "initial_states", "A_log", "dt_bias")
         return DeltaRuleScan.apply(
             *(tensors[name] for name in names),
             numbers,
@@ -256,32 +230,22 @@ class GroupOperators:
             self.group,
         )
 
-    def mlstm_scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        i: Tensor,
-        f: Tensor,
-        *,
-        scale: float | None = None,
-        eps: float = 1e-6,
-        input_gate: str = "exp",
-        normalize: bool = True,
-        initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
-        return_final_states: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        options: dict[str, Any] = {"scale": scale, "eps": eps, "input_gate": input_gate, "normalize": normalize}
+    def mlstm_scan(self, *inputs: Tensor, **given: Any) -> Any:
+        """Arguments and results as :func:`ssm_kernels.mlstm_scan`, without ``states_at`` and ``seq_idx``."""
+        options = given_arguments("mlstm_scan", inputs, given)
+        if self.group.size == 1:
+            return ops.mlstm_scan(**options)
+        initial_states = options.pop("initial_states")
+        cu_seqlens, return_final_states = options.pop("cu_seqlens"), options.pop("return_final_states")
+        C, n, m = (None, None, None) if initial_states is None else three_tensors(initial_states)
+        tensors: dict[str, Any] = {name: options.pop(name) for name in "qkvif"}
+        tensors |= {"initial_C": C, "initial_n": n, "initial_m": m}
+        q, v, normalize = tensors["q"], tensors["v"], options["normalize"]
 
         def local(initial_C: Tensor | None, initial_n: Tensor | None, initial_m: Tensor | None, **arguments: Any) -> Any:
             states: Any = (initial_C, initial_n, initial_m)
             return ops.mlstm_scan(**arguments, initial_states=None if initial_states is None else states)
 
-        C, n, m = (None, None, None) if initial_states is None else three_tensors(initial_states)
-        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "i": i, "f": f, "initial_C": C, "initial_n": n, "initial_m": m}
-        if self.group.size == 1:
-            return local(**tensors, cu_seqlens=cu_seqlens, return_final_states=return_final_states, **options)
         to = Autocast(q)
         tensors |= {name: to.to_lower(tensors[name]) for name in "qkv"}
         tensors |= {name: to.to_float_unless_lower(tensors[name]) for name in "if"}

@@ -15,10 +15,11 @@ from .. import ops
 from .._recurrences import Recurrence, recurrences
 from ..choices import Exchange
 from ..ops._arguments import names_arguments
-from ..ops._recurrence_functions import define, example_call, step_sizes
+from ..ops._recurrence_functions import example_call, step_sizes
 from ..ops._step_sizes import step_size
 from ._every_rank import on_every_rank, operators_of
 from ._group import GroupLike
+from ._over_ranks import define_over_ranks
 
 __all__ = [*recurrences]
 
@@ -70,19 +71,14 @@ def linear_scan(
 def _over_ranks(row: Recurrence) -> Callable[..., Any]:
     name, first = row.scan, row.inputs[0]
     local = inspect.signature(getattr(ops, name))
-    more = [
-        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for key, annotation in (("group", "GroupLike"), ("exchange", "Exchange | None"))
-    ]
-    signature = local.replace(parameters=[*local.parameters.values(), *more], return_annotation="Any")
     options = [key for key in local.parameters if key not in (*row.inputs, "h0")]
     passed = [f"({', '.join(row.inputs)})", "h0", *(f"{key}={key}" for key in options)]
     body = [
         f"operators = operators_of(group, exchange, {name!r})",
-        *step_sizes(name, signature, first),
+        *step_sizes(name, local, first),
         f"return operators.recurrence({name!r}, {', '.join(passed)})",
     ]
-    names, call = example_call(name, signature)
+    names, call = example_call(name, local)
     doc = f""":func:`ssm_kernels.{name}` over the ranks of a group: see :func:`linear_scan`.
 
     Examples:
@@ -95,7 +91,7 @@ def _over_ranks(row: Recurrence) -> Callable[..., Any]:
         torch.Size([2, 100, 8])
         >>> dist.destroy_process_group()
     """
-    scan = define(name, __name__, signature, doc, body, operators_of=operators_of, step_size=step_size)
+    scan = define_over_ranks(name, __name__, local, doc, body, operators_of=operators_of, step_size=step_size)
     return names_arguments(on_every_rank(scan))
 
 

@@ -40,13 +40,14 @@ from torch import Tensor
 
 from ..choices import ConvActivation, DiscretizationName, Exchange
 from ..ops._arguments import names_arguments
-from . import _recurrences
+from . import _keyword_scans, _recurrences
 from ._every_rank import on_every_rank, operators_of
 from ._group import GroupLike
+from ._keyword_scans import *  # noqa: F403
 from ._recurrences import *  # noqa: F403
 
-__all__ = ["causal_conv1d", "delta_rule_scan", "mlstm_scan", "selective_scan", "ssd_chunk_scan"]
-__all__ += _recurrences.__all__
+__all__ = ["causal_conv1d", "selective_scan", "ssd_chunk_scan"]
+__all__ += _keyword_scans.__all__ + _recurrences.__all__
 
 
 @names_arguments
@@ -176,127 +177,6 @@ def ssd_chunk_scan(
         discretization=discretization,
         log_decay=log_decay,
         gain=gain,
-    )
-
-
-@names_arguments
-@on_every_rank
-def delta_rule_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    reverse: bool = False,
-    num_householder: int = 1,
-    qk_l2norm: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    gate_lower_bound: float | None = None,
-    beta_sigmoid: bool = False,
-    allow_neg_eigval: bool = False,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    r"""The delta rule of :func:`ssm_kernels.delta_rule_scan` over the ranks of a group.
-
-    A span maps the states before it to :math:`S T + B`: T, (key_dim, key_dim), is the product of the transitions of a head,
-    and B the last state from zero. Packed sequences are as for :func:`ssd_chunk_scan`. Along a chain a rank sends batch *
-    value_heads * value_dim * key_dim numbers of the states' dtype each way. With summaries it scans its span once more, for T
-    and B, with ``value_dim + key_dim`` columns of values, and runs the scan's adjoint once more, for the gradient of its
-    initial states. It sends batch * value_heads * (value_dim + key_dim) * key_dim numbers in forward, and batch * value_heads *
-    value_dim * key_dim in backward; with ``return_final_states`` twice as many in backward.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> q, k = torch.randn(2, 1, 100, 4, 16)  # this rank's steps
-        >>> v, beta = torch.randn(1, 100, 4, 32), torch.rand(1, 100, 4)
-        >>> distributed.delta_rule_scan(q, k, v, beta, qk_l2norm=True).shape
-        torch.Size([1, 100, 4, 32])
-        >>> dist.destroy_process_group()
-    """
-    return operators_of(group, exchange, "delta_rule_scan").delta_rule_scan(
-        q,
-        k,
-        v,
-        beta,
-        g=g,
-        scale=scale,
-        initial_states=initial_states,
-        return_final_states=return_final_states,
-        seq_idx=seq_idx,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-        num_householder=num_householder,
-        qk_l2norm=qk_l2norm,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        gate_lower_bound=gate_lower_bound,
-        beta_sigmoid=beta_sigmoid,
-        allow_neg_eigval=allow_neg_eigval,
-    )
-
-
-@names_arguments
-@on_every_rank
-def mlstm_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    *,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    input_gate: str = "exp",
-    normalize: bool = True,
-    initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
-    return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-    group: GroupLike = None,
-    exchange: Exchange | None = None,
-) -> Any:
-    """:func:`ssm_kernels.mlstm_scan`, xLSTM's matrix memory, over the ranks of a group.
-
-    With ``cu_seqlens`` ``initial_states`` and the final states are those of all sequences of the whole sequence, on every rank.
-    Ranks exchange C, n and m in one tensor. Along a chain a rank sends batch * heads * (value_dim + 2) * key_dim numbers of the
-    states' dtype each way. With summaries it scans its span once more, sends these and batch * heads float64 numbers, the sums
-    of its log forget gates, in forward, and the gradient, as large as the states, in backward; with ``return_final_states``
-    twice as many in backward. With ``cu_seqlens`` the sequences are the batch.
-
-    Examples:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from ssm_kernels import distributed
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
-        >>> q, k, v = torch.randn(3, 1, 100, 4, 16)  # this rank's steps
-        >>> i, f = torch.randn(2, 1, 100, 4)
-        >>> distributed.mlstm_scan(q, k, v, i, f).shape
-        torch.Size([1, 100, 4, 16])
-        >>> dist.destroy_process_group()
-    """
-    return operators_of(group, exchange, "mlstm_scan").mlstm_scan(
-        q,
-        k,
-        v,
-        i,
-        f,
-        scale=scale,
-        eps=eps,
-        input_gate=input_gate,
-        normalize=normalize,
-        initial_states=initial_states,
-        return_final_states=return_final_states,
-        cu_seqlens=cu_seqlens,
     )
 
 
