@@ -41,7 +41,7 @@ ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
     re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 64,
     re.compile(r"delta_rule::kda_bwd_chunks_kernel<\w+>@sm_90a"): 16,
-    re.compile(r"delta_rule::delta_rule_sm80_states_kernel<float, \d+, .*>@"): 176,
+    re.compile(r"delta_rule::delta_rule_sm80_states_kernel<float, (64|128), .*>@"): 176,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<\w+, 256, .*>@"): 1560,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<\w+, 128, .*cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,

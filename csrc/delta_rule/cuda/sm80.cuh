@@ -34,9 +34,7 @@ cudaError_t launch_sm80_states(const DeltaRuleSm80Params& params, const WorkPart
 template <typename Scalar, typename Launch>
 cudaError_t visit_sm80_columns(int dstate, const Launch& launch) {
   if (dstate <= 64) return launch(std::integral_constant<int, 64>());
-  if constexpr (sm80_most_columns(sizeof(Scalar)) == kMaxKernelDstate) {
-    if (is_wide(dstate)) return launch(std::integral_constant<int, kMaxKernelDstate>());
-  }
+  if (is_wide(dstate)) return launch(std::integral_constant<int, kMaxKernelDstate>());
   return launch(std::integral_constant<int, kStateColumns>());
 }
 

@@ -16,10 +16,6 @@ struct DeltaRuleSm80Params : DeltaRuleBwdParams {
 };
 SSM_KERNEL_STRUCT(DeltaRuleSm80Params, 1280);
 
-// fp32 states of more columns do not fit into registers.
-SSM_HOST_DEVICE constexpr int64_t sm80_most_columns(int64_t element_bytes) {
-  return element_bytes == 4 ? kStateColumns : kMaxKernelDstate;
-}
 // Columns of the keys that a block of the gradients' kernel takes, and how many parts these make.
 SSM_HOST_DEVICE constexpr int sm80_gradient_columns(int64_t dstate, int64_t element_bytes) {
   return element_bytes == 4 || dstate <= 64 ? 64 : kStateColumns;
