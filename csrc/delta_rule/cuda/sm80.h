@@ -10,7 +10,7 @@ namespace ssm_kernels::delta_rule {
 struct DeltaRuleSm80Params : DeltaRuleBwdParams {
   RowsView q, k, v;        // rows of whole vectors of 16 bytes, as those of out and grad_out
   RowsView out, grad_out;  // of forward and of backward
-  // From a part of the columns of keys to the next: each part has terms of the gradients of log decays, to be added.
+  // Elements from the terms of the gradients of log decays of one part of the keys' columns to those of the next part.
   int64_t grad_log_decay_stride_part = 0;
   int multiprocessors = 1;  // of the device
 };

@@ -91,7 +91,7 @@ __device__ __forceinline__ float2 pair_of(const cuda::OperandA<Scalar>& x, int n
   }
 }
 
-// Loops over groups of an operand in shared memory: products of fp32 take so many instructions that the loops are not unrolled.
+// How often loops over groups of an operand in shared memory are unrolled. fp32 products take too many instructions for it.
 template <typename Scalar>
 constexpr int kUnrolledGroups = kIsFp32<Scalar> ? 1 : kStepGroups;
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void scale_operand(const float (&d)[kStepBlocks][4], 
   }
 }
 
-// A decay of zero drops even Inf and NaN.
+// The product; zero for a decay of zero, even of Inf and NaN.
 __device__ __forceinline__ float decayed(float value, float decay) { return decay == 0.0f ? 0.0f : value * decay; }
 
 // Stores accumulators, rounded, to a tile in shared or global memory.
@@ -152,8 +152,9 @@ __device__ __forceinline__ void put_tile(TileOf<Scalar, columns>& tile, const fl
   }
 }
 
-// Multiplies accumulators of pairs of steps, rows i and columns j, by factor(i) times of_column(block).x or .y and the decay
-// from j to i. Elements above the diagonal become zero, on it too unless has_diagonal, and those of two sequences.
+// Multiplies accumulators of pairs of steps, rows i and columns j, by factors[half] of the row, the column's factor
+// of_columns(block).x or .y, and the decay from j to i. Elements above the diagonal become zero, on it too unless has_diagonal,
+// and those of two sequences.
 template <bool has_diagonal, typename Tables, typename Columns>
 __device__ __forceinline__ void scale_pairs(bool may_reset, float (&d)[kStepBlocks][4], const float (&factors)[2],
                                             const Columns& of_columns, const Tables& tables, const FragmentLane& lane) {

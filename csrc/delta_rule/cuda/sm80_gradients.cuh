@@ -1,11 +1,11 @@
 // The last of the delta rule's kernels of backward with mma.sync: all gradients of the steps, of all chunks at once, by the
 // formulas of bwd_chunks.cuh, from the states that sm80_states.cuh has written. A block of one warpgroup takes a chunk of a
 // value head and a part of the keys' columns; its accumulators have steps as rows. It takes the blocks of 64 rows of V three
-// times: for the pairs F and B and for dv, for what steps read from the state, and for what they add to it. The next copy of
-// its tiles replaces the last one; other blocks of the multiprocessor work meanwhile.
+// times: for the pairs F and B and for dv, for what steps read from the state, and for what they add to it. Tiles have one
+// stage: other blocks of the multiprocessor work while a block waits for its copies.
 //
-// Gradients of q and k belong to value heads. Those of log decays are terms of each part of the columns. The host adds both up.
-// The first part has the gradients of v and beta.
+// The kernel writes gradients of q and k of value heads, and terms of those of log decays for each part of the columns. The
+// host adds up both. The blocks of the first part also write the gradients of v and beta.
 #pragma once
 
 #include "cuda/vector_io.cuh"

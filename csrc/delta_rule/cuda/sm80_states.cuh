@@ -2,8 +2,9 @@
 // start, l its last step, N and P are those of sm80_chunk.cuh, D the gradient of the state after the chunk, g that of out.
 // Forward in time, for out (kOut) or for backward (kStates):
 //
-//   R^T = V^T - (S K^T) e^(s_i)        E^T = R^T + (R^T diag(beta)) N^T        O^T = scale (S Q^T) e^(s_i) + (E diag(beta))^T
-//   P^T S  <- e^(s_l) S + (beta_j e^(s_l - s_j) E_j)^T K
+//   R^T = V^T - (S K^T) e^(s_i)                   E^T = R^T + (R^T diag(beta)) N^T
+//   O^T = scale (S Q^T) e^(s_i) + (diag(beta) E)^T P^T
+//   S  <- e^(s_l) S + (beta_j e^(s_l - s_j) E_j)^T K
 //
 // and backward in time (kGradients), as in bwd_states.cuh:
 //
@@ -11,11 +12,11 @@
 //   D  <- e^(s_l) D + scale (e^(s_i) g_i)^T Q - (e^(s_j) beta_j Y_j)^T K
 //
 // A block takes 64 or 128 rows of V of one head and one sequence, with a warpgroup for each 64. Each warp holds 16 rows of S or
-// D as accumulators, of which every value of the chain is made: K, Q, N and P are operands B in shared memory, and warps
-// exchange nothing. Copies of the next chunk run during this one where shared memory has two stages.
+// D as accumulators, and makes all values of the chain of these. K, Q, N and P are operands B in shared memory; warps exchange
+// nothing. Where shared memory has two stages, a block copies the next chunk during this one.
 //
-// fp16 and bf16: S and U are rounded once, also as the addition to the state in forward. The operands of N, and in backward the
-// additions to S, are hi/lo splits: for correlated keys their roundings would make most of the error.
+// fp16 and bf16: S, U = diag(beta) E and P are rounded once. The operand of N, and in kStates what is added to S, are hi/lo
+// splits: for correlated keys their roundings would make most of the error.
 #pragma once
 
 #include "cuda/chunked/epilogue.cuh"
@@ -139,7 +140,7 @@ struct Sm80States {
     cuda::cp_async_commit();
   }
 
-  // d = state rows^T. In fp32 the state's registers rotate, panel by panel of the tile.
+  // d = state rows^T. In fp32 the loop over the tile's panels is not unrolled, and rotates the state's registers.
   __device__ __forceinline__ void multiply_state(float (&d)[kStepBlocks][4], State<columns>& state,
                                                  const TileOf<Scalar, columns>& rows) const {
     constexpr int kPanels = kIsFp32<Scalar> ? TileOf<Scalar, columns>::kPanels : 1, kGroups = kStateGroups / kPanels;
@@ -237,7 +238,7 @@ struct Sm80States {
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[n][i] = decayed(y[n][i], i % 2 == 0 ? by.x : by.y);
     }
-    // Before `place` P is above its diagonal.
+    // Steps i before those of the group have zeros in P.
     for_each_group<Scalar>(errors, [&](int j, int place) {
       const auto p_rows = operand_of(stage.matrices.p, lane.opaque());
       Operand a;
@@ -302,7 +303,7 @@ struct Sm80States {
     });
   }
 
-  // Where backward's states of a chunk and the warpgroup's rows are: S, D, E^T and Y^T.
+  // The workspace of a chunk and the warpgroup's rows: S, D, E^T and Y^T.
   __device__ __forceinline__ unsigned char* workspace_of(int chunk) const {
     const int64_t place =
         (number_of(chunk) * p.heads + state_tile.head) * row_blocks(p.headdim) + state_tile.first_row / kStateRows;
@@ -320,7 +321,7 @@ struct Sm80States {
   }
 };
 
-// A block has one or two warpgroups; with one, and more rows of V than these, blocks take a work tile's state tiles in turn.
+// A block has a warpgroup for each state tile of a work tile, or one warpgroup: then two blocks share a work tile of two.
 template <typename Scalar, int columns, Sm80Pass pass>
 __global__ void __launch_bounds__(Sm80States<Scalar, columns, pass>::kThreads, 1)
     delta_rule_sm80_states_kernel(const __grid_constant__ DeltaRuleSm80Params p,
