@@ -5,12 +5,19 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
+#include "torch/states_at.h"
+
+#ifdef SSM_KERNELS_WITH_CUDA
+#include "cuda/device.h"
+#endif
 
 namespace ssm_kernels::mlstm {
 
@@ -18,18 +25,23 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
   // The matrix memory of xLSTM: C_t = sigmoid(f_t) C_{t-1} + e^i_t v_t k_t^T and n_t likewise of k_t alone, out = scale C q /
-  // max(|scale n q|, 1), with C and n in units of e^m. With input_gate "sigmoid" e^i is sigmoid(i).
+  // max(|scale n q|, 1), with C and n in units of e^m. With input_gate "sigmoid" e^i is sigmoid(i). With reverse, time runs
+  // from the last step to the first.
   schemas.def(
       "mlstm_scan(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, *, float? scale=None, float eps=1e-06, "
       "str input_gate='exp', bool normalize=True, Tensor? initial_C=None, Tensor? initial_n=None, Tensor? initial_m=None, "
-      "Tensor? cu_seqlens=None, Tensor? seq_idx=None) -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m)");
+      "Tensor? cu_seqlens=None, Tensor? seq_idx=None, bool reverse=False) "
+      "-> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m)");
   // _mlstm_scan is the differentiable form with all arguments positional, as vmap wants them. _mlstm_scan_fwd is forward alone
   // and also returns the divisor, which backward reads.
   const std::string arguments =
       "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, float? scale, float eps, str input_gate, bool normalize, "
-      "Tensor? initial_C, Tensor? initial_n, Tensor? initial_m, Tensor? cu_seqlens, Tensor? seq_idx";
+      "Tensor? initial_C, Tensor? initial_n, Tensor? initial_m, Tensor? cu_seqlens, Tensor? seq_idx, bool reverse";
   const std::string results = ") -> (Tensor out, Tensor final_C, Tensor final_n, Tensor final_m";
   schemas.def("_mlstm_scan(" + arguments + results + ")");
+  // The scan, and its states at positions, (batch, positions, ...): as ops/_states_at.py describes.
+  schemas.def("_mlstm_scan_states_at(" + arguments + ", int[] states_at" + results +
+              ", Tensor states_C, Tensor states_n, Tensor states_m)");
   schemas.kernels("_mlstm_scan_fwd(" + arguments + results + ", Tensor divisor)");
   // The adjoint of _mlstm_scan_fwd, which takes m as a constant: the gradient of initial_m is zero, and that of final_m is no
   // argument. Gradients that are absent or not needed have no elements.
@@ -165,17 +177,97 @@ struct MlstmScan : DifferentiableOp<MlstmScan, BwdInputs, Outputs> {
   }
 };
 
-Outputs mlstm_scan(Inputs& in) {
+const Operator<Outputs, Inputs>& public_operator() {
   static const Operator<Outputs, Inputs> op("ssm_kernels::mlstm_scan");
-  op.check(in);
+  return op;
+}
+
+Outputs mlstm_scan(Inputs& in) {
+  public_operator().check(in);
   return operator_of<MlstmScan>()(in);
+}
+
+struct StatesInputs : Inputs {
+  std::vector<int64_t> states_at;
+
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(states_at)); }
+};
+
+struct StatesOutputs : Outputs {
+  at::Tensor states_C, states_n, states_m;
+
+  auto fields() { return std::tuple_cat(Outputs::fields(), std::tie(states_C, states_n, states_m)); }
+};
+
+// The scan, and its states at positions. A composition of operators, so that autograd, vmap and exporters know only those.
+struct MlstmScanStatesAt {
+  static constexpr char kSchema[] = "ssm_kernels::_mlstm_scan_states_at";
+  static constexpr bool kIsPublic = false;
+  using Inputs = StatesInputs;
+  using Result = StatesOutputs;
+
+  static void cast(Inputs& in, const Autocast& to) {
+    public_operator().check(in);
+    MlstmScan::cast(in, to);
+  }
+
+  static StatesOutputs call(Inputs& in) {
+    public_operator().check(in);
+    check_inputs(in);
+    const c10::SymInt seqlen = in.q.sym_size(1);
+    check_states_at(kOp, in.states_at, seqlen, in.reverse);
+    const auto scan = [&](const Piece& piece) -> std::vector<at::Tensor> {
+      mlstm::Inputs part = in;
+      piece.cut(1, part.q, part.k, part.v, part.i, part.f, part.seq_idx);
+      part.initial_C = piece.state(0);
+      part.initial_n = piece.state(1);
+      part.initial_m = piece.state(2);
+      part.cu_seqlens = piece.cu_seqlens;
+      const Outputs outputs = public_operator()(part);
+      return {outputs.out, outputs.final_C, outputs.final_n, outputs.final_m};
+    };
+    std::vector<at::Tensor> initial;
+    if (is_present(in.initial_C)) initial = {*in.initial_C, *in.initial_n, *in.initial_m};
+    const double empty_unit = -std::numeric_limits<double>::infinity();
+    auto [out, last, states] =
+        scan_pieces({seqlen, 1, false, initial, in.seq_idx, in.cu_seqlens, scan, {0, 0, empty_unit}}, in.states_at);
+    return {{out, last[0], last[1], last[2]}, states[0], states[1], states[2]};
+  }
+};
+
+// Checks the values of cu_seqlens. On CUDA the host waits for them: once, in forward, unless a CUDA graph is being captured.
+// Kernels read valid memory for any values.
+void check_packed(const Inputs& in, bool is_backward) {
+  if (!is_present(in.cu_seqlens)) return;
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.q.is_cuda() && (is_backward || cuda::is_capturing())) return;
+#endif
+  check_cu_seqlens_values(kOp, in.cu_seqlens->cpu(), in.q.size(1));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&mlstm_scan>(m, "mlstm_scan"); }
+FwdOutputs fwd(const Inputs& in) {
+  if (in.q.is_meta()) return meta<check_inputs, allocate_fwd>(in);
+  check_inputs(in);
+  check_packed(in, /*is_backward=*/false);
+  return in.reverse ? reverse_scan(in) : scan(in);
+}
+
+GradTensors bwd(const BwdInputs& bwd) {
+  if (bwd.in.q.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
+  check_inputs(bwd.in);
+  check_packed(bwd.in, /*is_backward=*/true);
+  return bwd.in.reverse ? reverse_scan_bwd(bwd) : scan_bwd(bwd);
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  implement<&mlstm_scan>(m, "mlstm_scan");
+  implement<&MlstmScanStatesAt::call>(m, MlstmScanStatesAt::kSchema);
+}
 
 SSM_DIFFERENTIABLE_OPERATOR(MlstmScan)
+SSM_AUTOCAST_OPERATOR(MlstmScanStatesAt)
 
 // For every device, Meta included.
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {

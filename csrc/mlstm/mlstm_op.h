@@ -35,9 +35,11 @@ struct Inputs {
   // (batch or sequences, heads, value_dim, key_dim), (.., heads, key_dim) and (.., heads): all or none.
   OptionalTensor initial_C, initial_n, initial_m;
   OptionalTensor cu_seqlens, seq_idx;
+  bool reverse = false;  // in time: the first step of the scan is the last one of the tensors
 
   auto fields() {
-    return std::tie(q, k, v, i, f, scale, eps, input_gate, normalize, initial_C, initial_n, initial_m, cu_seqlens, seq_idx);
+    return std::tie(q, k, v, i, f, scale, eps, input_gate, normalize, initial_C, initial_n, initial_m, cu_seqlens, seq_idx,
+                    reverse);
   }
 };
 
@@ -85,7 +87,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd);
 struct Gates {
   at::Tensor m, log_decay, gain, final_m;
 };
-Gates gates_cpu(const Inputs& in);
+Gates gates_cpu(const Inputs& in);  // reads the values of cu_seqlens, which must be checked
 Gates gates_cuda(const Inputs& in);
 
 // On CUDA, out = rows * scale / (max(|divisor|, e^-m) + eps), with a row for each step and head. Returns false, and writes
@@ -115,7 +117,14 @@ struct ChunkGrads {
 };
 ChunkGrads chunks_bwd(const BwdInputs& bwd, const Inputs& in, const Gates& gates, const GradTensors& grads);
 
-// Forward and backward without the dispatcher, on any device and on Meta (scan.cpp).
+// Forward and backward of checked inputs that run forward in time (scan.cpp), and of a reverse scan by means of these
+// (reverse.cpp).
+FwdOutputs scan(const Inputs& in);
+GradTensors scan_bwd(const BwdInputs& bwd);
+FwdOutputs reverse_scan(const Inputs& in);
+GradTensors reverse_scan_bwd(const BwdInputs& bwd);
+
+// Forward and backward without the dispatcher, on any device and on Meta.
 FwdOutputs fwd(const Inputs& in);
 GradTensors bwd(const BwdInputs& bwd);
 

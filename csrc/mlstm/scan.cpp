@@ -28,11 +28,6 @@
 #include "mlstm/mlstm_op.h"
 #include "ssd/ssd_op.h"
 #include "torch/allocation.h"
-#include "torch/packed_sequences.h"
-
-#ifdef SSM_KERNELS_WITH_CUDA
-#include "cuda/device.h"
-#endif
 
 namespace ssm_kernels::mlstm {
 namespace {
@@ -132,15 +127,6 @@ bool is_on_cuda(const Inputs& in) {
   return in.q.is_cuda();
 #else
   return false;
-#endif
-}
-
-// Checks the values of cu_seqlens on CUDA, for which the host waits, unless a CUDA graph is being captured. gates_cpu checks
-// them on the CPU.
-void check_packed_on_cuda(const Inputs& in) {
-#ifdef SSM_KERNELS_WITH_CUDA
-  if (!in.q.is_cuda() || !is_present(in.cu_seqlens) || cuda::is_capturing()) return;
-  check_cu_seqlens_values("mlstm_scan", in.cu_seqlens->cpu(), in.q.size(1));
 #endif
 }
 
@@ -283,11 +269,8 @@ void write_other_grads(const Inputs& in, const BwdInputs& bwd, const GradTensors
 
 }  // namespace
 
-FwdOutputs fwd(const Inputs& given) {
-  check_inputs(given);
+FwdOutputs scan(const Inputs& given) {
   FwdOutputs outputs = allocate_fwd(given);
-  if (given.q.is_meta()) return outputs;
-  check_packed_on_cuda(given);
   const Inputs in = prepare(given);
   const Gates gates = make_gates(in);
   const Split split(in);
@@ -305,11 +288,11 @@ FwdOutputs fwd(const Inputs& given) {
     return outputs;
   }
 #endif
-  ssd::Inputs scan = numerator_scan(in, gates, split);
-  const bool is_divided = outputs.out.numel() > 0 && divide_inside(in, scan, split, outputs.divisor, gates.m);
+  ssd::Inputs numerator = numerator_scan(in, gates, split);
+  const bool is_divided = outputs.out.numel() > 0 && divide_inside(in, numerator, split, outputs.divisor, gates.m);
   const std::vector<int64_t> strides = outputs.out.strides().vec();
   if (is_divided) outputs.out = at::Tensor();  // frees the memory before the scan allocates its own
-  const ssd::FwdOutputs numerators = ssd::fwd(scan);
+  const ssd::FwdOutputs numerators = ssd::fwd(numerator);
   outputs.final_C = split.whole_states(numerators.final_states);
   const at::Tensor rows = split.whole_values(numerators.out);
   if (is_divided) {
@@ -320,10 +303,8 @@ FwdOutputs fwd(const Inputs& given) {
   return outputs;
 }
 
-GradTensors bwd(const BwdInputs& bwd) {
-  check_inputs(bwd.in);
+GradTensors scan_bwd(const BwdInputs& bwd) {
   GradTensors grads = allocate_bwd(bwd);
-  if (bwd.in.q.is_meta()) return grads;
   const Inputs in = prepare(bwd.in);
   const Gates gates = make_gates(in);
   const Split split(in);

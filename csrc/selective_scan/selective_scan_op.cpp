@@ -406,9 +406,12 @@ struct SelectiveScanStatesAt {
     const auto needs_graph = [](const auto&... tensors) { return (needs_autograd(tensors) || ...); };
     if (!in.by_pieces && !in.is_packed() && !std::apply(needs_graph, SelectiveScan::differentiable(in))) return from_chunks(in);
     const bool is_transposed = in.u.sym_stride(1) == 1 && in.u.sym_stride(2) != 1;  // out has the layout of u
-    return scan_pieces({seqlen, 2, is_transposed, in.initial_state, in.seq_idx, in.cu_seqlens,
-                        [&](const Piece& piece) { return operator_of<SelectiveScan>()(part_of(in, piece)); }},
-                       in.states_at);
+    const auto scan = [&](const Piece& piece) -> std::vector<at::Tensor> {
+      const auto [out, last_state] = operator_of<SelectiveScan>()(part_of(in, piece));
+      return {out, last_state};
+    };
+    return scan_pieces({seqlen, 2, is_transposed, one_state(in.initial_state), in.seq_idx, in.cu_seqlens, scan}, in.states_at)
+        .of_one();
   }
 
  private:
@@ -418,7 +421,7 @@ struct SelectiveScanStatesAt {
     for (at::Tensor* matrix : {&part.B, &part.C}) {
       if (matrix->dim() > 2) piece.cut(-1, *matrix);
     }
-    part.initial_state = piece.state;
+    part.initial_state = piece.state();
     part.cu_seqlens = piece.cu_seqlens;
     return part;
   }
@@ -436,7 +439,7 @@ struct SelectiveScanStatesAt {
       const int64_t begin = position / chunk * chunk;
       at::Tensor state = outputs.chunk_states.select(1, position / chunk);
       if (position != begin) {
-        selective_scan::Inputs part = part_of(in, {begin, position, state, {}});
+        selective_scan::Inputs part = part_of(in, {begin, position, {state}, {}});
         part.D = part.z = {};
         part.C = part.B;
         state = std::get<1>(operator_of<SelectiveScan>()(part));

@@ -302,14 +302,16 @@ struct SsdChunkScanStatesAt {
     const auto needs_graph = [](const auto&... tensors) { return (needs_autograd(tensors) || ...); };
     const bool is_slow = !in.x.is_cpu() && std::apply(needs_graph, DifferentiableInputs::differentiable(in));
     if (!in.by_pieces && !is_present(in.cu_seqlens) && !is_slow) return in_one_call(in);
-    const auto scan = [&](const Piece& piece) -> std::tuple<at::Tensor, at::Tensor> {
+    const auto scan = [&](const Piece& piece) -> std::vector<at::Tensor> {
       PublicInputs part = in;
       piece.cut(1, part.x, part.dt, part.B, part.C, part.z, part.seq_idx, part.log_decay, part.gain);
-      part.initial_states = piece.state;
+      part.initial_states = piece.state();
       part.cu_seqlens = piece.cu_seqlens;
-      return public_operator()(part).fields();
+      const FwdOutputs outputs = public_operator()(part);
+      return {outputs.out, outputs.final_states};
     };
-    return scan_pieces({seqlen, 1, false, in.initial_states, in.seq_idx, in.cu_seqlens, scan}, in.states_at);
+    return scan_pieces({seqlen, 1, false, one_state(in.initial_states), in.seq_idx, in.cu_seqlens, scan}, in.states_at)
+        .of_one();
   }
 
  private:

@@ -3,8 +3,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <set>
 #include <utility>
@@ -28,7 +28,12 @@ std::optional<at::Tensor> Piece::of_steps(int64_t axis, const std::optional<at::
   return is_present(tensor) ? std::optional<at::Tensor>(of_steps(axis, *tensor)) : tensor;
 }
 
-at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states, const at::Tensor& last) {
+std::vector<at::Tensor> one_state(const std::optional<at::Tensor>& state) {
+  return is_present(state) ? std::vector<at::Tensor>{*state} : std::vector<at::Tensor>{};
+}
+
+at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states, const at::Tensor& last,
+                        double empty) {
   if (positions.empty()) {
     std::vector<c10::SymInt> shape = last.sym_sizes().vec();
     shape.insert(shape.begin() + 1, 0);
@@ -37,7 +42,7 @@ at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::T
   std::vector<at::Tensor> chosen;
   for (const int64_t position : positions) {
     const auto found = states.find(position);
-    const at::Tensor state = found != states.end() ? found->second : position == 0 ? at::zeros_like(last) : last;
+    const at::Tensor state = found != states.end() ? found->second : position == 0 ? at::full_like(last, empty) : last;
     chosen.push_back(state.to(last.scalar_type()));
   }
   return at::stack(chosen, 1);
@@ -50,19 +55,21 @@ at::Tensor sequence_of(const at::Tensor& cu_seqlens, int64_t step) {
   return cu_seqlens.slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true);
 }
 
-// The states before a piece: zero where seq_idx changes there.
+// The states before a piece: empty where seq_idx changes there.
 void reset_states(const ScanCall& call, Piece& piece) {
-  if (!is_present(call.seq_idx) || piece.begin == 0 || !is_present(piece.state)) return;
-  std::vector<int64_t> one_each(piece.state->dim(), 1);
-  one_each[0] = -1;
-  at::Tensor resets = call.seq_idx->select(1, piece.begin).ne(call.seq_idx->select(1, piece.begin - 1)).view(one_each);
+  if (!is_present(call.seq_idx) || piece.begin == 0 || piece.states.empty()) return;
+  at::Tensor resets = call.seq_idx->select(1, piece.begin).ne(call.seq_idx->select(1, piece.begin - 1));
   if (is_present(call.cu_seqlens)) {
     const at::Tensor number = sequence_of(*call.cu_seqlens, piece.begin);
     const at::Tensor before = sequence_of(*call.cu_seqlens, piece.begin - 1);
-    const at::Tensor rows = at::arange(piece.state->sym_size(0), number.options()).view(one_each);
+    const at::Tensor rows = at::arange(piece.states[0].sym_size(0), number.options());
     resets = resets & number.eq(before) & rows.eq(number);
   }
-  piece.state = piece.state->masked_fill(resets, 0);
+  for (size_t i = 0; i < piece.states.size(); ++i) {
+    std::vector<int64_t> one_each(piece.states[i].dim(), 1);
+    one_each[0] = -1;
+    piece.states[i] = piece.states[i].masked_fill(resets.view(one_each), call.empty[i]);
+  }
 }
 
 // The offsets of the sequences in a piece. Those that have ended, or not begun, have no steps here: their states pass through.
@@ -76,9 +83,9 @@ void cut_sequences(const ScanCall& call, Piece& piece, bool is_last) {
 }
 
 // With cu_seqlens, the state at a position is that of the sequence of the step before it, at 0 of the sequence of step 0.
-// A call without steps has no such sequence, and its state is zero. `states` and `last` hold all sequences.
+// A call without steps has no such sequence, and its state is empty. `states` and `last` hold all sequences.
 at::Tensor states_of_sequences(const ScanCall& call, at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states,
-                               const at::Tensor& last) {
+                               const at::Tensor& last, double empty) {
   std::set<int64_t> asked(positions.begin(), positions.end());
   asked.insert(0);
   std::map<int64_t, at::Tensor> chosen;
@@ -87,7 +94,7 @@ at::Tensor states_of_sequences(const ScanCall& call, at::IntArrayRef positions, 
     if ((position == 0 && found == states.end()) || call.seqlen == 0 || last.sym_size(0) == 0) {
       std::vector<c10::SymInt> shape = last.sym_sizes().vec();
       shape[0] = 1;
-      chosen[position] = last.new_zeros_symint(shape);
+      chosen[position] = last.new_full_symint(shape, empty);
       continue;
     }
     const int64_t step = position > 0 ? position - 1 : 0;
@@ -106,36 +113,43 @@ at::Tensor join(const ScanCall& call, std::vector<at::Tensor>& outputs) {
 
 }  // namespace
 
-StatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
+SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
   std::set<int64_t> between;
   for (const int64_t position : positions) {
     if (position > 0 && position < call.seqlen) between.insert(position);
   }
-  // Without the last state: seqlen may be a symbol.
-  std::map<int64_t, at::Tensor> states;
-  if (is_present(call.initial_state)) states[0] = *call.initial_state;
+  // Of each state, without the last one: seqlen may be a symbol.
+  std::vector<std::map<int64_t, at::Tensor>> states(call.empty.size());
+  const auto keep = [&](int64_t position, const std::vector<at::Tensor>& values) {
+    for (size_t i = 0; i < values.size(); ++i) states[i][position] = values[i];
+  };
+  keep(0, call.initial_states);
   std::vector<at::Tensor> outputs;
-  Piece piece{0, 0, call.initial_state, {}};
-  at::Tensor last;
+  Piece piece{0, 0, call.initial_states, {}};
+  std::vector<at::Tensor> last;
   try {
     for (auto next = between.begin();; ++next) {
       const bool is_last = next == between.end();
       piece.end = is_last ? call.seqlen : c10::SymInt(*next);
       reset_states(call, piece);
       cut_sequences(call, piece, is_last);
-      outputs.emplace_back();
-      std::tie(outputs.back(), last) = call.scan(piece);
+      last = call.scan(piece);
+      outputs.push_back(last[0]);
+      last.erase(last.begin());
       if (is_last) break;
-      states[*next] = last;
+      keep(*next, last);
       piece.begin = *next;
-      piece.state = last;
+      piece.states = last;
     }
   } catch (const c10::ValueError&) {
-    call.scan({0, call.seqlen, call.initial_state, call.cu_seqlens});  // the message has the sizes of the whole tensors
+    call.scan({0, call.seqlen, call.initial_states, call.cu_seqlens});  // the message has the sizes of the whole tensors
     throw;
   }
-  const bool is_packed = is_present(call.cu_seqlens);
-  at::Tensor stacked = is_packed ? states_of_sequences(call, positions, states, last) : stack_states(positions, states, last);
+  std::vector<at::Tensor> stacked;
+  for (size_t i = 0; i < last.size(); ++i) {
+    stacked.push_back(is_present(call.cu_seqlens) ? states_of_sequences(call, positions, states[i], last[i], call.empty[i])
+                                                  : stack_states(positions, states[i], last[i], call.empty[i]));
+  }
   return {join(call, outputs), std::move(last), std::move(stacked)};
 }
 

@@ -8,15 +8,23 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace ssm_kernels {
 
-// The results of a scan and its states at the positions, (batch, positions, ...).
+// The results of a scan of one state and its states at the positions, (batch, positions, ...).
 struct StatesAt {
   at::Tensor out, last, states;
 
   auto fields() { return std::tie(out, last, states); }
+};
+// The same of a scan of several states, which have one tensor each.
+struct SeveralStatesAt {
+  at::Tensor out;
+  std::vector<at::Tensor> last, states;
+
+  StatesAt of_one() && { return {std::move(out), std::move(last[0]), std::move(states[0])}; }
 };
 
 // The arguments of a scan, and these.
@@ -30,11 +38,16 @@ struct StatesAtInputs : ScanInputs {
 
 void check_states_at(const char* op, at::IntArrayRef positions, const c10::SymInt& seqlen, bool reverse);
 
-// The steps from `begin` to before `end`, and the states and offsets of its sequences.
+// The steps from `begin` to before `end`, and the states and offsets of its sequences. `states` is empty without initial ones.
 struct Piece {
   int64_t begin = 0;
   c10::SymInt end;
-  std::optional<at::Tensor> state, cu_seqlens;
+  std::vector<at::Tensor> states;
+  std::optional<at::Tensor> cu_seqlens;
+
+  std::optional<at::Tensor> state(size_t i = 0) const {
+    return states.empty() ? std::nullopt : std::optional<at::Tensor>(states[i]);
+  }
 
   // Cuts tensors of steps along the axis of time; absent ones stay absent.
   template <typename... Tensors>
@@ -50,14 +63,20 @@ struct Piece {
 // A call of a scan.
 struct ScanCall {
   c10::SymInt seqlen;
-  int64_t axis = 0;            // of time, in the output
-  bool is_transposed = false;  // the output has the memory of its transpose of axes 1 and 2
-  std::optional<at::Tensor> initial_state, seq_idx, cu_seqlens;
-  std::function<std::tuple<at::Tensor, at::Tensor>(const Piece&)> scan;  // returns the output and the last state
+  int64_t axis = 0;                        // of time, in the output
+  bool is_transposed = false;              // the output has the memory of its transpose of axes 1 and 2
+  std::vector<at::Tensor> initial_states;  // none, or one of each state
+  std::optional<at::Tensor> seq_idx, cu_seqlens;
+  std::function<std::vector<at::Tensor>(const Piece&)> scan;  // returns the output and the last states
+  std::vector<double> empty = {0};                            // each state of a sequence that begins
 };
-StatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions);
+SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions);
 
-// The states at the positions, in the dtype of `last`, (batch, positions, ...). Those absent are zero at 0 and else `last`.
-at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states, const at::Tensor& last);
+// The initial states of a scan of one state.
+std::vector<at::Tensor> one_state(const std::optional<at::Tensor>& state);
+
+// The states at the positions, in the dtype of `last`, (batch, positions, ...). Those absent are `empty` at 0 and else `last`.
+at::Tensor stack_states(at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states, const at::Tensor& last,
+                        double empty = 0);
 
 }  // namespace ssm_kernels

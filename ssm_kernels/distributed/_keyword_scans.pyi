@@ -66,6 +66,7 @@ def mlstm_scan(
     initial_states: tuple[Tensor, Tensor, Tensor] | None = None,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
     group: GroupLike = None,
     exchange: Exchange | None = None,
 ) -> Any:

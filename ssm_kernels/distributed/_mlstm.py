@@ -78,9 +78,12 @@ class MemoryCarry(SummaryCarry):
         if is_adjoint:
             return super()._fold(values, decays, keep_mask, first, is_adjoint=True)
         state = first
-        for rank in range(values.shape[0]):
+        for rank in self._in_order(values.shape[0]):
             state = values[rank] if state is None else self._continue(values[rank], decays[rank], state)
         return state
+
+    def _in_order(self, ranks: int) -> range:
+        return range(ranks - 1, -1, -1) if self._reverse else range(ranks)
 
     def _empty(self, like: Tensor) -> Tensor:
         C, n, m = _unpack(torch.zeros_like(like))
@@ -88,12 +91,13 @@ class MemoryCarry(SummaryCarry):
 
     def _adjoint_decays(self, states: Tensor, decays: Tensor) -> Tensor:
         units = states[:, :, :, -1, 0].double()
-        unit, factors = units[0], [torch.zeros_like(units[0])]  # no rank reads that of the first
-        for own, decay in zip(units[1:].unbind(0), decays[1:].unbind(0), strict=True):
-            moved = unit + decay
-            unit = self._unit(moved, own, states.dtype)
-            factors.append(_weight(moved, unit))
-        return torch.stack(factors).to(states.dtype)
+        first, *others = self._in_order(units.shape[0])
+        unit, factors = units[first], {first: torch.zeros_like(units[first])}  # no rank reads that of the first
+        for rank in others:
+            moved = unit + decays[rank]
+            unit = self._unit(moved, units[rank], states.dtype)
+            factors[rank] = _weight(moved, unit)
+        return torch.stack([factors[rank] for rank in range(units.shape[0])]).to(states.dtype)
 
 
 class MlstmScan(torch.autograd.Function):
@@ -118,19 +122,20 @@ class MlstmScan(torch.autograd.Function):
         eps: float,
         input_gate: str,
         normalize: bool,
+        reverse: bool,
         needs_final: bool,
         chain: Call | None,
         group: Group,
     ) -> Any:
         make = functools.partial(MemoryCarry, is_exponential=input_gate == "exp")
-        carry = Carry.of(group, "mlstm_scan", False, chain, make)
+        carry = Carry.of(group, "mlstm_scan", reverse, chain, make)
         options = (scale, eps, input_gate, normalize)
 
         def summarize() -> tuple[Tensor, Tensor]:
-            _, *last, _ = _ops._mlstm_scan_fwd(q, k, v, i, f, *options, None, None, None, cu_seqlens, None)
+            _, *last, _ = _ops._mlstm_scan_fwd(q, k, v, i, f, *options, None, None, None, cu_seqlens, None, reverse)
             log_gates = F.logsigmoid(f.double())
             # Sums in a fixed order, of each packed sequence.
-            sums = ([torch.ones_like(log_gates), log_gates], None, cu_seqlens, None, "linear_scan", "none", True, False)
+            sums = ([torch.ones_like(log_gates), log_gates], None, cu_seqlens, None, "linear_scan", "none", True, reverse)
             return _pack(*last), _ops._linear_recurrence_fwd(*sums)[1]
 
         rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -138,16 +143,16 @@ class MlstmScan(torch.autograd.Function):
         first = None if C is None or n is None or m is None else _pack(C, n, m)
         initial, final, decays, _ = carry.receive_state(state, q, first, None, summarize, needs_final)
         states = (None, None, None) if initial is None else _unpack(initial)
-        out, *last, divisor = _ops._mlstm_scan_fwd(q, k, v, i, f, *options, *states, cu_seqlens, None)
+        out, *last, divisor = _ops._mlstm_scan_fwd(q, k, v, i, f, *options, *states, cu_seqlens, None, reverse)
         carry.send_state(_pack(*last))
         ctx.save_for_backward(q, k, v, i, f, *states, cu_seqlens, divisor, decays)
-        ctx.carry, ctx.options, ctx.state = carry, options, state
+        ctx.carry, ctx.options, ctx.reverse, ctx.state = carry, options, reverse, state
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
         q, k, v, i, f, C, n, m, cu_seqlens, divisor, decays = ctx.saved_tensors
-        inputs = (divisor, q, k, v, i, f, *ctx.options, C, n, m, cu_seqlens, None)
+        inputs = (divisor, q, k, v, i, f, *ctx.options, C, n, m, cu_seqlens, None, ctx.reverse)
         needs = [*ctx.needs_input_grad[:8]]
         needs_initial = needs[5] or needs[6]
 
@@ -177,4 +182,4 @@ class MlstmScan(torch.autograd.Function):
         for place, shape in shapes.items():
             gradients[place] = of_first(gradients[place], (shape, dtype), q, needs[place], ctx.carry)
         gradients[7] = zeros(((rows, heads), dtype), q) if needs[7] else None
-        return (*gradients, *(None,) * 8)
+        return (*gradients, *(None,) * 9)

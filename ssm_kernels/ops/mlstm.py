@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ._arguments import names_arguments, three_tensors
+from ._states_at import Positions, read_positions
 
 __all__ = ["mlstm_scan"]
 
@@ -29,7 +32,13 @@ def mlstm_scan(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    states_at: Positions | None = None,
+    reverse: bool = False,
+) -> (
+    Tensor
+    | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
+    | tuple[Tensor, tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+):
     r"""xLSTM's matrix memory (mLSTM, Beck et al., arXiv 2405.04517), in chunks, as matrix products.
 
     Per head, with the forget gate :math:`\sigma(f_t)` and the input gate :math:`e^{i_t}`:
@@ -66,12 +75,18 @@ def mlstm_scan(
             step to the next, the memory starts again empty. ``initial_states`` belong to the first sequence of a row, the
             states after the last step to its last; together with ``cu_seqlens``, to the first and the last part of each of its
             sequences.
+        states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
+            states at ``p``, from 0 to seqlen, are those after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
+            a sequence at step ``p``. With ``cu_seqlens`` the states at 0 are the initial ones of the sequence of step 0, or an
+            empty memory if seqlen is 0. Positions may repeat and need no order. Not with ``reverse``.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence.
 
     Returns:
         ``out``, (batch, seqlen, heads, value_dim), dtype of ``q``; with ``return_final_states`` then ``(C, n, m)``, shaped and
-        typed as ``initial_states``. A sequence without steps returns its initial states. All are differentiable with respect to
+        typed as ``initial_states``. A sequence without steps returns its initial states. With ``states_at`` then the states at
+        the positions, ``(C, n, m)`` likewise with an axis of positions after the first. All are differentiable with respect to
         every floating-point tensor argument, where the unit counts as a constant: the gradient of an initial ``m`` is zero, and
-        that of the final ``m`` is not read. What the states stand for does not depend on the unit, and ``out`` only through
+        that of other units is not read. What the states stand for does not depend on the unit, and ``out`` only through
         ``eps``. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     The products are those of :func:`ssd_chunk_scan`, with its kernels, rounding and limits; sums and states are float32
@@ -79,10 +94,11 @@ def mlstm_scan(
     ``q``, ``k`` and ``v`` to its dtype, states to float32. ``docs/mlstm.md`` describes the computation.
 
     Raises:
-        ValueError: a shape, the values of ``cu_seqlens`` or an option are not as above, or ``initial_states`` is not three
-            tensors.
+        ValueError: a shape, a position, the values of ``cu_seqlens`` or an option are not as above, ``initial_states`` is not
+            three tensors, or ``states_at`` is given with ``reverse``.
         RuntimeError: a dtype, layout or device is not supported.
-        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
+            elements than ints.
 
     Examples:
         >>> import torch
@@ -96,6 +112,16 @@ def mlstm_scan(
         >>> more = mlstm_scan(q, k, v, i, f, initial_states=states)  # continues
     """
     C, n, m = (None, None, None) if initial_states is None else three_tensors(initial_states)
+    if states_at is not None:
+        positions = read_positions("mlstm_scan", states_at)
+        arguments = (q, k, v, i, f, scale, eps, input_gate, normalize, C, n, m, cu_seqlens, seq_idx, reverse)
+        out, *states = torch.ops.ssm_kernels._mlstm_scan_states_at(*arguments, positions)
+        of_positions: Any = tuple(states[3:])
+        return (out, (states[0], states[1], states[2]), of_positions) if return_final_states else (out, of_positions)
+    # The dispatcher takes half a microsecond for each keyword: those that few calls give are left out.
+    options: dict[str, Any] = {}
+    if not (seq_idx is cu_seqlens is None and reverse is False):
+        options = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "reverse": reverse}
     out, *final_states = _mlstm_scan(
         q,
         k,
@@ -109,7 +135,6 @@ def mlstm_scan(
         initial_C=C,
         initial_n=n,
         initial_m=m,
-        cu_seqlens=cu_seqlens,
-        seq_idx=seq_idx,
+        **options,
     )
-    return (out, tuple(final_states)) if return_final_states else out
+    return (out, (final_states[0], final_states[1], final_states[2])) if return_final_states else out

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._dtypes import wide_dtype
+from ..reference.mlstm import advance
 from ._batching import each_sample, each_sample_in_place, fold
 from ._decomposition import in_dtype, kept_states, refuse_packed, scan
 from ._table import Axes, Call, Composed, Row
 from .ssd import chunked_flops
 
-__all__ = ["ROWS", "decomposed_scan"]
+__all__ = ["ROWS", "decomposed_scan", "flops"]
 
 _GATES = dict.fromkeys(("i", "f", "divisor"), "batch seqlen channels")
 _C, _N, _M = "batch channels value_dim key_dim", "batch channels key_dim", "batch channels"
@@ -26,12 +26,15 @@ _AXES: Axes = {
     **dict.fromkeys(("initial_C", "final_C"), _C),
     **dict.fromkeys(("initial_n", "final_n"), _N),
     **dict.fromkeys(("initial_m", "final_m"), _M),
+    "states_C": "batch positions channels value_dim key_dim",
+    "states_n": "batch positions channels key_dim",
+    "states_m": "batch positions channels",
     "seq_idx": "batch seqlen",
 }
 _HEADS = dict.fromkeys(("q", "k", "v", "i", "f"), 2) | dict.fromkeys(("initial_C", "initial_n", "initial_m"), 1)
 
 
-def _flops(call: Call, *, backward: bool = False) -> int:
+def flops(call: Call, *, backward: bool = False) -> int:
     """Counts the products of both chunked scans, of the numerators and of the divisors."""
     batch, seqlen, heads, value_dim = call["v"].shape
     key_dim, total = call["q"].shape[3], 0
@@ -55,9 +58,13 @@ def decomposed_scan(
     initial_m: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse_packed("mlstm_scan", cu_seqlens)
     dtype, (batch, _, heads, key_dim) = v.dtype, q.shape
+    if reverse:
+        q, k, v, i, f = (x.flip(1) for x in (q, k, v, i, f))
+        seq_idx = None if seq_idx is None else seq_idx.flip(1)
     q, k, v, i, f, C, n, m = in_dtype(wide_dtype(dtype), q, k, v, i, f, initial_C, initial_n, initial_m)
     q = q * (key_dim**-0.5 if scale is None else scale)
     if initial_C is None:
@@ -71,25 +78,16 @@ def decomposed_scan(
         C, n, m = state[:, :, :-2], state[:, :, -2], state[:, :, -1, 0].detach()
         if keep:
             m = torch.where(keep[0][:, None] == 0, torch.full_like(m, -torch.inf), m)
-        forget = F.logsigmoid(f)
-        # A constant: what the states stand for does not depend on it.
-        unit = torch.zeros_like(m) if input_gate == "sigmoid" else torch.maximum(forget + m, i).detach()
-        is_empty = torch.isneginf(m) | torch.isneginf(unit) | torch.isneginf(forget)
-        decay = torch.where(is_empty, torch.zeros_like(m), (forget + m - unit).exp())
-        gain = torch.sigmoid(i) if input_gate == "sigmoid" else (i - unit).exp()
-        gain = torch.where(torch.isneginf(unit), torch.zeros_like(m), gain)
-        C = decay[..., None, None] * C + (gain[..., None] * v)[..., None] * k[:, :, None, :]
-        out = (C * q[:, :, None, :]).sum(-1)
-        if normalize:
-            n = decay[..., None] * n + gain[..., None] * k
-            out = out / (torch.maximum((n * q).sum(-1).abs(), (-unit).exp()) + eps)[..., None]
+        out, (C, n, unit) = advance((C, n, m), (q, k, v, i, f), eps, input_gate, normalize)
         rows = [C, n[:, :, None], unit[:, :, None, None].expand(-1, -1, 1, C.shape[3])]
         return [torch.cat(rows, dim=2), out]
 
     rows = [C, n[:, :, None], m[:, :, None, None].expand(-1, -1, 1, key_dim)]
     steps = [x.transpose(0, 1) for x in (q, k, v, i, f)] + ([] if keep is None else [keep])
     out, state = scan(step, torch.cat(rows, dim=2), steps, (), like=v.transpose(0, 1))
-    return out.transpose(0, 1).to(dtype), state[:, :, :-2].clone(), state[:, :, -2].clone(), state[:, :, -1, 0].clone()
+    out = out.transpose(0, 1).to(dtype)
+    out = out.flip(1) if reverse else out
+    return out, state[:, :, :-2].clone(), state[:, :, -2].clone(), state[:, :, -1, 0].clone()
 
 
 _STEP_AXES: Axes = {
@@ -110,16 +108,16 @@ def _out_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     return shapes["v"]
 
 
-_FORWARD = ("mlstm_scan", "_mlstm_scan", "_mlstm_scan_fwd")
+_FORWARD = ("mlstm_scan", "_mlstm_scan", "_mlstm_scan_states_at", "_mlstm_scan_fwd")
 
 ROWS = {
     "mlstm_scan": Row(
         batching={
-            "mlstm_scan": Composed(),
+            **dict.fromkeys(("mlstm_scan", "_mlstm_scan_states_at"), Composed()),
             "_mlstm_scan": fold("_mlstm_scan", _HEADS, (), (2, 1, 1, 1)),
             "_mlstm_scan_bwd": each_sample("_mlstm_scan_bwd"),
         },
-        flops=dict.fromkeys(_FORWARD, _flops) | {"_mlstm_scan_bwd": partial(_flops, backward=True)},
+        flops=dict.fromkeys(_FORWARD, flops) | {"_mlstm_scan_bwd": partial(flops, backward=True)},
         axes=dict.fromkeys((*_FORWARD, "_mlstm_scan_bwd"), _AXES),
         decompositions={"mlstm_scan": decomposed_scan},
     ),

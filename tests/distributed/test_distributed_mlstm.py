@@ -92,7 +92,9 @@ def check_scan(mesh: Mesh) -> None:
         compare(mesh, inputs, exchange, initial=False, scale=0.7)
         compare(mesh, inputs, exchange, input_gate="sigmoid")
         compare(mesh, inputs, exchange, input_gate="sigmoid", normalize=False, initial=False)
+        compare(mesh, inputs, exchange, reverse=True)
     compare(mesh, inputs, "summaries", final=True)
+    compare(mesh, inputs, "summaries", final=True, reverse=True)
     compare(mesh, inputs, "summaries", final=True, input_gate="sigmoid")
     compare(mesh, inputs, "summaries", final=True, input_gate="sigmoid", normalize=False)
     closed = inputs | {"f": inputs["f"].index_fill(1, torch.tensor([4, 17], device=mesh.device_type), -torch.inf)}
@@ -109,6 +111,7 @@ def check_packed(mesh: Mesh) -> None:
     for exchange in ("chain", "summaries"):
         compare(mesh, inputs, exchange, **packed)
         compare(mesh, inputs, exchange, initial=False, **packed)
+        compare(mesh, inputs, exchange, reverse=True, **packed)
     compare(mesh, inputs, "summaries", final=True, **packed)
     compare(mesh, inputs, "summaries", final=True, input_gate="sigmoid", **packed)
 

@@ -89,7 +89,7 @@ def test_schemas_of_the_page_are_those_registered():
             has_states = any(argument.name == "states_at" for argument in schema.arguments)
             assert len(schema.returns) == (1 if name in (*DECODING_STEPS, "mlstm_step") else len(results) + has_states)
         else:
-            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk)_scan_states_at|"
+            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan_states_at|"
             forms += "_ssd_chunk_scan_states|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_(mamba2?|delta_rule)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"

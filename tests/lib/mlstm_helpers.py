@@ -47,6 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = GATES | {
     "resets_with_states": {"resets": ((2, 3), (1,))},
     "resets_without_divisor": {"resets": ((2, 3), (1,)), "input_gate": "sigmoid", "normalize": False},
     "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
+    "reverse": {"reverse": True},
+    "reverse_without_divisor": {"reverse": True, "input_gate": "sigmoid", "normalize": False, "initial_states": False},
+    "reverse_packed_with_resets": {"reverse": True, "cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
 }
 FEW = ("exp", "required_only", "without_divisor", "packed_with_states", "resets_with_states")
 CASES = {name: OPTIONS[name] for name in FEW}
@@ -68,6 +71,7 @@ def make_inputs(
     initial_states: bool = True,
     cu_seqlens: Sequence[int] | None = None,
     resets: Sequence[Iterable[int]] | None = None,
+    reverse: bool = False,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     layout: str = "contiguous",
@@ -103,7 +107,7 @@ def make_inputs(
         inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-    return inputs | {"scale": scale, "eps": eps, "input_gate": input_gate, "normalize": normalize}
+    return inputs | {"scale": scale, "eps": eps, "input_gate": input_gate, "normalize": normalize, "reverse": reverse}
 
 
 def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +131,7 @@ def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
         return_final_states: bool = False,
         cu_seqlens: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        reverse: bool = False,
     ) -> Any:
         states = (initial_C, initial_n, initial_m)
         found = scan(
@@ -139,6 +144,7 @@ def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
             return_final_states=return_final_states,
             cu_seqlens=cu_seqlens,
             seq_idx=seq_idx,
+            reverse=reverse,
         )
         return (found[0], *found[1]) if return_final_states else found
 
@@ -197,10 +203,10 @@ class MlstmScan(OperatorSpec):
     cases = CASES
     options = OPTIONS
     compiled = ("exp", "required_only", "without_divisor", "resets_with_states")
-    mapped = ("exp", "required_only", "packed_with_states", "without_divisor", "resets", "packed_with_resets")
+    mapped = ("exp", "required_only", "packed_with_states", "without_divisor", "resets", "packed_with_resets", "reverse")
     sizes = (
         *({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}),
-        *(GATES["without_divisor"], {"value_dim": 300, "seqlen": 3}, {"value_dim": 257, "seqlen": 3}),
+        *(GATES["without_divisor"], {"value_dim": 300, "seqlen": 3}, {"value_dim": 257, "seqlen": 3}, {"reverse": True}),
     )
     layouts = LAYOUTS
     nested = ("q", "i")

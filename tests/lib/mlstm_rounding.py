@@ -57,11 +57,25 @@ def mlstm_scan_in_16_bit_products(
     initial_m: Tensor | None,
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
+    reverse: bool = False,
     return_final_states: bool = True,
     chunk: int = 64,
 ) -> tuple[Tensor, ...]:
     """Two chunked scans whose products have operands in the dtype of ``q``, and whose outputs are rounded to it before the
     division; everything else is float32, and of float64 inputs float64. Decays of zero are not supported."""
+    is_packed = cu_seqlens is not None
+    if reverse:
+        q, k, v, i, f = (x.flip(1) for x in (q, k, v, i, f))
+        seq_idx = None if seq_idx is None else seq_idx.flip(1)
+        cu_seqlens = None if cu_seqlens is None else q.shape[1] - cu_seqlens.flip(0)
+        if is_packed and initial_C is not None and initial_n is not None and initial_m is not None:
+            initial_C, initial_n, initial_m = (x.flip(0) for x in (initial_C, initial_n, initial_m))
+
+    def in_order(out: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        if not reverse:
+            return out, *states
+        return out.flip(1), *(x.flip(0) if is_packed else x for x in states)
+
     dtype, accumulate = q.dtype, parameter_dtype(q.dtype)
     i, f = i.to(accumulate), f.to(accumulate)
     unit, log_decay, gain, final_m = _gates(i, f, initial_m, input_gate, cu_seqlens, seq_idx)
@@ -87,7 +101,7 @@ def mlstm_scan_in_16_bit_products(
     numerators, C = scan(v, initial_C)
     if not normalize:
         n = torch.zeros_like(C[:, :, 0]) if initial_n is None else initial_n
-        return (numerators * scale).to(dtype), C, n, final_m
+        return in_order((numerators * scale).to(dtype), C, n, final_m)
     products, n = scan(torch.ones_like(v[..., :1]), None if initial_n is None else initial_n.unsqueeze(2))
     divisor = torch.maximum((products * scale).abs(), (-unit).exp()[..., None]) + eps
-    return (numerators * scale / divisor).to(dtype), C, n.squeeze(2), final_m
+    return in_order((numerators * scale / divisor).to(dtype), C, n.squeeze(2), final_m)

@@ -5,26 +5,14 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "delta_rule/aten/gates.h"
 #include "torch/checks.h"
+#include "torch/flip.h"
 
 namespace ssm_kernels::delta_rule {
 namespace {
-
-// The steps (batch, seqlen, ...) in the opposite order. Rows of whole vectors of 16 bytes are copied as such.
-at::Tensor flipped(const at::Tensor& steps) {
-  constexpr int64_t kVectorBytes = 16;
-  const int64_t last = steps.dim() - 1, elements = kVectorBytes / steps.element_size();
-  const auto is_aligned = [&](int64_t count) { return count % elements == 0; };
-  const bool are_vectors = last > 1 && steps.stride(last) == 1 && is_aligned(steps.size(last)) &&
-                           is_aligned(steps.storage_offset()) &&
-                           reinterpret_cast<uintptr_t>(steps.const_data_ptr()) % kVectorBytes == 0 &&
-                           std::all_of(steps.strides().begin(), steps.strides().end() - 1, is_aligned);
-  return are_vectors ? steps.view(at::kComplexDouble).flip(1).view(steps.scalar_type()) : steps.flip(1);
-}
 
 // Tensors of a call, and those of its plain call.
 class StepsOfCall {
@@ -32,10 +20,10 @@ class StepsOfCall {
   explicit StepsOfCall(const Inputs& call) : updates_(call.num_householder), is_reverse_(call.reverse) {}
 
   // (batch, seqlen, ...) in the scan's order.
-  at::Tensor in_order(const at::Tensor& steps) const { return is_reverse_ ? flipped(steps) : steps; }
+  at::Tensor in_order(const at::Tensor& steps) const { return is_reverse_ ? flip_steps(steps) : steps; }
   // (batch, updates * seqlen, ...) in the scan's order, which keeps the updates of a step in theirs.
   at::Tensor updates_in_order(const at::Tensor& updates) const {
-    return is_reverse_ && updates_ > 1 ? flipped(updates.unflatten(1, {-1, updates_})).flatten(1, 2) : in_order(updates);
+    return is_reverse_ && updates_ > 1 ? flip_steps(updates.unflatten(1, {-1, updates_})).flatten(1, 2) : in_order(updates);
   }
   // (sequences, ...) in the scan's order.
   at::Tensor states_in_order(const at::Tensor& states, bool is_packed) const {

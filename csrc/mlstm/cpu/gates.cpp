@@ -39,7 +39,6 @@ Gates gates_cpu(const Inputs& in) {
   const bool is_exp = parse_input_gate("mlstm_scan", in.input_gate) == InputGate::kExp;
   const int64_t batch = in.q.size(0), seqlen = in.q.size(1), heads = in.q.size(2);
   const at::ScalarType dtype = accumulate_type(in.q.scalar_type());
-  if (is_present(in.cu_seqlens)) check_cu_seqlens_values("mlstm_scan", *in.cu_seqlens, seqlen);
   const at::Tensor bounds = is_present(in.cu_seqlens) ? in.cu_seqlens->to(at::kLong).contiguous() : at::Tensor();
   const at::Tensor resets = is_present(in.seq_idx) ? sequence_starts(*in.seq_idx).contiguous() : at::Tensor();
   const int64_t sequences = bounds.defined() ? bounds.size(0) - 1 : batch;
