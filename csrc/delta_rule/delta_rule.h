@@ -81,7 +81,7 @@ struct DeltaRuleMatricesParams : ChunkedGeometry {
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
-  void* inverses = nullptr;               // (chunk_numbers, heads, kChunkMatrixElements), aligned to 16 bytes
+  void* inverses = nullptr;               // (chunk_numbers, heads, kChunkMatrixBytes), aligned to 128 bytes
   cuda::TmaDescriptor k_descriptor = {};  // tiles of 64 steps and columns
 };
 
@@ -102,12 +102,12 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   float* final_states = nullptr;
   // They describe tiles of 64 steps and columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
-  cuda::TmaDescriptor inverse_descriptors[kBands] = {};  // of `inverses` of DeltaRuleMatricesParams
   // StateCarry reads these members, as in SsdFwdParams. The delta rule has no chunk states: they keep their defaults.
   float* chunk_states = nullptr;
   int chunk_states_every = 1, chunk_states_count = 0;
   int64_t chunk_states_row = 0;
-  void* matrices = nullptr;  // with dstate over kStateColumns, of DeltaRuleBwdParams
+  void* matrices = nullptr;        // with dstate over kStateColumns, of DeltaRuleBwdParams
+  const void* inverses = nullptr;  // of DeltaRuleMatricesParams
 };
 
 // Parameters of the kernel that computes the states before each of `segments` segments of a sequence, or their gradients after
@@ -162,7 +162,7 @@ SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1024);
 SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 2048);
 SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
-SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 1408);
+SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);
 SSM_KERNEL_STRUCT(DeltaRuleGateGradsParams, 256);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 SSM_KERNEL_STRUCT(DeltaRuleRowGradsParams, 168);

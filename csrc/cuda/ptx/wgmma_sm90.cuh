@@ -32,6 +32,15 @@ __device__ __forceinline__ uint64_t make_wgmma_descriptor(const void* operand, i
          ((address & 0x3ffff) >> 4);
 }
 
+// Describes a transposed operand B in blocks of 8 rows and columns. A block has rows of 16 bytes, one after the other, and no
+// swizzle. The arguments are the distances of neighboring blocks.
+__device__ __forceinline__ uint64_t make_wgmma_block_descriptor(const void* operand, int column_block_bytes,
+                                                                int row_block_bytes) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(operand));
+  return static_cast<uint64_t>(column_block_bytes >> 4) << 32 | static_cast<uint64_t>(row_block_bytes >> 4) << 16 |
+         ((address & 0x3ffff) >> 4);
+}
+
 __device__ __forceinline__ void warpgroup_arrive() {
 #if SSM_KERNELS_HAS_WGMMA
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

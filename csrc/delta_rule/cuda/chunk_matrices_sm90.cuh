@@ -25,11 +25,23 @@ namespace ssm_kernels::delta_rule {
 // M^T of a chunk and value head in shared memory: an operand B.
 class alignas(128) ChunkMatrix {
  public:
-  // Run by one thread. An earlier arrive_and_expect_tx(sizeof(ChunkMatrix)) made the phase of `barrier` wait.
-  __device__ __forceinline__ void load(const cuda::TmaDescriptor (&descriptors)[kBands], int64_t place, Mbarrier& barrier) {
+  // Clears the blocks left of the diagonal, which load() leaves as they are. Run by `threads` threads, each of which must call
+  // fence_proxy_async() before the next barrier.
+  __device__ __forceinline__ void clear_left_of_diagonal(int thread, int threads) {
+#pragma unroll
+    for (int band = 1; band < kBands; ++band) {
+      for (int i = thread; i < 2 * band * kColumnVectors; i += threads) {
+        bands_[band][i / kColumnVectors][i % kColumnVectors] = {0, 0, 0, 0};
+      }
+    }
+  }
+
+  // Run by one thread. An earlier arrive_and_expect_tx(kChunkMatrixBytes) made the phase of `barrier` wait.
+  __device__ __forceinline__ void load(const void* matrices, int64_t place, Mbarrier& barrier) {
+    const char* const matrix = static_cast<const char*>(matrices) + place * kChunkMatrixBytes;
 #pragma unroll
     for (int band = 0; band < kBands; ++band) {
-      cuda::tma_load_tile(&bands_[band], descriptors[band], -kBandSteps * band, 0, static_cast<int>(place), 0, barrier);
+      cuda::tma_load(&bands_[band][2 * band], matrix + band_offset(band), band_bytes(band), barrier);
     }
   }
 
@@ -37,35 +49,49 @@ class alignas(128) ChunkMatrix {
   template <typename Scalar>
   __device__ __forceinline__ void multiply(float (&d)[kStepBlocks][4], const uint32_t (&a)[kStepGroups][4]) const {
     static_assert(kBands == kStepGroups, "a band is the rows of one product");
-    const uint64_t rows = cuda::make_wgmma_descriptor(bands_, 0);
+    const uint64_t blocks = operand();
 #pragma unroll
     for (int j = 0; j < kStepGroups; ++j) {
-      cuda::gemm<Scalar, true>(d, a[j], rows_of(rows, 2 * j), j > 0);
-      cuda::gemm<Scalar, true>(d, a[j], rows_of(rows, 2 * j + 1), true);
+      cuda::gemm<Scalar, true>(d, a[j], blocks + j * kBand, j > 0);
+      cuda::gemm<Scalar, true>(d, a[j], blocks + j * kBand + kLowPart, true);
     }
+  }
+  // d += a times the high part of M^T.
+  template <typename Scalar>
+  __device__ __forceinline__ void multiply_high(float (&d)[kStepBlocks][4], const uint32_t (&a)[kStepGroups][4]) const {
+#pragma unroll
+    for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(d, a[j], operand() + j * kBand, true);
   }
 
  private:
-  uint4 bands_[kBands][kBandRows][8];  // the high part, then the low part; vectors are swizzled as in SmemTile
+  static constexpr int kColumnVectors = kMatrixColumnBytes / 16;
+  // Distances in an operand: of neighboring bands, and of the low part from the high part.
+  static constexpr uint64_t kBand = band_bytes(0) / 16, kLowPart = 2 * kMatrixBlockBytes / 16;
+
+  __device__ __forceinline__ uint64_t operand() const {
+    return cuda::make_wgmma_block_descriptor(bands_, kMatrixColumnBytes, kMatrixBlockBytes);
+  }
+
+  uint4 bands_[kBands][kStepBlocks][kColumnVectors];
 };
 
 // The lane's pairs of M^T in memory.
 class ChunkMatrixPairs {
  public:
   __device__ __forceinline__ ChunkMatrixPairs(void* matrices, int64_t place, const FragmentLane& lane)
-      : columns_(band_columns(lane.warp)),
-        pairs_(static_cast<uint32_t*>(matrices) +
-               (place * kChunkMatrixElements + band_offset(lane.warp) + lane.quad * columns_) / 2 + lane.pair) {}
+      : pairs_(static_cast<uint32_t*>(matrices) + (place * kChunkMatrixBytes + band_offset(lane.warp)) / kPairBytes +
+               lane.index) {}
 
   // In row lane.row + 8 half, of the n-th block of 8 columns from the diagonal block on.
   __device__ __forceinline__ void put(int n, int half, uint32_t high, uint32_t low) const {
-    uint32_t* const target = pairs_ + half * 4 * columns_ + n * 4;
+    uint32_t* const target = pairs_ + (n * kMatrixColumnBytes + half * kMatrixBlockBytes) / kPairBytes;
     target[0] = high;
-    target[kBandSteps / 2 * columns_] = low;
+    target[2 * kMatrixBlockBytes / kPairBytes] = low;
   }
 
  private:
-  int columns_;
+  static constexpr int kPairBytes = 4;
+
   uint32_t* pairs_;
 };
 
@@ -99,7 +125,7 @@ struct ChunkMatrices {
   using Params = DeltaRuleMatricesParams;
   using Gates = DecayGates<Scalar>;
   using Shared = ChunkMatricesShared<columns>;
-  static constexpr int kThreads = kWarpgroupThreads + kWarpSize, kBlocksOfMultiprocessor = 4, kTileColumns = 64;
+  static constexpr int kThreads = kWarpgroupThreads + kWarpSize, kBlocksOfMultiprocessor = 6, kTileColumns = 64;
   static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
 
   const Params& p;
@@ -257,6 +283,7 @@ struct ChunkMatrices {
     }
 #pragma unroll
     for (int n = 0; n < kStepBlocks - 2; ++n) {
+      if (n >= 2 * lane.warp) break;
       const float2 log2 = column_pair(tables.log2_cumsum, n, lane);
       const float of_columns[2] = {Math<float>::exp2(log2_of_first - log2.x), Math<float>::exp2(log2_of_first - log2.y)};
 #pragma unroll

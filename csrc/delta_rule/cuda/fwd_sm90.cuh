@@ -167,10 +167,9 @@ struct FwdSm90 {
       pipeline.advance(Shared::kStages);
       if (matrices.phase > 0) shared.matrices_empty[matrices.stage].wait(matrices.phase - 1);
       Mbarrier& matrices_full = shared.matrices_full[matrices.stage];
-      matrices_full.arrive_and_expect_tx(sizeof(ChunkMatrix));
+      matrices_full.arrive_and_expect_tx(kChunkMatrixBytes);
       cuda::grid_dependency_sync();  // with the kernel that computes the inverses
-      shared.matrices[matrices.stage].inverse.load(p.inverse_descriptors, (first_number + chunk) * p.heads + at.group,
-                                                   matrices_full);
+      shared.matrices[matrices.stage].inverse.load(p.inverses, (first_number + chunk) * p.heads + at.group, matrices_full);
       matrices.advance(Shared::kMatrices);
     }
   }
@@ -194,8 +193,10 @@ struct FwdSm90 {
   // Run by the matrix warpgroup.
   __device__ __forceinline__ void make_matrices() {
     const FragmentLane lane = FragmentLane::opaque_thread();
-    for (auto& matrices : shared.matrices)
+    for (auto& matrices : shared.matrices) {
+      matrices.inverse.clear_left_of_diagonal(threadIdx.x % kWarpgroupThreads, kWarpgroupThreads);
       if constexpr (!states_only) clear_right_of_diagonal(matrices.p, lane);
+    }
     PipelineState stages, matrices;
     for_each_span([&](const auto&, const WorkSpan& at) {
 #pragma unroll 1

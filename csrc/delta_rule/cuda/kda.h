@@ -51,7 +51,7 @@ struct KdaBwdParams : DeltaRuleBwdParams {
 
 SSM_KERNEL_STRUCT(KdaBwdParams, 1152);
 SSM_KERNEL_STRUCT(KdaChunksParams, 248);
-SSM_KERNEL_STRUCT(KdaFwdParams, 1408);
+SSM_KERNEL_STRUCT(KdaFwdParams, 896);
 
 // Queues the kernel that computes the operands of all chunks. `Scalar` is __half or __nv_bfloat16, here and below.
 template <typename Scalar>

@@ -57,6 +57,8 @@ struct KdaFwd {
 
   // Run by all threads.
   __device__ __forceinline__ void init() {
+    for (auto& stage : shared.stages) stage.inverse.clear_left_of_diagonal(static_cast<int>(threadIdx.x), kThreads);
+    cuda::fence_proxy_async();
     if (threadIdx.x >= Shared::kStages) return;
     shared.full[threadIdx.x].init(1);
     shared.empty[threadIdx.x].init(kConsumerThreads);
@@ -92,7 +94,7 @@ struct KdaFwd {
       const int64_t place = (first_number + chunk) * p.heads + at.group;
       const KdaChunk& source = static_cast<const KdaChunk*>(p.chunks)[place];
       constexpr int kSkipped = states_only ? static_cast<int>(sizeof(source.q) + sizeof(source.p)) : 0;
-      full.arrive_and_expect_tx(sizeof(target.inverse) + sizeof(target.v) + sizeof(target.chunk) - kSkipped);
+      full.arrive_and_expect_tx(kChunkMatrixBytes + sizeof(target.v) + sizeof(target.chunk) - kSkipped);
       if constexpr (states_only) {
         cuda::tma_load(&target.chunk.k_in, &source.k_in, sizeof(source.k_in) + sizeof(source.k_out), full);
         cuda::tma_load(&target.chunk.decay, &source.decay, static_cast<int>(sizeof(source) - offsetof(KdaChunk, decay)), full);
@@ -104,7 +106,7 @@ struct KdaFwd {
         cuda::tma_load_tile(&target.v[i], p.v_descriptor, first_row + i * kStateRows, at.group,
                             static_cast<int>(at.start) + chunk * kChunk, batch, full);
       }
-      target.inverse.load(p.inverse_descriptors, place, full);
+      target.inverse.load(p.inverses, place, full);
       pipeline.advance(Shared::kStages);
     }
   }
@@ -139,8 +141,7 @@ struct KdaFwd {
         sync_warpgroup(index);
       }
       const uint64_t q_rows = make_operand(tiles.chunk.q), in_rows = make_operand(tiles.chunk.k_in),
-                     out_rows = make_operand(tiles.chunk.k_out), p_rows = make_operand(tiles.chunk.p),
-                     inverse_rows = cuda::make_wgmma_descriptor(&tiles.inverse, 0);
+                     out_rows = make_operand(tiles.chunk.k_out), p_rows = make_operand(tiles.chunk.p);
 
       uint32_t s[kStateGroups][4], x[kStepGroups][4], x_lo[kStepGroups][4];
 #pragma unroll
@@ -168,8 +169,7 @@ struct KdaFwd {
       }
       cuda::warpgroup_arrive();
       tiles.inverse.template multiply<Scalar>(u, x);
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(u, x_lo[j], rows_of(inverse_rows, 2 * j), true);
+      tiles.inverse.template multiply_high<Scalar>(u, x_lo);
       cuda::warpgroup_commit();
       cuda::warpgroup_arrive();
 #pragma unroll

@@ -212,12 +212,11 @@ void launch_scan(at::ScalarType dtype, const DeltaRuleFwdParams& params, const W
   C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_matrices, stream));
 }
 
-// Queues the kernel that computes the chunk matrices and sets params.inverse_descriptors, which describe them to forward's
-// kernel. Returns the matrices' memory.
+// Queues the kernel that computes the chunk matrices and sets params.inverses. Returns the matrices' memory.
 at::Tensor make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& params, cudaStream_t stream) {
   const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
-  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
+  params.inverses = inverses.data_ptr();
   const int multiprocessors = cuda::multiprocessor_count(in.q.device().index());
   C10_CUDA_CHECK(
       launch_matrices(in.q.scalar_type(), matrices_parameters_of(params, inverses.data_ptr(), multiprocessors), stream));
@@ -230,7 +229,7 @@ std::array<at::Tensor, 2> make_matrices(const Inputs& in, const Operands& operan
   const at::TensorOptions bytes = in.q.options().dtype(at::kByte);
   const at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, bytes),
                    chunks = empty_tensor({count * kKdaChunkBytes}, bytes);
-  C10_CUDA_CHECK(describe_chunk_matrices(params.inverse_descriptors, inverses.data_ptr(), count));
+  params.inverses = inverses.data_ptr();
   KdaChunksParams of_chunks;
   static_cast<ChunkedGeometry&>(of_chunks) = params;
   of_chunks.value_heads_per_key_head = params.value_heads_per_key_head;
