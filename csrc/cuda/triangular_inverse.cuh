@@ -1,7 +1,8 @@
 // The inverse M of a unit lower triangular matrix I + A of 64 rows, by one warpgroup.
 //
-// Warp w holds row block w, 16 rows, of A as accumulators. It inverts its diagonal block by elimination in fp32, in registers.
-// Then it computes the rows of M^T that belong to its 16 columns, block by block to the right:
+// Warp w holds row block w, 16 rows, of A as accumulators. It inverts its diagonal block in registers: two blocks of eight rows
+// by elimination in fp32, and the one below them by 3xTF32 products. Then it computes the rows of M^T that belong to its 16
+// columns, block by block to the right:
 //
 //   M^T (w, i) = -(sum over j from w to i - 1 of M^T (w, j) A (i, j)^T) M(i, i)^T
 //
@@ -47,32 +48,21 @@ class TriangularInverseOf {
   }
   __device__ __forceinline__ void put_diagonal(const float (&left)[4], const float (&right)[4], DiagonalBlock& transposed,
                                                const FragmentLane& lane) {
-    // The blocks of eight rows of M that are not zero: first and second on the diagonal, and below it.
-    float first[2], second[2], below[2] = {};
+    // The two blocks of eight rows of M on the diagonal.
+    float first[2], second[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) first[i] = second[i] = lane.quad == 2 * lane.pair + i ? 1.0f : 0.0f;
-    const auto row_of = [&](const float (&m)[2], int row, int i) { return __shfl_sync(kAllLanes, m[i], 4 * row + lane.pair); };
-    const auto column_of = [&](float even, float odd, int column) {
-      return __shfl_sync(kAllLanes, column % 2 == 0 ? even : odd, 4 * lane.quad + column / 2);
-    };
-    const auto eliminate = [](float (&m)[2], float factor, const float (&row)[2]) {
+    const auto eliminate = [&](float (&m)[2], float even, float odd, int j) {
+      const float factor = __shfl_sync(kAllLanes, j % 2 == 0 ? even : odd, 4 * lane.quad + j / 2);
+      const float row[2] = {__shfl_sync(kAllLanes, m[0], 4 * j + lane.pair), __shfl_sync(kAllLanes, m[1], 4 * j + lane.pair)};
 #pragma unroll
       for (int i = 0; i < 2; ++i) m[i] = fmaf(-factor, row[i], m[i]);
     };
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float first_row[2] = {row_of(first, j, 0), row_of(first, j, 1)},
-                  second_row[2] = {row_of(second, j, 0), row_of(second, j, 1)};
-      eliminate(first, column_of(left[0], left[1], j), first_row);
-      eliminate(below, column_of(left[2], left[3], j), first_row);
-      eliminate(second, column_of(right[2], right[3], j), second_row);
-    }
-#pragma unroll
     for (int j = 0; j < 7; ++j) {
-      const float below_row[2] = {row_of(below, j, 0), row_of(below, j, 1)};
-      eliminate(below, column_of(right[2], right[3], j), below_row);
+      eliminate(first, left[0], left[1], j);
+      eliminate(second, right[2], right[3], j);
     }
-    put_words(inverses_[lane.warp], {-first[0], -first[1], -below[0], -below[1]}, {0, 0, -second[0], -second[1]}, lane);
     const auto transpose = [&](const float (&m)[2], float& low, float& high) {
       const auto element = [&](int i) {
         const int source = 4 * (2 * lane.pair + i) + lane.quad / 2;
@@ -83,8 +73,27 @@ class TriangularInverseOf {
       high = element(1);
     };
     transpose(first, transposed[0][0], transposed[0][1]);
-    transpose(below, transposed[1][0], transposed[1][1]);
     transpose(second, transposed[1][2], transposed[1][3]);
+    // The block of M below the diagonal is -second C first, with C that of A. A block of accumulators is an operand A, and as B
+    // it is the transposed one.
+    const auto multiply_block = [](const float (&a)[2], const float (&b)[2], float (&product)[2]) {
+      const float rows[4] = {a[0], 0, a[1], 0};
+      Tf32A left_operand;
+      Tf32B right_operand[1];
+      left_operand.prepare(rows);
+      right_operand[0].prepare(b);
+      float sums[1][4] = {};
+      mma_tf32x3(sums, left_operand, right_operand);
+      product[0] = sums[0][0];
+      product[1] = sums[0][1];
+    };
+    float c_first[2], below[2], below_transposed[2];  // c_first: (C first)^T
+    multiply_block({transposed[0][0], transposed[0][1]}, {left[2], left[3]}, c_first);
+    multiply_block(second, c_first, below);
+    multiply_block(c_first, second, below_transposed);
+    put_words(inverses_[lane.warp], {-first[0], -first[1], below[0], below[1]}, {0, 0, -second[0], -second[1]}, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) transposed[1][i] = -below_transposed[i];
     transposed[0][2] = transposed[0][3] = 0;
   }
 
