@@ -78,6 +78,7 @@ struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   int multiprocessors = 1;  // of the device
   float scale = 1;
+  bool beta_is_fp32 = true;               // else of the inputs' type
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;
@@ -93,7 +94,8 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   int work_tiles_of_block = 1;  // cuda/chunked/scheduler.cuh
   RowsView out;
   // Rows of one fp32 element; log_decay.data null: no decay. row_factors has rows of key heads, of two elements and one after
-  // another in time: the factors of the key and the query (cuda/step_tables.cuh), which are 1 if it is null.
+  // another in time: the factors of the key and the query (cuda/step_tables.cuh), which are 1 if it is null. The scan does not
+  // read beta, which is in the chunk matrices: it may have another type there (DeltaRuleMatricesParams).
   RowsView log_decay, beta, row_factors;
   const int64_t* cu_seqlens = nullptr;
   const uint8_t* resets = nullptr;

@@ -175,6 +175,19 @@ def test_options_inside():
     assert_accurate({**inputs, "dt_bias": parameters["dt_bias"]}, gate_lower_bound=-5.0, **options)
 
 
+@pytest.mark.parametrize("decay", [None, 0.1])
+@pytest.mark.parametrize("key_dim", [64, 128, 160])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_beta_of_the_dtype(dtype, key_dim, decay):
+    """A kernel reads beta as it is, at any stride: the bits of the same values in float32."""
+    inputs = make_inputs(2, 130, 2, 4, key_dim, 64, dtype=dtype, decay=decay)
+    rows = torch.full((2, 130, 9), torch.nan, dtype=dtype, device="cuda")
+    rows[..., 1::2] = inputs["beta"].to(dtype)
+    expected = delta_rule_scan(**{**inputs, "beta": rows[..., 1::2].float()}, return_final_states=True)
+    found = delta_rule_scan(**{**inputs, "beta": rows[..., 1::2]}, return_final_states=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_slices_of_wider_tensors():
     """Rows at any column, and heads and steps at any stride: the bits of contiguous tensors."""
     inputs = make_inputs(2, 130, 2, 4, 64, 64)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/chunked/chunk_tables.cuh"
+#include "cuda/vector_io.cuh"
 #include "delta_rule/delta_rule.h"
 
 namespace ssm_kernels::delta_rule {
@@ -18,7 +19,8 @@ struct DecayGates {
     float log_decay, beta, key_factor, query_factor;
   };
   struct Source {
-    const float *log_decay, *beta;
+    const float* log_decay;
+    const void* beta;
     const float2* row_factors;
   };
   using Kept = Loaded;
@@ -32,19 +34,26 @@ struct DecayGates {
       return view.data == nullptr ? nullptr : span.rows<const float>(view, of_head, chunk);
     };
     const int64_t key_head = static_cast<unsigned>(head) / static_cast<unsigned>(p.value_heads_per_key_head);
-    return {of_step(p.log_decay, head), of_step(p.beta, head),
-            reinterpret_cast<const float2*>(of_step(p.row_factors, key_head))};
+    const void* const beta = beta_is_fp32(p) ? static_cast<const void*>(span.rows<const float>(p.beta, head, chunk))
+                                             : span.rows<const Scalar>(p.beta, head, chunk);
+    return {of_step(p.log_decay, head), beta, reinterpret_cast<const float2*>(of_step(p.row_factors, key_head))};
   }
-  template <typename Params>
-  static __device__ __forceinline__ Source later(const Params& p, Source source, int chunks) {
-    return {source.log_decay == nullptr ? nullptr : source.log_decay + first_step(chunks) * p.log_decay.stride_step,
-            source.beta + first_step(chunks) * p.beta.stride_step,
+  // The scan does not read beta, which is in the chunk matrices.
+  static __device__ __forceinline__ Source later(const DeltaRuleFwdParams& p, Source source, int chunks) {
+    return {source.log_decay == nullptr ? nullptr : source.log_decay + first_step(chunks) * p.log_decay.stride_step, nullptr,
             source.row_factors == nullptr ? nullptr : source.row_factors + first_step(chunks)};
   }
   template <typename Params>
   static __device__ __forceinline__ void load(const Params& p, Source source, int step, Loaded& loaded) {
     loaded.log_decay = source.log_decay == nullptr ? 0.0f : source.log_decay[step * p.log_decay.stride_step];
-    loaded.beta = source.beta[step * p.beta.stride_step];
+    const int64_t beta_offset = step * p.beta.stride_step;
+    if constexpr (std::is_same_v<Params, DeltaRuleFwdParams>) {
+      loaded.beta = 0;
+    } else if (beta_is_fp32(p)) {
+      loaded.beta = static_cast<const float*>(source.beta)[beta_offset];
+    } else {
+      loaded.beta = cuda::to_accumulate(static_cast<const Scalar*>(source.beta)[beta_offset]);
+    }
     const float2 factors = source.row_factors == nullptr ? float2{1, 1} : source.row_factors[step];
     loaded.key_factor = factors.x;
     loaded.query_factor = factors.y;
@@ -64,6 +73,14 @@ struct DecayGates {
   }
   template <int count, typename Params>
   __device__ __forceinline__ void scale_gains(const Params&, const float (&)[count][2], float (&)[count][2]) const {}
+
+ private:
+  // Whether beta is fp32, not of the inputs' type.
+  static __device__ __forceinline__ bool beta_is_fp32(const DeltaRuleMatricesParams& p) { return p.beta_is_fp32; }
+  template <typename Params>
+  static __device__ __forceinline__ constexpr bool beta_is_fp32(const Params&) {
+    return true;
+  }
 };
 
 }  // namespace ssm_kernels::delta_rule

@@ -91,7 +91,7 @@ class Backward {
     of_.k = vectors(in_.k, of_.normalized_k);
     of_.v = as_vectors(in_.v);
     of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
-    const StepFactors factors = step_factors(in_, of_.q, of_.k);
+    const StepFactors factors = step_factors(in_, of_.q, of_.k, /*keeps_beta=*/false);
     of_.log_decay = factors.log_decay;
     of_.beta = factors.beta;
     of_.row_factors = factors.rows;

@@ -66,7 +66,8 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   result.k = in.k.is_same(in.q) ? result.q : vectors(in.k);
   result.v = as_vectors(in.v);
   result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
-  const StepFactors factors = step_factors(in, result.q, result.k);
+  const bool keeps_beta = fwd_kernels_for(in) == Kernels::kSm90 && !is_wide(in.q.size(3));
+  const StepFactors factors = step_factors(in, result.q, result.k, keeps_beta);
   result.log_decay = factors.log_decay;
   result.beta = factors.beta;
   result.row_factors = factors.rows;
@@ -218,8 +219,9 @@ at::Tensor make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& 
   at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
   params.inverses = inverses.data_ptr();
   const int multiprocessors = cuda::multiprocessor_count(in.q.device().index());
-  C10_CUDA_CHECK(
-      launch_matrices(in.q.scalar_type(), matrices_parameters_of(params, inverses.data_ptr(), multiprocessors), stream));
+  DeltaRuleMatricesParams of_matrices = matrices_parameters_of(params, inverses.data_ptr(), multiprocessors);
+  of_matrices.beta_is_fp32 = in.beta.scalar_type() == at::kFloat || in.beta_sigmoid;
+  C10_CUDA_CHECK(launch_matrices(in.q.scalar_type(), of_matrices, stream));
   return inverses;
 }
 

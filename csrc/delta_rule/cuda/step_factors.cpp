@@ -52,7 +52,7 @@ KdaArguments kda_arguments(const Inputs& in, const GateParameters& parameters) {
   return arguments;
 }
 
-StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k) {
+StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k, bool keeps_beta) {
   StepFactors result;
   if (in.has_gate_per_channel()) {
     // Rows of channels are contiguous.
@@ -92,7 +92,7 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
     }
   }
   params.beta_is_fp32 = in.beta.scalar_type() == at::kFloat;
-  if (params.beta_is_fp32 && !in.beta_sigmoid) {
+  if ((params.beta_is_fp32 || keeps_beta) && !in.beta_sigmoid) {
     result.beta = in.beta;
   } else {
     result.beta = empty_by_head(in, value_heads);
