@@ -125,12 +125,14 @@ struct Call {
   }
 
  private:
-  // Segments of a line's chunks, if its blocks are fewer than the multiprocessors. The states at their ends take about as long
-  // as the states of all chunks but the last segment's.
+  // Segments of a line's chunks, if its blocks are fewer than the multiprocessors. Adding the state of an earlier segment takes
+  // about as long as a chunk, so that a segment has at least as many chunks as there are segments, and at least kLeastChunks.
   int64_t segments_of(int64_t lines) const {
     constexpr int64_t kLeastChunks = 4;
     const int64_t blocks = lines * (params.value_dim / (2 * kTileSide));
-    return std::max<int64_t>(1, std::min(params.multiprocessors / blocks, params.chunks / kLeastChunks));
+    int64_t segments = std::max<int64_t>(1, params.multiprocessors / blocks);
+    while (segments > 1 && segments * std::max(kLeastChunks, segments) > params.chunks) --segments;
+    return segments;
   }
 
   std::vector<at::Tensor> allocate(int64_t lines) {
