@@ -107,12 +107,11 @@ def test_packed_sequences_are_those_alone():
     torch.testing.assert_close(found[:, 273:], out[:, 273:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seqlen", [300, 6500])
-def test_sequences_of_seq_idx_are_those_alone(seqlen):
+def test_sequences_of_seq_idx_are_those_alone():
     """They begin anywhere in a chunk, or with one, which NaN of the sequence before does not reach."""
-    inputs = make_inputs(2, seqlen, 2, 4, 128, 64)
+    inputs = make_inputs(2, 300, 2, 4, 128, 64)
     inputs["initial_states"] = torch.randn(2, 4, 64, 128, device="cuda")
-    seq_idx = torch.zeros(2, seqlen, dtype=torch.int32, device="cuda")
+    seq_idx = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
     for row, step in ((0, 5), (1, 64), (1, 130), (1, 131), (1, 140)):
         seq_idx[row, step:] += 1
     out, _ = assert_accurate({**inputs, "seq_idx": seq_idx})

@@ -159,7 +159,9 @@ def test_gradient_of_the_final_states_alone():
 @pytest.mark.parametrize(("batch", "value_dim"), [(1, 128), (2, 72)])
 def test_long_sequences_of_few_heads(batch, value_dim, decay):
     """Blocks take segments of a sequence, whose maps of the state and of its gradient are folded."""
-    assert_accurate(make_inputs(batch, 12300, 1, 2, 128, value_dim, decay=decay))
+    # Emulated in PyTorch, weak decays have 3.9e-3 in k and 4.2e-3 in beta, as without segments.
+    bar = (1 if decay == 0.1 else 1.25) * BARS[torch.bfloat16]
+    assert_accurate(make_inputs(batch, 12300, 1, 2, 128, value_dim, decay=decay), bar, BETA)
 
 
 @pytest.mark.usefixtures("needs_wgmma")

@@ -138,9 +138,6 @@ class Backward {
           grad.stride(3) == 1 ? grad : empty_tensor({grad.size(0), grad.size(1), grad.size(2), grad.size(3)}, grad.options());
     }
     if (needs(kGradBeta)) of_.grad_beta = grads_[kGradBeta];
-    if (needs(kGradALog) || needs(kGradDtBias)) {
-      gate_sums_ = at::zeros({in_.v.size(2), 2, in_.q.size(3)}, fp32().dtype(at::kDouble));
-    }
   }
 
   int64_t chunks_of(int64_t entries) const {
@@ -212,7 +209,7 @@ class Backward {
   int64_t chunks_of_segment(const Range& range) const {
     if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || is_sm80_) return 0;
     for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
-                                     &of_.grad_q, &of_.grad_k, &of_.grad_v}) {
+                                     &of_.grad_q, &of_.grad_k, &of_.grad_v, &of_.grad_log_decay, &of_.grad_beta}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
     }
     const int64_t multiprocessors = cuda::multiprocessor_count(in_.q.get_device()),
@@ -388,16 +385,26 @@ class Backward {
     of_channels.arguments.q = rows(of_.q);
     of_channels.arguments.k = rows(of_.k);
     at::Tensor sums;
-    if (gate_sums_.defined() && params.states != nullptr) {
-      // With packed sequences some chunk numbers belong to none.
-      sums = at::zeros(
-          {chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr), range.heads, 2, in_.q.size(3)}, fp32());
+    if ((needs(kGradALog) || needs(kGradDtBias)) && params.states != nullptr) {
+      const bool are_packed = params.cu_seqlens != nullptr;
+      const int64_t numbers = chunk_numbers(params.batch, params.seqlen, are_packed);
+      sums = empty_tensor({numbers, range.heads, 2, in_.q.size(3)}, fp32());
+      if (are_packed) sums.zero_();  // some chunk numbers belong to no sequence
       of_channels.gate_sums = sums.data_ptr<float>();
     }
     C10_CUDA_CHECK(in_.q.scalar_type() == at::kHalf
                        ? launch_kda_bwd<__half>(of_channels, partition, has_matrices, stream)
                        : launch_kda_bwd<__nv_bfloat16>(of_channels, partition, has_matrices, stream));
-    if (sums.defined()) gate_sums_.narrow(0, range.head, range.heads).add_(sums.sum(0, false, at::kDouble));
+    if (sums.defined()) add_gate_sums(range, sums.sum(0, false, at::kDouble));
+  }
+
+  void add_gate_sums(const Range& range, const at::Tensor& sums) {
+    if (!gate_sums_.defined() && range.heads == in_.v.size(2)) {
+      gate_sums_ = sums;
+      return;
+    }
+    if (!gate_sums_.defined()) gate_sums_ = at::zeros({in_.v.size(2), 2, in_.q.size(3)}, sums.options());
+    gate_sums_.narrow(0, range.head, range.heads).add_(sums);
   }
 
   // Queues the kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
