@@ -37,6 +37,7 @@ try:
     import ssm_kernels
     from benchmarks.discretization import accuracy, operations, plots, report, scans, signals
     from benchmarks.harness import available_memory, machine, measure
+    from ssm_kernels._discretizations import is_discretization
     from ssm_kernels.ops._arguments import did_you_mean
     from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 except ImportError as error:
@@ -45,6 +46,8 @@ except ImportError as error:
     print(f"{PROGRAM}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
     sys.exit(2)
 
+# What --methods all stands for: one alpha of "gbt"; not "dirac", whose input is no function of time.
+METHODS = [*DISCRETIZATIONS, "gbt(0.7)"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # the program takes the largest that fits the time
     "cpu": [
@@ -111,9 +114,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     sizes.add_argument("--dstate", type=at_least(1, 256), metavar="N", help="states per channel, in the accuracy part too")
     sizes.add_argument("--n-trials", type=at_least(1), metavar="T", help=f"trials of each benchmark (default: up to {TRIALS})")
     what = parser.add_argument_group("what to measure")
-    what.add_argument(
-        "--methods", nargs="+", default=["all"], metavar="NAME", help=f"'all' or a list of {', '.join(DISCRETIZATIONS)}"
-    )
+    what.add_argument("--methods", nargs="+", default=["all"], metavar="NAME", help=f"'all' or a list of {', '.join(METHODS)}")
     what.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -209,13 +210,13 @@ def chosen_methods(words: Sequence[str]) -> list[str]:
         raise UsageError("--methods: expected at least one name")
     methods: list[str] = []
     for name in names:
-        if name != "all" and name not in DISCRETIZATIONS and name not in ALIASES:
-            known = [*DISCRETIZATIONS, *ALIASES]
+        if name != "all" and (not is_discretization(name) or name == "dirac"):
+            known = [*METHODS, *ALIASES]
             raise UsageError(
                 f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(known)}"
                 f"{did_you_mean(name, ['all', *known])}"
             )
-        methods += list(DISCRETIZATIONS) if name == "all" else [ALIASES.get(name, name)]
+        methods += METHODS if name == "all" else [ALIASES.get(name, name)]
     return list(dict.fromkeys(methods))
 
 
@@ -430,7 +431,7 @@ def run(arguments: Sequence[str] | None) -> None:
         found.print_tables(console)
         console.print()
     if options.plot is not None:
-        plots.draw(found, options.plot, list(DISCRETIZATIONS), column=options.layout == "column")
+        plots.draw(found, options.plot, METHODS, column=options.layout == "column")
     if options.json is not None:
         found.write_json(options.json)
     if options.csv is not None:

@@ -10,7 +10,7 @@ TORCH_LIBRARY(ssm_kernels, library) {
   // Sets a process-wide option of torch/debug_options.h and returns its previous value. For tests and measurements.
   schemas.def("_set_debug_option(str name, int value) -> int");
 
-  // The values of `discretization`, and the other names of some of them.
+  // The values of `discretization` in the first table of common/discretization.h, and the other names of some of them.
   schemas.def("_discretizations() -> str[]");
   schemas.def("_discretization_aliases() -> Dict(str, str)");
 

@@ -160,7 +160,7 @@ def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
     write ``expm1(z) / z``, which is accurate enough for z < 0."""
     if method == "zoh_exact":
         return torch.exp(z), torch.expm1(z) / z
-    return reference.DISCRETIZATIONS[method].coefficients(z)
+    return reference.discretization_of(method).coefficients(z)
 
 
 def loop_scan(

@@ -9,6 +9,7 @@
 //   gain(z, basis)       the coefficients {k, m} of the current and the previous input
 //   derivatives(z, basis, k)   Abar', k' and (z k)'
 //   kUnitGain            k = 1, known at compile time
+//   kInputHasDelta       the input's factor is delta k; false: it is k, without delta
 //   kExponential         Abar = basis = e^z, known at compile time: products of Abar over time are exponentials of sums of z
 //   kUsesPreviousInput   m != 0, known at compile time; false for all methods so far
 //
@@ -17,13 +18,17 @@
 //   d Abar / d delta = A Abar'          d Abar / d A = delta Abar'
 //   d (delta k) / d delta = (z k)'      d (delta k) / d A = delta^2 k'
 //
-// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference/discretizations.py and a
-// row in the tests' table. docs/discretizations.md has the formulas and their properties.
+// Functions of a method without a parameter are static; `method.basis(z)` calls them of any method. A method with a parameter
+// is made by make_method().
+//
+// To add a method: a struct here, a row in SSM_BASIC_DISCRETIZATIONS, a function in ssm_kernels/reference/discretizations.py
+// and a row in the tests' table. docs/discretizations.md has the formulas and their properties.
 // selective_scan/cuda/sequential_step.cuh may have a form of it with fewer instructions.
 #pragma once
 
 #include <iterator>
 #include <string_view>
+#include <type_traits>
 
 #include "common/math.h"
 #include "common/phi.h"
@@ -56,6 +61,7 @@ struct DiscretizationDerivatives {
 // Methods with Abar = e^z; they differ in the gain.
 struct ExponentialTransition {
   static constexpr bool kExponential = true;
+  static constexpr bool kInputHasDelta = true;
   static constexpr bool kUsesPreviousInput = false;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
@@ -77,6 +83,16 @@ struct Zoh : ExponentialTransition {
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T ez, T one) {
     return {ez, T(typename Math<T>::Scalar(0)), one};
+  }
+};
+
+// Input impulses, one at the end of each step: h_t = e^z h_{t-1} + B_t u_t. The factor of the input is one, without delta.
+struct Dirac : Zoh {
+  static constexpr bool kInputHasDelta = false;
+  template <typename T>
+  static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T ez, T) {
+    const T zero(typename Math<T>::Scalar(0));
+    return {ez, zero, zero};
   }
 };
 
@@ -130,6 +146,7 @@ struct GeneralizedBilinear {
   static_assert(twice_alpha >= 0 && twice_alpha <= 2, "alpha is 0, 1/2 or 1");
   static constexpr bool kUnitGain = twice_alpha == 0;
   static constexpr bool kExponential = false;
+  static constexpr bool kInputHasDelta = true;
   static constexpr bool kUsesPreviousInput = false;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
@@ -161,9 +178,51 @@ using Euler = GeneralizedBilinear<0>;
 using Bilinear = GeneralizedBilinear<1>;
 using BackwardEuler = GeneralizedBilinear<2>;
 
-// The table of methods: enumerator, name, struct. Parsing, dispatch, instantiations, error messages and
-// ssm_kernels.discretizations follow from it.
-#define SSM_DISCRETIZATIONS(ROW)          \
+// The same with alpha, from 0 to 1, as a parameter of the call.
+struct Gbt {
+  static constexpr bool kUnitGain = false;
+  static constexpr bool kExponential = false;
+  static constexpr bool kInputHasDelta = true;
+  static constexpr bool kUsesPreviousInput = false;
+
+  double alpha = 0.5;
+  float short_alpha = 0.5f;
+
+  Gbt() = default;
+  SSM_HOST_DEVICE explicit Gbt(double alpha_) : alpha(alpha_), short_alpha(static_cast<float>(alpha_)) {}
+
+  template <typename T>
+  SSM_HOST_DEVICE T basis(T z) const {
+    return Math<T>::reciprocal(Math<T>::fma(z, T(-value<T>()), T(typename Math<T>::Scalar(1))));
+  }
+  template <typename T>
+  SSM_HOST_DEVICE T abar(T z, T r) const {
+    using Scalar = typename Math<T>::Scalar;
+    return Math<T>::fma(z, T(Scalar(1) - value<T>()), T(Scalar(1))) * r;
+  }
+  template <typename T>
+  SSM_HOST_DEVICE Coefficients<T> gain(T, T r) const {
+    return {r};
+  }
+  template <typename T>
+  SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T r, T) const {
+    const T r2 = r * r;
+    return {r2, T(value<T>()) * r2, r2};
+  }
+
+ private:
+  // No conversion in a kernel's loop.
+  template <typename T>
+  SSM_HOST_DEVICE typename Math<T>::Scalar value() const {
+    if constexpr (std::is_same_v<typename Math<T>::Scalar, float>) return short_alpha;
+    return alpha;
+  }
+};
+
+// The tables of methods: enumerator, name, struct. Parsing, dispatch, instantiations, error messages and
+// ssm_kernels.discretizations follow from them. Kernels that choose a method at run time choose among the methods of one table,
+// so that a method of the second leaves the kernels of the first as they are.
+#define SSM_BASIC_DISCRETIZATIONS(ROW)    \
   ROW(kZoh, "zoh", Zoh)                   \
   ROW(kZohExact, "zoh_exact", ZohExact)   \
   ROW(kBilinear, "bilinear", Bilinear)    \
@@ -172,6 +231,12 @@ using BackwardEuler = GeneralizedBilinear<2>;
   ROW(kRk4, "rk4", Rk4)                   \
   ROW(kEuler, "euler", Euler)             \
   ROW(kBackwardEuler, "backward_euler", BackwardEuler)
+#define SSM_FURTHER_DISCRETIZATIONS(ROW) \
+  ROW(kGbt, "gbt", Gbt)                  \
+  ROW(kDirac, "dirac", Dirac)
+#define SSM_DISCRETIZATIONS(ROW) \
+  SSM_BASIC_DISCRETIZATIONS(ROW) \
+  SSM_FURTHER_DISCRETIZATIONS(ROW)
 
 enum class Discretization : int {
 #define SSM_ROW(enumerator, name, type) enumerator,
@@ -203,20 +268,86 @@ inline const Discretization* find_discretization(std::string_view name) {
   return nullptr;
 }
 
+// Methods that take alpha. Their names are written with it: "gbt(0.7)".
+inline bool has_alpha(Discretization method) { return method == Discretization::kGbt; }
+
+// Methods of the first table, whose kernels the others do not share.
+inline bool is_basic(Discretization method) { return method < Discretization::kGbt; }
+
+// What a call knows of its method besides the enumerator.
+struct MethodParameters {
+  double alpha = 0.5;
+};
+
+template <typename Method>
+SSM_HOST_DEVICE Method make_method(const MethodParameters& parameters) {
+  if constexpr (std::is_same_v<Method, Gbt>) {
+    return Gbt(parameters.alpha);
+  } else {
+    return {};
+  }
+}
+
 // Calls visitor(Zoh{}), visitor(ZohExact{}), ...: turns the run-time method into a type. The visitor may be host or device
 // code.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
 template <typename Visitor>
+SSM_HOST_DEVICE void visit_discretization(Discretization method, const MethodParameters& parameters, Visitor&& visitor) {
+  switch (method) {
+#define SSM_ROW(enumerator, name, type)     \
+  case Discretization::enumerator:          \
+    visitor(make_method<type>(parameters)); \
+    return;
+    SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+  }
+  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
+}
+// The same for visitors that need the type alone.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Visitor>
 SSM_HOST_DEVICE void visit_discretization(Discretization method, Visitor&& visitor) {
+  visit_discretization(method, MethodParameters(), visitor);
+}
+
+// The same for the methods of the first table.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Visitor>
+SSM_HOST_DEVICE void visit_basic_discretization(Discretization method, Visitor&& visitor) {
   switch (method) {
 #define SSM_ROW(enumerator, name, type) \
   case Discretization::enumerator:      \
     visitor(type{});                    \
     return;
-    SSM_DISCRETIZATIONS(SSM_ROW)
+    SSM_BASIC_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
+    default:
+      break;
+  }
+  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(Discretization::kBackwardEuler) + 1, method);
+}
+// The same for those of the second.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Visitor>
+SSM_HOST_DEVICE void visit_further_discretization(Discretization method, const MethodParameters& parameters,
+                                                  Visitor&& visitor) {
+  switch (method) {
+#define SSM_ROW(enumerator, name, type)     \
+  case Discretization::enumerator:          \
+    visitor(make_method<type>(parameters)); \
+    return;
+    SSM_FURTHER_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+    default:
+      break;
   }
   SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
 }

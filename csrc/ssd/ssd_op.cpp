@@ -81,10 +81,11 @@ std::vector<c10::SymInt> states_shape(const Inputs& in) {
   return {count_states(in.cu_seqlens, in.x.sym_size(0)), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
 }
 
-// The decay of a chunk is the exponential of a sum over time, which only these methods have.
+// The decay of a chunk is the exponential of a sum over time, which only these methods have. The gain is a multiple of dt.
 bool is_exponential(Discretization discretization) {
   bool result = false;
-  visit_discretization(discretization, [&](auto method) { result = decltype(method)::kExponential; });
+  visit_discretization(discretization,
+                       [&](auto method) { result = is_basic(discretization) && decltype(method)::kExponential; });
   return result;
 }
 

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <locale>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -127,10 +129,32 @@ void check_no_func_transform(const char* op) {
   }
 }
 
+namespace {
+
+// The number between the parentheses that end a name, or none.
+std::optional<double> alpha_of(std::string_view name) {
+  const size_t begin = name.find('(');
+  if (begin == std::string_view::npos || name.back() != ')') return std::nullopt;
+  std::istringstream text(std::string(name.substr(begin + 1, name.size() - begin - 2)));
+  text.imbue(std::locale::classic());
+  double alpha = 0;
+  return text >> alpha && text.peek() == std::istringstream::traits_type::eof() ? std::optional<double>(alpha) : std::nullopt;
+}
+
+}  // namespace
+
 Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization)) {
   const auto supports = [&](Discretization method) { return is_supported == nullptr || is_supported(method); };
-  const Discretization* method = find_discretization(name);
-  if (method != nullptr && supports(*method)) return *method;
+  const std::string_view stem = name.substr(0, name.find('('));
+  const Discretization* method = find_discretization(stem);
+  if (method != nullptr && supports(*method)) {
+    const std::optional<double> alpha = alpha_of(name);
+    TORCH_CHECK_VALUE(has_alpha(*method) || stem == name, op, ": expected discretization '", stem, "' without a number, got '",
+                      name, "'");
+    TORCH_CHECK_VALUE(!has_alpha(*method) || (alpha && *alpha >= 0 && *alpha <= 1), op, ": expected discretization '", stem,
+                      "' with alpha, a number from 0 to 1, as in '", stem, "(0.7)', got '", name, "'");
+    return *method;
+  }
   std::vector<std::string_view> supported;
   const auto list = [&](const DiscretizationRow& row) {
     if (supports(row.method)) supported.push_back(row.name);
@@ -142,6 +166,8 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
   for (const std::string_view each : supported) names += (names.empty() ? "" : ", ") + std::string(each);
   TORCH_CHECK_VALUE(false, op, ": discretization '", name, "' is not supported, expected one of: ", names);
 }
+
+MethodParameters parse_method_parameters(std::string_view name) { return {alpha_of(name).value_or(MethodParameters().alpha)}; }
 
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {
   constexpr double kLargest = std::numeric_limits<double>::max();

@@ -16,7 +16,9 @@ namespace {
 
 std::vector<std::string> discretizations() {
   std::vector<std::string> names;
-  for (const DiscretizationRow& row : kDiscretizationTable) names.emplace_back(row.name);
+  for (const DiscretizationRow& row : kDiscretizationTable) {
+    if (is_basic(row.method)) names.emplace_back(row.name);
+  }
   return names;
 }
 

@@ -38,6 +38,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from ..choices import ConvActivation, DiscretizationName, Exchange
 from ..ops._arguments import names_arguments
 from . import _keyword_scans, _recurrences
@@ -63,6 +64,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     *,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -91,6 +93,8 @@ def selective_scan(
         torch.Size([2, 8, 100])
         >>> dist.destroy_process_group()
     """
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_scan", discretization, alpha)
     return operators_of(group, exchange, "selective_scan").selective_scan(
         u,
         delta,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from .._discretizations import discretization_aliases, discretizations
+from .._discretizations import discretization_names, is_discretization
 from ..choices import RecomputeName
 from ..ops._arguments import check_dense, did_you_mean, is_flag
 
@@ -79,9 +79,10 @@ def check_choice(layer: str, name: str, value: Any, choices: Sequence[str | None
 
 def check_discretization(layer: str, value: Any, supported: Sequence[str] = ()) -> None:
     """Checks that it is the name of a rule. The error lists ``supported``, or all; operators refuse the others."""
-    known = [*discretizations, *discretization_aliases]
-    if not isinstance(value, str) or value not in known:
-        check_choice(layer, "discretization", value, supported or known)
+    if isinstance(value, str) and value.startswith("gbt") and not is_discretization(value) and not supported:
+        raise ValueError(f"{layer}: expected discretization 'gbt' with alpha from 0 to 1, as in 'gbt(0.7)', got {value!r}")
+    if not isinstance(value, str) or not is_discretization(value):
+        check_choice(layer, "discretization", value, supported or discretization_names)
 
 
 def check_recompute(layer: str, value: Any) -> None:

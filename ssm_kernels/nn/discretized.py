@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._discretizations import discretization_aliases, discretizations
+from .._discretizations import discretization_aliases, discretization_names, is_discretization
 from .._warnings import warn
 from ..choices import DiscretizationName
 from .naming import class_name
@@ -39,7 +39,7 @@ def _decode(entry: Any) -> str | None:
     except (TypeError, ValueError, OverflowError):
         # TypeError: other shapes, complex numbers. ValueError: NaN, not bytes or not UTF-8. OverflowError: infinity.
         return None
-    return name if name in discretizations else None
+    return name if is_discretization(name) else None
 
 
 def _described(entry: Any) -> str:
@@ -101,8 +101,8 @@ class DiscretizedModule(NamesNoDecay, nn.Module):
             saved = own if isinstance(entry, Tensor) and entry.is_meta else _decode(entry)
         if saved is None:
             error_msgs.append(
-                f"{layer}: expected {prefix + _ENTRY!r} of the checkpoint to be the bytes of one of {[*discretizations]}, a "
-                f"1-D tensor, got {_described(entry)}. If the checkpoint's discretization is {own!r}, {delete}"
+                f"{layer}: expected {prefix + _ENTRY!r} of the checkpoint to be the bytes of one of {[*discretization_names]}, "
+                f"a 1-D tensor, got {_described(entry)}. If the checkpoint's discretization is {own!r}, {delete}"
             )
         elif saved != own:
             named = f"of {saved!r}" if has_entry else f"that names none, as of mamba_ssm, whose is {_DEFAULT!r}"

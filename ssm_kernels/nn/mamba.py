@@ -66,7 +66,9 @@ class Mamba(SelectiveBase, SequenceMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
-            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
+            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with ``alpha``, or
+            ``"dirac"``.
+        alpha: of ``"gbt"``: see :func:`ssm_kernels.selective_scan`. The attribute ``discretization`` is then ``"gbt(0.7)"``.
         recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (about 3 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
@@ -103,6 +105,7 @@ class Mamba(SelectiveBase, SequenceMixer):
         dtype: torch.dtype | None = None,
         *,
         discretization: DiscretizationName = "zoh",
+        alpha: float | None = None,
         recompute: RecomputeName = "cheap",
     ) -> None:
         super().__init__()
@@ -119,7 +122,19 @@ class Mamba(SelectiveBase, SequenceMixer):
         self.in_proj = linear(d_model, 2 * d_inner, bias, device, dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
         self._init_ssm(
-            d_model, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+            d_model,
+            d_inner,
+            d_state,
+            dt_rank,
+            discretization,
+            alpha,
+            dt_min,
+            dt_max,
+            dt_init,
+            dt_scale,
+            dt_init_floor,
+            device,
+            dtype,
         )
         self.out_proj = linear(d_inner, d_model, bias, device, dtype)
 

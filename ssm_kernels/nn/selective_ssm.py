@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from .._dtypes import readable, wide_dtype
 from ..choices import DiscretizationName, StepInitialization
 from ..ops import selective_state_update
@@ -36,6 +37,7 @@ from .checks import (
     check_floating,
     check_int,
     check_not_negative,
+    check_number,
     check_shape,
     check_step_sizes,
     check_tensor,
@@ -65,6 +67,7 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         d_state: int,
         dt_rank: int | Literal["auto"],
         discretization: DiscretizationName,
+        alpha: float | None,
         dt_min: float,
         dt_max: float,
         dt_init: StepInitialization,
@@ -74,6 +77,10 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         dtype: torch.dtype | None,
     ) -> None:
         layer = class_name(self)
+        if alpha is not None or discretization == "gbt":
+            if alpha is not None:
+                check_number(layer, "alpha", alpha)
+            discretization = with_alpha(layer, discretization, alpha)
         check_discretization(layer, discretization)
         check_int(layer, "d_state", d_state, high=256)
         if isinstance(dt_rank, str):
@@ -202,7 +209,9 @@ class SelectiveSSM(SelectiveBase):
         dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_inner / 16)``.
         discretization: one of ``ssm_kernels.discretizations``; unless it is ``"zoh"`` the ``state_dict`` names it, as
             ``discretization_name``, which ``load_state_dict`` compares. ``"euler"`` is stable only while ``delta * |A| <= 2``:
-            start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
+            start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with
+            ``alpha``, or ``"dirac"``.
+        alpha: of ``"gbt"``: see :func:`ssm_kernels.selective_scan`. The attribute ``discretization`` is then ``"gbt(0.7)"``.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
@@ -230,6 +239,7 @@ class SelectiveSSM(SelectiveBase):
         dt_rank: int | Literal["auto"] = "auto",
         *,
         discretization: DiscretizationName = "zoh",
+        alpha: float | None = None,
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         dt_init: StepInitialization = "random",
@@ -241,7 +251,19 @@ class SelectiveSSM(SelectiveBase):
         super().__init__()
         check_int("SelectiveSSM", "d_inner", d_inner)
         self._init_ssm(
-            d_inner, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+            d_inner,
+            d_inner,
+            d_state,
+            dt_rank,
+            discretization,
+            alpha,
+            dt_min,
+            dt_max,
+            dt_init,
+            dt_scale,
+            dt_init_floor,
+            device,
+            dtype,
         )
 
     @overload

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from ..choices import DiscretizationName
 from ._arguments import names_arguments
 from ._states_at import Positions, is_transformed, read_positions
@@ -29,6 +30,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     *,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -61,7 +63,9 @@ def selective_scan(
         z: gate, shape and dtype of ``u``.
         delta_bias: (dim,), dtype of ``A``.
         discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"zoh_exact"`` and ``"bilinear"``, or
-            ``"foh"``, an alias of ``"zoh_exact"``.
+            ``"foh"``, an alias of ``"zoh_exact"``; or ``"gbt"``, the bilinear family, with ``alpha``; or ``"dirac"``, for input
+            impulses: :math:`h_t = e^{\Delta_t A} h_{t-1} + B_t u_t`.
+        alpha: of ``"gbt"``, from 0 (``"euler"``) over 1/2 (``"bilinear"``) to 1 (``"backward_euler"``).
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
@@ -132,6 +136,8 @@ def selective_scan(
         >>> selective_scan(one, one, -torch.ones(1, 1), one, one, discretization="zoh_exact")
         tensor([[[0.6321, 0.8647, 0.9502]]])
     """
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_scan", discretization, alpha)
     if states_at is not None:
         out, last_state, states = torch.ops.ssm_kernels._selective_scan_states_at(
             *(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, discretization, delta_softplus, reverse),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from ..choices import DiscretizationName
 from ._arguments import empty_output, names_arguments, read_dt_limit
 
@@ -28,6 +29,7 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     *,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
     out: Tensor | None = None,
@@ -66,7 +68,7 @@ def selective_state_update(
             slots; the CPU raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the
             device: a row whose index is past the last slot returns NaN and touches no state. Rows that share a slot race:
             the contents of this slot and the outputs of these rows are undefined; other slots are not affected.
-        discretization: as for :func:`selective_scan`.
+        discretization, alpha: as for :func:`selective_scan`.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
@@ -136,6 +138,8 @@ def selective_state_update(
         >>> selective_state_update(state, torch.randn(batch, heads, headdim), dt, A, B, C).shape
         torch.Size([2, 4, 2])
     """
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_state_update", discretization, alpha)
     limits = read_dt_limit("selective_state_update", dt_limit)
     if (
         out is None

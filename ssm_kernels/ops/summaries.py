@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from .._recurrences import recurrences
 from ..choices import CandidateActivation, DiscretizationName
 from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
@@ -38,6 +39,7 @@ def selective_scan_summary(
     *,
     delta_bias: Tensor | None = None,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,12 +47,12 @@ def selective_scan_summary(
 
     .. math:: h_{\mathrm{last}} = \mathrm{decay} \cdot h_0 + \mathrm{last\_state}, \quad \mathrm{decay} = \prod_t \bar A_t
 
-    Where :math:`\bar A = e^{\Delta A}` (``"zoh"``, ``"zoh_exact"``, ``"poly"``, ``"highorder"``, ``"rk4"``), the decay is
-    :math:`e^{A \sum_t \Delta_t}`, with the sum in float64. For the other discretizations it is the product of all steps, and
-    zero where the CPU's product is below the smallest normal number.
+    Where :math:`\bar A = e^{\Delta A}` (``"zoh"``, ``"zoh_exact"``, ``"poly"``, ``"highorder"``, ``"rk4"``, ``"dirac"``), the
+    decay is :math:`e^{A \sum_t \Delta_t}`, with the sum in float64. For the other discretizations it is the product of all
+    steps, and zero where the CPU's product is below the smallest normal number.
 
     Args:
-        u, delta, A, B, delta_bias, discretization, delta_softplus: as for :func:`selective_scan`.
+        u, delta, A, B, delta_bias, discretization, alpha, delta_softplus: as for :func:`selective_scan`.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. The first step never starts a sequence.
 
@@ -78,6 +80,8 @@ def selective_scan_summary(
         >>> last_state.shape, decay.shape
         (torch.Size([2, 8, 16]), torch.Size([2, 8, 16]))
     """
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_scan_summary", discretization, alpha)
     begins = None
     if seq_idx is not None:
         _check_seq_idx("selective_scan_summary", seq_idx, u)

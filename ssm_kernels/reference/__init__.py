@@ -8,7 +8,7 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 
     h_t = Abar(z_t) * h_{t-1} + delta_t * gain(z_t) * B_t * u_t
 
-and differs only in the two functions ``Abar`` and ``gain``.
+and differs only in the two functions ``Abar`` and ``gain``. ``"dirac"`` alone has no ``delta_t`` before the gain.
 
 In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number. The delta rule
 also subtracts from such a state what it already has for a key. xLSTM's matrix memory has a vector ``n`` that decays and grows
@@ -21,7 +21,7 @@ from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
-from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, phi1
+from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, discretization_of, phi1
 from .mlstm import mlstm_scan
 from .mlstm_step import mlstm_step
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -42,6 +42,7 @@ __all__ = [
     "coefficients",
     "delta_rule_scan",
     "delta_rule_step",
+    "discretization_of",
     "layer_norm_gated",
     "mlstm_scan",
     "mlstm_step",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._discretizations import discretization_names, split_name
 from ..choices import DiscretizationName
 from ..ops._arguments import did_you_mean
 
-__all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "phi1"]
+__all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "discretization_of", "phi1"]
 
 
 class Discretization(NamedTuple):
@@ -22,6 +24,7 @@ class Discretization(NamedTuple):
         name: the string that ``discretization=`` takes.
         coefficients: maps ``z = delta * A`` to ``(Abar, gain)``; the input's factor is ``delta * gain``.
         summary: one line on what the rule is.
+        input_has_delta: False for ``"dirac"``, where the input's factor is the gain, without ``delta``.
 
     Examples:
         >>> from ssm_kernels import reference
@@ -34,6 +37,7 @@ class Discretization(NamedTuple):
     name: str
     coefficients: Callable[[Tensor], tuple[Tensor, Tensor]]
     summary: str
+    input_has_delta: bool = True
 
 
 _Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -128,11 +132,41 @@ def _backward_euler(z: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / (1 - z), 1 / (1 - z)
 
 
+def _generalized_bilinear(z: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    return (1 + (1 - alpha) * z) / (1 - alpha * z), 1 / (1 - alpha * z)
+
+
+def discretization_of(name: str) -> Discretization:
+    """The rule of a name: a key of :data:`DISCRETIZATIONS` or :data:`ALIASES`, ``"gbt(0.7)"`` or ``"dirac"``.
+
+    Raises:
+        ValueError: the discretization is unknown, or ``"gbt"`` has no number from 0 to 1.
+
+    Examples:
+        >>> from ssm_kernels import reference
+        >>> reference.discretization_of("gbt(0.7)").summary
+        'generalized bilinear transform with alpha = 0.7, one input sample'
+    """
+    stem, alpha = split_name(ALIASES.get(name, name))
+    if stem == "gbt":
+        if alpha is None or not 0 <= alpha <= 1:
+            raise ValueError(f"expected discretization 'gbt' with alpha, a number from 0 to 1, as in 'gbt(0.7)', got {name!r}")
+        summary = f"generalized bilinear transform with alpha = {alpha}, one input sample"
+        return Discretization(name, partial(_generalized_bilinear, alpha=alpha), summary)
+    if alpha is None and stem == "dirac":
+        return Discretization(name, _zoh, "input impulses at the ends of the steps", input_has_delta=False)
+    if alpha is not None or stem not in DISCRETIZATIONS:
+        known = sorted(discretization_names)
+        nearest = did_you_mean(name, known)
+        raise ValueError(f"unknown discretization {name!r}, expected one of {known}{nearest}")
+    return DISCRETIZATIONS[stem]
+
+
 def coefficients(discretization: DiscretizationName, delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
     """``(Abar, c)`` of ``h_t = Abar h_{t-1} + c B_t u_t``.
 
     Args:
-        discretization: a key of :data:`DISCRETIZATIONS` or of :data:`ALIASES`.
+        discretization: a name that :func:`discretization_of` takes.
         delta: step sizes, any shape that broadcasts with ``A``.
         A: the diagonal of the continuous system.
 
@@ -148,11 +182,7 @@ def coefficients(discretization: DiscretizationName, delta: Tensor, A: Tensor) -
         >>> reference.coefficients("bilinear", delta, A)
         (tensor(0.6000, dtype=torch.float64), tensor(0.4000, dtype=torch.float64))
     """
-    name: str = ALIASES.get(discretization, discretization)
-    if name not in DISCRETIZATIONS:
-        known = sorted([*DISCRETIZATIONS, *ALIASES])
-        nearest = did_you_mean(discretization, known)
-        raise ValueError(f"unknown discretization {discretization!r}, expected one of {known}{nearest}")
-    z = decaying(torch.mul, delta, A, at_plus_infinity=name == "backward_euler")
-    Abar, gain = DISCRETIZATIONS[name].coefficients(z)
-    return Abar, delta * gain
+    rule = discretization_of(discretization)
+    z = decaying(torch.mul, delta, A, at_plus_infinity=rule.name in ("backward_euler", "gbt(1.0)"))
+    Abar, gain = rule.coefficients(z)
+    return Abar, delta * gain if rule.input_has_delta else gain

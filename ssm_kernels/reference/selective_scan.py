@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .._discretizations import with_alpha
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
 from ..choices import DiscretizationName
 from ..ops._states_at import Positions
@@ -45,6 +46,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     *,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -65,6 +67,8 @@ def selective_scan(
         tensor([[[0.6321, 0.8647, 0.9502]]], dtype=torch.float64)
     """
     refuse_tracing("selective_scan", REFERENCE_LOOPS)
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_scan", discretization, alpha)
     batch, dim, seqlen = u.shape
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
     if reverse:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._discretizations import with_alpha
 from ..choices import DiscretizationName
 from .discretizations import coefficients
 from .sequences import step_sizes
@@ -27,6 +28,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     state_batch_indices: Tensor | None = None,
     A_is_log: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,8 @@ def selective_state_update(
         >>> y.shape, new_state.shape
         (torch.Size([2, 8]), torch.Size([2, 8, 16]))
     """
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_state_update", discretization, alpha)
     heads = state.dim() == 4
     B, C = (X[:, None] if X.dim() == 2 else X for X in (B, C))
     if not heads:

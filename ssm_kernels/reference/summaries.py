@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._discretizations import with_alpha
 from ..choices import DiscretizationName, ExponentialDiscretizationName
 from .discretizations import coefficients
 from .recurrences import RECURRENCES
@@ -50,10 +51,13 @@ def selective_scan_summary(
     *,
     delta_bias: Tensor | None = None,
     discretization: DiscretizationName = "zoh",
+    alpha: float | None = None,
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`ssm_kernels.selective_scan_summary`, in the promoted dtype of all arguments."""
+    if alpha is not None or discretization == "gbt":
+        discretization = with_alpha("selective_scan_summary", discretization, alpha)
     begins = None if seq_idx is None else _begins(seq_idx)
     if begins is not None:
         is_last = begins.flip(1).cumsum(1).flip(1) == begins

@@ -37,6 +37,7 @@ from profile_helpers import (
 )
 
 OPERATOR = "selective_scan"
+ALL_METHODS = [*DISCRETIZATIONS, "gbt(0.7)"]
 
 
 # --- runs ---
@@ -47,13 +48,13 @@ def test_small_run_measures_and_writes_everything(device, tmp_path):
     done = run_script(*SMALL, "--device", device, *files)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    for name in DISCRETIZATIONS:
+    for name in ALL_METHODS:
         assert name in done.stdout
     assert all(ord(character) < 128 for character in done.stdout)
 
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {scan["method"] for scan in found["scans"]} == set(DISCRETIZATIONS)
-    assert {accuracy["method"] for accuracy in found["accuracies"]} == set(DISCRETIZATIONS)
+    assert {scan["method"] for scan in found["scans"]} == set(ALL_METHODS)
+    assert {accuracy["method"] for accuracy in found["accuracies"]} == set(ALL_METHODS)
     assert {"exp", "expm1", "reciprocal", "inverse", "solve (bilinear Abar)"} <= {op["name"] for op in found["operations"]}
     assert found["settings"]["seqlen"] == 16
     for scan in found["scans"]:
@@ -70,7 +71,7 @@ def test_small_run_measures_and_writes_everything(device, tmp_path):
     with (tmp_path / "found.csv").open() as file:
         rows = list(csv.DictReader(file))
     for part in ("scans", "accuracies"):
-        assert {row["name"] for row in rows if row["part"] == part} == set(DISCRETIZATIONS)
+        assert {row["name"] for row in rows if row["part"] == part} == set(ALL_METHODS)
     assert all(math.isfinite(float(row["value"])) for row in rows)
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote found.png" in done.stdout
@@ -422,7 +423,7 @@ def test_exact_response_to_a_recording(profiler, hold):
         np.testing.assert_allclose(response.y[d, refined - 1 :: refined].numpy(), np.ravel(expected)[1:], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", DISCRETIZATIONS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_loop_is_the_scan(profiler, method):
     """In float64, forward and backward: the baseline of the kernel's time does the same work."""
     size = profiler.scans.ScanSize(2, 3, 9, 4)

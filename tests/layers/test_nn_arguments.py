@@ -61,7 +61,13 @@ RECURRENT = {
     "dtype": DTYPE,
 }
 INIT = {"dt_min": POSITIVE, "dt_max": POSITIVE, "dt_init_floor": NOT_NEGATIVE, "discretization": NAME, "dtype": DTYPE}
-SELECTIVE = INIT | {"d_state": SMALL_SIZE, "dt_rank": RANK, "dt_init": NAME, "dt_scale": NOT_NEGATIVE}
+SELECTIVE = INIT | {
+    "alpha": Kind(NO_NUMBER[:-1], (0.7, -0.1, math.nan)),
+    "d_state": SMALL_SIZE,
+    "dt_rank": RANK,
+    "dt_init": NAME,
+    "dt_scale": NOT_NEGATIVE,
+}
 MIXER = {"d_model": SIZE, "d_conv": SIZE, "expand": POSITIVE, "layer_idx": INDEX, "bias": BOOL, "conv_bias": BOOL}
 MIXER |= {"recompute": NAME}
 

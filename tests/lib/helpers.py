@@ -43,6 +43,7 @@ class Method(NamedTuple):
         step_order: order of convergence for a constant input; None where the method is exact.
         keeps_dc_gain: whether the fixed point under a constant input is the continuous system's, ``-B u / A``.
         stable_from: ``|Abar| <= 1`` for real ``z`` in ``[stable_from, 0]``.
+        input_has_delta: whether the input's factor is the step times the gain; else it is the gain.
         gain_terms: where the gain is the series of phi1 cut short, its number of terms: those of other signs cancel.
     """
 
@@ -52,6 +53,7 @@ class Method(NamedTuple):
     keeps_dc_gain: bool
     stable_from: float
     gain_terms: int | None = None
+    input_has_delta: bool = True
 
     @property
     def mid_step_order(self) -> int:
@@ -87,6 +89,8 @@ METHODS = {
     "rk4": Method(_exponential(4), None, 4, False, -math.inf, gain_terms=4),
     "euler": Method(_generalized_bilinear("0"), ("euler", None), 1, True, -2.0),
     "backward_euler": Method(_generalized_bilinear("1"), ("backward_diff", None), 1, True, -math.inf),
+    "gbt(0.7)": Method(_generalized_bilinear("0.7"), ("gbt", 0.7), 1, True, -math.inf),
+    "dirac": Method(_exponential(1), None, 0, False, -math.inf, input_has_delta=False),
 }
 
 

@@ -273,7 +273,8 @@ OF_STEPS = "u delta z B C out"
 
 
 def unknown_discretization(name: str) -> str:
-    return f"unknown discretization '{name}', expected one of: {', '.join((*DISCRETIZATIONS, *ALIASES))}"
+    known = ", ".join((*DISCRETIZATIONS, "gbt", "dirac", *ALIASES))
+    return f"unknown discretization '{name}', expected one of: {known}"
 
 
 BAD_DISCRETIZATIONS = ("", "ZOH", "zoh ", "tustin", "foh_ramp")

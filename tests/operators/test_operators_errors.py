@@ -162,7 +162,7 @@ def test_both_ways_of_packing(function, device):
 # ----- options and sizes
 
 ZEROS = torch.zeros
-METHODS = [*DISCRETIZATIONS, *ALIASES]
+METHODS = [*DISCRETIZATIONS, "gbt(0.7)", "dirac", *ALIASES]
 EXPONENTIAL = ", ".join((*ssd_helpers.METHODS, *ALIASES))
 
 # Function, options of its good inputs, changed arguments, message.

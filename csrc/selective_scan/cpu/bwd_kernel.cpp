@@ -74,17 +74,20 @@ struct BwdChunk : BwdTiles<Acc> {
 };
 
 template <typename Acc, typename Method>
-void scan_chunk_backward(const BwdChunk<Acc>& c) {
+void scan_chunk_backward(const Method& method, const BwdChunk<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
-  scan_chunk<Acc, Method, true>({c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis});
+  scan_chunk<Acc, Method, true>(method, {c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis});
   const int64_t row = c.dstate * kLanes;
   const bool partial = c.live_lanes < kLanes;
   // Empty lanes may hold 0 * inf = NaN, which must not enter the sum over lanes.
   const auto live = [&](const V& value) { return partial ? V::set(V(Acc(0)), value, c.live_lanes) : value; };
   for (int64_t t = c.steps - 1; t >= 0; --t) {
-    const V delta = V::loadu(c.delta + t * kLanes), u = V::loadu(c.u + t * kLanes), dy = V::loadu(c.grad_y + t * kLanes);
-    const V input = delta * u;
+    V delta = V::loadu(c.delta + t * kLanes);
+    // An infinite step leaves these methods' states finite: its gradient is zero, not the NaN of zero times infinity.
+    if constexpr (!Method::kInputHasDelta) delta = at::vec::minimum(delta, V(kLargestRate<Acc>));
+    const V u = V::loadu(c.u + t * kLanes), dy = V::loadu(c.grad_y + t * kLanes);
+    const V input = Method::kInputHasDelta ? delta * u : u;
     const Acc* before = c.states + t * row;
     const Acc* after = before + row;
     Acc* grad_B = c.grad_B_lanes + t * c.grad_B_stride;
@@ -93,8 +96,8 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
     for (int64_t n = 0; n < c.dstate; ++n) {
       const int64_t at = n * kLanes;
       const V A = V::loadu(c.A + at), B = c.B.at(t, n);
-      const V z = delta * A, basis = V::loadu(c.basis + t * row + at), gain = current_gain(Method(), z, basis);
-      const auto derivative = Method::derivatives(z, basis, gain);
+      const V z = delta * A, basis = V::loadu(c.basis + t * row + at), gain = current_gain(method, z, basis);
+      const auto derivative = method.derivatives(z, basis, gain);
 
       (V::loadu(grad_C + at) + live(dy * V::loadu(after + at))).store(grad_C + at);
       const V g = at::vec::fmadd(c.C.at(t, n), dy, V::loadu(c.grad_state + at));
@@ -113,11 +116,15 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
         grad_z = at::vec::fmadd(gB * input, derivative.gain, grad_z);
       }
       at::vec::fmadd(delta, grad_z, V::loadu(c.grad_A + at)).store(c.grad_A + at);
-      (Method::abar(z, basis) * g).store(c.grad_state + at);
+      (method.abar(z, basis) * g).store(c.grad_state + at);
     }
     if constexpr (Method::kUnitGain) grad_u = sum_gB;
-    (grad_u * delta).store(c.grad_u + t * kLanes);
-    at::vec::fmadd(sum_gB, u, grad_delta).store(c.grad_delta + t * kLanes);
+    if constexpr (Method::kInputHasDelta) {
+      grad_u = grad_u * delta;
+      grad_delta = at::vec::fmadd(sum_gB, u, grad_delta);
+    }
+    grad_u.store(c.grad_u + t * kLanes);
+    grad_delta.store(c.grad_delta + t * kLanes);
   }
 }
 
@@ -221,7 +228,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
                                 p.grad_B.per_step ? row : 0,
                                 p.grad_C.per_step ? row : 0,
                                 channels};
-    visit_discretization(p.discretization, [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(scanned); });
+    visit_discretization(p.discretization, blocking.method,
+                         [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);

@@ -37,7 +37,7 @@ FwdOutputs fwd_cpu(const FwdInputs& in) {
 
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
-  const Blocking blocking(params, kernels.vector_bytes() / in.A.element_size());
+  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size());
   const int64_t mean_steps = params.is_packed()
                                  ? params.seqlen / std::max<int64_t>(1, params.rows / std::max<int64_t>(1, params.batch))
                                  : params.seqlen;
@@ -109,7 +109,7 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
 
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
-  const Blocking blocking(params, kernels.vector_bytes() / in.A.element_size());
+  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size());
   // Sums over the lanes of each block, and the parts of grad_B and grad_C of each task. Sums for gradients that nothing needs
   // have no elements. Packed sequences take turns in the memory of rows_per_pass rows, to whose sums each of them adds.
   const int64_t rows_per_pass = params.is_packed() ? std::min(params.rows, kRowsPerPass) : params.rows;

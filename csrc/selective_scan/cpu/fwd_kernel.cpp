@@ -94,7 +94,8 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
                                    tiles.state + at,
                                    tiles.y,
                                    nullptr};
-      visit_discretization(p.discretization, [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(scanned); });
+      visit_discretization(p.discretization, blocking.method,
+                           [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(rule, scanned); });
 
       if (p.D.data != nullptr) {
         const V D = load_channels<Acc>(p.D, channel, channels);

@@ -64,23 +64,24 @@ struct ScanChunk {
 
 // Runs the recurrence. Backward keeps each step's states, and the method's basis, which is its one expensive value.
 template <typename Acc, typename Method, bool keeps>
-void scan_chunk(const ScanChunk<Acc>& c) {
+void scan_chunk(const Method& method, const ScanChunk<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
   const int64_t row = c.dstate * kLanes;
   for (int64_t t = 0; t < c.steps; ++t) {
     const V delta = V::loadu(c.delta + t * kLanes);
-    const V input = delta * V::loadu(c.u + t * kLanes);
+    V input = V::loadu(c.u + t * kLanes);
+    if constexpr (Method::kInputHasDelta) input = delta * input;
     const Acc* const before = c.state + (keeps ? t * row : 0);
     Acc* const after = c.state + (keeps ? (t + 1) * row : 0);
     V y(Acc(0));
     for (int64_t n = 0; n < c.dstate; ++n) {
       const V z = delta * V::loadu(c.A + n * kLanes);
-      const V basis = Method::basis(z);
+      const V basis = method.basis(z);
       if constexpr (keeps) basis.store(c.basis + t * row + n * kLanes);
       V scaled = input;
-      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
-      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(method, z, basis);
+      const V h = at::vec::fmadd(method.abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
       h.store(after + n * kLanes);
       y = at::vec::fmadd(h, c.C.at(t, n), y);
     }

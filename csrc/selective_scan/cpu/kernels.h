@@ -35,8 +35,9 @@ struct Blocking {
   int64_t padded_dstate;  // dstate rounded up to whole vectors
   int64_t chunk_length;
   int64_t chunks_per_sweep;
+  MethodParameters method;
 
-  Blocking(const SelectiveScanParams& p, int64_t lanes) : lanes(lanes) {
+  Blocking(const SelectiveScanParams& p, const MethodParameters& method, int64_t lanes) : lanes(lanes), method(method) {
     segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
     segments = segment == 0 ? 0 : p.dim / segment;
     blocks_per_segment = (segment + lanes - 1) / lanes;
@@ -111,7 +112,7 @@ struct CpuKernels {
                      int64_t chunk, std::byte* scratch);
 };
 
-SSM_KERNEL_STRUCT(Blocking, 72);
+SSM_KERNEL_STRUCT(Blocking, 80);
 SSM_KERNEL_STRUCT(BwdWorkspace, 56);
 SSM_KERNEL_STRUCT(CpuKernels, 48);
 

@@ -23,10 +23,11 @@ SelectiveScanSummaryParams make_params(const Inputs& scan, Discretization method
   return params;
 }
 
-void run(const SelectiveScanSummaryParams& params, const at::Tensor& like, int64_t accumulate_bytes) {
+void run(const SelectiveScanSummaryParams& params, const MethodParameters& method, const at::Tensor& like,
+         int64_t accumulate_bytes) {
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(like.scalar_type());
-  const Blocking blocking(params, kernels.vector_bytes() / accumulate_bytes);
+  const Blocking blocking(params, method, kernels.vector_bytes() / accumulate_bytes);
   const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * params.seqlen;
   ThreadScratch threads(kernels.scratch_bytes(params, blocking, kind));
   threads.parallel_for(params.batch * blocking.tasks_per_row(), task_work,
@@ -38,7 +39,7 @@ SummaryOutputs summary_cpu(const SummaryInputs& in) {
   SummaryOutputs outputs = allocate_summary(in);
   SelectiveScanSummaryParams params = make_params(in.scan(), method, outputs.last_state);
   params.decay = outputs.decay.data_ptr();
-  run(params, in.u, in.A.element_size());
+  run(params, parse_method_parameters(in.discretization), in.u, in.A.element_size());
   return outputs;
 }
 
@@ -47,7 +48,7 @@ at::Tensor initial_gradient_cpu(const InitialGradientInputs& in) {
   const at::Tensor grad = allocate_initial_gradient(in);
   SelectiveScanSummaryParams params = make_params(in.scan(), method, grad);
   params.is_adjoint = true;
-  run(params, in.grad_out, in.A.element_size());
+  run(params, parse_method_parameters(in.discretization), in.grad_out, in.A.element_size());
   return grad;
 }
 

@@ -96,7 +96,8 @@ constexpr bool kMultiplies = !is_adjoint && !Method::kExponential;
 
 // The steps of the n-th state.
 template <typename Acc, typename Method, bool is_adjoint, bool takes_short_exp2>
-inline __attribute__((always_inline)) void scan_state(const Steps<Acc>& c, int64_t n, Vec<Acc>& state, Vec<Acc>& decay) {
+inline __attribute__((always_inline)) void scan_state(const Method& method, const Steps<Acc>& c, int64_t n, Vec<Acc>& state,
+                                                      Vec<Acc>& decay) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
   const V A = V::loadu(c.A + n * kLanes), scaled_A = A * V(Acc(kLog2E));
@@ -107,14 +108,14 @@ inline __attribute__((always_inline)) void scan_state(const Steps<Acc>& c, int64
     if constexpr (takes_short_exp2) {
       basis = short_exp2(delta * scaled_A);
     } else {
-      basis = Method::basis(z);
+      basis = method.basis(z);
     }
-    const V abar = Method::abar(z, basis), u = V::loadu(c.u + t * kLanes);
+    const V abar = method.abar(z, basis), u = V::loadu(c.u + t * kLanes);
     if constexpr (is_adjoint) {
       state = abar * at::vec::fmadd(u, c.B.at(t, n), state);
     } else {
       V scaled = u;
-      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(method, z, basis);
       state = at::vec::fmadd(abar, state, scaled * c.B.at(t, n));
     }
     if constexpr (kMultiplies<Acc, Method, is_adjoint>) decay = decay * abar;
@@ -122,7 +123,7 @@ inline __attribute__((always_inline)) void scan_state(const Steps<Acc>& c, int64
 }
 
 template <typename Acc, typename Method, bool is_adjoint>
-void scan_steps(const Steps<Acc>& c) {
+void scan_steps(const Method& method, const Steps<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
   for (int64_t n = 0; n < c.dstate; ++n) {
@@ -131,11 +132,11 @@ void scan_steps(const Steps<Acc>& c) {
     if constexpr (kHasShortExp2 && std::is_same_v<Acc, float> && Method::kExponential) {
       const V largest = c.largest_delta * Math<V>::abs(V::loadu(c.A + n * kLanes)) * V(static_cast<float>(kLog2E));
       if (Math<V>::less(largest, V(kLargestExponent)).zero_mask() == 0) {  // in every lane; not for NaN
-        scan_state<Acc, Method, is_adjoint, true>(c, n, state, decay);
+        scan_state<Acc, Method, is_adjoint, true>(method, c, n, state, decay);
         is_scanned = true;
       }
     }
-    if (!is_scanned) scan_state<Acc, Method, is_adjoint, false>(c, n, state, decay);
+    if (!is_scanned) scan_state<Acc, Method, is_adjoint, false>(method, c, n, state, decay);
     state.store(c.state + n * kLanes);
     if constexpr (kMultiplies<Acc, Method, is_adjoint>) {
       // Denormal numbers are slow, and a product that rounds up to the smallest of them never becomes zero.
@@ -198,6 +199,8 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
     std::fill_n(tiles.sums + block * kLanes, kLanes, 0.0);
   }
 
+  bool input_has_delta = true;
+  visit_discretization(p.discretization, [&](auto rule) { input_has_delta = decltype(rule)::kInputHasDelta; });
   const int64_t most = tile_steps(p), count = ceil_div(p.seqlen, most);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t start = (p.is_adjoint ? count - 1 - i : i) * most, steps = std::min(most, p.seqlen - start);
@@ -210,7 +213,7 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
       finish_delta(tiles.delta, tiles.delta, bias, p.delta_softplus, steps);
       if (!p.is_adjoint) {
         add_to_sums(tiles.sums + block * kLanes, tiles.delta, steps);
-        multiply(tiles.u, tiles.delta, steps * kLanes);
+        if (input_has_delta) multiply(tiles.u, tiles.delta, steps * kLanes);
       }
       if (p.z.data != nullptr) {
         load_sequence<Acc, Scalar>(tiles.z, p.z, task.row, channel_of(block), channels_of(block), start, steps);
@@ -225,8 +228,9 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
                          operand(p.B, tiles.B_steps, tiles.B_constant + at, blocking),
                          tiles.state + at,
                          tiles.decay + at};
-      visit_discretization(p.discretization, [&](auto rule) {
-        p.is_adjoint ? scan_steps<Acc, decltype(rule), true>(c) : scan_steps<Acc, decltype(rule), false>(c);
+      visit_discretization(p.discretization, blocking.method, [&](auto rule) {
+        using Rule = decltype(rule);
+        p.is_adjoint ? scan_steps<Acc, Rule, true>(rule, c) : scan_steps<Acc, Rule, false>(rule, c);
       });
     }
   }

@@ -12,7 +12,7 @@ template <typename Scalar>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  visit_discretization(params.discretization, [&](auto rule) {
+  visit_basic_discretization(params.discretization, [&](auto rule) {
     using Method = decltype(rule);
     if (params.rows == 0) return;
     const auto launch = [&](const warp_scan::ScanPlan& pass) {
@@ -34,7 +34,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, c
 template <typename Scalar>
 cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  visit_discretization(params.discretization, [&](auto rule) {
+  visit_basic_discretization(params.discretization, [&](auto rule) {
     error = warp_scan::launch_bwd<Scalar, decltype(rule)>(params, plan.warp_scan, PartialSums(), stream);
   });
   return error;

@@ -282,7 +282,8 @@ FwdOutputs fwd_cuda(const FwdInputs& inputs) {
       return error;
     }
     point_at_vectors<Scalar>(params, plan);
-    return launch_fwd<Scalar>(params, plan, stream);
+    if (is_basic(method)) return launch_fwd<Scalar>(params, plan, stream);
+    return launch_further_fwd<Scalar>(params, parse_method_parameters(in.discretization), plan, stream);
   }));
   return outputs;
 }
@@ -334,7 +335,8 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
     point_at_vectors<Scalar>(params, plan);
     const auto launch = [&](const SelectiveScanBwdParams& of_span) {
       if (reuses) reuse_chunk_states(partial_sums, plan.partition(), of_span);
-      return launch_bwd<Scalar>(of_span, plan, partial_sums, stream);
+      if (is_basic(method)) return launch_bwd<Scalar>(of_span, plan, partial_sums, stream);
+      return launch_further_bwd<Scalar>(of_span, parse_method_parameters(in.discretization), plan, partial_sums, stream);
     };
     if (span == params.seqlen) return launch(params);
     cudaError_t error = cudaSuccess;
@@ -374,7 +376,8 @@ bool map_all_steps(const Params& params, at::ScalarType dtype, const at::Tensor&
 // parameters, the gradient of the state before all steps from those of the outputs; `decay`, if it is not null, the product of
 // all Abar.
 template <typename Params>
-void scan_all_steps(const Params& params, at::ScalarType dtype, const at::Tensor& state, void* decay) {
+void scan_all_steps(const Params& params, const MethodParameters& parameters, at::ScalarType dtype, const at::Tensor& state,
+                    void* decay) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(dtype), [&](auto scalar) {
     using Scalar = decltype(scalar);
@@ -391,7 +394,9 @@ void scan_all_steps(const Params& params, at::ScalarType dtype, const at::Tensor
     if (folds) workspace.reserve(&pass.offset, count);
     if (folds || decay == nullptr) workspace.reserve(&pass.decay, count);
     workspace.allocate(state.options());
-    const cudaError_t error = launch_carry_pass<Scalar>(params, plan, stream);
+    const cudaError_t error = is_basic(params.discretization)
+                                  ? launch_carry_pass<Scalar>(params, plan, stream)
+                                  : launch_further_carry_pass<Scalar>(params, parameters, plan, stream);
     if (error != cudaSuccess || !folds) return error;
     SegmentFold fold;
     fold.decay = pass.decay;
@@ -415,7 +420,8 @@ SummaryOutputs summary_cuda(const SummaryInputs& in) {
   void* const decay = outputs.decay.data_ptr();
   if (map_all_steps(params, in.u.scalar_type(), outputs.last_state, decay)) return outputs;
   const bool is_exponential = has_exponential_transition(method);
-  scan_all_steps(params, in.u.scalar_type(), outputs.last_state, is_exponential ? nullptr : decay);
+  scan_all_steps(params, parse_method_parameters(in.discretization), in.u.scalar_type(), outputs.last_state,
+                 is_exponential ? nullptr : decay);
   if (!is_exponential) return outputs;
   cuda::SpanDecay span;
   span.batch = params.batch;
@@ -450,7 +456,7 @@ at::Tensor initial_gradient_cuda(const InitialGradientInputs& in) {
   fill_params(params, in.scan(), method, PackedRows());
   params.grad_out = params.u;
   if (map_all_steps(params, in.grad_out.scalar_type(), grad, /*decay=*/nullptr)) return grad;
-  scan_all_steps(params, in.grad_out.scalar_type(), grad, /*decay=*/nullptr);
+  scan_all_steps(params, parse_method_parameters(in.discretization), in.grad_out.scalar_type(), grad, /*decay=*/nullptr);
   return grad;
 }
 

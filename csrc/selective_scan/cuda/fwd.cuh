@@ -15,7 +15,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
     if (plan.is_short) return short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream);
   }
   cudaError_t error = cudaSuccess;
-  visit_discretization(params.discretization, [&](auto rule) {
+  visit_basic_discretization(params.discretization, [&](auto rule) {
     using Method = decltype(rule);
     if constexpr (kHasAllScans<Scalar>) {
       if (plan.is_sequential) {
@@ -35,7 +35,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, c
 template <typename Scalar>
 cudaError_t launch_carry_pass(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  visit_discretization(params.discretization, [&](auto rule) {
+  visit_basic_discretization(params.discretization, [&](auto rule) {
     error = warp_scan::launch_fwd<Scalar, decltype(rule)>(params, plan.warp_scan, stream);
   });
   return error;

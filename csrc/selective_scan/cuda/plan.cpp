@@ -292,9 +292,9 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
 
 // Whether the short scan supports a call. It has no doubles.
 bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
-  return short_scan::kSharedBytes <= device.shared_bytes_per_block && p.B.per_step && p.C.per_step &&
-         p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMaxSteps && !p.is_packed() &&
-         p.dim <= std::numeric_limits<int32_t>::max();
+  return short_scan::kSharedBytes <= device.shared_bytes_per_block && is_basic(p.discretization) && p.B.per_step &&
+         p.C.per_step && p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMaxSteps &&
+         !p.is_packed() && p.dim <= std::numeric_limits<int32_t>::max();
 }
 
 // Whether the sequential scan supports a call that needs `shared_bytes` per block, if it can move the sequences. It has no

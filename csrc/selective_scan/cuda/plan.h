@@ -85,6 +85,20 @@ SSM_KERNEL_API cudaError_t launch_carry_pass(const SelectiveScanFwdParams& param
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_carry_pass(const SelectiveScanBwdParams& params, const Plan& plan, cudaStream_t stream);
 
+// The same for the methods of SSM_FURTHER_DISCRETIZATIONS.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_further_fwd(const SelectiveScanFwdParams& params, const MethodParameters& parameters,
+                                              const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_further_bwd(const SelectiveScanBwdParams& params, const MethodParameters& parameters,
+                                              const Plan& plan, const PartialSums& partial_sums, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_further_carry_pass(const SelectiveScanFwdParams& params, const MethodParameters& parameters,
+                                                     const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_further_carry_pass(const SelectiveScanBwdParams& params, const MethodParameters& parameters,
+                                                     const Plan& plan, cudaStream_t stream);
+
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const SelectiveScanParams& params, const sequential::ScanPlan& plan);

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
   begin_block<C, BwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
     cuda::warpgroup_reg_alloc<kConsumerRegisters>();
-    visit_method<Method>(params,
-                         [&](auto method) { BwdConsumer<C, decltype(method)>(params, plan, partial_sums, shared).run(); });
+    visit_method<Method>(
+        params, [&](auto method) { BwdConsumer<C, decltype(method)>(params, method, plan, partial_sums, shared).run(); });
   } else {
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
     const auto run = [&](auto producer) { producer.run(); };
@@ -74,6 +74,41 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
   }
 }
 
+// With a body of its own: a function that both kernels call would change the instructions of sequential_bwd_kernel.
+template <typename Scalar>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBlocks)
+    sequential_further_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                                  const __grid_constant__ PartialSums partial_sums,
+                                  const __grid_constant__ MethodParameters parameters) {
+  using C = BwdTileConfig<Scalar>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  const BwdShared<C> shared(memory);
+  if (threadIdx.x == 0) shared.sums_are_read->init(C::kConsumers);
+  for (int i = threadIdx.x; i < shared.kChannelSums; i += C::kThreads) shared.channel_sums[i] = 0;
+  begin_block<C, BwdRows<Scalar>>(params, plan, shared);
+  if (threadIdx.x < C::kConsumers) {
+    cuda::warpgroup_reg_alloc<kConsumerRegisters>();
+    visit_method<FurtherMethod>(params, parameters, [&](auto method) {
+      BwdConsumer<C, decltype(method)>(params, method, plan, partial_sums, shared).run();
+    });
+  } else {
+    cuda::warpgroup_reg_dealloc<kProducerRegisters>();
+    const auto run = [&](auto producer) { producer.run(); };
+    const VectorAccess sequences = static_cast<VectorAccess>(opaque(static_cast<int>(plan.sequences)));
+    if (sequences == VectorAccess::kAlongSteps) {
+      run(BwdProducer<C, FurtherMethod, VectorAccess::kAlongSteps>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kAlongChannels) {
+      run(BwdProducer<C, FurtherMethod, VectorAccess::kAlongChannels>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kDescending) {
+      run(BwdProducer<C, FurtherMethod, VectorAccess::kDescending>(params, plan, partial_sums, shared));
+    } else if (sequences == VectorAccess::kShifted) {
+      run(BwdProducer<C, FurtherMethod, VectorAccess::kShifted>(params, plan, partial_sums, shared));
+    } else {
+      run(BwdProducer<C, FurtherMethod, VectorAccess::kShiftedChannels>(params, plan, partial_sums, shared));
+    }
+  }
+}
+
 template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanBwdParams&) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
@@ -84,6 +119,13 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
                        cudaStream_t stream) {
   return launch_blocks(sequential_bwd_kernel<Scalar, OwnOrRareMethod<Method>>, BwdTileConfig<Scalar>::kThreads,
                        shared_bytes<Scalar>(params), stream, params, plan, partial_sums);
+}
+
+template <typename Scalar>
+cudaError_t launch_further_bwd(const SelectiveScanBwdParams& params, const MethodParameters& parameters, const ScanPlan& plan,
+                               const PartialSums& partial_sums, cudaStream_t stream) {
+  return launch_blocks(sequential_further_bwd_kernel<Scalar>, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
+                       stream, params, plan, partial_sums, parameters);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

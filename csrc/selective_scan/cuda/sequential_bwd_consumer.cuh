@@ -19,7 +19,7 @@ namespace ssm_kernels::selective_scan::sequential {
 
 // delta, inputs, dy, B, C and saved states -> sums over states, sums over channels, and adjoints.
 template <typename TileConfig, typename Method>
-struct BwdConsumer {
+struct BwdConsumer : Method {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
@@ -82,9 +82,10 @@ struct BwdConsumer {
   static constexpr int kPitch = Matrices<TileConfig>::kPitch, kFromBToC = Matrices<TileConfig>::kCapacity * kBytes;
   using Tile = std::conditional_t<Step::kKeepsAddresses, KeptTile, ComputedTile>;
 
-  __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
+  __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const Method& method_, const ScanPlan& plan_,
                                          const PartialSums& partial_sums_, const Shared& shared_)
-      : p(p_),
+      : Method(method_),
+        p(p_),
         plan(plan_),
         partial_sums(partial_sums_),
         shared(shared_),
@@ -108,6 +109,8 @@ struct BwdConsumer {
       });
     }
   }
+
+  __device__ __forceinline__ const Method& method() const { return *this; }
 
   __device__ __forceinline__ void load_saved_states(int64_t t0) {
     const Acc* const saved = shared.rows->states_before(p, t0 / kBwdTileSteps);
@@ -138,7 +141,7 @@ struct BwdConsumer {
         const Rate rate(A[k][i]);
 #pragma unroll
         for (int j = 0; j < kG; ++j) {
-          const Input input(delta[k][j], v[k][j]);
+          const Input input = make_input<Step>(method(), delta[k][j], v[k][j]);
           h[k][i] = Step(input, rate).advance(input, rate, h[k][i], b[j]);
         }
       }
@@ -174,7 +177,7 @@ struct BwdConsumer {
       return *shared.array(tile_index, array).at(opaque(lane.channel(k)), t + j);
     };
     const auto input_at = [&](int k, int j) {
-      return Input(at_step(delta[k], Shared::kDelta, k, j), at_step(v[k], Shared::kInput, k, j));
+      return make_input<Step>(method(), at_step(delta[k], Shared::kDelta, k, j), at_step(v[k], Shared::kInput, k, j));
     };
     const auto dy_at = [&](int k, int j) { return at_step(dy[k], Shared::kDy, k, j); };
     Acc of_half[2][2][kG];  // (states of a lane after the first exchange, B and C, steps)

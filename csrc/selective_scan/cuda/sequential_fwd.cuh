@@ -37,12 +37,28 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
   begin_block<C, FwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
     if constexpr (std::is_same_v<Method, RareMethod>) {
-      visit_method<Method>(params, [&](auto method) { FwdConsumer<C, decltype(method)>(params, shared).run(); });
+      visit_method<Method>(params, [&](auto method) { FwdConsumer<C, decltype(method)>(params, method, shared).run(); });
     } else {
-      FwdConsumer<C, Method>(params, shared).run();
+      FwdConsumer<C, Method>(params, Method(), shared).run();
     }
   } else {
     FwdProducer<C, Method>(params, plan, shared).run();
+  }
+}
+
+template <typename Scalar>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBlocks)
+    sequential_further_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan,
+                                  const __grid_constant__ MethodParameters parameters) {
+  using C = FwdTileConfig<Scalar>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  const FwdShared<C> shared(memory, params);
+  begin_block<C, FwdRows<Scalar>>(params, plan, shared);
+  if (threadIdx.x < C::kConsumers) {
+    visit_method<FurtherMethod>(params, parameters,
+                                [&](auto method) { FwdConsumer<C, decltype(method)>(params, method, shared).run(); });
+  } else {
+    FwdProducer<C, FurtherMethod>(params, plan, shared).run();
   }
 }
 
@@ -56,6 +72,13 @@ template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
   return launch_blocks(sequential_fwd_kernel<Scalar, OwnOrRareMethod<Method>>, FwdTileConfig<Scalar>::kThreads,
                        shared_bytes<Scalar>(params), stream, params, plan);
+}
+
+template <typename Scalar>
+cudaError_t launch_further_fwd(const SelectiveScanFwdParams& params, const MethodParameters& parameters, const ScanPlan& plan,
+                               cudaStream_t stream) {
+  return launch_blocks(sequential_further_fwd_kernel<Scalar>, FwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
+                       stream, params, plan, parameters);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

@@ -23,6 +23,7 @@ struct FwdConsumer {
   static constexpr int kBytes = sizeof(Acc);
 
   const SelectiveScanFwdParams& p;
+  const Method method;
   const Shared& shared;
   const Position& at;
   ConsumerLane<TileConfig, false> lane;
@@ -31,8 +32,8 @@ struct FwdConsumer {
   typename Step::Rate rates[kLaneChannels][kLaneStates];
   Acc h[kLaneChannels][kLaneStates];
 
-  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
-      : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
+  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Method& method_, const Shared& shared_)
+      : p(p_), method(method_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       rates[k][i] = typename Step::Rate(0);
       h[k][i] = 0;
@@ -79,7 +80,7 @@ struct FwdConsumer {
       for (int k = 0; k < kLaneChannels; ++k) {
         y[k][j] = 0;
         if (!is_full && j >= count) continue;
-        const typename Step::Input input(delta[k][j], v[k][j]);
+        const auto input = make_input<Step>(method, delta[k][j], v[k][j]);
 #pragma unroll
         for (int i = 0; i < kLaneStates; ++i) {
           if (!is_full && lane.state(i) >= dstate) continue;

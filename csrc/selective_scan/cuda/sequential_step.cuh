@@ -68,13 +68,14 @@ struct Step : StepDefaults<AccumulateType<Scalar>> {
   using Acc = AccumulateType<Scalar>;
   using Defaults = StepDefaults<Acc>;
   using typename Defaults::Input, typename Defaults::Rate;
+  static constexpr bool kInputHasDelta = Method::kInputHasDelta;
   static constexpr Acc kScaleOfA = selective_scan::kScaleOfA<Method, Acc>, kScaleOfStepSum = 1 / kScaleOfA;
 
   Acc z, basis;
 
   Step() = default;
   __device__ __forceinline__ Step(const Input& input, const Rate& rate) {
-    const Transition<Method, Acc> transition(input.delta, rate.A);
+    const Transition<Method, Acc> transition(Method(), input.delta, rate.A);
     z = transition.z;
     basis = transition.basis;
   }
@@ -100,6 +101,24 @@ struct Step<RareMethod, Scalar> {
   static constexpr bool kInputHasDelta = Defaults::kInputHasDelta;
   static constexpr auto kInputScale = Defaults::kInputScale;
 };
+
+template <typename Scalar>
+struct Step<FurtherMethod, Scalar> {
+  static constexpr bool kInputHasDelta = false;
+  static constexpr auto kInputScale = StepDefaults<AccumulateType<Scalar>>::kInputScale;
+};
+
+// What the states of a (channel, step) share; of a method with parameters with these.
+template <typename Step, typename Method, typename Acc>
+__device__ __forceinline__ typename Step::Input make_input(const Method& method, Acc delta, Acc v) {
+  if constexpr (!Method::kInputHasDelta) {
+    return {Math<Acc>::min(delta, kLargestRate<Acc>), v};  // warp_scan_bwd.cuh says why
+  } else if constexpr (std::is_empty_v<Method>) {
+    return {delta, v};
+  } else {
+    return {delta, v, method};
+  }
+}
 
 // v, from delta and u.
 template <typename Step, typename Acc>
@@ -180,6 +199,39 @@ struct Step<Bilinear, Scalar> : StepDefaults<AccumulateType<Scalar>> {
  private:
   __device__ __forceinline__ static Acc numerator(const Input& input, const Rate& rate) {
     return Math<Acc>::fma(-input.delta, rate.A, Acc(0.5));
+  }
+};
+
+// h = (1 + (1 - alpha) z) r h_before + delta r u b, r = 1 / (1 - alpha z).
+template <typename Scalar>
+struct Step<Gbt, Scalar> : StepDefaults<AccumulateType<Scalar>> {
+  using Acc = AccumulateType<Scalar>;
+  using typename StepDefaults<Acc>::Rate;
+  static constexpr bool kInputHasDelta = false, kKeepsAddresses = false;
+
+  struct Input {
+    Acc delta, v;
+    Gbt method;
+
+    __device__ __forceinline__ Input(Acc delta_, Acc v_, const Gbt& method_) : delta(delta_), v(v_), method(method_) {}
+  };
+
+  Acc z, r;
+
+  Step() = default;
+  __device__ __forceinline__ Step(const Input& input, const Rate& rate) : z(input.delta * rate.A), r(input.method.basis(z)) {}
+  __device__ __forceinline__ Acc advance(const Input& input, const Rate&, Acc before, Acc b) const {
+    return Math<Acc>::fma(input.method.abar(z, r), before, input.delta * r * (input.v * b));
+  }
+  __device__ __forceinline__ Acc add_gradients(const GradientSums<Acc>& sums, const Input& input, const Rate& rate, Acc b,
+                                               Acc g, Acc before, Acc) const {
+    const auto derivatives = input.method.derivatives(z, r, r);
+    const Acc gained = input.delta * r * g, of_v = g * (input.v * b), q = derivatives.abar * (g * before);
+    sums.input = Math<Acc>::fma(gained, b, sums.input);
+    sums.B = Math<Acc>::fma(gained, input.v, sums.B);
+    sums.step = Math<Acc>::fma(rate.A, q, Math<Acc>::fma(of_v, derivatives.z_gain, sums.step));
+    sums.A = Math<Acc>::fma(input.delta, Math<Acc>::fma(of_v * input.delta, derivatives.gain, q), sums.A);
+    return input.method.abar(z, r) * g;
   }
 };
 

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int n = 0; n < kLaneStates; ++n) {
           // Past the end A is zero: a size of zero times an infinite A would be NaN.
-          const Transition<Method, float> transition(size, t < steps ? scaled_A[n] : 0.0f);
+          const Transition<Method, float> transition(method, size, t < steps ? scaled_A[n] : 0.0f);
           const float next = fmaf(transition.abar(), state[n], transition.input(input) * B.accumulate(n));
           // An infinite input times a zero of B would make a padding state, and the channel's output, NaN.
           state[n] = n < states ? next : 0.0f;

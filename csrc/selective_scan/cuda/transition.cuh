@@ -15,26 +15,37 @@ using cuda::opaque;
 template <typename Method, typename Acc>
 constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 
-// A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RareMethod: one that is not
-// common.
+// A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RuntimeMethod: one of
+// SSM_BASIC_DISCRETIZATIONS. RareMethod: one of them that is not common. FurtherMethod: one of SSM_FURTHER_DISCRETIZATIONS,
+// whose kernels also take its MethodParameters.
 struct RuntimeMethod {};
 struct RareMethod {};
+struct FurtherMethod {};
 // The method itself if it is common, else RareMethod.
 template <typename Method>
 using OwnOrRareMethod = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
 
 // Calls visit(Method{}), or visit(Zoh{}), visit(ZohExact{}), ... by the parameters.
 template <typename Method, typename Visitor>
-__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
+__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const MethodParameters& parameters,
+                                             const Visitor& visit) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
-    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
+    visit_basic_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
   } else if constexpr (std::is_same_v<Method, RareMethod>) {
-    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), [&](auto method) {
+    visit_basic_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), [&](auto method) {
       if constexpr (!kIsCommon<decltype(method)>) visit(method);
     });
+  } else if constexpr (std::is_same_v<Method, FurtherMethod>) {
+    visit_further_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
   } else {
     visit(Method{});
   }
+}
+
+// For what does not depend on the parameters.
+template <typename Method, typename Visitor>
+__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
+  visit_method<Method>(p, MethodParameters(), visit);
 }
 
 template <typename Method, typename Acc>
@@ -50,12 +61,23 @@ __device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
   return has;
 }
 
+template <typename Method>
+__device__ __forceinline__ bool input_has_delta(const SelectiveScanParams& p) {
+  if constexpr (!std::is_same_v<Method, FurtherMethod>) {
+    return true;
+  } else {
+    bool has = true;
+    visit_method<Method>(p, [&](auto method) { has = decltype(method)::kInputHasDelta; });
+    return has;
+  }
+}
+
 // z and the method's basis, computed from delta and the scaled A.
 template <typename Method, typename Acc>
-struct Transition {
+struct Transition : Method {
   Acc z, basis;
 
-  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A) {
+  __device__ __forceinline__ Transition(const Method& method, Acc delta, Acc scaled_A) : Method(method) {
     if constexpr (Method::kExponential) {
       const Acc exponent = delta * scaled_A;
       basis = Math<Acc>::exp2(exponent);
@@ -65,13 +87,14 @@ struct Transition {
       basis = Method::basis(z);
     }
   }
-  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A, Acc known_basis) : z(delta * scaled_A), basis(known_basis) {
+  __device__ __forceinline__ Transition(const Method& method, Acc delta, Acc scaled_A, Acc known_basis)
+      : Method(method), z(delta * scaled_A), basis(known_basis) {
     if constexpr (Method::kExponential) z *= Acc(kLn2);
   }
   __device__ __forceinline__ Acc abar() const { return Method::abar(z, basis); }
   // delta u k(z), given delta u.
   __device__ __forceinline__ Acc input(Acc delta_u) const {
-    return Method::kUnitGain ? delta_u : delta_u * current_gain(Method(), z, basis);
+    return Method::kUnitGain ? delta_u : delta_u * current_gain(static_cast<const Method&>(*this), z, basis);
   }
 };
 

@@ -14,7 +14,11 @@
 #include "cuda/divisor.h"
 #include "selective_scan/cuda/launch.h"
 
-namespace ssm_kernels::selective_scan::warp_scan {
+namespace ssm_kernels::selective_scan {
+
+struct FurtherMethod;  // transition.cuh
+
+namespace warp_scan {
 
 // Forward's tile shapes; doubles have kFewChannels only. kFewChannels has more lanes per channel, so that few channels make
 // more warps. It costs a longer scan over the lanes, and each load of B and C serves fewer channels. kSmallBlocks has half as
@@ -56,9 +60,9 @@ enum class Pass : int { kPerStep, kAny, kCarry };
 // Doubles have kAny alone.
 template <typename Scalar>
 constexpr bool kHasCommonPasses = !std::is_same_v<Scalar, double>;
-// Whether a launch of kAny may be a carry pass.
-template <typename Scalar>
-constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
+// Whether a launch of kAny may be a carry pass. FurtherMethod has no kernels but kAny.
+template <typename Scalar, typename Method>
+constexpr bool kAnyCarries = !kHasCommonPasses<Scalar> || std::is_same_v<Method, FurtherMethod>;
 
 // A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
 // the slices shrink too. Backward also halves its slices where more blocks then fit into a multiprocessor.
@@ -80,4 +84,5 @@ SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanFwdParams& params, const 
 template <typename Scalar>
 SSM_KERNEL_API int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
 
-}  // namespace ssm_kernels::selective_scan::warp_scan
+}  // namespace warp_scan
+}  // namespace ssm_kernels::selective_scan

@@ -265,10 +265,13 @@ __device__ __forceinline__ void read_steps(const SelectiveScanBwdParams& p, cons
     for (int j = 0; j < K; ++j) dy[j] = 0;
   }
   make_step_sizes(delta, bias, p.delta_softplus, valid);
-  const bool unit_gain = has_unit_gain<Method>(p);
+  const bool has_delta = input_has_delta<Method>(p), multiplies = has_unit_gain<Method>(p) && has_delta;
 #pragma unroll
   for (int j = 0; j < K; ++j) {
-    if (unit_gain) u_or_delta_u[j] *= delta[j];
+    // An infinite step leaves the states of methods without delta finite: its gradient is zero, not the NaN of zero times
+    // infinity.
+    if (!has_delta) delta[j] = Math<Acc>::min(delta[j], kLargestRate<Acc>);
+    if (multiplies) u_or_delta_u[j] *= delta[j];
     y[j] = grad_input[j] = grad_step[j] = 0;
     sum_of_delta += delta[j];
   }
@@ -315,7 +318,8 @@ __device__ __forceinline__ void store_sums(const SelectiveScanBwdParams& p, cons
 
 template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
-                                          const PartialSums& partial_sums, unsigned char* memory) {
+                                          const PartialSums& partial_sums, unsigned char* memory,
+                                          const MethodParameters& parameters = {}) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
@@ -334,7 +338,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   clear<TileConfig>(shared.grad_channel, 2 * TileConfig::kThreads);
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate);
-  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar, Method> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
   const bool sums_channels = !carry_pass && (p.grad_B.per_step || p.grad_C.per_step);
 
@@ -397,10 +401,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (Known::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
           const auto A_at = [&](int j) { return !is_tail || j < opaque(valid) ? A : Acc(0); };
           Acc basis[K] = {};
-          const auto transition = [&](int j) { return Transition<Known, Acc>(delta[j], A_at(j), basis[j]); };
+          const auto transition = [&](int j) { return Transition<Known, Acc>(method, delta[j], A_at(j), basis[j]); };
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            basis[j] = Transition<Known, Acc>(delta[j], A_at(j)).basis;
+            basis[j] = Transition<Known, Acc>(method, delta[j], A_at(j)).basis;
             if (!Known::kExponential || is_tail) decay *= transition(j).abar();
           }
           const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
@@ -467,7 +471,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             if constexpr (Known::kExponential) {
               q = through * previous;
             } else {
-              q = Known::derivatives(step.z, step.basis, current_gain(Known(), step.z, step.basis)).abar * (g * previous);
+              q = method.derivatives(step.z, step.basis, current_gain(method, step.z, step.basis)).abar * (g * previous);
             }
             // Past the end, zero times an infinite state would be NaN.
             if (is_tail && j >= opaque(valid)) q = 0;
@@ -476,8 +480,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
               to_B[j] = g * delta_u(j);
             } else {
-              const Acc gain = current_gain(Known(), step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
-              const auto derivatives = Known::derivatives(step.z, step.basis, gain);
+              const Acc gain = current_gain(method, step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              const auto derivatives = method.derivatives(step.z, step.basis, gain);
               to_A = Math<Acc>::fma(delta[j] * u_g_b, derivatives.gain, q);
               grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Known, Acc>, derivatives.z_gain, grad_step[j]);
               grad_input[j] = Math<Acc>::fma(g_b, gain, grad_input[j]);
@@ -504,7 +508,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (sums_channels) store_channel_sums<TileConfig>(to_B, to_C, lane, sums);
         }
       };
-      visit_tile<TileConfig, Method, pass>(p, steps, run_states);
+      visit_tile<TileConfig, Method, pass>(p, parameters, steps, run_states);
       if (sums_channels) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
@@ -539,19 +543,19 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       inputs.u.read(lane.channel, first_step, u);
       inputs.delta.read(lane.channel, first_step, raw);
       const Acc bias = of_channel(p.delta_bias);
-      const bool unit_gain = has_unit_gain<Method>(p);
+      const bool has_delta = input_has_delta<Method>(p), multiplies = has_unit_gain<Method>(p) && has_delta;
       const Acc scale = scale_of_A<Method, Acc>(p);
       Acc grad_D = 0, grad_bias = 0;
 #pragma unroll
       for (int j = 0; j < K; ++j) {
         Acc grad_delta = grad_step[j] * (1 / scale);
-        if (unit_gain) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
+        if (multiplies) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
         if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
         if (j < valid) {
           grad_bias += grad_delta;
           grad_D = Math<Acc>::fma(dy[j], u[j], grad_D);
         }
-        grad_input[j] = Math<Acc>::fma(delta[j], grad_input[j], skip * dy[j]);
+        grad_input[j] = Math<Acc>::fma(has_delta ? delta[j] : Acc(1), grad_input[j], skip * dy[j]);
         grad_step[j] = grad_delta;
       }
       Acc* const grad_channel = shared.grad_channel + opaque_thread();

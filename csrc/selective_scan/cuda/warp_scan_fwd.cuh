@@ -142,7 +142,8 @@ struct AnyFwdTile {
 };
 
 template <typename TileConfig, int slice, typename Method, Pass pass>
-__device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
+__device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory,
+                                          const MethodParameters& parameters = {}) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig, slice>;
@@ -155,7 +156,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const int arguments = place_arguments<Scalar, TileConfig::kThreads>(shared.arguments, memory, p, plan);
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
-  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar, Method> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
 
   const int rows_of_states = state_rows<TileConfig>(plan);
@@ -247,12 +248,13 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       __syncthreads();
 
       if (first_state == 0) {
+        const bool has_delta = input_has_delta<Method>(p);
         u_tile.read(lane.channel, first_step, out);
         delta_tile.read(lane.channel, first_step, delta);
         make_step_sizes(delta, bias, p.delta_softplus, valid);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          delta_u[j] = delta[j] * out[j];
+          delta_u[j] = has_delta ? delta[j] * out[j] : out[j];
           out[j] *= skip;
           (j < kHalf ? early_sum : late_sum) += delta[j];
         }
@@ -276,7 +278,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           const auto b = read_B_or_C(p.B, B_steps, state);
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            const Transition<Known, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
+            const Transition<Known, Acc> transition(method, delta[j], !is_tail || j < valid ? A : Acc(0));
             abar[j] = transition.abar();
             input[j] = transition.input(delta_u[j]) * b[j];
             if (!Known::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
@@ -312,7 +314,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           }
         }
       };
-      visit_tile<TileConfig, Method, pass>(p, steps, run_states);
+      visit_tile<TileConfig, Method, pass>(p, parameters, steps, run_states);
     }
 
     if (!carry_pass) {
@@ -379,6 +381,17 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, config>::kThreads,
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
+                                  kFwdResidentWarps<Scalar> / FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kWarps)
+    warp_scan_further_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan,
+                                 const __grid_constant__ MethodParameters parameters) {
+  constexpr FwdConfig kConfig = FwdConfig::kFewChannels;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  fwd_block<FwdTileConfig<Scalar, kConfig>, FwdSizes<kConfig>::kSlice, FurtherMethod, Pass::kAny>(params, plan, memory,
+                                                                                                  parameters);
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
   const auto of = [&](auto config) {
     return FwdShared<FwdTileConfig<Scalar, config()>, FwdSizes<config()>::kSlice>(nullptr, params, plan).bytes;
@@ -418,6 +431,14 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   return cuda::launch(kernel, params.rows * plan.launched_segments * plan.tiles, threads, static_cast<int>(bytes), stream,
                       /*uses_pdl=*/cuda::has_pdl(kernel), params, plan);
+}
+
+// The plan has few channels for these methods.
+template <typename Scalar>
+cudaError_t launch_further_fwd(const SelectiveScanFwdParams& params, const MethodParameters& parameters, const ScanPlan& plan,
+                               cudaStream_t stream) {
+  return launch_blocks(warp_scan_further_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
+                       shared_bytes<Scalar>(params, plan), stream, params, plan, parameters);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -405,8 +405,9 @@ struct SequenceTile {
 // know the answer at compile time, and so have their loop over states twice; kAny tests it for each state. In a partial tile A
 // is zero past the end, because a step size of zero times an infinite A is NaN.
 template <typename TileConfig, typename Method, Pass pass, typename Scan>
-__device__ __forceinline__ void visit_tile(const SelectiveScanParams& p, int steps, const Scan& scan) {
-  visit_method<Method>(p, [&](auto method) {
+__device__ __forceinline__ void visit_tile(const SelectiveScanParams& p, const MethodParameters& parameters, int steps,
+                                           const Scan& scan) {
+  visit_method<Method>(p, parameters, [&](auto method) {
     if constexpr (pass == Pass::kAny) {
       scan([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
     } else if (steps < TileConfig::kTileSteps) {

@@ -36,9 +36,9 @@ struct Cpu {
     check_decoding_values(kCpuOp, in.decoding(), rows, params.slots, /*most_accepted=*/rows.read_slots.columns);
   }
 
-  static void run(const Inputs&, const StateUpdateParams& params, const TokenParams* tokens) {
+  static void run(const Inputs& in, const StateUpdateParams& params, const TokenParams* tokens) {
     const CpuKernels& kernel = cpu_kernels();
-    const Blocking blocking(params, kernel.vector_size(params));
+    const Blocking blocking(params, parse_method_parameters(in.discretization), kernel.vector_size(params));
     const int64_t steps = tokens == nullptr ? 1 : tokens_per_row(tokens->rows);
     // A thread gets at least 16384 states, below which starting it costs more than it saves.
     const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate * steps));

@@ -57,7 +57,7 @@ void gather_A(const StateUpdateParams& p, int64_t row, int64_t count, Acc* targe
 
 // Updates the state of the rows and sets their y.
 template <typename Acc, typename State, typename Method>
-void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
+void update_rows(const StateUpdateParams& p, const Method& method, Rows<Acc>& rows) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   const auto row_of = [&](const StateView& view, int64_t r) {
@@ -70,9 +70,9 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   if (p.tied_A()) {
     alignas(64) Acc row_A[kSize] = {};
     for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
-    const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = Method::basis(z);
-    Method::abar(z, basis).store(tied_abar);
-    (V::loadu(rows.input) * current_gain(Method(), z, basis)).store(tied_factor);
+    const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = method.basis(z);
+    method.abar(z, basis).store(tied_abar);
+    (V::loadu(rows.input) * current_gain(method, z, basis)).store(tied_factor);
   }
 
   alignas(64) State gathered_state[kMaxDstate];
@@ -100,9 +100,9 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
     for (int64_t n = 0; n < p.dstate; n += kSize) {
       const int64_t count = std::min(kSize, p.dstate - n);
       if (!p.tied_A()) {
-        const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = Method::basis(z);
-        abar = Method::abar(z, basis);
-        factor = input * current_gain(Method(), z, basis);
+        const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = method.basis(z);
+        abar = method.abar(z, basis);
+        factor = input * current_gain(method, z, basis);
       }
       V value = at::vec::fmadd(abar, load_as<Acc>(h + n, count), factor * V::loadu(rows.B + n));
       // A step size of inf makes even a zero state NaN.
@@ -118,11 +118,12 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
 }
 
 template <typename Acc>
-void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
+void update_rows(const StateUpdateParams& p, const MethodParameters& parameters, Rows<Acc>& rows) {
   visit_scalar(p.state_kind, [&](auto state) {
     using State = decltype(state);
     if constexpr (std::is_same_v<AccumulateType<State>, Acc>) {
-      visit_discretization(p.discretization, [&](auto method) { update_rows<Acc, State, decltype(method)>(p, rows); });
+      visit_discretization(p.discretization, parameters,
+                           [&](auto method) { update_rows<Acc, State, decltype(method)>(p, method, rows); });
     }
   });
 }
@@ -166,6 +167,8 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
   constexpr int64_t kSize = V::size();
   Rows<Acc> rows = {};
   const Input *loaded_B = nullptr, *loaded_C = nullptr;
+  bool input_has_delta = true;
+  visit_discretization(params.discretization, [&](auto method) { input_has_delta = decltype(method)::kInputHasDelta; });
 
   const auto offset_in = [&](const ChannelView& view, int64_t b, int64_t r) {
     return b * view.stride_batch + rows.head[r] * view.stride_head + rows.dim[r] * view.stride_dim;
@@ -204,8 +207,8 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     if (p.dt_softplus) delta = softplus(delta);
     delta = clamp(delta, V(static_cast<Acc>(p.dt_min)), V(static_cast<Acc>(p.dt_max)));
     delta.store(rows.delta);
-    (delta * x).store(rows.input);
-    update_rows(p, rows);
+    (input_has_delta ? delta * x : x).store(rows.input);
+    update_rows(p, blocking.method, rows);
 
     V y = V::loadu(rows.y);
     if (p.D.data != nullptr) y = at::vec::fmadd(load(p.D, p.D_is_input_kind), x, y);

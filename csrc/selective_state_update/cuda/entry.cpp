@@ -153,7 +153,7 @@ struct StepCall {
 
 // The step kernel's call (launch.h), if it takes this one.
 std::optional<StepCall> make_step(const StateUpdateParams& p, int64_t multiprocessors) {
-  if (p.tied_A() || p.input_kind == ScalarKind::kDouble) return std::nullopt;
+  if (p.tied_A() || p.input_kind == ScalarKind::kDouble || !is_basic(p.discretization)) return std::nullopt;
   if (p.slots < 1 || p.dstate < 1) return std::nullopt;
   for (const int64_t stride : {p.state.stride_state, p.A.stride_state, p.B.stride_state, p.C.stride_state}) {
     if (stride != 1 && p.dstate > 1) return std::nullopt;
@@ -254,13 +254,17 @@ cudaError_t visit_types(const StateUpdateParams& params, const Launch& launch) {
   });
 }
 
-cudaError_t launch(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream) {
+cudaError_t launch(const StateUpdateParams& params, const MethodParameters& parameters, const TokenParams* tokens,
+                   const Tiling& tiling, cudaStream_t stream) {
   return visit_types(params, [&](auto input, auto state) {
+    if (!is_basic(params.discretization)) {
+      return launch_further_state_update<decltype(input), decltype(state)>(params, parameters, tokens, tiling, stream);
+    }
     return launch_selective_state_update<decltype(input), decltype(state)>(params, tokens, tiling, stream);
   });
 }
 
-void run(const StateUpdateParams& params, TokenParams* tokens, const at::Tensor& x) {
+void run(const StateUpdateParams& params, const MethodParameters& parameters, TokenParams* tokens, const at::Tensor& x) {
   const int64_t multiprocessors = cuda::multiprocessor_count(x.get_device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (tokens != nullptr) {
@@ -275,7 +279,7 @@ void run(const StateUpdateParams& params, TokenParams* tokens, const at::Tensor&
     }));
     return;
   }
-  C10_CUDA_CHECK(launch(params, tokens, make_tiling(params, tokens, multiprocessors), stream));
+  C10_CUDA_CHECK(launch(params, parameters, tokens, make_tiling(params, tokens, multiprocessors), stream));
 }
 
 struct Cuda {
@@ -292,7 +296,7 @@ struct Cuda {
   static void check_values(const Arguments&...) {}
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
-    selective_state_update::run(params, tokens, in.x);
+    selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
   }
 };
 

@@ -56,15 +56,23 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
   return row;
 }
 
-// A method that the kernel reads from its parameters: the general kernel is compiled once for all methods.
+// A method that the kernel reads from its parameters, one of SSM_BASIC_DISCRETIZATIONS: the general kernel is compiled once for
+// all of them.
 struct RuntimeMethod {
   Discretization discretization;
 };
+// One of SSM_FURTHER_DISCRETIZATIONS.
+struct FurtherMethod {
+  Discretization discretization;
+  MethodParameters parameters;
+};
 
 template <typename Method>
-__device__ __forceinline__ Method make_method(Discretization discretization) {
+__device__ __forceinline__ Method make_method(Discretization discretization, const MethodParameters& parameters = {}) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
     return {discretization};
+  } else if constexpr (std::is_same_v<Method, FurtherMethod>) {
+    return {discretization, parameters};
   } else {
     return {};
   }
@@ -74,7 +82,9 @@ __device__ __forceinline__ Method make_method(Discretization discretization) {
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const Method& method, const Visitor& visitor) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
-    visit_discretization(method.discretization, visitor);
+    visit_basic_discretization(method.discretization, visitor);
+  } else if constexpr (std::is_same_v<Method, FurtherMethod>) {
+    visit_further_discretization(method.discretization, method.parameters, visitor);
   } else {
     visitor(method);
   }

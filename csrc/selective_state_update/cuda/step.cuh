@@ -323,7 +323,7 @@ cudaError_t launch_step(const StepParams& params, const StepTiling& tiling, cuda
   } else if (tiling.rows == 1) {
     kernel = selective_state_update_step_kernel<Input, State, Zoh, 1, true>;
   } else {
-    visit_discretization(params.discretization, [&](auto method) {
+    visit_basic_discretization(params.discretization, [&](auto method) {
       kernel = selective_state_update_step_kernel<Input, State, decltype(method), kRowsInFlight, true>;
     });
   }

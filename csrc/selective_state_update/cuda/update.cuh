@@ -148,6 +148,9 @@ __device__ __forceinline__ void prepare_row(const StateUpdateParams& p, const Me
   delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
   first = delta;
   second = delta * x;
+  if constexpr (std::is_same_v<Method, FurtherMethod>) {
+    visit_method(method, [&](const auto& method) { second = method.kInputHasDelta ? second : x; });
+  }
   if constexpr (tied_A) {
     Acc row_A = tied.value(p.A_is_input_kind);
     if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
@@ -162,14 +165,15 @@ __device__ __forceinline__ void prepare_row(const StateUpdateParams& p, const Me
 }
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A, typename Tokens>
-__device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling, const Tokens& tokens) {
+__device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling, const Tokens& tokens,
+                                            const MethodParameters& parameters = {}) {
   constexpr bool has_tokens = std::is_same_v<Tokens, TokenParams>;
   using Acc = cuda::AccumulateType<Input>;
   using Index = std::conditional_t<fast, uint32_t, int64_t>;
   constexpr int kVectorSize = vector_elements(sizeof(State), tied_A);
   const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
   if (warp >= Index(tiling.tiles)) return;
-  const Method method = make_method<Method>(p.discretization);
+  const Method method = make_method<Method>(p.discretization, parameters);
   const int lanes = tiling.lanes();
   const int lane = threadIdx.x & (lanes - 1);
   const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
@@ -471,6 +475,27 @@ __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks<
   update_tile<Input, State, Method, fast, tied_A>(params, tiling, tokens);
 }
 
+// The kernels of SSM_FURTHER_DISCRETIZATIONS: `fast` for one token and an A of dstate values a row alone.
+template <typename Input, typename State, bool fast, bool tied_A>
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<State, fast, tied_A>)
+    selective_state_update_further_kernel(const __grid_constant__ StateUpdateParams params,
+                                          const __grid_constant__ Tiling tiling,
+                                          const __grid_constant__ MethodParameters parameters) {
+  cuda::launch_dependents();
+  cuda::grid_dependency_sync();
+  update_tile<Input, State, FurtherMethod, fast, tied_A>(params, tiling, OneToken(), parameters);
+}
+template <typename Input, typename State, bool tied_A>
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks<false>)
+    selective_state_update_further_tokens_kernel(const __grid_constant__ StateUpdateParams params,
+                                                 const __grid_constant__ Tiling tiling,
+                                                 const __grid_constant__ TokenParams tokens,
+                                                 const __grid_constant__ MethodParameters parameters) {
+  cuda::launch_dependents();
+  cuda::grid_dependency_sync();
+  update_tile<Input, State, FurtherMethod, false, tied_A>(params, tiling, tokens, parameters);
+}
+
 // Launches the kernel for all tiles: a grid has a limited size.
 template <typename... Params, typename... Tokens>
 cudaError_t launch_grids(void (*kernel)(Params...), const StateUpdateParams& params, Tiling tiling, cudaStream_t stream,
@@ -516,12 +541,29 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, const
                    ? selective_state_update_kernel<Input, State, Zoh, true, false>
                    : selective_state_update_kernel<Input, State, RuntimeMethod, true, false>;
     } else if (tiling.fast) {
-      visit_discretization(params.discretization, [&](auto method) {
+      visit_basic_discretization(params.discretization, [&](auto method) {
         kernel = selective_state_update_kernel<Input, State, decltype(method), true, true>;
       });
     }
   }
   return launch_grids(kernel, params, tiling, stream);
+}
+
+template <typename Input, typename State>
+cudaError_t launch_further_state_update(const StateUpdateParams& params, const MethodParameters& parameters,
+                                        const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream) {
+  constexpr bool splits_A = vector_elements(sizeof(State), true) != vector_elements(sizeof(State), false);
+  if (tokens != nullptr) {
+    auto* kernel = params.tied_A() ? selective_state_update_further_tokens_kernel<Input, State, splits_A>
+                                   : selective_state_update_further_tokens_kernel<Input, State, false>;
+    return launch_grids(kernel, params, tiling, stream, *tokens, parameters);
+  }
+  auto* kernel = params.tied_A() ? selective_state_update_further_kernel<Input, State, false, splits_A>
+                                 : selective_state_update_further_kernel<Input, State, false, false>;
+  if constexpr (!std::is_same_v<Input, double>) {
+    if (tiling.fast && !params.tied_A()) kernel = selective_state_update_further_kernel<Input, State, true, false>;
+  }
+  return launch_grids(kernel, params, tiling, stream, parameters);
 }
 
 }  // namespace ssm_kernels::selective_state_update

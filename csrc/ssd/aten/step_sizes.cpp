@@ -59,9 +59,8 @@ Steps make_steps(const Inputs& in, Discretization method, c10::function_ref<at::
   steps.size = steps.size.to(at::kDouble);
   steps.zeta = steps.size * in.A->to(at::kDouble);
   visit_discretization(method, [&](auto rule) {
-    using Rule = decltype(rule);
     const TensorValue zeta(steps.zeta);
-    steps.gain = (steps.size * current_gain(Rule(), zeta, Rule::basis(zeta)).tensor).to(accumulate_type(dt.scalar_type()));
+    steps.gain = (steps.size * current_gain(rule, zeta, rule.basis(zeta)).tensor).to(accumulate_type(dt.scalar_type()));
   });
   return steps;
 }
@@ -77,9 +76,8 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
   }
   at::Tensor grad_size;
   visit_discretization(method, [&](auto rule) {
-    using Rule = decltype(rule);
-    const TensorValue zeta(steps.zeta), basis = Rule::basis(zeta);
-    const auto derivatives = Rule::derivatives(zeta, basis, current_gain(Rule(), zeta, basis));
+    const TensorValue zeta(steps.zeta), basis = rule.basis(zeta);
+    const auto derivatives = rule.derivatives(zeta, basis, current_gain(rule, zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
     // From this rate on every state has decayed to zero, and so is the gradient through the decay.
     const at::Tensor A = in.A->to(at::kDouble);

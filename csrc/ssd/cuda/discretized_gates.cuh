@@ -19,8 +19,10 @@ __device__ __forceinline__ void visit_exponential(Discretization discretization,
   case Discretization::enumerator:                     \
     if constexpr (type::kExponential) visitor(type()); \
     break;
-    SSM_DISCRETIZATIONS(SSM_ROW)
+    SSM_BASIC_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
+    default:
+      break;
   }
 }
 

@@ -6,5 +6,6 @@ template int64_t warp_scan::shared_bytes<__nv_bfloat16>(const SelectiveScanBwdPa
 template int64_t sequential::shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&);
 template cudaError_t launch_bwd<__nv_bfloat16>(const SelectiveScanBwdParams&, const Plan&, const PartialSums&, cudaStream_t);
 template cudaError_t launch_carry_pass<__nv_bfloat16>(const SelectiveScanBwdParams&, const Plan&, cudaStream_t);
+template cudaError_t launch_bwd_reduce<__nv_bfloat16>(const SelectiveScanBwdParams&, const PartialSums&, cudaStream_t);
 
 }  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,8 @@
+#include "selective_state_update/cuda/update.cuh"
+
+namespace ssm_kernels::selective_state_update {
+
+template cudaError_t launch_further_state_update<__half, float>(const StateUpdateParams&, const MethodParameters&,
+                                                                const TokenParams*, const Tiling&, cudaStream_t);
+
+}  // namespace ssm_kernels::selective_state_update
