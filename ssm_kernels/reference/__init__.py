@@ -29,12 +29,14 @@ from .recurrences import *  # noqa: F403
 from .selective_scan import selective_scan
 from .ssd import ssd_chunk_scan
 from .state_update import selective_state_update
+from .two_samples import ScanState, phi2, two_sample_coefficients, two_sample_scan
 
 __all__ = [
     "ALIASES",
     "DISCRETIZATIONS",
     "GATE_ACTIVATIONS",
     "Discretization",
+    "ScanState",
     "add_layer_norm",
     "add_rms_norm",
     "causal_conv1d",
@@ -47,10 +49,13 @@ __all__ = [
     "mlstm_scan",
     "mlstm_step",
     "phi1",
+    "phi2",
     "rms_norm_gated",
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",
+    "two_sample_coefficients",
+    "two_sample_scan",
 ]
 __all__ += recurrences.__all__
 
