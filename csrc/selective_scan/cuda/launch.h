@@ -9,6 +9,9 @@
 // * Short scan (short_scan.h): forward of up to 32 steps and 16 states, with B and C per step, types of at most 32 bits, and
 //   fewer channels than the sequential scan takes.
 //
+// The methods of SSM_FURTHER_DISCRETIZATIONS have kernels of their own for the first two (further_fwd.cuh, further_bwd.cuh),
+// and no short scan.
+//
 // In all of them a block takes a tile of neighboring channels along time, and stages the rows of B and C once for all of them.
 // No tile crosses a group: the longest range of channels that share a group of B and a group of C.
 //
