@@ -6,6 +6,9 @@
 // and the products n q are kernels of their own on CUDA (cuda/normalizer.cuh). On the CPU they are one more chunked scan, with
 // a column of ones in place of the values, and fp16 and bf16 inputs are computed as fp32.
 //
+// Calls that takes_chunks() names go to this operator's own chunked kernels (cuda/chunks.cpp) for numerators, division and
+// their gradients; the gates and the normalizer are the same.
+//
 // Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: numerators are not rounded.
 //
 // Backward holds m constant: the results depend on it through eps alone. The gradient of a step's divisor is that of out times
