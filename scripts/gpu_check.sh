@@ -9,7 +9,7 @@
 # it is the virtual environment that it is installed into, which sees the packages of the Python that runs this script.
 #
 # folder        receives logs, plots, the measurements as JSON and the page made of them; the last two go to docs/benchmarks too
-#               (default: $OUT, else build/gpu_check)
+#               (default: $OUT, else build/gpu_check; a name of a stage is a stage)
 # --carried     for tuning only: no clean checkout. The stages use this tree and the library in it, which another machine may have
 #               built; `build` adds what is missing. A run with this option does not check a commit.
 #
@@ -34,18 +34,17 @@ if [ "${1:-}" = --carried ]; then
   carried=true
   shift
 fi
-out=${1:-${OUT:-build/gpu_check}}
-shift || true
+every=(build tests-cpu tests-cuda sanitizer examples benchmarks)
+is_stage() { [[ " ${every[*]} " == *" $1 "* ]]; }
+out=${OUT:-build/gpu_check}
+if [ $# -gt 0 ] && ! is_stage "$1"; then
+  out=$1
+  shift
+fi
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(build tests-cpu tests-cuda sanitizer examples benchmarks)
+[ ${#stages[@]} -gt 0 ] || stages=("${every[@]}")
 for stage in "${stages[@]}"; do
-  case $stage in
-    build | tests-cpu | tests-cuda | sanitizer | examples | benchmarks) ;;
-    *)
-      echo "unknown stage '$stage', expected build, tests-cpu, tests-cuda, sanitizer, examples or benchmarks" >&2
-      exit 1
-      ;;
-  esac
+  is_stage "$stage" || { echo "unknown stage '$stage', expected one of: ${every[*]}" >&2; exit 1; }
 done
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)

@@ -159,6 +159,12 @@ def test_chosen_benchmarks_join_earlier_measurements_on_the_page(tree, tmp_path,
     assert "-- layers: 0 s" in log and "-- ssd\nnot measured: not among BENCHMARKS" in log
 
 
+def test_stage_without_a_folder_is_no_folder(tree):
+    status, output, calls = tree.check("build")
+    assert status == 0 and (tree.folder / "build" / "gpu_check" / "build.log").exists(), output
+    assert not any("-m pytest" in call for call in calls)
+
+
 def test_unknown_stage_stops(tree, tmp_path):
     status, output, calls = tree.check(str(tmp_path / "out"), "build", "test")
-    assert status == 1 and "unknown stage 'test', expected build, tests-cpu, tests-cuda" in output and not calls
+    assert status == 1 and "unknown stage 'test', expected one of: build tests-cpu tests-cuda" in output and not calls
