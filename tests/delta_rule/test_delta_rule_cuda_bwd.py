@@ -144,6 +144,19 @@ def test_packed_sequences_are_those_alone():
             assert torch.equal(others["initial_states"][i], found["initial_states"][i]), i
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_more_blocks_than_multiprocessors(key_dim, dtype):
+    """The kernel of the states computes the products of queries and keys."""
+    assert_accurate(make_inputs(5, 150, 4, 16, key_dim, 128, dtype=dtype))
+    packed = make_inputs(1, 400, 4, 16, key_dim, 128, dtype=dtype, sequences=6)
+    packed["cu_seqlens"] = torch.tensor([0, 17, 80, 144, 273, 273, 400], dtype=torch.int32)
+    assert_accurate(packed)
+    seq_idx = torch.zeros(5, 150, dtype=torch.int32)
+    seq_idx[:, 70:] = 1
+    assert_accurate({**make_inputs(5, 150, 4, 16, key_dim, 128, dtype=dtype), "seq_idx": seq_idx})
+
+
 def test_sequences_of_seq_idx():
     inputs = make_inputs(2, 300, 2, 2, 128, 64)
     seq_idx = torch.zeros(2, 300, dtype=torch.int32)

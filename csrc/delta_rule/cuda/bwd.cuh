@@ -45,10 +45,11 @@ cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params,
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, bool has_matrices,
                                   int multiprocessors, cudaStream_t stream) {
-  const auto launch_columns = [&](auto columns) {
+  const auto launch_columns = [&](auto columns, auto makes_pairs) {
     constexpr int kColumns = decltype(columns)::value;
-    using Matrices = BwdMatrices<Scalar, kColumns>;
-    using States = BwdStates<Scalar, kColumns>;
+    constexpr bool kMakesPairs = decltype(makes_pairs)::value;
+    using Matrices = BwdMatrices<Scalar, kColumns, !kMakesPairs>;
+    using States = BwdStates<Scalar, kColumns, kMakesPairs>;
     static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
     static_assert(States::Shared::bytes() <= kSm90SharedBytes, "a block has that much shared memory");
@@ -58,19 +59,25 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
     };
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
     if (!has_matrices) {
-      const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns>, chunks, Matrices::kThreads,
-                                       Matrices::Shared::bytes(), params);
+      const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns, !kMakesPairs>, chunks,
+                                       Matrices::kThreads, Matrices::Shared::bytes(), params);
       if (error != cudaSuccess) return error;
     }
-    if (const cudaError_t error = launch(delta_rule_bwd_states_kernel<Scalar, kColumns>, kDirections * partition.work_tiles,
-                                         States::kThreads, States::Shared::bytes(), params, partition);
+    if (const cudaError_t error =
+            launch(delta_rule_bwd_states_kernel<Scalar, kColumns, kMakesPairs>, kDirections * partition.work_tiles,
+                   States::kThreads, States::Shared::bytes(), params, partition);
         error != cudaSuccess || params.states == nullptr) {
       return error;
     }
     return launch_bwd_chunks<Scalar, kColumns>(params, multiprocessors, stream);
   };
-  if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
-  return launch_columns(std::integral_constant<int, kStateColumns>());
+  // The maps of segments, computed first and without a workspace of states, share the matrices with the states.
+  const bool makes_pairs = !has_matrices && params.states != nullptr && kDirections * partition.work_tiles > multiprocessors;
+  const auto launch_pairs = [&](auto columns) {
+    return makes_pairs ? launch_columns(columns, std::true_type()) : launch_columns(columns, std::false_type());
+  };
+  if (params.dstate <= 64) return launch_pairs(std::integral_constant<int, 64>());
+  return launch_pairs(std::integral_constant<int, kStateColumns>());
 }
 
 }  // namespace ssm_kernels::delta_rule

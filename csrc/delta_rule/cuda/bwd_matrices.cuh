@@ -6,7 +6,8 @@
 //
 // with G(i, j) = e^(s_i - s_j) for j <= i. The block writes N, P and the tables to memory (bwd_workspace.cuh). To get N it
 // divides each row of the inverse by that row's beta. A beta below kLeastBeta, which is too small to change another row, counts
-// as kLeastBeta. For keys of more than kStateColumns columns N is a hi/lo split.
+// as kLeastBeta. For keys of more than kStateColumns columns N is a hi/lo split. P is left out where the next kernel makes it
+// (bwd_states.cuh).
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -17,11 +18,15 @@
 
 namespace ssm_kernels::delta_rule {
 
-template <int columns>
+template <int columns, bool has_pairs>
 struct BwdMatricesShared {
-  struct Rows {
-    SmemTile<columns> k, q;
+  struct Keys {
+    SmemTile<columns> k;
   };
+  struct KeysAndQueries : Keys {
+    SmemTile<columns> q;
+  };
+  using Rows = std::conditional_t<has_pairs, KeysAndQueries, Keys>;
   static constexpr bool kHasLo = is_wide(columns);
   // N, and the blocks of the inverse, take the place of the rows.
   union alignas(kOperandAlignment) {
@@ -32,7 +37,7 @@ struct BwdMatricesShared {
       cuda::TriangularInverse inverse;
     };
   };
-  std::conditional_t<kHasLo, cuda::Empty, SmemTile<kChunk>> own_p;
+  std::conditional_t<kHasLo || !has_pairs, cuda::Empty, SmemTile<kChunk>> own_p;
   DeltaRuleTables tables;
   Mbarrier full;
 
@@ -50,9 +55,10 @@ struct BwdMatricesShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdMatricesShared)); }
 };
 
-template <typename Scalar, int columns>
+template <typename Scalar, int columns, bool has_pairs>
 struct BwdMatrices {
-  using Shared = BwdMatricesShared<columns>;
+  using Shared = BwdMatricesShared<columns, has_pairs>;
+  static_assert(has_pairs || !Shared::kHasLo, "the kernels of wide keys read P");
   using Gates = DecayGates<Scalar>;
   static constexpr int kThreads = kWarpgroupThreads, kBlocksOfMultiprocessor = is_wide(columns) ? 3 : 5, kTileColumns = 64;
   static constexpr int kMatrixBarrier = 1;  // __syncthreads() is 0
@@ -70,26 +76,13 @@ struct BwdMatrices {
     __syncthreads();
     shared.full.wait(0);
     if (is_packed(p) && at.steps() < kChunk) {
-      clear_steps(shared.rows.q.panels, at.steps());
+      if constexpr (has_pairs) clear_steps(shared.rows.q.panels, at.steps());
       clear_steps(shared.rows.k.panels, at.steps());
       __syncthreads();
     }
     const FragmentPairs<> pairs(lane);
     float products[kStepBlocks][4], key_factors[2];
-    multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, products);
-    if constexpr (Shared::kHasLo) __syncthreads();  // all warps have read q
-    const float query_factors[2] = {shared.tables.query_factor[lane.row], shared.tables.query_factor[lane.row + 8]};
-    visit_warp(lane, [&](auto warp) {
-      apply_decays<warp, /*has_diagonal=*/true>(p, products, query_factors, shared.tables, lane);
-#pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool is_there = n < 2 * warp + 2;
-          pairs.at(shared.p(), n, half) = is_there ? cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]) : 0;
-        }
-      }
-    });
+    if constexpr (has_pairs) put_pairs(products, pairs, lane);
     multiply_by_keys<Scalar>(shared.rows.k, shared.rows.k, products);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -132,7 +125,7 @@ struct BwdMatrices {
     if constexpr (Shared::kHasLo) {
       cuda::tma_store(low_part_of_chunk(p, at.number, at.head), &shared.n_lo, sizeof(shared.n_lo), threadIdx.x == 0);
     }
-    cuda::tma_store(&target.p, &shared.p(), sizeof(target.p), threadIdx.x == 0);
+    if constexpr (has_pairs) cuda::tma_store(&target.p, &shared.p(), sizeof(target.p), threadIdx.x == 0);
     cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
     cuda::tma_store_wait_read<0>();
   }
@@ -147,9 +140,30 @@ struct BwdMatrices {
 #pragma unroll
     for (int panel = 0; panel < columns / kTileColumns; ++panel) {
       const int column = panel * kTileColumns;
-      cuda::tma_load_tile(&shared.rows.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.full);
+      if constexpr (has_pairs) {
+        cuda::tma_load_tile(&shared.rows.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.full);
+      }
       cuda::tma_load_tile(&shared.rows.k.panels[panel], p.k_descriptor, column, key_head, at.first(), batch, shared.full);
     }
+  }
+
+  // P, from products that it overwrites.
+  __device__ __forceinline__ void put_pairs(float (&products)[kStepBlocks][4], const FragmentPairs<>& pairs,
+                                            const FragmentLane& lane) {
+    multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, products);
+    if constexpr (Shared::kHasLo) __syncthreads();  // all warps have read q
+    const float query_factors[2] = {shared.tables.query_factor[lane.row], shared.tables.query_factor[lane.row + 8]};
+    visit_warp(lane, [&](auto warp) {
+      apply_decays<warp, /*has_diagonal=*/true>(p, products, query_factors, shared.tables, lane);
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool is_there = n < 2 * warp + 2;
+          pairs.at(shared.p(), n, half) = is_there ? cuda::pack<Scalar>(products[n][2 * half], products[n][2 * half + 1]) : 0;
+        }
+      }
+    });
   }
 
   // Run by one warp.
@@ -162,18 +176,18 @@ struct BwdMatrices {
   }
 };
 
-template <typename Scalar, int columns>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdMatrices<Scalar, columns>::kThreads : kWarpSize,
-                                  BwdMatrices<Scalar, columns>::kBlocksOfMultiprocessor)
+template <typename Scalar, int columns, bool has_pairs>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdMatrices<Scalar, columns, has_pairs>::kThreads : kWarpSize,
+                                  BwdMatrices<Scalar, columns, has_pairs>::kBlocksOfMultiprocessor)
     delta_rule_bwd_matrices_kernel(const __grid_constant__ DeltaRuleBwdParams p) {
 #if SSM_KERNELS_HAS_WGMMA
   extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<BwdMatricesShared<columns>>(unaligned_memory);
+  auto& shared = align_shared<BwdMatricesShared<columns, has_pairs>>(unaligned_memory);
   const ChunkOfHead at(p, static_cast<int>(blockIdx.x));
   if (!at.is_there()) return;
   if (threadIdx.x == 0) shared.full.init(1);
   __syncthreads();
-  BwdMatrices<Scalar, columns>{p, shared, at}.run();
+  BwdMatrices<Scalar, columns, has_pairs>{p, shared, at}.run();
 #endif
 }
 

@@ -17,7 +17,9 @@
 //
 // A block has a pair of blocks of 64 rows of V of one head and one sequence. Two consumer warpgroups hold 64 rows of S or D
 // each, as accumulators, from which no value of the chain moves: each is the operand A of the next product; K, Q, N and P are
-// operands B in shared memory, which a thread fills by TMA. S, D, E and Y go to memory, once rounded, for bwd_chunks.cuh.
+// operands B in shared memory, which a thread fills by TMA. With makes_pairs each warpgroup computes half of the columns of P,
+// which then does not go through memory: a block takes longer for a chunk, and all together less if each multiprocessor has
+// one. S, D, E and Y go to memory, once rounded, for bwd_chunks.cuh.
 #pragma once
 
 #include "cuda/chunked/barriers.cuh"
@@ -46,7 +48,7 @@ struct BwdStatesShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdStatesShared)); }
 };
 
-template <typename Scalar, int columns>
+template <typename Scalar, int columns, bool makes_pairs>
 struct BwdStates {
   using Shared = BwdStatesShared<columns>;
   using Stage = typename Shared::Stage;
@@ -85,7 +87,7 @@ struct BwdStates {
       const BwdMatricesOfChunk& source = *matrices_of_chunk(p, chunk_number(chunk), head);
       BwdMatricesOfChunk& matrices = target.matrices;
       constexpr int kBytes = sizeof(target.k) + sizeof(target.rows) + sizeof(matrices.n) + sizeof(matrices.tables);
-      full.arrive_and_expect_tx(is_reverse ? kBytes + sizeof(target.q) + sizeof(matrices.p) : kBytes);
+      full.arrive_and_expect_tx(is_reverse ? kBytes + sizeof(target.q) + (makes_pairs ? 0 : sizeof(matrices.p)) : kBytes);
       const auto load_columns = [&](SmemTile<columns>& tile, const cuda::TmaDescriptor& descriptor) {
 #pragma unroll
         for (int panel = 0; panel < columns / kTileColumns; ++panel) {
@@ -100,7 +102,7 @@ struct BwdStates {
       cuda::tma_load(&matrices.tables, &source.tables, sizeof(source.tables), full);
       cuda::tma_load(&matrices.n, &source.n, sizeof(source.n), full);
       if (is_reverse) {
-        cuda::tma_load(&matrices.p, &source.p, sizeof(source.p), full);
+        if constexpr (!makes_pairs) cuda::tma_load(&matrices.p, &source.p, sizeof(source.p), full);
         load_columns(target.q, p.q_descriptor);
       }
       pipeline.advance(Shared::kStages);
@@ -154,11 +156,26 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::ldmatrix_transposed(x[j], stage.rows[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
       }
-      float u[kStepBlocks][4], y[kStepBlocks][4];
+      float u[kStepBlocks][4], y[kStepBlocks][4], of_pairs[kStepBlocks / 2][4];
       cuda::warpgroup_arrive();
+      if constexpr (backward && makes_pairs) {
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) {
+          cuda::gemm<Scalar, false, false>(of_pairs, columns_of(q_rows, k), columns_of(rows_of(k_rows, 2 * index), k), k > 0);
+        }
+        cuda::warpgroup_commit();
+      }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
       if constexpr (backward) {
+        if constexpr (makes_pairs) {
+          cuda::warpgroup_commit();
+          cuda::warpgroup_wait<1>(of_pairs);
+          put_pairs(of_pairs, stage.matrices.p, tables, index, pairs, lane);
+          cuda::fence_proxy_async();
+          cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
+          cuda::warpgroup_arrive();
+        }
 #pragma unroll
         for (int i = 0; i < kStepGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
       }
@@ -273,6 +290,38 @@ struct BwdStates {
     cuda::tma_store_wait_read<0>();
   }
 
+  // Puts this warpgroup's half of the columns of P. No branch: products are in flight.
+  static __device__ __forceinline__ void put_pairs(const float (&products)[kStepBlocks / 2][4], SmemTile<kChunk>& target,
+                                                   const DeltaRuleTables& tables, int index, const FragmentPairs<>& pairs,
+                                                   const FragmentLane& lane) {
+    const FragmentPairs<> half_pairs = pairs.moved(index * (kStepBlocks / 2));
+    float log2_of_row[2], factors[2];
+    int first[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      log2_of_row[half] = tables.log2_cumsum[row];
+      factors[half] = tables.query_factor[row];
+      first[half] = tables.first[row];
+    }
+#pragma unroll
+    for (int n = 0; n < kStepBlocks / 2; ++n) {
+      const int block = index * (kStepBlocks / 2) + n;
+      const float2 log2 = column_pair(tables.log2_cumsum, block, lane);
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = kBlockSteps * block + 2 * lane.pair + i % 2, row = lane.row + 8 * (i / 2);
+        // Above the diagonal the decay may be Inf: it is selected.
+        const float decay = factors[i / 2] * Math<float>::exp2(log2_of_row[i / 2] - (i % 2 == 0 ? log2.x : log2.y));
+        values[i] = column <= row && column >= first[i / 2] ? decay * products[n][i] : 0.0f;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        half_pairs.at(target, n, half) = cuda::pack<Scalar>(values[2 * half], values[2 * half + 1]);
+      }
+    }
+  }
   // Starts the copy of a tile that the warpgroup has written.
   template <typename Tile>
   static __device__ __forceinline__ void send(Tile& target, const Tile& tile, const StateTile& state_tile, int index) {
@@ -282,12 +331,12 @@ struct BwdStates {
   }
 };
 
-template <typename Scalar, int columns>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, columns>::kThreads : kWarpSize, 1)
+template <typename Scalar, int columns, bool makes_pairs>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, columns, makes_pairs>::kThreads : kWarpSize, 1)
     delta_rule_bwd_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
                                  const __grid_constant__ WorkPartition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  run_states<BwdStates<Scalar, columns>>(p, partition);
+  run_states<BwdStates<Scalar, columns, makes_pairs>>(p, partition);
 #endif
 }
 
