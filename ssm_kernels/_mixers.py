@@ -1,4 +1,4 @@
-"""The mixers of Mamba, Mamba-2 and the delta rules between their projections, in terms of the operators that they consist of.
+"""The layers of Mamba, Mamba-2, delta rules and mLSTM between their projections, in terms of the operators they consist of.
 
 vmap, decompositions and ranks that share a sequence have rules for these operators and none for the fused mixers.
 """
@@ -23,6 +23,7 @@ __all__ = [
     "mamba2_arguments",
     "mamba2_mixer",
     "mamba_mixer",
+    "mlstm_mixer",
     "project",
 ]
 
@@ -283,3 +284,46 @@ def delta_rule_mixer(
         y = norm(y, norm_weight, gate, eps=eps, norm_before_gate=norm_before_gate, activation=norm_activation)
     projection = (out_proj_weight, out_proj_bias, recomputes_scan, layer, casts_projection)
     return project(y.flatten(-2), *projection), final_states
+
+
+def mlstm_mixer(
+    scan: Callable[..., tuple[Tensor, Any]],
+    norm: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    z: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    C: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    out_proj_weight: Tensor | None,
+    out_proj_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate_soft_cap: float | None,
+    eps: float,
+    norm_eps: float,
+    recomputes_scan: bool,
+    layer: str,
+    casts_projection: bool = False,
+) -> tuple[Tensor, Any]:
+    """Arguments and results as of ``torch.ops.ssm_kernels._mlstm_mixer``, but with the final states in one.
+
+    Args:
+        scan: a function with the arguments of ``torch.ops.ssm_kernels.mlstm_scan``, which returns the output and the final
+            states.
+        norm: a function with the arguments of ``layer_norm_gated``.
+    """
+    heads = i.shape[-1]
+    if gate_soft_cap is not None:
+        i, f = (gate_soft_cap * torch.tanh(gate / gate_soft_cap) for gate in (i, f))
+    q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+    y, final_states = scan(q, k, v, i, f, eps=eps, initial_C=C, initial_n=n, initial_m=m, cu_seqlens=cu_seqlens)
+    group_size, y = y.shape[-1], y.flatten(-2)
+    if norm_weight is not None:
+        options: dict[str, Any] = {"eps": norm_eps, "group_size": group_size, "norm_before_gate": True}
+        y = norm(y, norm_weight, z, norm_bias, **options, activation="sigmoid")
+    return project(y, out_proj_weight, out_proj_bias, recomputes_scan, layer, casts_projection), final_states

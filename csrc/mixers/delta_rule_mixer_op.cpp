@@ -10,8 +10,6 @@
 // backward. Backward recomputes the convolutions. The norm's backward writes the input of the out-projection again.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -26,7 +24,7 @@
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "delta_rule/delta_rule_op.h"
 #include "mixers/mixer_parameters_op.h"
-#include "norm/norm_call.h"
+#include "mixers/normed_projection.h"
 #include "torch/allocation.h"
 #include "torch/autocast.h"
 #include "torch/autograd_op.h"
@@ -117,11 +115,18 @@ struct Inputs {
                                               recomputes_scan, layer, casts_projection));
   }
 
-  bool has_norm() const { return is_present(norm_weight); }
-  bool projects() const { return is_present(proj_weight); }
-  // The weight or the bias as the product takes it.
-  at::Tensor in_product(const at::Tensor& parameter) const {
-    return casts_projection ? parameter.to(q.scalar_type()) : parameter;
+  mixers::NormedProjection end() const {
+    mixers::NormedProjection end;
+    end.z = z;
+    end.norm_weight = norm_weight;
+    end.proj_weight = proj_weight;
+    end.proj_bias = proj_bias;
+    end.row_size = value_dim;
+    end.eps = eps;
+    end.norm_before_gate = norm_before_gate;
+    end.activation = norm_activation;
+    end.casts_projection = casts_projection;
+    return end;
   }
 };
 
@@ -211,47 +216,16 @@ struct Call {
     static const Operator<delta_rule::FwdOutputs, delta_rule::Inputs> op("ssm_kernels::_delta_rule_scan_fwd");
     return op(scan_inputs(convolved));
   }
-
-  // z, y and their gradients are (batch, seqlen, value_heads, value_dim).
-  norm::GatedInputs norm_inputs(const at::Tensor& y) const {
-    norm::GatedInputs norm;
-    norm.x = y;
-    norm.weight = in.norm_weight;
-    if (is_present(in.z)) norm.z = in_heads(*in.z, in.value_dim);
-    norm.eps = in.eps;
-    norm.norm_before_gate = in.norm_before_gate;
-    norm.activation = in.norm_activation;
-    return norm;
-  }
-
-  norm::GatedOutputs normalize(const at::Tensor& y) const {
-    static const Operator<norm::GatedOutputs, norm::GatedFwdInputs> op("ssm_kernels::_norm_gated_fwd");
-    return op(norm::GatedFwdInputs{norm_inputs(y), {}});
-  }
 };
 
 Outputs forward(const Inputs& in) {
   const Call call{in};
+  const mixers::NormedProjection end = in.end();
   auto [y, ssm_state, states] = call.scan(call.convolve());
-  Outputs outputs{{}, ssm_state, {}, empty_tensor({0}, ssm_state.options())};
-  at::Tensor out = y;
-  if (in.has_norm()) {
-    norm::GatedOutputs normed = call.normalize(y);
-    out = normed.out;
-    outputs.rstd = normed.rstd;
-  }
-  out = out.flatten(-2);
-  if (in.projects()) {
-    OptionalTensor bias;
-    if (is_present(in.proj_bias)) bias = in.in_product(*in.proj_bias);
-    outputs.out = at::linear(out, in.in_product(*in.proj_weight), bias);
-  } else {
-    outputs.out = out;
-  }
+  const mixers::NormedProjection::Outputs ended = end.forward(y);
   // Backward reads y for the norm, or as the input of the out-projection.
-  const bool keeps_y = (in.has_norm() || in.projects()) && !in.recomputes_scan;
-  outputs.y = keeps_y ? y : empty_tensor({0}, y.options());
-  return outputs;
+  const bool keeps_y = (end.has_norm() || end.projects()) && !in.recomputes_scan;
+  return {ended.out, ssm_state, keeps_y ? y : empty_tensor({0}, y.options()), ended.rstd};
 }
 
 // Gradients that are not needed are undefined. Releases tensors of `bwd` when they have been read.
@@ -268,75 +242,34 @@ GradTensors backward(BwdInputs& bwd) {
   };
   const bool needs_scan = needs_any({kSequence, kConvWeight, kConvBias, kConvState}, kSequences) ||
                           needs_any({kBeta, kG, kALog, kDtBias, kSsmState});
-  const bool needs_y_grad = needs_scan || needs_any({kZ, kNormWeight});
-  const bool needs_weight = needs_grad[kProjWeight];
-
+  const mixers::NormedProjection end = in.end();
+  const mixers::NormedProjection::Needs of_end = {.y = needs_scan,
+                                                  .z = needs_grad[kZ],
+                                                  .norm_weight = needs_grad[kNormWeight],
+                                                  .proj_weight = needs_grad[kProjWeight],
+                                                  .proj_bias = needs_grad[kProjBias]};
   Call::Sequences convolved;
-  const auto convolve = [&] {
-    if (!convolved[0].defined()) convolved = call.convolve();
-  };
-  if (has_grad_out && in.recomputes_scan && (needs_weight || (in.has_norm() && needs_y_grad))) {
-    convolve();
+  if (has_grad_out && in.recomputes_scan && end.reads_y(of_end)) {
+    convolved = call.convolve();
     bwd.y = call.scan(convolved).out;
   }
-
-  // The gradients of the out-projection, by the products that autograd takes for torch.nn.functional.linear.
-  const auto set_weight_grad = [&, grad_out = bwd.grad_out](const at::Tensor& projected) {
-    grads[kProjWeight] =
-        mixers::in_dtype_of(grad_out->flatten(0, -2).t().mm(projected.flatten(-2).flatten(0, -2)), *in.proj_weight);
-  };
-  const bool writes_normed = needs_weight && has_grad_out && in.has_norm() && needs_y_grad;
-  if (in.projects() && has_grad_out) {
-    const at::Tensor rows = bwd.grad_out->flatten(0, -2);
-    if (needs_weight && !writes_normed) set_weight_grad(in.has_norm() ? call.normalize(bwd.y).out : bwd.y);
-    if (needs_grad[kProjBias]) grads[kProjBias] = mixers::in_dtype_of(rows.sum(0), *in.proj_bias);
-    if (needs_y_grad) {
-      c10::SymDimVector sizes(bwd.grad_out->sym_sizes().begin(), bwd.grad_out->sym_sizes().end());
-      sizes.back() = in.proj_weight->sym_size(1);
-      bwd.grad_out = rows.mm(in.in_product(*in.proj_weight)).view_symint(sizes);
-    }
-  } else {
-    if (needs_weight) grads[kProjWeight] = at::zeros_like(*in.proj_weight);
-    if (needs_grad[kProjBias]) grads[kProjBias] = at::zeros_like(*in.proj_bias);
-  }
-  if (!needs_y_grad) return grads;
-
   delta_rule::BwdInputs scan;
   scan.grad_final_states = bwd.grad_ssm_state;
-  if (has_grad_out && in.has_norm()) {
-    static const Operator<norm::GatedParameterGrads, norm::GatedBwdOutInputs> op("ssm_kernels::_norm_gated_bwd_out");
-    norm::GatedBwdOutInputs norm;
-    norm.grad_out = in_heads(*bwd.grad_out, in.value_dim);
-    norm.in = call.norm_inputs(bwd.y);
-    norm.mean = empty_tensor({0}, bwd.rstd.options());
-    norm.rstd = bwd.rstd;
-    norm.needs_parameter_grad = {needs_grad[kNormWeight], false};
-    norm.grad_x = empty_contiguous_like(bwd.y);
-    if (needs_grad[kZ]) {
-      grads[kZ] = empty_contiguous_like(*in.z);
-      norm.grad_z = in_heads(grads[kZ], in.value_dim);
-    }
-    if (writes_normed) norm.out = empty_contiguous_like(bwd.y);
-    norm.eps = in.eps;
-    auto [grad_weight, grad_bias] = op(norm);
-    if (needs_grad[kNormWeight]) grads[kNormWeight] = grad_weight;
-    scan.grad_out = norm.grad_x;
-    const OptionalTensor normed = norm.out;
-    norm = {};
-    bwd.grad_out.reset();
-    bwd.y.reset();
-    if (writes_normed) set_weight_grad(*normed);
-  } else {
-    if (needs_grad[kZ]) grads[kZ] = at::zeros_like(*in.z);
-    if (needs_grad[kNormWeight]) grads[kNormWeight] = at::zeros_like(*in.norm_weight);
-    if (has_grad_out) scan.grad_out = in_heads(*bwd.grad_out, in.value_dim);
+  {
+    mixers::NormedProjection::Grads ended = end.backward(std::exchange(bwd.grad_out, {}), std::exchange(bwd.y, {}), bwd.rstd,
+                                                         empty_tensor({0}, bwd.rstd.options()), of_end);
+    grads[kZ] = std::move(ended.z);
+    grads[kNormWeight] = std::move(ended.norm_weight);
+    grads[kProjWeight] = std::move(ended.proj_weight);
+    grads[kProjBias] = std::move(ended.proj_bias);
+    if (!needs_scan) return grads;
+    if (ended.y.defined()) scan.grad_out = in_heads(ended.y, in.value_dim);
   }
-  if (!needs_scan) return grads;
 
   std::array<c10::SymDimVector, kSequences> sizes;
   Call::Sequences grads_of_convolved;
   {
-    convolve();
+    if (!convolved[0].defined()) convolved = call.convolve();
     scan.in = call.scan_inputs(convolved);
     for (size_t i = 0; i < kSequences; ++i) {
       sizes[i] = c10::SymDimVector(convolved[i].sym_sizes().begin(), convolved[i].sym_sizes().end());
@@ -427,7 +360,8 @@ struct DeltaRuleMixer : DifferentiableOp<DeltaRuleMixer, BwdInputs, std::tuple<a
     to.to_float_unless(to.lower, in.beta, in.g, in.q_weight, in.k_weight, in.v_weight, in.q_bias, in.k_bias, in.v_bias,
                        in.norm_weight);
     to.to_float(in.A_log, in.dt_bias, in.ssm_state);
-    in.casts_projection = in.projects() && in.q.scalar_type() == to.lower && in.proj_weight->scalar_type() != at::kDouble;
+    in.casts_projection =
+        is_present(in.proj_weight) && in.q.scalar_type() == to.lower && in.proj_weight->scalar_type() != at::kDouble;
   }
 };
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._mixers import delta_rule_mixer, mamba2_arguments, mamba_mixer
+from .._mixers import delta_rule_mixer, mamba2_arguments, mamba_mixer, mlstm_mixer
 from ..choices import Exchange
 from ..nn._operators import LOCAL
 from ..ops._step_sizes import step_size
-from ..ops.norm import rms_norm_gated
+from ..ops.norm import layer_norm_gated, rms_norm_gated
 from ._agreement import Agreement, calls_begun
 from ._autocast import Autocast
 from ._collectives import Gathering
@@ -135,9 +135,16 @@ class LayerOperators(GroupOperators):
 
         return delta_rule_mixer(self.causal_conv1d, scan, rms_norm_gated, *arguments)
 
-    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
-        """As :meth:`mlstm_scan`, without final states: several ranks serve no cache."""
-        return self.mlstm_scan(*tensors, **options), None
+    def mlstm_mixer(self, *arguments: Any) -> tuple[Tensor, Any, Any, Any]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mlstm_mixer``, without final states: ranks serve no cache."""
+        if self.group.size == 1:
+            return LOCAL.mlstm_mixer(*arguments)
+
+        def scan(*tensors: Tensor, initial_C: Any, initial_n: Any, initial_m: Any, **options: Any) -> tuple[Tensor, None]:
+            states = None if initial_C is None else (initial_C, initial_n, initial_m)
+            return self.mlstm_scan(*tensors, initial_states=states, **options), None
+
+        return mlstm_mixer(scan, layer_norm_gated, *arguments)[0], None, None, None
 
     def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         return self._scan("mingru_scan", (gate, candidate), h0, **options)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
-from ..ops.mlstm import mlstm_scan
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
 from .naming import class_name
 
@@ -60,8 +59,8 @@ class Operators(Protocol):
     def delta_rule_mixer(self, *arguments: Any) -> tuple[Tensor, Any]:
         """Arguments and results as ``torch.ops.ssm_kernels._delta_rule_mixer``. Several ranks return None for the states."""
 
-    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        """As :func:`ssm_kernels.mlstm_scan`, with final states. Several ranks return None in their place."""
+    def mlstm_mixer(self, *arguments: Any) -> tuple[Tensor, Any, Any, Any]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mlstm_mixer``. Several ranks return None for the states."""
 
     def mingru_scan(
         self,
@@ -120,13 +119,10 @@ class LocalOperators:
     mamba_conv = staticmethod(_ops._mamba_conv.default)
     mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
     delta_rule_mixer = staticmethod(_ops._delta_rule_mixer.default)
+    mlstm_mixer = staticmethod(_ops._mlstm_mixer.default)
     mingru_scan = staticmethod(cast(_Scan, mingru_scan))
     minlstm_scan = staticmethod(cast(_Scan, minlstm_scan))
     liquid_scan = staticmethod(cast(_Scan, liquid_scan))
-
-    def mlstm(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        out, final_states = cast(_Scan, mlstm_scan)(*tensors, **options, return_final_states=True)
-        return out, final_states
 
     def mamba_mixer(self, *arguments: Any, needs_last_state: bool) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = _ops._mamba_mixer.default(*arguments)

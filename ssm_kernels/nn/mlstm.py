@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from .._torchscript import refuse_script
+from ..choices import RecomputeName
 from ..ops._packing import with_padding
 from ..ops.mlstm_step import mlstm_step
 from ..ops.norm import layer_norm_gated
@@ -37,7 +38,7 @@ from .checks import (
     check_shape,
     check_tensor,
 )
-from .common import mark_parameters, states_from_cache
+from .common import is_plain_linear, is_unseen, keeps_less, mark_parameters, states_from_cache
 from .initialization import fill_, initialized, linear
 from .naming import class_name, names_layer
 from .weight_decay import NamesNoDecay
@@ -134,6 +135,9 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         >>> layer(x, cu_seqlens=torch.tensor([0, 30, 100])).shape  # two packed sequences
         torch.Size([1, 100, 64])
     """
+
+    # What backward computes again instead of keeping it, as for Mamba2.
+    recompute: RecomputeName = "cheap"
 
     def __init__(
         self,
@@ -255,6 +259,9 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         self._check_is_local()
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, embedding_dim)", (None, 1, self.embedding_dim))
         q, k, v, i, f, o = self._project(hidden_states[:, 0])
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        if self.gate_soft_cap is not None:
+            i, f = (self.gate_soft_cap * torch.tanh(gate / self.gate_soft_cap) for gate in (i, f))
         h = mlstm_step(C, n, m, q, k, v, i, f, eps=self.eps)
         return self.out_proj(self.multihead_norm(h.flatten(-2), o))[:, None], C, n, m
 
@@ -288,20 +295,34 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
 
     def _mix(self, u: Tensor, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
         q, k, v, i, f, o = self._project(u)
-        h, last = self.operators.mlstm(q, k, v, i, f, eps=self.eps, initial_states=states, cu_seqlens=cu_seqlens)
-        return self.out_proj(self.multihead_norm(h.flatten(-2), o)), last
+        norm = self.multihead_norm
+        takes_norm = type(norm).forward is _HeadLayerNorm.forward and is_unseen(norm)
+        takes_projection = takes_norm and self.operators.is_local and keeps_less(self) and is_plain_linear(self.out_proj)
+        out, *last = self.operators.mlstm_mixer(
+            *(q, k, v, i, f),
+            *((o, norm.weight, norm.bias) if takes_norm else (None, None, None)),
+            *(states or (None, None, None)),
+            *((self.out_proj.weight, self.out_proj.bias) if takes_projection else (None, None)),
+            cu_seqlens,
+            self.gate_soft_cap,
+            self.eps,
+            norm.eps,
+            self.recompute == "all" and torch.is_grad_enabled(),
+            class_name(self),
+        )
+        if not takes_projection:
+            out = self.out_proj(out if takes_norm else norm(out, o))
+        return out, (last[0], last[1], last[2])
 
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values and gates of heads, and the gate of the output."""
+        """Queries, keys and values, (..., columns), the gates before their soft cap, and the gate of the output."""
         if self.weight_mode == "single":
             q, k, v, o = self.q(u), self.k(u), self.v(u), self.ogate_preact(u)
             i, f = self.igate_preact(u), self.fgate_preact(u)
         else:
             q, k, v, o = self.qkv_opreact(u).split([self.qk_dim, self.qk_dim, self.v_dim, self.v_dim], dim=-1)
             i, f = self.ifgate_preact(u).chunk(2, dim=-1)
-        if self.gate_soft_cap is not None:
-            i, f = (self.gate_soft_cap * torch.tanh(gate / self.gate_soft_cap) for gate in (i, f))
-        return *(x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v)), i, f, o
+        return q, k, v, i, f, o
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> States:
         device = self.multihead_norm.weight.device

@@ -9,15 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._mixers import MAMBA2_ARGUMENTS, delta_rule_mixer, mamba2_arguments, mamba2_mixer, mamba_mixer, project
-from . import delta_rule, selective_scan, ssd
+from .._mixers import (
+    MAMBA2_ARGUMENTS,
+    delta_rule_mixer,
+    mamba2_arguments,
+    mamba2_mixer,
+    mamba_mixer,
+    mlstm_mixer,
+    project,
+)
+from . import delta_rule, mlstm, selective_scan, ssd
 from ._batching import each_sample
 from ._decomposition import bound
 from ._table import Call, Composed, Row
 from .convolution import decomposed_convolution
 from .norm import decomposed_norm
 
-__all__ = ["ROWS", "composed_delta_rule", "composed_mamba2", "composed_mamba2_projected"]
+__all__ = ["ROWS", "composed_delta_rule", "composed_mamba2", "composed_mamba2_projected", "composed_mlstm"]
 
 # In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
 # their columns does not hold whole heads; the gated norm of Mamba2 averages over all channels of a group.
@@ -27,6 +35,7 @@ AXES = dict.fromkeys(
         *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state"),  # of Mamba2
         *("y", "rstd", "norm_mean_product"),
         *("q", "k", "v", "beta", "g", "q_state", "k_state", "v_state"),  # of the delta rules
+        *("i", "f", "C", "n", "m", "final_C", "final_n", "final_m", "divisor"),  # of mLSTM
     ),
     "batch",
 )
@@ -59,6 +68,15 @@ def composed_delta_rule(*arguments: Any) -> tuple[Tensor, Tensor]:
         return out, final_states
 
     return delta_rule_mixer(convolve, scan, operators.rms_norm_gated, *arguments)
+
+
+def composed_mlstm(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def scan(*tensors: Any, **options: Any) -> tuple[Tensor, Any]:
+        out, *final_states = torch.ops.ssm_kernels.mlstm_scan(*tensors, **options)
+        return out, final_states
+
+    out, (C, n, m) = mlstm_mixer(scan, torch.ops.ssm_kernels.layer_norm_gated, *arguments)
+    return out, C, n, m
 
 
 def _conv_flops(call: Call) -> int:
@@ -94,6 +112,13 @@ def _delta_rule_flops(call: Call, *, backward: bool = False) -> int:
     sizes = {"q": (seqlen, -1, call["key_dim"]), "v": (seqlen * updates, -1, call["value_dim"])}
     heads = {name: call[name].view(batch, *size) for name, size in sizes.items()}
     flops += delta_rule.flops(heads, backward=backward)
+    weight = call["out_proj_weight"]
+    return flops + (0 if weight is None else (1 + backward) * 2 * batch * seqlen * weight.numel())
+
+
+def _mlstm_flops(call: Call, *, backward: bool = False) -> int:
+    (batch, seqlen, _), heads = call["q"].shape, call["i"].shape[2]
+    flops = mlstm.flops({name: call[name].view(batch, seqlen, heads, -1) for name in ("q", "v")}, backward=backward)
     weight = call["out_proj_weight"]
     return flops + (0 if weight is None else (1 + backward) * 2 * batch * seqlen * weight.numel())
 
@@ -147,6 +172,16 @@ def _decomposed_delta_rule(*arguments: Any, **options: Any) -> tuple[Tensor, ...
     return *results, given["q"].new_zeros(0), given["q"].new_zeros(0)
 
 
+def _decomposed_mlstm(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    def scan(*tensors: Any, **given: Any) -> tuple[Tensor, Any]:
+        out, *final_states = mlstm.decomposed_scan(*tensors, **given)
+        return out, final_states
+
+    given = bound(torch.ops.ssm_kernels._mlstm_mixer_fwd.default, arguments, options)
+    out, final_states = mlstm_mixer(scan, partial(decomposed_norm, "layer_norm_gated"), *given.values())
+    return out, *final_states, *(given["q"].new_zeros(0) for _ in range(4))
+
+
 _mamba_flops = partial(selective_scan.flops, x="x", A="A_log")
 
 
@@ -173,6 +208,7 @@ ROWS = {
         "_mamba2_mixer_projected", composed_mamba2_projected, _projected_flops, _decomposed_projected
     ),
     "_delta_rule_mixer": _row("_delta_rule_mixer", composed_delta_rule, _delta_rule_flops, _decomposed_delta_rule),
+    "_mlstm_mixer": _row("_mlstm_mixer", composed_mlstm, _mlstm_flops, _decomposed_mlstm),
     # Parts of layers' forward under torch.no_grad, and of their backward.
     "_mamba_inner": Row(flops={"_mamba_inner": _inner_flops}),
     "_mixer_parameters": Row(flops={"_mixer_parameters": _no_flops}),

@@ -91,7 +91,7 @@ def test_schemas_of_the_page_are_those_registered():
         else:
             forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan_states_at|"
             forms += "_ssd_chunk_scan_states|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
-            forms += "|_(mamba2?|delta_rule)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
+            forms += "|_(mamba2?|delta_rule|mlstm)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"
             assert re.fullmatch(

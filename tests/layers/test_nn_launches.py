@@ -13,7 +13,17 @@ MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 # Operators that call others: of a profile, what is inside of them counts.
 COMPOSED = ("_mamba_conv", "_mamba_inner", "_mamba_mixer", "_mamba2_mixer", "_mamba2_mixer_projected", "rms_norm_gated")
-COMPOSED += ("_delta_rule_mixer", "_norm_gated", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
+COMPOSED += (
+    "_delta_rule_mixer",
+    "_mlstm_mixer",
+    "_norm_gated",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "to",
+    "matmul",
+    "contiguous",
+)
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
 VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
 SSD_SCANS = ("_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd")

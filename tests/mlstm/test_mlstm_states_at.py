@@ -90,7 +90,9 @@ def test_low_precision(dtype, device):
         _, *expected = MLSTM(**at_steps(inputs, 0, position))
         for state, wanted in zip(states, expected, strict=True):
             assert state.dtype == torch.float32
-            torch.testing.assert_close(state[:, place], wanted, rtol=tolerance, atol=tolerance * max(1, wanted.abs().max()))
+            torch.testing.assert_close(
+                state[:, place], wanted, rtol=tolerance, atol=tolerance * max(1.0, wanted.abs().max().item())
+            )
 
 
 def test_kinds_of_positions(device):
