@@ -59,6 +59,12 @@ def test_kernels_run_by_name(dtype):
         assert sum(f"delta_rule_sm80_{kernel}" in name for name in names) == count, names
 
 
+def test_float32_takes_the_kernels_by_default():
+    with debug_option("delta_rule_mma", "wgmma"):
+        names = names_of_kernels(make_inputs(1, 70, 2, 2, 64, 64, dtype=torch.float32))
+    assert any("delta_rule_sm80_gradients" in name for name in names), names
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seqlen", [1, 2, 15, 17, 63, 64, 65, 127, 300])
 def test_every_length(seqlen, dtype):
@@ -99,7 +105,8 @@ def test_correlated_keys_without_decay(most_beta, dtype):
     assert_accurate(inputs, 1.75, {"beta": 3})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# In float16 gradients of the first state are zero after decays of -30: their operands are below its range.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("g", [-1e-4, -5.0, -30.0, -400.0, -torch.inf])
 def test_any_decay(g, dtype):
     inputs = make_inputs(1, 200, 2, 2, 64, 64, dtype=dtype)
@@ -149,7 +156,7 @@ def test_options_inside(dtype):
     normal = torch.Generator().manual_seed(2)
     inputs |= {name: torch.randn(inputs["beta"].shape, generator=normal) for name in ("beta", "g")}
     inputs |= {name: torch.randn(4, generator=normal) for name in ("A_log", "dt_bias")}
-    few = {"g": 3, "beta": 3, "A_log": 5, "dt_bias": 5}
+    few = {"g": 3, "beta": 3, "A_log": 8, "dt_bias": 8}
     assert_accurate(inputs, 1.5, few, qk_l2norm=True, beta_sigmoid=True, allow_neg_eigval=True)
 
 

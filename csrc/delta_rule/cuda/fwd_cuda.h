@@ -10,8 +10,8 @@ namespace ssm_kernels::delta_rule {
 //
 //   kSm90   with wgmma, on compute capability 9.0: fp16 or bf16, key_dim up to 256, or with one gate a channel up to 128 and
 //           no seq_idx.
-//   kSm80   with mma.sync, if the debug option delta_rule_mma asks for it: fp16, bf16 or fp32 with key_dim up to 256 and no
-//           gate a channel. A block must be able to have the shared memory.
+//   kSm80   with mma.sync: fp32, and where kSm90 does not take them fp16 or bf16, with key_dim up to 256 and no gate a
+//           channel. A block must be able to have the shared memory.
 enum class Kernels { kNone, kSm80, kSm90 };
 Kernels fwd_kernels_for(const Inputs& in);
 // The shared memory that a block of the kernels kSm80 may have.

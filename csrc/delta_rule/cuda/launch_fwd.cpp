@@ -411,7 +411,6 @@ Kernels fwd_kernels_for(const Inputs& in) {
   const c10::cuda::CUDAGuard guard(in.q.device());
   const bool may_use_wgmma = is_half && (has_channels || debug_option(DebugOption::kDeltaRuleMma) == 0) && has_wgmma_kernels();
   if (may_use_wgmma && key_dim <= (has_channels ? kStateColumns : kMaxKernelDstate)) return Kernels::kSm90;
-  if (debug_option(DebugOption::kDeltaRuleMma) == 0) return Kernels::kNone;
   if (has_channels || (!is_half && dtype != at::kFloat) || key_dim > kMaxKernelDstate) return Kernels::kNone;
   const int64_t columns = state_tile_columns(key_dim);
   return sm80_scan_bytes(columns, element_bytes, 1) <= sm80_shared_bytes(in) ? Kernels::kSm80 : Kernels::kNone;
