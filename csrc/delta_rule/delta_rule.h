@@ -41,6 +41,7 @@ struct DeltaRuleGateOptions {
 // DeltaRuleFwdParams.
 struct DeltaRuleFactorsParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
+  int log2_updates = 0;  // as in DeltaRuleFwdParams
   bool gate_is_fp32 = false, beta_is_fp32 = false;
   DeltaRuleGateOptions options;
   RowsView q, k;  // rows of whole vectors of 16 bytes
@@ -77,6 +78,7 @@ constexpr int64_t kGateGradSteps = 64;
 struct DeltaRuleMatricesParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   int multiprocessors = 1;  // of the device
+  int log2_updates = 0;     // as in DeltaRuleFwdParams
   float scale = 1;
   bool beta_is_fp32 = true;               // else of the inputs' type
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
@@ -88,9 +90,13 @@ struct DeltaRuleMatricesParams : ChunkedGeometry {
 
 // q and k have rows of key heads, v and out rows of value heads. `groups` equals `heads`, the value heads: each has an inverse
 // of its own, so that no two of them share a work tile.
+//
+// With several updates a step `seqlen` counts updates, and k, v and beta have a row for each. q, out and the log decays have
+// one for 2^log2_updates of them (cuda/step_updates.cuh).
 struct DeltaRuleFwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
+  int log2_updates = 0;
   int work_tiles_of_block = 1;  // cuda/chunked/scheduler.cuh
   RowsView out;
   // Rows of one fp32 element; log_decay.data null: no decay. row_factors has rows of key heads, of two elements and one after
@@ -102,7 +108,7 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   const float* initial_states = nullptr;
   int64_t states_stride_entry = 0;
   float* final_states = nullptr;
-  // They describe tiles of 64 steps and columns for TMA.
+  // They describe tiles of 64 steps, or as many rows as these have, and 64 columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
   // StateCarry reads these members, as in SsdFwdParams. The delta rule has no chunk states: they keep their defaults.
   float* chunk_states = nullptr;
@@ -140,6 +146,7 @@ constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (c
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
+  int log2_updates = 0;  // as in DeltaRuleFwdParams
   bool has_fp32_rows = false;
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
@@ -150,8 +157,10 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   int64_t states_stride_entry = 0;
   void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes; launch.h: states null
   float* sums = nullptr;  // with several value heads of a key head, (blocks, kWarpgroups, kChunk, tile_columns)
-  // They describe tiles of 64 steps and columns for TMA.
-  cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {};
+  // As in DeltaRuleFwdParams. With several updates a step q_of_updates and grad_out_of_updates describe tiles that have a row
+  // for each update (cuda/step_tiles.cuh).
+  cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {}, q_of_updates = {},
+                      grad_out_of_updates = {};
 };
 
 // For keys of more than kStateColumns columns: the parameters of the gradients' kernel for each part of the columns.
@@ -160,8 +169,8 @@ struct DeltaRuleBwdParts {
   DeltaRuleBwdParams of[kColumnParts];
 };
 
-SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1024);
-SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 2048);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1280);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 2560);
 SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);

@@ -94,23 +94,59 @@ def test_updates_with_negative_eigenvalues(has_gate):
     assert_accurate(inputs, 6e-3 if has_gate else 7e-3, num_householder=2)
 
 
-def test_updates_are_ordinary_steps():
+@pytest.mark.parametrize("updates", [2, 3, 4, 16])
+def test_updates_are_ordinary_steps(updates):
     """The query at the last update of a step, its decay at the first."""
-    inputs = {name: tensor.cuda() for name, tensor in make_inputs(2, 100, 2, 4, 128, 64, updates=3).items()}
-    out, states = delta_rule_scan(**inputs, num_householder=3, return_final_states=True)
+    inputs = {name: tensor.cuda() for name, tensor in make_inputs(2, 100, 2, 4, 128, 64, updates=updates).items()}
+    out, states = delta_rule_scan(**inputs, num_householder=updates, return_final_states=True)
     q, g = inputs["q"], inputs["g"]
-    steps = dict(inputs)
-    steps["q"] = torch.randn(2, 300, *q.shape[2:], device="cuda").to(q.dtype)
-    steps["q"][:, 2::3] = q
-    steps["g"] = torch.zeros(2, 300, 4, device="cuda")
-    steps["g"][:, ::3] = g
+    steps, last = dict(inputs), updates - 1
+    steps["q"] = torch.randn(2, updates * 100, *q.shape[2:], device="cuda").to(q.dtype)
+    steps["q"][:, last::updates] = q
+    steps["g"] = torch.zeros(2, updates * 100, 4, device="cuda")
+    steps["g"][:, ::updates] = g
     expected, final = delta_rule_scan(**steps, scale=128**-0.5, return_final_states=True)
-    assert relative_error(out, expected[:, 2::3].double().cpu()) < 1e-3
+    assert relative_error(out, expected[:, last::updates].double().cpu()) < 1e-3
     assert relative_error(states, final.double().cpu()) < 1e-3
 
 
+@pytest.mark.parametrize("updates", [8, 32, 64])
+@pytest.mark.parametrize("seqlen", [1, 9, 21])
+def test_many_updates(seqlen, updates):
+    inputs = make_inputs(1, seqlen, 2, 4, 128, 72, updates=updates)
+    assert_accurate(inputs, 2 * BARS[torch.bfloat16], num_householder=updates)
+
+
+@pytest.mark.parametrize("position", [1, 31, 32, 77])
+def test_updates_split_anywhere(position):
+    """Two calls that pass on their state, beside one in float64."""
+    inputs = make_inputs(1, 100, 2, 4, 128, 64, updates=2)
+    leaves = {name: tensor.cuda().requires_grad_() for name, tensor in inputs.items()}
+    states, outs = leaves.pop("initial_states"), []
+    initial_states = states
+    for begin, end in ((0, position), (position, 100)):
+        part = {
+            name: leaf[:, begin:end] if name in ("q", "g") else leaf[:, 2 * begin : 2 * end] for name, leaf in leaves.items()
+        }
+        out, states = delta_rule_scan(
+            **part, initial_states=states, scale=128**-0.5, num_householder=2, return_final_states=True
+        )
+        outs.append(out)
+    generator = torch.Generator().manual_seed(1)
+    results = (torch.cat(outs, 1), states)
+    grads = [torch.randn(result.shape, generator=generator).to(result) for result in results]
+    leaves["initial_states"] = initial_states
+    found = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), grads), strict=True))
+    expected = evaluate_on(inputs, "cpu", True, num_householder=2)
+    assert relative_error(results[0], expected["out"]) < BARS[torch.bfloat16]
+    assert relative_error(results[1], expected["final_states"]) < BARS[torch.bfloat16]
+    for name, grad in found.items():
+        few = FEW_SUMS if name in ("g", "beta") else 1
+        assert relative_error(grad, expected[name]) < few * BARS[torch.bfloat16], name
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize("updates", [1, 2, 3, 4])
 def test_packed_sequences(updates, reverse):
     bounds = [0, 0, 1, 17, 17, 80, 144, 273, 300, 300]
     inputs = make_inputs(1, 300, 2, 4, 128, 128, updates=updates, sequences=9)

@@ -45,11 +45,12 @@ cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params,
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, bool has_matrices,
                                   int multiprocessors, cudaStream_t stream) {
-  const auto launch_columns = [&](auto columns, auto makes_pairs) {
+  const auto launch_columns = [&](auto columns, auto makes_pairs, auto has_updates) {
     constexpr int kColumns = decltype(columns)::value;
     constexpr bool kMakesPairs = decltype(makes_pairs)::value;
+    constexpr bool kHasUpdates = decltype(has_updates)::value;
     using Matrices = BwdMatrices<Scalar, kColumns, !kMakesPairs>;
-    using States = BwdStates<Scalar, kColumns, kMakesPairs>;
+    using States = BwdStates<Scalar, kColumns, kMakesPairs, kHasUpdates>;
     static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
     static_assert(States::Shared::bytes() <= kSm90SharedBytes, "a block has that much shared memory");
@@ -64,7 +65,7 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
       if (error != cudaSuccess) return error;
     }
     if (const cudaError_t error =
-            launch(delta_rule_bwd_states_kernel<Scalar, kColumns, kMakesPairs>, kDirections * partition.work_tiles,
+            launch(delta_rule_bwd_states_kernel<Scalar, kColumns, kMakesPairs, kHasUpdates>, kDirections * partition.work_tiles,
                    States::kThreads, States::Shared::bytes(), params, partition);
         error != cudaSuccess || params.states == nullptr) {
       return error;
@@ -74,7 +75,9 @@ cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPa
   // The maps of segments, computed first and without a workspace of states, share the matrices with the states.
   const bool makes_pairs = !has_matrices && params.states != nullptr && kDirections * partition.work_tiles > multiprocessors;
   const auto launch_pairs = [&](auto columns) {
-    return makes_pairs ? launch_columns(columns, std::true_type()) : launch_columns(columns, std::false_type());
+    if (params.log2_updates > 0) return launch_columns(columns, std::false_type(), std::true_type());
+    return makes_pairs ? launch_columns(columns, std::true_type(), std::false_type())
+                       : launch_columns(columns, std::false_type(), std::false_type());
   };
   if (params.dstate <= 64) return launch_pairs(std::integral_constant<int, 64>());
   return launch_pairs(std::integral_constant<int, kStateColumns>());

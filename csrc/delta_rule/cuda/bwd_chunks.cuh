@@ -30,6 +30,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "delta_rule/cuda/bwd_decay_sums.cuh"
 #include "delta_rule/cuda/bwd_gradients.cuh"
+#include "delta_rule/cuda/step_tiles.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -135,8 +136,8 @@ struct BwdChunks {
         auto& target = shared.stages[pipeline.stage];
         Mbarrier& full = shared.full[pipeline.stage];
         full.arrive_and_expect_tx(sizeof(target.states) + sizeof(target.grad_out));
-        cuda::tma_load_tile(&target.grad_out, p.grad_out_descriptor, block * kStateRows, at.head, at.first(),
-                            static_cast<int>(at.batch), full);
+        load_update_tile(&target.grad_out, p, p.grad_out_descriptor, p.grad_out_of_updates, block * kStateRows, at.head,
+                         at.first(), static_cast<int>(at.batch), full);
         const BwdStatesOfChunk<columns>& states = *states_of_chunk<columns>(p, at.number, at.head, block);
         if constexpr (parts == 1) {
           cuda::tma_load(&target.states, &states, sizeof(target.states), full);
@@ -163,7 +164,8 @@ struct BwdChunks {
       for (int panel = 0; panel < columns / kTileColumns; ++panel) {
         const int column = panel * kTileColumns;
         cuda::tma_load_tile(&shared.k.panels[panel], p.k_descriptor, column, key_head, at.first(), batch, shared.rows_full);
-        cuda::tma_load_tile(&shared.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.rows_full);
+        load_update_tile(&shared.q.panels[panel], p, p.q_descriptor, p.q_of_updates, column, key_head, at.first(), batch,
+                         shared.rows_full);
       }
       rows.advance(1);
     });
@@ -253,7 +255,7 @@ struct BwdChunks {
       shared.sums_full[tables_at.stage].arrive();
       if (lane.warp == 0) {
         shared.sums_full[tables_at.stage].wait(tables_at.phase);
-        if (p.grad_log_decay.data != nullptr) write_grad_log_decay(p.grad_log_decay, at, sums, tables, lane);
+        if (p.grad_log_decay.data != nullptr) write_grad_log_decay(p, p.grad_log_decay, at, sums, tables, lane);
       }
       shared.tables_empty[tables_at.stage].arrive();
       tables_at.advance(Shared::kTables);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/step_updates.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -78,8 +79,9 @@ __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], 
 }
 
 // Writes to rows of one element. Run by one warp, of which each lane has two steps.
-__device__ __forceinline__ void write_grad_log_decay(const RowsView& view, const ChunkOfHead& at, const DecaySums& sums,
-                                                     const ChunkTables& tables, const FragmentLane& lane) {
+__device__ __forceinline__ void write_grad_log_decay(const DeltaRuleBwdParams& p, const RowsView& view, const ChunkOfHead& at,
+                                                     const DecaySums& sums, const ChunkTables& tables,
+                                                     const FragmentLane& lane) {
   const auto pair_of = [&](const float (&table)[kChunk]) { return reinterpret_cast<const float2*>(table)[lane.index]; };
   float result[2] = {0, 0};
 #pragma unroll
@@ -113,11 +115,13 @@ __device__ __forceinline__ void write_grad_log_decay(const RowsView& view, const
   if (lane.index == 0) before = 0;
   result[0] += (later + before) + of_states;
   result[1] += (reads.y + after) + (before + adds.x) + of_states;
-  float* const target = at.template rows<float>(view, at.head, at.chunk);
+  float* const target = step_rows<float>(p, at, view, at.head, at.chunk);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int step = 2 * lane.index + i;
-    if (step < at.steps()) target[step * view.stride_step] = result[i];
+    if (step < at.steps() && is_first_update(p, step)) {
+      target[(step >> p.log2_updates) * view.stride_step] = result[i];
+    }
   }
 }
 

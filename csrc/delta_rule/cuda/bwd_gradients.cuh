@@ -3,6 +3,7 @@
 #pragma once
 
 #include "delta_rule/cuda/bwd_workspace.cuh"
+#include "delta_rule/cuda/step_updates.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -44,21 +45,29 @@ struct BwdGradients {
 
   // Writes the rows of a key head. With grouped heads a block computes its value heads in order, and those of the last one are
   // the sums of all: until then this thread adds them up in p.sums, of which blocks need so little that it stays in the L2
-  // cache. `index` is that of the warpgroup. finish() is called before the sums are written.
+  // cache. `index` is that of the warpgroup, 0 for q, which has a row for the last update of
+  // each step, and 1 for k. finish() is called before the sums are written.
   template <typename Finish>
   __device__ __forceinline__ void write_rows(const ChunkOfHead& at, const RowsView& view, float (&d)[kColumnBlocks][4],
                                              int index, const FragmentLane& lane, const Finish& finish) const {
     const int key_head = grouped ? at.head / p.value_heads_per_key_head : at.head;
     if (grouped && !add_value_head(d, at.head - key_head * p.value_heads_per_key_head, index)) return;
     finish();
+    const int log2_updates = index == 0 ? p.log2_updates : 0;
+    const auto has_row = [&](int update) { return update < at.steps() && (index != 0 || is_last_update(p, update)); };
+    const auto first_row = [&](auto element) {
+      using Element = decltype(element);
+      return index == 0 ? step_rows<Element>(p, at, view, key_head, at.chunk)
+                        : at.template rows<Element>(view, key_head, at.chunk);
+    };
     if (p.has_fp32_rows) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane.row + 8 * half, column = 2 * lane.pair;
-        float* const target = at.template rows<float>(view, key_head, at.chunk) + row * view.stride_step + column;
+        float* const target = first_row(float()) + (row >> log2_updates) * view.stride_step + column;
 #pragma unroll
         for (int n = 0; n < kColumnBlocks; ++n) {
-          if (row < at.steps() && 8 * n + column < p.dstate) {
+          if (has_row(row) && 8 * n + column < p.dstate) {
             *reinterpret_cast<float2*>(target + 8 * n) = {d[n][2 * half], d[n][2 * half + 1]};
           }
         }
@@ -68,14 +77,14 @@ struct BwdGradients {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane.row + 8 * half, column = 8 * lane.pair;
-      Scalar* const target = at.template rows<Scalar>(view, key_head, at.chunk) + row * view.stride_step + column;
+      Scalar* const target = first_row(Scalar()) + (row >> log2_updates) * view.stride_step + column;
 #pragma unroll
       for (int n = 0; n < kColumnBlocks; n += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = cuda::pack<Scalar>(d[n + i][2 * half], d[n + i][2 * half + 1]);
         const uint4 vector = exchange(words, lane);
-        if (row < at.steps() && 8 * n + column < p.dstate) *reinterpret_cast<uint4*>(target + 8 * n) = vector;
+        if (has_row(row) && 8 * n + column < p.dstate) *reinterpret_cast<uint4*>(target + 8 * n) = vector;
       }
     }
   }

@@ -15,6 +15,7 @@
 #include "cuda/triangular_inverse.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
 #include "delta_rule/cuda/step_tables.cuh"
+#include "delta_rule/cuda/step_tiles.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -76,7 +77,7 @@ struct BwdMatrices {
     __syncthreads();
     shared.full.wait(0);
     if (is_packed(p) && at.steps() < kChunk) {
-      if constexpr (has_pairs) clear_steps(shared.rows.q.panels, at.steps());
+      if constexpr (has_pairs) clear_steps(shared.rows.q.panels, rows_of_updates(p, at.steps()));
       clear_steps(shared.rows.k.panels, at.steps());
       __syncthreads();
     }
@@ -125,7 +126,7 @@ struct BwdMatrices {
     if constexpr (Shared::kHasLo) {
       cuda::tma_store(low_part_of_chunk(p, at.number, at.head), &shared.n_lo, sizeof(shared.n_lo), threadIdx.x == 0);
     }
-    if constexpr (has_pairs) cuda::tma_store(&target.p, &shared.p(), sizeof(target.p), threadIdx.x == 0);
+    if constexpr (has_pairs) cuda::tma_store(&target.p, &shared.p(), query_matrix_bytes(p.log2_updates > 0), threadIdx.x == 0);
     cuda::tma_store(&target.tables, &shared.tables, sizeof(shared.tables), threadIdx.x == 0);
     cuda::tma_store_wait_read<0>();
   }
@@ -136,12 +137,15 @@ struct BwdMatrices {
   // Run by one thread.
   __device__ __forceinline__ void load() {
     const int key_head = at.head / p.value_heads_per_key_head, batch = static_cast<int>(at.batch);
-    shared.full.arrive_and_expect_tx(sizeof(shared.rows));
+    int bytes = sizeof(shared.rows.k);
+    if constexpr (has_pairs) bytes += static_cast<int>(sizeof(shared.rows.q)) >> p.log2_updates;
+    shared.full.arrive_and_expect_tx(bytes);
 #pragma unroll
     for (int panel = 0; panel < columns / kTileColumns; ++panel) {
       const int column = panel * kTileColumns;
       if constexpr (has_pairs) {
-        cuda::tma_load_tile(&shared.rows.q.panels[panel], p.q_descriptor, column, key_head, at.first(), batch, shared.full);
+        cuda::tma_load_tile(&shared.rows.q.panels[panel], p.q_descriptor, column, key_head, at.first() >> p.log2_updates, batch,
+                            shared.full);
       }
       cuda::tma_load_tile(&shared.rows.k.panels[panel], p.k_descriptor, column, key_head, at.first(), batch, shared.full);
     }
@@ -150,6 +154,12 @@ struct BwdMatrices {
   // P, from products that it overwrites.
   __device__ __forceinline__ void put_pairs(float (&products)[kStepBlocks][4], const FragmentPairs<>& pairs,
                                             const FragmentLane& lane) {
+    if constexpr (!Shared::kHasLo) {
+      if (p.log2_updates > 0) {
+        make_query_matrix<Scalar>(p, shared.rows.q, shared.rows.k, shared.tables, shared.p(), lane);
+        return;
+      }
+    }
     multiply_by_keys<Scalar>(shared.rows.q, shared.rows.k, products);
     if constexpr (Shared::kHasLo) __syncthreads();  // all warps have read q
     const float query_factors[2] = {shared.tables.query_factor[lane.row], shared.tables.query_factor[lane.row + 8]};

@@ -27,6 +27,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
 #include "delta_rule/cuda/scan_blocks.cuh"
+#include "delta_rule/cuda/step_tiles.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -48,8 +49,10 @@ struct BwdStatesShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(BwdStatesShared)); }
 };
 
-template <typename Scalar, int columns, bool makes_pairs>
+// With has_updates Q, g and P have fewer rows (step_tiles.cuh).
+template <typename Scalar, int columns, bool makes_pairs, bool has_updates>
 struct BwdStates {
+  static_assert(!makes_pairs || !has_updates, "P of rows of q is made by the kernel before");
   using Shared = BwdStatesShared<columns>;
   using Stage = typename Shared::Stage;
   using TileState = State<columns>;
@@ -66,6 +69,7 @@ struct BwdStates {
 
   // Run by all threads.
   __device__ __forceinline__ void init() {
+    if (threadIdx.x < kWarpgroupThreads) clear_rows();
     if (threadIdx.x >= Shared::kStages) return;
     shared.full[threadIdx.x].init(1);
     shared.empty[threadIdx.x].init(kConsumerThreads);
@@ -86,24 +90,28 @@ struct BwdStates {
       const int chunk = chunk_at(position), step = static_cast<int>(at.start) + chunk * kChunk;
       const BwdMatricesOfChunk& source = *matrices_of_chunk(p, chunk_number(chunk), head);
       BwdMatricesOfChunk& matrices = target.matrices;
-      constexpr int kBytes = sizeof(target.k) + sizeof(target.rows) + sizeof(matrices.n) + sizeof(matrices.tables);
-      full.arrive_and_expect_tx(is_reverse ? kBytes + sizeof(target.q) + (makes_pairs ? 0 : sizeof(matrices.p)) : kBytes);
-      const auto load_columns = [&](SmemTile<columns>& tile, const cuda::TmaDescriptor& descriptor) {
+      const int shift = has_updates ? p.log2_updates : 0, row = step >> shift;  // of q and g
+      constexpr int kBytes = sizeof(target.k) + sizeof(matrices.n) + sizeof(matrices.tables),
+                    kQueryBytes = sizeof(target.q) + sizeof(target.rows);
+      full.arrive_and_expect_tx(kBytes + (is_reverse
+                                              ? (kQueryBytes >> shift) + (makes_pairs ? 0 : query_matrix_bytes(has_updates))
+                                              : sizeof(target.rows)));
+      const auto load_columns = [&](SmemTile<columns>& tile, const cuda::TmaDescriptor& descriptor, int first) {
 #pragma unroll
         for (int panel = 0; panel < columns / kTileColumns; ++panel) {
-          cuda::tma_load_tile(&tile.panels[panel], descriptor, panel * kTileColumns, key_head, step, batch, full);
+          cuda::tma_load_tile(&tile.panels[panel], descriptor, panel * kTileColumns, key_head, first, batch, full);
         }
       };
-      load_columns(target.k, p.k_descriptor);
+      load_columns(target.k, p.k_descriptor, step);
       for (int i = 0; i < kWarpgroups; ++i) {
         cuda::tma_load_tile(&target.rows[i], is_reverse ? p.grad_out_descriptor : p.v_descriptor, first_row + i * kStateRows,
-                            head, step, batch, full);
+                            head, is_reverse ? row : step, batch, full);
       }
       cuda::tma_load(&matrices.tables, &source.tables, sizeof(source.tables), full);
       cuda::tma_load(&matrices.n, &source.n, sizeof(source.n), full);
       if (is_reverse) {
-        if constexpr (!makes_pairs) cuda::tma_load(&matrices.p, &source.p, sizeof(source.p), full);
-        load_columns(target.q, p.q_descriptor);
+        if constexpr (!makes_pairs) cuda::tma_load(&matrices.p, &source.p, query_matrix_bytes(has_updates), full);
+        load_columns(target.q, p.q_descriptor, row);
       }
       pipeline.advance(Shared::kStages);
     }
@@ -126,12 +134,27 @@ struct BwdStates {
     }
   }
 
+  // Run by one warpgroup. Clears the rows of Q and g that products have and no load writes.
+  __device__ __forceinline__ void clear_rows() {
+    if constexpr (has_updates) {
+      const int rows = rows_of_updates(p, kChunk);
+      if (rows == kChunkRows<has_updates>) return;
+      for (Stage& stage : shared.stages) {
+        clear_steps(stage.q.panels, rows);
+        for (auto& tile : stage.rows) clear_steps(tile.panels, rows);
+      }
+    }
+  }
+
  private:
   template <bool backward>
   __device__ __forceinline__ void scan(TileState& state, const StateTile& state_tile, int index, const FragmentLane& lane) {
     PipelineState pipeline;
     const FragmentPairs<> pairs(lane);
     const bool has_workspace = p.states != nullptr;
+    // Of V^T or g^T in groups of 16 columns.
+    constexpr bool kHasFewRows = backward && has_updates;
+    constexpr int kRowGroups = kChunkRows<kHasFewRows> / 16;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
       const int chunk = chunk_at(position);
@@ -139,9 +162,10 @@ struct BwdStates {
       Stage& stage = shared.stages[pipeline.stage];
       const DeltaRuleTables& tables = stage.matrices.tables;
       if (is_packed(p) && at.steps_of(chunk) < kChunk) {
-        clear_steps(stage.k.panels, at.steps_of(chunk));
-        if (backward) clear_steps(stage.q.panels, at.steps_of(chunk));
-        clear_steps(stage.rows[index].panels, at.steps_of(chunk));
+        const int steps = at.steps_of(chunk), rows = backward && has_updates ? rows_of_updates(p, steps) : steps;
+        clear_steps(stage.k.panels, steps);
+        if (backward) clear_steps(stage.q.panels, rows);
+        clear_steps(stage.rows[index].panels, rows);
         cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
       }
       const uint64_t k_rows = make_operand(stage.k), q_rows = make_operand(stage.q), n_rows = make_operand(stage.matrices.n),
@@ -149,11 +173,11 @@ struct BwdStates {
       BwdStatesOfChunk<columns>& target =
           *states_of_chunk<columns>(p, chunk_number(chunk), at.group, state_tile.first_row / kStateRows);
 
-      uint32_t s[kStateGroups][4], x[kStepGroups][4];
+      uint32_t s[kStateGroups][4], x[kRowGroups][4];
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) {
+      for (int j = 0; j < kRowGroups; ++j) {
         cuda::ldmatrix_transposed(x[j], stage.rows[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
       }
       float u[kStepBlocks][4], y[kStepBlocks][4], of_pairs[kStepBlocks / 2][4];
@@ -177,7 +201,7 @@ struct BwdStates {
           cuda::warpgroup_arrive();
         }
 #pragma unroll
-        for (int i = 0; i < kStepGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
+        for (int i = 0; i < kRowGroups; ++i) cuda::gemm<Scalar, true>(y, x[i], rows_of(p_rows, i), i > 0);
       }
       cuda::warpgroup_commit();
       if (has_workspace) {
@@ -227,8 +251,8 @@ struct BwdStates {
       cuda::warpgroup_commit();
       if constexpr (backward) {
 #pragma unroll
-        for (int n = 0; n < kStepBlocks; ++n) {
-          const float2 decay = column_pair(tables.query_decay, n, lane);
+        for (int n = 0; n < 2 * kRowGroups; ++n) {
+          const float2 decay = query_pair<has_updates>(p, tables.query_decay, n, lane);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t& pair = x[n / 2][n % 2 * 2 + half];
@@ -260,7 +284,7 @@ struct BwdStates {
       cuda::warpgroup_arrive();
       if constexpr (backward) {
 #pragma unroll
-        for (int j = 0; j < kStepGroups; ++j) {
+        for (int j = 0; j < kRowGroups; ++j) {
           cuda::gemm<Scalar, true>(state.values, x[j], rows_of(q_rows, j), j > 0 || keeps_state);
         }
       }
@@ -331,12 +355,13 @@ struct BwdStates {
   }
 };
 
-template <typename Scalar, int columns, bool makes_pairs>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, columns, makes_pairs>::kThreads : kWarpSize, 1)
-    delta_rule_bwd_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
-                                 const __grid_constant__ WorkPartition partition) {
+template <typename Scalar, int columns, bool makes_pairs, bool has_updates>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? BwdStates<Scalar, columns, makes_pairs, has_updates>::kThreads
+                                                        : kWarpSize,
+                                  1) delta_rule_bwd_states_kernel(const __grid_constant__ DeltaRuleBwdParams p,
+                                                                  const __grid_constant__ WorkPartition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  run_states<BwdStates<Scalar, columns, makes_pairs>>(p, partition);
+  run_states<BwdStates<Scalar, columns, makes_pairs, has_updates>>(p, partition);
 #endif
 }
 

@@ -12,10 +12,15 @@ namespace ssm_kernels::delta_rule {
 // beta of its row, so that a step with beta = 0 is as any other.
 struct alignas(128) BwdMatricesOfChunk {
   SmemTile<kChunk> n;  // N^T, of which rows are steps j
-  SmemTile<kChunk> p;  // scale (Q K^T G), of which rows are steps i
+  SmemTile<kChunk> p;  // scale (Q K^T G), of which rows are steps i, or rows of q (step_tiles.cuh)
   DeltaRuleTables tables;
 };
 static_assert(sizeof(BwdMatricesOfChunk) == kBwdMatricesBytes, "the host allocates the matrices");
+
+// The bytes of p that have rows of q: with several updates a step the first half.
+__device__ __forceinline__ constexpr int query_matrix_bytes(bool has_updates) {
+  return static_cast<int>(sizeof(SmemTile<kChunk>)) / (has_updates ? 2 : 1);
+}
 
 // For kStateRows rows of V: S before the chunk, D after it, and E^T and Y^T, of which columns are steps.
 template <int columns>

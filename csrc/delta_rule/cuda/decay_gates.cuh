@@ -2,12 +2,13 @@
 // without a norm. The writing strength beta is not a gain: it scales the correction of a step, which later steps of the chunk
 // depend on.
 //
-// `Params` is the parameters of a kernel of the delta rule: they have log_decay, beta and row_factors.
+// `Params` is the parameters of a kernel of the delta rule: they have log_decay, beta, row_factors and
+// log2_updates.
 #pragma once
 
 #include "cuda/chunked/chunk_tables.cuh"
 #include "cuda/vector_io.cuh"
-#include "delta_rule/delta_rule.h"
+#include "delta_rule/cuda/step_updates.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -36,16 +37,19 @@ struct DecayGates {
     const int64_t key_head = static_cast<unsigned>(head) / static_cast<unsigned>(p.value_heads_per_key_head);
     const void* const beta = beta_is_fp32(p) ? static_cast<const void*>(span.rows<const float>(p.beta, head, chunk))
                                              : span.rows<const Scalar>(p.beta, head, chunk);
-    return {of_step(p.log_decay, head), beta, reinterpret_cast<const float2*>(of_step(p.row_factors, key_head))};
+    return {p.log_decay.data == nullptr ? nullptr : step_rows<const float>(p, span, p.log_decay, head, chunk), beta,
+            reinterpret_cast<const float2*>(of_step(p.row_factors, key_head))};
   }
   // The scan does not read beta, which is in the chunk matrices.
   static __device__ __forceinline__ Source later(const DeltaRuleFwdParams& p, Source source, int chunks) {
-    return {source.log_decay == nullptr ? nullptr : source.log_decay + first_step(chunks) * p.log_decay.stride_step, nullptr,
-            source.row_factors == nullptr ? nullptr : source.row_factors + first_step(chunks)};
+    return {source.log_decay == nullptr ? nullptr
+                                        : source.log_decay + (first_step(chunks) >> p.log2_updates) * p.log_decay.stride_step,
+            nullptr, source.row_factors == nullptr ? nullptr : source.row_factors + first_step(chunks)};
   }
   template <typename Params>
   static __device__ __forceinline__ void load(const Params& p, Source source, int step, Loaded& loaded) {
-    loaded.log_decay = source.log_decay == nullptr ? 0.0f : source.log_decay[step * p.log_decay.stride_step];
+    const bool has_decay = source.log_decay != nullptr && is_first_update(p, step);
+    loaded.log_decay = has_decay ? source.log_decay[(step >> p.log2_updates) * p.log_decay.stride_step] : 0.0f;
     const int64_t beta_offset = step * p.beta.stride_step;
     if constexpr (std::is_same_v<Params, DeltaRuleFwdParams>) {
       loaded.beta = 0;

@@ -41,17 +41,20 @@ cudaError_t launch_delta_rule_chunk_matrices(const DeltaRuleMatricesParams& para
 template <typename Scalar>
 cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, bool states_only,
                                   bool follows_matrices, cudaStream_t stream) {
-  const auto launch_kernel = [&](auto columns, auto states_only) {
-    using Fwd = FwdSm90<Scalar, decltype(columns)::value, decltype(states_only)::value>;
+  const auto launch_kernel = [&](auto columns, auto states_only, auto has_updates) {
+    constexpr int kColumns = decltype(columns)::value;
+    constexpr bool kStatesOnly = decltype(states_only)::value, kHasUpdates = decltype(has_updates)::value;
+    using Fwd = FwdSm90<Scalar, kColumns, kStatesOnly, kHasUpdates>;
     static_assert(Fwd::Shared::bytes() + kTicketBytes <= kSm90SharedBytes, "a block has that much shared memory");
     const auto bytes_of = [](int) { return Fwd::Shared::bytes(); };
-    return launch_staged(delta_rule_fwd_sm90_kernel<Scalar, decltype(columns)::value, decltype(states_only)::value>,
-                         schedule.blocks, Fwd::kThreads, 1, bytes_of, kSm90SharedBytes, stream,
-                         Unpacked<DeltaRuleFwdParams>{params}, schedule,
+    return launch_staged(delta_rule_fwd_sm90_kernel<Scalar, kColumns, kStatesOnly, kHasUpdates>, schedule.blocks, Fwd::kThreads,
+                         1, bytes_of, kSm90SharedBytes, stream, Unpacked<DeltaRuleFwdParams>{params}, schedule,
                          /*uses_pdl=*/follows_matrices);
   };
   const auto launch_columns = [&](auto columns) {
-    return states_only ? launch_kernel(columns, std::true_type()) : launch_kernel(columns, std::false_type());
+    if (states_only) return launch_kernel(columns, std::true_type(), std::false_type());
+    if (params.log2_updates > 0) return launch_kernel(columns, std::false_type(), std::true_type());
+    return launch_kernel(columns, std::false_type(), std::false_type());
   };
   if (params.dstate <= 64) return launch_columns(std::integral_constant<int, 64>());
   return launch_columns(std::integral_constant<int, kStateColumns>());

@@ -12,6 +12,9 @@
 //   O^T = scale (S Q^T) e^(s_i) + U^T P^T
 //   S'  = e^(s_l) S + (U_j e^(s_l - s_j))^T K
 //
+// With several updates a step (has_updates) k, v and beta have a row for each update, which kernels count as steps. q and out
+// have fewer rows, and so have P, S Q^T and O^T (step_tiles.cuh).
+//
 // A kernel before this one computes M (chunk_matrices_sm90.cuh): an inverse takes longer than the rest of a chunk.
 //
 // A block has two consumer warpgroups, a matrix warpgroup and a producer warpgroup. A consumer warpgroup holds 64 rows of V and
@@ -28,10 +31,10 @@
 // neighbors in memory, and value heads of a key head read q and k from memory once.
 #pragma once
 
-#include "cuda/chunked/epilogue.cuh"
 #include "cuda/chunked/state_carry.cuh"
 #include "delta_rule/cuda/chunk_matrices_sm90.cuh"
 #include "delta_rule/cuda/scan_blocks.cuh"
+#include "delta_rule/cuda/step_tiles.cuh"
 
 namespace ssm_kernels::cuda::chunked {
 
@@ -67,11 +70,11 @@ struct FwdSm90Shared {
 struct RoundOut {
   __device__ __forceinline__ RoundOut(const DeltaRuleFwdParams&, const StateTile&, const FragmentLane&) {}
 
-  template <typename Scalar, typename Order>
-  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&)[kStepGroups][4],
-                                        SmemTile<kStateRows>*, SmemTile<kStateRows>& tile, const FragmentLane& lane) const {
+  template <typename Scalar, typename Order, int blocks>
+  __device__ __forceinline__ void round(const float (&y)[blocks][4], const uint32_t (&)[kStepGroups][4], SmemTile<kStateRows>*,
+                                        SmemTile<kStateRows>& tile, const FragmentLane& lane) const {
 #pragma unroll
-    for (int i = 0; i < kStepGroups; ++i) {
+    for (int i = 0; i < blocks / 2; ++i) {
       uint32_t rounded[4];
       pack_operand<Scalar>(y, i, rounded);
       cuda::stmatrix_transposed(tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index), rounded);
@@ -80,14 +83,15 @@ struct RoundOut {
 };
 
 // states_only: without out, and q, which it needs.
-template <typename Scalar, int columns, bool states_only>
+template <typename Scalar, int columns, bool states_only, bool has_updates>
 struct FwdSm90 {
   using Params = DeltaRuleFwdParams;
   using Gates = DecayGates<Scalar>;
   using Shared = FwdSm90Shared<columns>;
   using TileState = State<columns>;
-  using Epilogue = TmaEpilogue<Scalar, InOrder, RoundOut, Params>;
-  static constexpr int kStateGroups = columns / 16;
+  using Epilogue = std::conditional_t<has_updates, UpdatesEpilogue<Scalar, RoundOut, Params>,
+                                      TmaEpilogue<Scalar, InOrder, RoundOut, Params>>;
+  static constexpr int kStateGroups = columns / 16, kOutBlocks = kChunkRows<has_updates> / kBlockSteps;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + 2 * kWarpgroupThreads;
   static constexpr int kTileColumns = 64;  // of a TMA tile
   static constexpr int kConsumerRegisters = 208, kMatrixRegisters = 64, kProducerRegisters = 32;
@@ -151,14 +155,16 @@ struct FwdSm90 {
       auto& target = shared.stages[pipeline.stage];
       Mbarrier& full = shared.full[pipeline.stage];
       const int step = static_cast<int>(at.start) + chunk * kChunk;
-      full.arrive_and_expect_tx(sizeof(target) - (states_only ? sizeof(target.q) : 0));
+      const int q_bytes = states_only ? 0 : static_cast<int>(sizeof(target.q)) >> (has_updates ? p.log2_updates : 0);
+      full.arrive_and_expect_tx(sizeof(target) - sizeof(target.q) + q_bytes);
 #pragma unroll
       for (int panel = 0; panel < columns / kTileColumns; ++panel) {
         cuda::tma_load_tile(&target.k.panels[panel], p.k_descriptor, panel * kTileColumns, key_head, step, batch, full);
       }
 #pragma unroll
       for (int panel = 0; panel < (states_only ? 0 : columns / kTileColumns); ++panel) {
-        cuda::tma_load_tile(&target.q.panels[panel], p.q_descriptor, panel * kTileColumns, key_head, step, batch, full);
+        cuda::tma_load_tile(&target.q.panels[panel], p.q_descriptor, panel * kTileColumns, key_head,
+                            has_updates ? step >> p.log2_updates : step, batch, full);
       }
 #pragma unroll
       for (int i = 0; i < kWarpgroups; ++i) {
@@ -195,7 +201,7 @@ struct FwdSm90 {
     const FragmentLane lane = FragmentLane::opaque_thread();
     for (auto& matrices : shared.matrices) {
       matrices.inverse.clear_left_of_diagonal(threadIdx.x % kWarpgroupThreads, kWarpgroupThreads);
-      if constexpr (!states_only) clear_right_of_diagonal(matrices.p, lane);
+      if constexpr (!states_only && !has_updates) clear_right_of_diagonal(matrices.p, lane);
     }
     PipelineState stages, matrices;
     for_each_span([&](const auto&, const WorkSpan& at) {
@@ -218,6 +224,7 @@ struct FwdSm90 {
   __device__ __forceinline__ void make_matrix(int stage, SmemTile<kChunk>& target, const FragmentLane& lane) {
     const auto& tiles = shared.stages[stage];
     const ScanTables& tables = shared.tables[stage];
+    if constexpr (has_updates) return make_query_matrix<Scalar>(p, tiles.q, tiles.k, tables, target, lane);
     float products[kStepBlocks][4];
     multiply_by_keys<Scalar>(tiles.q, tiles.k, products);
     const FragmentPairs<> pairs(lane);
@@ -288,7 +295,7 @@ struct FwdSm90 {
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::ldmatrix_transposed(x[j], tiles.v[index].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
       }
-      float u[kStepBlocks][4], y[kStepBlocks][4];
+      float u[kStepBlocks][4], y[kOutBlocks][4];
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(u, s[k], columns_of(k_rows, k), k > 0);
@@ -344,8 +351,8 @@ struct FwdSm90 {
       if constexpr (!states_only) {
         cuda::warpgroup_wait<1>(y);
 #pragma unroll
-        for (int n = 0; n < kStepBlocks; ++n) {
-          const float2 decay = column_pair(tables.query_decay, n, lane);
+        for (int n = 0; n < kOutBlocks; ++n) {
+          const float2 decay = query_pair<has_updates>(p, tables.query_decay, n, lane);
 #pragma unroll
           for (int i = 0; i < 4; ++i) y[n][i] *= i % 2 == 0 ? decay.x : decay.y;
         }
@@ -373,15 +380,16 @@ struct FwdSm90 {
   }
 };
 
-template <typename Scalar, int columns, bool states_only>
-constexpr bool kHasMatrixWarpgroup<FwdSm90<Scalar, columns, states_only>> = true;
+template <typename Scalar, int columns, bool states_only, bool has_updates>
+constexpr bool kHasMatrixWarpgroup<FwdSm90<Scalar, columns, states_only, has_updates>> = true;
 
-template <typename Scalar, int columns, bool states_only>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns, states_only>::kThreads : kWarpSize, 1)
-    delta_rule_fwd_sm90_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
-                               const __grid_constant__ Schedule schedule) {
+template <typename Scalar, int columns, bool states_only, bool has_updates>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, columns, states_only, has_updates>::kThreads
+                                                        : kWarpSize,
+                                  1) delta_rule_fwd_sm90_kernel(const __grid_constant__ Unpacked<DeltaRuleFwdParams> p,
+                                                                const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  run_scan<FwdSm90<Scalar, columns, states_only>>(p, schedule);
+  run_scan<FwdSm90<Scalar, columns, states_only, has_updates>>(p, schedule);
 #endif
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -80,6 +79,10 @@ class Backward {
   bool takes_value_heads() const { return has_channels() || is_sm80_; }
   bool has_parts_of_key_heads() const { return takes_value_heads() && heads_per_key_head_ > 1; }
   at::TensorOptions fp32() const { return in_.q.options().dtype(at::kFloat); }
+  int64_t seqlen() const { return in_.v.size(1); }  // in updates
+  at::Tensor zeros_like_out() const {
+    return at::zeros({in_.q.size(0), in_.q.size(1), in_.v.size(2), in_.v.size(3)}, in_.v.options());
+  }
 
   void load() {
     const auto vectors = [&](const at::Tensor& rows, NormalizedRows& of) {
@@ -90,7 +93,7 @@ class Backward {
     of_.q = vectors(in_.q, of_.normalized_q);
     of_.k = vectors(in_.k, of_.normalized_k);
     of_.v = as_vectors(in_.v);
-    of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : at::zeros_like(in_.v));
+    of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : zeros_like_out());
     const StepFactors factors = step_factors(in_, of_.q, of_.k, /*keeps_beta=*/false);
     of_.log_decay = factors.log_decay;
     of_.beta = factors.beta;
@@ -113,15 +116,15 @@ class Backward {
     }
     of_.grad_v = place(kGradV, in_.v);
     // The gradient itself if the kernels can write it, else what finish_gate_grads() makes it of.
-    const auto of_steps = [&](Grad grad, bool is_argument) {
+    const auto of_steps = [&](Grad grad, bool is_argument, int64_t steps) {
       if (is_argument && needs(grad) && grads_[grad].scalar_type() == at::kFloat) return grads_[grad];
-      return empty_tensor({in_.v.size(0), in_.v.size(1), in_.v.size(2)}, fp32());
+      return empty_tensor({in_.v.size(0), steps, in_.v.size(2)}, fp32());
     };
     if (has_channels()) {
       allocate_channels();
     } else {
-      if (needs_gate()) of_.grad_log_decay = of_steps(kGradG, !in_.has_raw_gate());
-      if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid);
+      if (needs_gate()) of_.grad_log_decay = of_steps(kGradG, !in_.has_raw_gate(), in_.q.size(1));
+      if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid, seqlen());
     }
     if (needs(kGradInitialStates)) {
       const at::Tensor& target = grads_[kGradInitialStates];
@@ -141,7 +144,7 @@ class Backward {
   }
 
   int64_t chunks_of(int64_t entries) const {
-    return chunk_numbers(is_packed() ? in_.cu_seqlens->size(0) - 1 : entries, in_.q.size(1), is_packed());
+    return chunk_numbers(is_packed() ? in_.cu_seqlens->size(0) - 1 : entries, seqlen(), is_packed());
   }
   bool is_wide() const { return delta_rule::is_wide(in_.q.size(3)); }
   int64_t matrices_bytes() const {
@@ -213,7 +216,7 @@ class Backward {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
     }
     const int64_t multiprocessors = cuda::multiprocessor_count(in_.q.get_device()),
-                  chunks = ceil_div(in_.q.size(1), int64_t{kChunk}), tiles = row_blocks(in_.v.size(3)),
+                  chunks = ceil_div(seqlen(), int64_t{kChunk}), tiles = row_blocks(in_.v.size(3)),
                   map_tiles = tiles + row_blocks(in_.q.size(3)), sequences = kDirections * range.entries * range.heads,
                   blocks = sequences * ceil_div(tiles, int64_t{kWarpgroups}),
                   map_blocks = sequences * ceil_div(map_tiles, int64_t{kWarpgroups});
@@ -232,7 +235,7 @@ class Backward {
 
   void run_part(const Range& range) {
     DeltaRuleBwdParams params;
-    const int64_t seqlen = in_.q.size(1), of_segment = chunks_of_segment(range),
+    const int64_t seqlen = this->seqlen(), of_segment = chunks_of_segment(range),
                   segments = of_segment > 0 ? ceil_div(seqlen, of_segment * kChunk) : 0;
     // Segments are packed sequences of one row.
     const auto rows = [&](const at::Tensor& tensor) { return segments > 0 ? as_one_row(tensor) : tensor; };
@@ -246,6 +249,7 @@ class Backward {
     params.state_columns = static_cast<int>(round_up(in_.q.size(3), 2));
     params.value_heads_per_key_head = static_cast<int>(range.heads / range.key_heads);
     params.scale = static_cast<float>(scale_of(in_));
+    params.log2_updates = log2_updates(in_);
     const auto of_heads = [&](const at::Tensor& tensor) { return rows(range.of_heads(tensor)); };
     const auto of_key_heads = [&](const at::Tensor& tensor) { return rows(range.of_key_heads(tensor)); };
     const auto of_steps = [&](const at::Tensor& tensor) {
@@ -258,10 +262,15 @@ class Backward {
     if (cu_seqlens.defined()) params.cu_seqlens = cu_seqlens.const_data_ptr<int64_t>();
     if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
     if (!is_sm80_) {
-      describe_tiles(params.q_descriptor, of_key_heads(of_.q));
+      const int64_t updates = in_.num_householder;
+      describe_tiles(params.q_descriptor, of_key_heads(of_.q), kChunk / updates);
       describe_tiles(params.k_descriptor, of_key_heads(of_.k));
       describe_tiles(params.v_descriptor, of_heads(of_.v));
-      describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out));
+      describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out), kChunk / updates);
+      if (updates > 1) {
+        describe_update_tiles(params.q_of_updates, of_key_heads(of_.q), updates);
+        describe_update_tiles(params.grad_out_of_updates, of_heads(of_.grad_out), updates);
+      }
     }
 
     params.states_stride_entry = in_.v.size(2) * in_.v.size(3) * params.state_columns;
@@ -281,9 +290,10 @@ class Backward {
     at::Tensor parts_q, parts_k, grad_q, grad_k;
     params.has_fp32_rows = has_fp32_rows_;
     if (has_fp32_rows_) {
-      const int64_t heads = takes_value_heads() ? range.heads : range.key_heads;
-      parts_q = empty_tensor({range.entries, seqlen, heads, round_up(in_.q.size(3), kRowElements)}, fp32());
-      parts_k = empty_tensor_like(parts_q);
+      const int64_t heads = takes_value_heads() ? range.heads : range.key_heads,
+                    columns = round_up(in_.q.size(3), kRowElements);
+      parts_q = empty_tensor({range.entries, in_.q.size(1), heads, columns}, fp32());
+      parts_k = empty_tensor({range.entries, seqlen, heads, columns}, fp32());
       grad_q = rows(parts_q);
       grad_k = rows(parts_k);
     } else {
@@ -519,7 +529,9 @@ class Backward {
     params.rows = view_of(range.of_key_heads(params.are_queries ? of_.q : of_.k));
     params.sums = view_of(sums);
     params.grad = view_of(result);
-    params.row_factors = view_of(range.of_key_heads(of_.row_factors));
+    // The factor of a query is in the row of the last of its step's updates.
+    const int64_t updates = params.are_queries ? in_.num_householder : 1;
+    params.row_factors = view_of(range.of_key_heads(of_.row_factors).slice(1, updates - 1, std::nullopt, updates));
     C10_CUDA_CHECK(launch_delta_rule_row_grads<__nv_bfloat16>(params, c10::cuda::getCurrentCUDAStream()));
     if (!result.is_same(target)) target.copy_(result.narrow(3, 0, target.size(3)));
     sums.reset();

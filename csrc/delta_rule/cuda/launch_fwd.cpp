@@ -40,14 +40,17 @@ struct Operands {
   at::Tensor q, k, v, out, log_decay, beta, row_factors, initial_states, final_states, cu_seqlens, resets;
 };
 
-// The operands of `steps` steps from `first` on. Packed sequences that have none of these steps become empty. A later span
-// starts from the final states of the one before.
+// The operands of `steps` steps from `first` on, of which a row of q, out and log decays has one or more. Packed sequences that
+// have none of these steps become empty. A later span starts from the final states of the one before.
 Operands span_of(const Operands& operands, int64_t first, int64_t steps) {
   Operands result = operands;
-  if (steps == operands.q.size(1)) return result;
-  for (at::Tensor* tensor :
-       {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors, &result.resets}) {
+  if (steps == operands.v.size(1)) return result;
+  const int64_t updates = operands.v.size(1) / operands.q.size(1);
+  for (at::Tensor* tensor : {&result.k, &result.v, &result.beta, &result.row_factors, &result.resets}) {
     if (tensor->defined()) *tensor = tensor->narrow(1, first, steps);
+  }
+  for (at::Tensor* tensor : {&result.q, &result.out, &result.log_decay}) {
+    if (tensor->defined()) *tensor = tensor->narrow(1, first / updates, steps / updates);
   }
   // The kernels find the flags of a row of the batch by the number of steps.
   if (result.resets.defined()) result.resets = result.resets.contiguous();
@@ -83,13 +86,14 @@ template <typename Params>
 Params common_parameters_of(const Inputs& in, const Operands& operands) {
   Params params;
   params.batch = operands.final_states.size(0);
-  params.seqlen = operands.q.size(1);
+  params.seqlen = operands.v.size(1);
   params.heads = params.groups = in.v.size(2);
   params.headdim = static_cast<int>(in.v.size(3));
   params.dstate = static_cast<int>(in.q.size(3));
   params.state_columns = static_cast<int>(operands.final_states.size(3));
   params.value_heads_per_key_head = static_cast<int>(in.v.size(2) / in.q.size(2));
   params.scale = static_cast<float>(scale_of(in));
+  params.log2_updates = log2_updates(in);
   const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
   if (operands.log_decay.defined()) {
     params.log_decay = in.has_gate_per_channel() ? view_of(operands.log_decay) : of_steps(operands.log_decay);
@@ -107,10 +111,11 @@ Params common_parameters_of(const Inputs& in, const Operands& operands) {
 DeltaRuleFwdParams parameters_of(const Inputs& in, const Operands& operands) {
   auto params = common_parameters_of<DeltaRuleFwdParams>(in, operands);
   params.out = view_of(operands.out);
-  describe_tiles(params.q_descriptor, operands.q);
+  const int64_t rows = kChunk / in.num_householder;
+  describe_tiles(params.q_descriptor, operands.q, rows);
   describe_tiles(params.k_descriptor, operands.k);
   describe_tiles(params.v_descriptor, operands.v);
-  describe_tiles(params.out_descriptor, operands.out);
+  describe_tiles(params.out_descriptor, operands.out, rows);
   return params;
 }
 
@@ -118,6 +123,7 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
   DeltaRuleMatricesParams params;
   static_cast<ChunkedGeometry&>(params) = fwd;
   params.value_heads_per_key_head = fwd.value_heads_per_key_head;
+  params.log2_updates = fwd.log2_updates;
   params.log_decay = fwd.log_decay;
   params.beta = fwd.beta;
   params.row_factors = fwd.row_factors;
@@ -262,7 +268,7 @@ void launch_scan(at::ScalarType dtype, const KdaFwdParams& params, const Work& w
 // us, and the additional launches about 40 us.
 int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
   const int64_t multiprocessors = cuda::multiprocessor_count(in.q.device().index()),
-                chunks = ceil_div(operands.q.size(1), int64_t{kChunk}),
+                chunks = ceil_div(operands.v.size(1), int64_t{kChunk}),
                 blocks = operands.q.size(0) * in.v.size(2) * ceil_div(row_blocks(in.v.size(3)), int64_t{kWarpgroups});
   if (operands.cu_seqlens.defined() || operands.resets.defined()) return 0;
   if (in.q.size(3) % 4 != 0 || is_wide(in.q.size(3))) return 0;
@@ -283,7 +289,7 @@ int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
 // The same steps as packed sequences, which are the segments of `chunks` chunks. The states before and after each segment are
 // uninitialized. Returns undefined tensors if strides do not allow a view of all rows as one.
 Operands as_segments(const Operands& operands, int64_t chunks) {
-  const int64_t batch = operands.q.size(0), seqlen = operands.q.size(1);
+  const int64_t batch = operands.v.size(0), seqlen = operands.v.size(1);
   Operands result = operands;
   for (at::Tensor* tensor :
        {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors}) {
@@ -429,7 +435,7 @@ FwdOutputs run_plain(const Inputs& in) {
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
   // A span ends at each of the positions whose states are results.
-  const int64_t seqlen = in.q.size(1), most_steps = steps_of_span(in);
+  const int64_t seqlen = in.v.size(1), most_steps = steps_of_span(in);
   size_t stored = 0;
   for (int64_t first = 0;;) {
     for (; stored < in.states_at.size() && in.states_at[stored] == first; ++stored) {

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "delta_rule/aten/gates.h"
+#include "delta_rule/cuda/fwd_cuda.h"
+#include "delta_rule/delta_rule.h"
 #include "torch/checks.h"
 #include "torch/flip.h"
 
@@ -17,7 +19,11 @@ namespace {
 // Tensors of a call, and those of its plain call.
 class StepsOfCall {
  public:
-  explicit StepsOfCall(const Inputs& call) : updates_(call.num_householder), is_reverse_(call.reverse) {}
+  explicit StepsOfCall(const Inputs& call)
+      : updates_(call.num_householder), rows_(takes_updates(call) ? 1 : updates_), is_reverse_(call.reverse) {}
+
+  // Whether q, g and out of the plain call have the call's rows.
+  bool keep_rows() const { return rows_ == 1; }
 
   // (batch, seqlen, ...) in the scan's order.
   at::Tensor in_order(const at::Tensor& steps) const { return is_reverse_ ? flip_steps(steps) : steps; }
@@ -30,24 +36,24 @@ class StepsOfCall {
     return is_reverse_ && is_packed ? states.flip(0) : states;
   }
 
-  // The steps' values (batch, seqlen, ...) at one update of each step, and zeros at the others.
-  at::Tensor at_update(const at::Tensor& steps, int64_t update) const {
-    return updates_ == 1 ? in_order(steps) : at_update(steps, update, steps.options());
+  // The steps' values (batch, seqlen, ...) as rows of the plain call: at one update of each step, and zeros at the others.
+  at::Tensor rows_at(const at::Tensor& steps, int64_t update) const {
+    return keep_rows() ? in_order(steps) : rows_at(steps, update, steps.options());
   }
-  at::Tensor at_update(const at::Tensor& steps, int64_t update, const at::TensorOptions& options) const {
+  at::Tensor rows_at(const at::Tensor& steps, int64_t update, const at::TensorOptions& options) const {
     std::vector<int64_t> sizes = steps.sizes().vec();
-    sizes[1] *= updates_;
+    sizes[1] *= rows_;
     const at::Tensor result = at::zeros(sizes, options);
-    of_update(result, update).copy_(in_order(steps));
+    of_rows(result, update).copy_(in_order(steps));
     return result;
   }
-  // A view of one update of each step.
-  at::Tensor of_update(const at::Tensor& updates, int64_t update) const {
-    return updates_ == 1 ? updates : updates.slice(1, update, std::nullopt, updates_);
+  // A view of the rows of the plain call that rows_at() fills.
+  at::Tensor of_rows(const at::Tensor& rows, int64_t update) const {
+    return keep_rows() ? rows : rows.slice(1, update, std::nullopt, rows_);
   }
 
  private:
-  int64_t updates_;
+  int64_t updates_, rows_;  // of a step: of k, and of q in the plain call
   bool is_reverse_;
 };
 
@@ -60,21 +66,32 @@ OptionalTensor if_present(const OptionalTensor& tensor, const Transform& transfo
 
 bool is_plain(const Inputs& in) { return in.num_householder == 1 && !in.reverse; }
 
+bool takes_updates(const Inputs& in) {
+  return kChunk % in.num_householder == 0 && !in.has_gate_per_channel() && !is_wide(in.q.size(3)) &&
+         fwd_kernels_for(in) == Kernels::kSm90;
+}
+
+int log2_updates(const Inputs& plain) {
+  int result = 0;
+  while (int64_t{1} << result < plain.num_householder) ++result;
+  return result;
+}
+
 Inputs plain_call(const Inputs& call) {
   const StepsOfCall steps(call);
   const int64_t updates = call.num_householder;
   Inputs in = call;
-  in.q = steps.at_update(call.q, updates - 1);
+  in.q = steps.rows_at(call.q, updates - 1);
   in.k = call.k.is_same(call.q) && updates == 1 ? in.q : steps.updates_in_order(call.k);
   in.v = steps.updates_in_order(call.v);
   in.beta = steps.updates_in_order(call.beta);
   in.scale = scale_of(call);
-  if (updates == 1) {
+  if (steps.keep_rows()) {
     in.g = if_present(call.g, [&](const at::Tensor& g) { return steps.in_order(g); });
   } else if (is_present(call.g)) {
     // A raw gate of zero is not a log decay of zero.
-    in.g = steps.at_update(call.has_raw_gate() ? log_decays(call, *call.g) : *call.g, 0,
-                           call.g->options().dtype(accumulate_type(call.q.scalar_type())));
+    in.g = steps.rows_at(call.has_raw_gate() ? log_decays(call, *call.g) : *call.g, 0,
+                         call.g->options().dtype(accumulate_type(call.q.scalar_type())));
     in.A_log.reset();
     in.dt_bias.reset();
     in.gate_lower_bound.reset();
@@ -91,17 +108,18 @@ Inputs plain_call(const Inputs& call) {
     return updates == 1 ? in_order : in_order * updates;
   });
   for (int64_t& position : in.states_at) position *= updates;
-  in.num_householder = 1;
+  if (!steps.keep_rows()) in.num_householder = 1;
   in.reverse = false;
   return in;
 }
 
 FwdOutputs results_of(const Inputs& call, const FwdOutputs& plain) {
   const StepsOfCall steps(call);
+  if (steps.keep_rows() && !call.reverse) return plain;
   FwdOutputs results = plain;
   results.final_states = steps.states_in_order(plain.final_states, is_present(call.cu_seqlens));
   results.out = allocate_fwd(call).out;
-  results.out.copy_(steps.in_order(steps.of_update(plain.out, call.num_householder - 1)));
+  results.out.copy_(steps.in_order(steps.of_rows(plain.out, call.num_householder - 1)));
   return results;
 }
 
@@ -110,11 +128,11 @@ BwdInputs plain_call(const BwdInputs& call) {
   BwdInputs bwd = call;
   bwd.in = plain_call(call.in);
   bwd.grad_out =
-      if_present(call.grad_out, [&](const at::Tensor& grad) { return steps.at_update(grad, call.in.num_householder - 1); });
+      if_present(call.grad_out, [&](const at::Tensor& grad) { return steps.rows_at(grad, call.in.num_householder - 1); });
   bwd.grad_final_states = if_present(call.grad_final_states, [&](const at::Tensor& grad) {
     return steps.states_in_order(grad, is_present(call.in.cu_seqlens));
   });
-  if (call.in.num_householder > 1) {
+  if (!steps.keep_rows()) {
     bwd.needs_grad[kGradG] |= call.needs_grad[kGradALog] || call.needs_grad[kGradDtBias];
     bwd.needs_grad[kGradALog] = bwd.needs_grad[kGradDtBias] = false;
   }
@@ -123,6 +141,7 @@ BwdInputs plain_call(const BwdInputs& call) {
 
 GradTensors allocate_plain(const BwdInputs& call, const BwdInputs& plain, const GradTensors& grads) {
   if (call.in.reverse) return allocate_bwd(plain);
+  if (StepsOfCall(call.in).keep_rows()) return grads;
   constexpr Grad kShared[] = {kGradK, kGradV, kGradBeta, kGradInitialStates};
   BwdInputs others = plain;
   for (const Grad grad : kShared) others.needs_grad[grad] = false;
@@ -138,16 +157,16 @@ void write_grads(const BwdInputs& call, const GradTensors& plain, const GradTens
   const auto write = [&](Grad grad, const auto& value) {
     if (grads[grad].numel() > 0 && !grads[grad].is_same(plain[grad])) grads[grad].copy_(value());
   };
-  write(kGradQ, [&] { return steps.in_order(steps.of_update(plain[kGradQ], updates - 1)); });
+  write(kGradQ, [&] { return steps.in_order(steps.of_rows(plain[kGradQ], updates - 1)); });
   for (const Grad grad : {kGradK, kGradV, kGradBeta}) {
     write(grad, [&] { return steps.updates_in_order(plain[grad]); });
   }
   write(kGradInitialStates, [&] { return steps.states_in_order(plain[kGradInitialStates], is_present(in.cu_seqlens)); });
-  if (updates == 1) {
+  if (steps.keep_rows()) {
     write(kGradG, [&] { return steps.in_order(plain[kGradG]); });
     for (const Grad grad : {kGradALog, kGradDtBias}) write(grad, [&] { return plain[grad]; });
   } else if (plain[kGradG].numel() > 0) {
-    const GateGrads gates = log_decays_adjoint(in, *in.g, steps.in_order(steps.of_update(plain[kGradG], 0)));
+    const GateGrads gates = log_decays_adjoint(in, *in.g, steps.in_order(steps.of_rows(plain[kGradG], 0)));
     write(kGradG, [&] { return gates.raw; });
     write(kGradALog, [&] { return gates.A_log; });
     write(kGradDtBias, [&] { return gates.raw.sum(at::IntArrayRef({0, 1}), false, at::kDouble); });

@@ -127,7 +127,7 @@ struct Sm80Gradients {
     if (lane.warp != 0) return;
     RowsView terms = p.grad_log_decay;
     terms.data = static_cast<float*>(terms.data) + part * p.grad_log_decay_stride_part;
-    write_grad_log_decay(terms, at, shared.sums, shared.tables, lane);
+    write_grad_log_decay(p, terms, at, shared.sums, shared.tables, lane);
   }
 
  private:

@@ -8,14 +8,15 @@
 #include "common/integers.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/cuda/plain_calls.h"
 #include "delta_rule/cuda/tensors.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::delta_rule {
 
-at::Tensor empty_by_head(const Inputs& in, int64_t heads, int64_t elements) {
-  const at::Tensor result = empty_tensor({heads, in.q.size(0), in.v.size(1), elements}, in.q.options().dtype(at::kFloat));
+at::Tensor empty_by_head(const Inputs& in, int64_t steps, int64_t heads, int64_t elements) {
+  const at::Tensor result = empty_tensor({heads, in.q.size(0), steps, elements}, in.q.options().dtype(at::kFloat));
   const at::Tensor by_step = result.permute({1, 2, 0, 3});
   return elements == 1 ? by_step.squeeze(3) : by_step;
 }
@@ -68,7 +69,8 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
   const int64_t heads = q.size(2), value_heads = in.v.size(2);
   DeltaRuleFactorsParams params;
   params.batch = q.size(0);
-  params.seqlen = q.size(1);
+  params.seqlen = k.size(1);
+  params.log2_updates = log2_updates(in);
   params.heads = params.groups = value_heads;
   params.value_heads_per_key_head = static_cast<int>(value_heads / heads);
   params.dstate = static_cast<int>(q.size(3));
@@ -78,7 +80,7 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
   params.options = parameters.options(in);
   const auto of_steps = [](const at::Tensor& tensor) { return view_of(tensor.unsqueeze(3)); };
   if (has_row_factors(in)) {
-    result.rows = empty_by_head(in, heads, 2);
+    result.rows = empty_by_head(in, k.size(1), heads, 2);
     params.row_factors = view_of(result.rows);
   }
   if (is_present(in.g)) {
@@ -86,7 +88,7 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
     if (params.gate_is_fp32 && !in.has_raw_gate()) {
       result.log_decay = *in.g;
     } else {
-      result.log_decay = empty_by_head(in, value_heads);
+      result.log_decay = empty_by_head(in, q.size(1), value_heads);
       params.raw_gate = of_steps(*in.g);
       params.log_decay = of_steps(result.log_decay);
     }
@@ -95,7 +97,7 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
   if ((params.beta_is_fp32 || keeps_beta) && !in.beta_sigmoid) {
     result.beta = in.beta;
   } else {
-    result.beta = empty_by_head(in, value_heads);
+    result.beta = empty_by_head(in, k.size(1), value_heads);
     params.raw_beta = of_steps(in.beta);
     params.beta = of_steps(result.beta);
   }
@@ -109,8 +111,6 @@ StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor
 void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const at::Tensor& grad_beta,
                        const GradTensors& grads) {
   DeltaRuleGateGradsParams params;
-  params.steps = in.v.size(0) * in.v.size(1);
-  params.seqlen = in.v.size(1);
   params.heads = in.v.size(2);
   const GateParameters parameters(in);
   params.options = parameters.options(in);
@@ -130,7 +130,8 @@ void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const
     params.grad_log_decay = of_steps(grad_log_decay);
     if (needs(kGradG)) params.grad_raw_gate = of_steps(grads[kGradG]);
     if (needs(kGradALog) || needs(kGradDtBias)) {
-      sums = empty_tensor({ceil_div(params.steps, kGateGradSteps), 2, params.heads}, in.q.options().dtype(at::kDouble));
+      sums = empty_tensor({ceil_div(in.q.size(0) * in.q.size(1), kGateGradSteps), 2, params.heads},
+                          in.q.options().dtype(at::kDouble));
       params.sums = sums.data_ptr<double>();
     }
   }
@@ -143,10 +144,23 @@ void finish_gate_grads(const Inputs& in, const at::Tensor& grad_log_decay, const
     params.grad_beta = of_steps(grad_beta);
     params.grad_raw_beta = of_steps(grads[kGradBeta]);
   }
-  if (params.grad_log_decay.data == nullptr && params.grad_beta.data == nullptr) return;
-  const auto launch =
-      in.q.scalar_type() == at::kHalf ? launch_delta_rule_gate_grads<__half> : launch_delta_rule_gate_grads<__nv_bfloat16>;
-  C10_CUDA_CHECK(launch(params, c10::cuda::getCurrentCUDAStream()));
+  const auto launch = [&](DeltaRuleGateGradsParams of, int64_t seqlen) {
+    if (of.grad_log_decay.data == nullptr && of.grad_beta.data == nullptr) return;
+    of.seqlen = seqlen;
+    of.steps = in.q.size(0) * seqlen;
+    const auto launch_kernel =
+        in.q.scalar_type() == at::kHalf ? launch_delta_rule_gate_grads<__half> : launch_delta_rule_gate_grads<__nv_bfloat16>;
+    C10_CUDA_CHECK(launch_kernel(of, c10::cuda::getCurrentCUDAStream()));
+  };
+  if (in.num_householder > 1) {
+    // g has fewer rows than beta.
+    DeltaRuleGateGradsParams of_beta = params;
+    of_beta.grad_log_decay = {};
+    of_beta.sums = nullptr;
+    launch(of_beta, in.v.size(1));
+    params.grad_beta = {};
+  }
+  launch(params, in.q.size(1));
   if (!sums.defined()) return;
   const at::Tensor summed = sums.sum(0);
   if (needs(kGradALog)) grads[kGradALog].copy_(summed.select(0, 0));

@@ -5,6 +5,7 @@
 
 #include "cuda/constants.h"
 #include "delta_rule/cuda/gate_arguments.cuh"
+#include "delta_rule/cuda/step_updates.cuh"
 
 namespace ssm_kernels::delta_rule {
 
@@ -27,10 +28,11 @@ __global__ void __launch_bounds__(kFactorThreads) delta_rule_factors_kernel(cons
       Vector rows[2][kStepsAtOnce] = {};
 #pragma unroll
       for (int i = 0; i < 2 * kStepsAtOnce; ++i) {
-        const RowsView& view = i % 2 == 0 ? p.k : p.q;
-        const int64_t step = begin + i / 2;
-        const Scalar* const row = static_cast<const Scalar*>(view.data) + batch * view.stride_batch + step * view.stride_step +
-                                  key_head * view.stride_head + column;
+        const bool is_query = i % 2 != 0;
+        const RowsView& view = is_query ? p.q : p.k;
+        const int64_t step = begin + i / 2, row_of_step = is_query ? step >> p.log2_updates : step;
+        const Scalar* const row = static_cast<const Scalar*>(view.data) + batch * view.stride_batch +
+                                  row_of_step * view.stride_step + key_head * view.stride_head + column;
         if (step < p.seqlen) rows[i % 2][i / 2] = *reinterpret_cast<const Vector*>(row);
       }
 #pragma unroll
@@ -61,13 +63,14 @@ __global__ void __launch_bounds__(kFactorThreads) delta_rule_factors_kernel(cons
     const int64_t step = first + i % kFactorSteps, head = key_head * heads_of_key + i / kFactorSteps;
     if (step >= p.seqlen) continue;
     const DeltaRuleGateOptions& options = p.options;
-    if (p.log_decay.data != nullptr) {
-      float gate = argument_at<Scalar>(p.raw_gate, p.gate_is_fp32, batch, step, head);
+    if (p.log_decay.data != nullptr && is_first_update(p, static_cast<int>(step))) {
+      const int64_t row = step >> p.log2_updates;
+      float gate = argument_at<Scalar>(p.raw_gate, p.gate_is_fp32, batch, row, head);
       if (options.has_raw_gate) {
         const GateOfHead of_head(options, head);
         visit_gate(options, [&](auto is_bounded) { gate = of_head.log_decay<is_bounded>(options, gate); });
       }
-      fp32_at(p.log_decay, batch, step, head) = gate;
+      fp32_at(p.log_decay, batch, row, head) = gate;
     }
     if (p.beta.data != nullptr) {
       fp32_at(p.beta, batch, step, head) = write_strength(argument_at<Scalar>(p.raw_beta, p.beta_is_fp32, batch, step, head),

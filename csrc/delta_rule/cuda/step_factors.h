@@ -19,15 +19,15 @@ bool has_normalized_rows(const Inputs& in);
 
 // fp32, except that beta may have the inputs' type; undefined tensors are absent.
 struct StepFactors {
-  at::Tensor log_decay, beta;  // (batch, seqlen, value_heads); with gates of channels the arguments g and beta
-  at::Tensor rows;             // if has_row_factors(), of keys and queries, (batch, seqlen, heads, 2)
+  at::Tensor log_decay, beta;  // as g and beta; with gates of channels the arguments themselves
+  at::Tensor rows;             // if has_row_factors(), of keys and their queries, (batch, updates, heads, 2)
 };
 // Given q and k as vectors (tensors.h). The arguments themselves where nothing is to be computed; else a kernel computes all.
 // With keeps_beta a given beta, which needs no sigmoid, stays of the inputs' type.
 StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k, bool keeps_beta);
 
-// A float of each step and head, (batch, seqlen, heads) or (batch, seqlen, heads, 2), uninitialized. Steps are contiguous.
-at::Tensor empty_by_head(const Inputs& in, int64_t heads, int64_t elements = 1);
+// A float of each step and head, (batch, steps, heads) or (batch, steps, heads, 2), uninitialized. Steps are contiguous.
+at::Tensor empty_by_head(const Inputs& in, int64_t steps, int64_t heads, int64_t elements = 1);
 
 // Without gates of channels: writes the gradients of g, beta, A_log and dt_bias that are needed, given those of log decays and
 // of beta, fp32 and undefined where they are not needed. The latter may be the results themselves.

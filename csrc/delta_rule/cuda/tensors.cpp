@@ -56,11 +56,31 @@ at::Tensor resets_of(const Inputs& in) {
   return longer.narrow(1, 0, starts.size(1)).contiguous();
 }
 
-void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor) {
+void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor, int64_t rows) {
   const auto size = [&](int64_t dim) { return static_cast<uint64_t>(tensor.size(dim)); };
-  C10_CUDA_CHECK(cuda::make_tma_descriptor(descriptor, const_cast<void*>(tensor.const_data_ptr()),
-                                           {size(3), size(2), size(1), size(0)},
-                                           {tensor.stride(2), tensor.stride(1), tensor.stride(0)}, {64, 1, kChunk, 1}));
+  C10_CUDA_CHECK(cuda::make_tma_descriptor(
+      descriptor, const_cast<void*>(tensor.const_data_ptr()), {size(3), size(2), size(1), size(0)},
+      {tensor.stride(2), tensor.stride(1), tensor.stride(0)}, {64, 1, static_cast<uint32_t>(rows), 1}));
+}
+
+void describe_update_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor, int64_t updates) {
+  const cuda::EncodeTensorMap encode = cuda::find_encode_tensor_map();
+  TORCH_CHECK(encode != nullptr, "delta_rule_scan: expected a CUDA driver that describes tensors for TMA");
+  const auto size = [&](int64_t dim) { return static_cast<cuuint64_t>(tensor.size(dim)); };
+  // The stride of a dimension of size 1 is never used and may be invalid.
+  const auto bytes = [&](int64_t dim) {
+    const int64_t elements = tensor.size(dim) == 1 ? vector_elements(tensor) : tensor.stride(dim);
+    return static_cast<cuuint64_t>(elements * tensor.element_size());
+  };
+  const cuuint64_t sizes[5] = {size(3), size(2), 1, size(1), size(0)},
+                   strides[4] = {bytes(2), kVectorBytes, bytes(1), bytes(0)};
+  const cuuint32_t tile[5] = {64, 1, static_cast<cuuint32_t>(updates), static_cast<cuuint32_t>(kChunk / updates), 1},
+                   element_strides[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode(&descriptor, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, tile,
+             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "delta_rule_scan: TMA does not describe rows of shape ", tensor.sizes());
 }
 
 RowsView view_of(const at::Tensor& tensor) {

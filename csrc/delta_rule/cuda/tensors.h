@@ -24,8 +24,11 @@ at::Tensor as_states(const at::Tensor& states);
 // With seq_idx, flags of the steps at which a sequence begins inside a row or a packed sequence, (batch, seqlen), contiguous.
 at::Tensor resets_of(const Inputs& in);
 
-// Describes tiles of kChunk steps and 64 elements of a row.
-void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor);
+// Describes tiles of `rows` steps and 64 elements of a row.
+void describe_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor, int64_t rows = kChunk);
+// Describes tiles of kChunk updates of a tensor that has a row for each `updates` of them (load_update_tile() in
+// step_tiles.cuh).
+void describe_update_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& tensor, int64_t updates);
 
 // The address and the strides. Kernels may write to it.
 RowsView view_of(const at::Tensor& tensor);

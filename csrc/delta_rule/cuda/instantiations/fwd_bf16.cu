@@ -8,8 +8,8 @@ template cudaError_t launch_delta_rule_chunk_matrices<__nv_bfloat16>(const Delta
 template cudaError_t launch_delta_rule_factors<__nv_bfloat16>(const DeltaRuleFactorsParams&, cudaStream_t);
 
 bool has_wgmma_kernels() {
-  return cuda::is_compiled_for_threads(delta_rule_fwd_sm90_kernel<__nv_bfloat16, 64, false>,
-                                       FwdSm90<__nv_bfloat16, 64, false>::kThreads);
+  return cuda::is_compiled_for_threads(delta_rule_fwd_sm90_kernel<__nv_bfloat16, 64, false, false>,
+                                       FwdSm90<__nv_bfloat16, 64, false, false>::kThreads);
 }
 
 cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream) {
