@@ -197,9 +197,36 @@ def test_states_at_positions_of_packed_sequences(updates):
     assert_accurate(inputs, num_householder=updates, states_at=[0, 200])
 
 
+@pytest.mark.parametrize("positions", [[0], [64], [1, 64, 100, 299], [0, 300], [300]], ids=str)
+@pytest.mark.parametrize("kind", ["one gate", "seq_idx", "wide keys", "channels", "two updates"])
+def test_gradients_of_states_at_positions(kind, positions):
+    updates = 2 if kind == "two updates" else 1
+    inputs = make_inputs(2, 300, 2, 4, 200 if kind == "wide keys" else 128, 64, updates=updates)
+    if kind == "seq_idx":  # one begins at a position
+        inputs["seq_idx"] = torch.arange(300).ge(64).int().add(torch.arange(300).ge(130).int()).expand(2, 300)
+    if kind == "channels":
+        inputs["g"] = -0.2 * torch.rand(2, 300, 4, 128, generator=torch.Generator().manual_seed(2))
+    assert_accurate(inputs, 6e-3, num_householder=updates, states_at=positions)
+
+
+@pytest.mark.usefixtures("needs_wgmma")
+def test_states_at_positions_run_kernels():
+    """Those of forward once more, those of backward for each piece, and none of a fallback's matrix products."""
+    leaves = {name: tensor.cuda().requires_grad_() for name, tensor in make_inputs(1, 200, 2, 2, 64, 64).items()}
+    _, _, states = delta_rule_scan(**leaves, states_at=[100], return_final_states=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.autograd.grad(states.sum(), list(leaves.values()))
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    for kernel in ("chunk_matrices", "fwd", "bwd_matrices", "bwd_states", "bwd_chunks"):
+        assert sum(f"delta_rule_{kernel}" in name for name in names) == 2, kernel
+    assert not [name for name in names if re.search("gemm|cutlass|bmm", name)]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-def test_options_inside(reverse):
-    inputs = make_inputs(2, 100, 2, 4, 128, 128, updates=2)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_options_inside(heads, reverse):
+    inputs = make_inputs(2, 100, heads, 4, 128, 128, updates=2)
     for name in ("q", "k"):
         inputs[name] = 3 * inputs[name]
     inputs["beta"], inputs["g"] = torch.randn_like(inputs["beta"]), torch.randn_like(inputs["g"])

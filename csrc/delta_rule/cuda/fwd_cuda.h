@@ -1,6 +1,8 @@
 // Forward of delta_rule_scan by the kernels of this folder.
 #pragma once
 
+#include <vector>
+
 #include "delta_rule/delta_rule_op.h"
 
 namespace ssm_kernels::delta_rule {
@@ -21,5 +23,11 @@ int sm80_shared_bytes(const Inputs& in);
 // normalized rows. A call with states_at or with chunk matrices of more than 1 GiB runs in spans of steps, one after another;
 // few long sequences run in segments at the same time (segment_fold.cuh).
 FwdOutputs fwd_cuda(const Inputs& in);
+
+// For a plain call (plain_calls.h): the states of all rows of the batch, or of all packed sequences, at each of in.states_at.
+std::vector<at::Tensor> states_at_positions(const Inputs& in);
+// The index (1,) of the packed sequence of the step before a position, of which states_at has the state. The host does not read
+// cu_seqlens.
+at::Tensor sequence_before(const Inputs& in, int64_t position);
 
 }  // namespace ssm_kernels::delta_rule

@@ -14,6 +14,7 @@
 #include "cuda/scalar_types.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/bwd_cuda.h"
+#include "delta_rule/cuda/bwd_pieces.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "delta_rule/cuda/kda.h"
 #include "delta_rule/cuda/launch.h"
@@ -51,13 +52,15 @@ struct GradOperands {
 
 class Backward {
  public:
-  Backward(const BwdInputs& bwd, const GradTensors& grads)
+  // `resets` are those of resets_of(), of a call without seq_idx.
+  Backward(const BwdInputs& bwd, const GradTensors& grads, const at::Tensor& resets = {})
       : bwd_(bwd),
         in_(bwd.in),
         grads_(grads),
         heads_per_key_head_(in_.v.size(2) / in_.q.size(2)),
         is_sm80_(fwd_kernels_for(in_) == Kernels::kSm80) {
     has_fp32_rows_ = applies_norms() || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
+    of_.resets = resets;
     load();
     allocate();
   }
@@ -567,7 +570,7 @@ class Backward {
 
 bool have_bwd_kernels_for(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
-  const Kernels kernels = bwd.in.states_at.empty() ? fwd_kernels_for(in) : Kernels::kNone;
+  const Kernels kernels = fwd_kernels_for(in);
   if (kernels != Kernels::kSm80) return kernels != Kernels::kNone;
   return sm80_gradients_bytes(in.q.size(3), in.q.element_size()) <= sm80_shared_bytes(in);
 }
@@ -579,13 +582,19 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   if (is_present(bwd.in.cu_seqlens) && !cuda::is_capturing()) {
     check_cu_seqlens_values("delta_rule_scan", bwd.in.cu_seqlens->cpu(), bwd.in.q.size(1));
   }
+  const auto run = [](const BwdInputs& plain, const GradTensors& plain_grads) {
+    if (plain.in.states_at.empty()) return Backward(plain, plain_grads).run();
+    bwd_of_pieces(plain, plain_grads, [](const BwdInputs& piece, const GradTensors& of_piece, const at::Tensor& resets) {
+      Backward(piece, of_piece, resets).run();
+    });
+  };
   if (is_plain(bwd.in)) {
-    Backward(bwd, grads).run();
+    run(bwd, grads);
     return grads;
   }
   const BwdInputs plain = plain_call(bwd);
   const GradTensors plain_grads = allocate_plain(bwd, plain, grads);
-  Backward(plain, plain_grads).run();
+  run(plain, plain_grads);
   write_grads(bwd, plain_grads, grads);
   return grads;
 }

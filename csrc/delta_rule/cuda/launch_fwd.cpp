@@ -424,14 +424,10 @@ Kernels fwd_kernels_for(const Inputs& in) {
 
 namespace {
 
-// The state after `position` steps of a call with packed sequences, (1, value_heads, value_dim, key_dim): that of the sequence
-// of the step before, given the states of all sequences then. The host does not read cu_seqlens.
-at::Tensor state_of_sequence(const Inputs& in, const at::Tensor& states, int64_t position) {
-  const int64_t step = std::max<int64_t>(position - 1, 0);
-  return states.index_select(0, in.cu_seqlens->slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true));
-}
-
-FwdOutputs run_plain(const Inputs& in) {
+// Calls visit(outputs, i, states) with the states of all rows or packed sequences at the i-th of in.states_at; undefined states
+// are zeros.
+template <typename Visit>
+FwdOutputs run_spans(const Inputs& in, const Visit& visit) {
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
   // A span ends at each of the positions whose states are results.
@@ -439,14 +435,7 @@ FwdOutputs run_plain(const Inputs& in) {
   size_t stored = 0;
   for (int64_t first = 0;;) {
     for (; stored < in.states_at.size() && in.states_at[stored] == first; ++stored) {
-      const at::Tensor target = outputs.states.select(1, static_cast<int64_t>(stored));
-      const at::Tensor states =
-          first > 0 ? operands.final_states.narrow(3, 0, target.size(3)) : or_undefined(in.initial_states);
-      if (!states.defined()) {
-        target.zero_();
-      } else {
-        target.copy_(is_present(in.cu_seqlens) ? state_of_sequence(in, states, first) : states);
-      }
+      visit(outputs, stored, first > 0 ? operands.final_states.narrow(3, 0, in.q.size(3)) : or_undefined(in.initial_states));
     }
     if (first == seqlen) break;
     int64_t steps = std::min(most_steps, seqlen - first);
@@ -461,7 +450,34 @@ FwdOutputs run_plain(const Inputs& in) {
   return outputs;
 }
 
+FwdOutputs run_plain(const Inputs& in) {
+  return run_spans(in, [&](const FwdOutputs& outputs, size_t i, const at::Tensor& states) {
+    const at::Tensor target = outputs.states.select(1, static_cast<int64_t>(i));
+    if (!states.defined()) {
+      target.zero_();
+    } else {
+      target.copy_(is_present(in.cu_seqlens) ? states.index_select(0, sequence_before(in, in.states_at[i])) : states);
+    }
+  });
+}
+
 }  // namespace
+
+at::Tensor sequence_before(const Inputs& in, int64_t position) {
+  const int64_t step = std::max<int64_t>(position - 1, 0);
+  return in.cu_seqlens->slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true);
+}
+
+std::vector<at::Tensor> states_at_positions(const Inputs& in) {
+  std::vector<at::Tensor> result(in.states_at.size());
+  const FwdOutputs outputs = run_spans(in, [&](const FwdOutputs&, size_t i, const at::Tensor& states) {
+    if (states.defined()) result[i] = states.clone(at::MemoryFormat::Contiguous);
+  });
+  for (at::Tensor& states : result) {
+    if (!states.defined()) states = at::zeros(outputs.final_states.sizes(), outputs.final_states.options());
+  }
+  return result;
+}
 
 FwdOutputs fwd_cuda(const Inputs& in) {
   check_inputs(in);
