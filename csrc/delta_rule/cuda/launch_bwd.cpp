@@ -52,13 +52,15 @@ struct GradOperands {
 
 class Backward {
  public:
-  // `resets` are those of resets_of(), of a call without seq_idx.
-  Backward(const BwdInputs& bwd, const GradTensors& grads, const at::Tensor& resets = {})
+  // `resets` are those of resets_of(), of a call without seq_idx. With reverses_rows the gradients of q, k and v have the steps
+  // in the opposite order.
+  Backward(const BwdInputs& bwd, const GradTensors& grads, bool reverses_rows, const at::Tensor& resets = {})
       : bwd_(bwd),
         in_(bwd.in),
         grads_(grads),
         heads_per_key_head_(in_.v.size(2) / in_.q.size(2)),
-        is_sm80_(fwd_kernels_for(in_) == Kernels::kSm80) {
+        is_sm80_(fwd_kernels_for(in_) == Kernels::kSm80),
+        reverses_rows_(reverses_rows) {
     has_fp32_rows_ = applies_norms() || has_parts_of_key_heads() || heads_at_once() < heads_per_key_head_;
     of_.resets = resets;
     load();
@@ -86,6 +88,12 @@ class Backward {
   at::Tensor zeros_like_out() const {
     return at::zeros({in_.q.size(0), in_.q.size(1), in_.v.size(2), in_.v.size(3)}, in_.v.options());
   }
+
+  static RowsView view_of_rows(const at::Tensor& rows, bool is_reversed) {
+    return is_reversed ? reversed_view_of(rows) : view_of(rows);
+  }
+  // Whether the last kernel writes gradients of q and k in the opposite order; finish_key_heads() does so for fp32 rows.
+  bool reverses_key_rows() const { return reverses_rows_ && !has_fp32_rows_; }
 
   void load() {
     const auto vectors = [&](const at::Tensor& rows, NormalizedRows& of) {
@@ -214,6 +222,7 @@ class Backward {
   // waves. Both folds take about 60 us for four segments and 170 us for eight, and the additional launches about 30 us.
   int64_t chunks_of_segment(const Range& range) const {
     if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || is_sm80_) return 0;
+    if (reverses_rows_ && range.entries > 1) return 0;  // not the order of all rows as one
     for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
                                      &of_.grad_q, &of_.grad_k, &of_.grad_v, &of_.grad_log_decay, &of_.grad_beta}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
@@ -287,7 +296,7 @@ class Backward {
     params.grad_final_states = of_states(of_.grad_final_states);
     params.grad_initial_states = of_states(of_.grad_initial_states);
 
-    params.grad_v = view_of(of_heads(of_.grad_v));
+    params.grad_v = view_of_rows(of_heads(of_.grad_v), reverses_rows_);
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
     at::Tensor parts_q, parts_k, grad_q, grad_k;
@@ -303,8 +312,8 @@ class Backward {
       grad_q = of_key_heads(of_.grad_q);
       grad_k = of_key_heads(of_.grad_k);
     }
-    params.grad_q = view_of(grad_q);
-    params.grad_k = view_of(grad_k);
+    params.grad_q = view_of_rows(grad_q, reverses_key_rows());
+    params.grad_k = view_of_rows(grad_k, reverses_key_rows());
 
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, cu_seqlens.defined()) * range.heads;
     TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
@@ -443,8 +452,8 @@ class Backward {
       of_part.dstate = static_cast<int>(std::min<int64_t>(in_.q.size(3) - first, kStateColumns));
       describe_tiles(of_part.q_descriptor, columns(range.of_key_heads(of_.q)));
       describe_tiles(of_part.k_descriptor, columns(range.of_key_heads(of_.k)));
-      of_part.grad_q = view_of(columns(grad_q));
-      of_part.grad_k = view_of(columns(grad_k));
+      of_part.grad_q = view_of_rows(columns(grad_q), reverses_key_rows());
+      of_part.grad_k = view_of_rows(columns(grad_k), reverses_key_rows());
       if (part == 0) continue;
       of_part.grad_v = of_part.grad_beta = {};
       if (!of_.grad_log_decay.defined()) continue;
@@ -516,7 +525,8 @@ class Backward {
     if (of_.row_factors.defined()) return apply_norms(range, grad, sum);
     NormalizedRows of_range;
     if (has_normalized_rows()) of_range = {range.of_key_heads(rows.rows), range.of_key_heads(rows.factor)};
-    range.of_key_heads(grads_[grad]).copy_(normalized_adjoint(of_range, sum));
+    const at::Tensor result = normalized_adjoint(of_range, sum);
+    range.of_key_heads(grads_[grad]).copy_(reverses_rows_ ? result.flip(1) : result);
     sum.reset();
   }
 
@@ -531,7 +541,7 @@ class Backward {
     params.are_queries = grad == kGradQ;
     params.rows = view_of(range.of_key_heads(params.are_queries ? of_.q : of_.k));
     params.sums = view_of(sums);
-    params.grad = view_of(result);
+    params.grad = view_of_rows(result, reverses_rows_);
     // The factor of a query is in the row of the last of its step's updates.
     const int64_t updates = params.are_queries ? in_.num_householder : 1;
     params.row_factors = view_of(range.of_key_heads(of_.row_factors).slice(1, updates - 1, std::nullopt, updates));
@@ -560,6 +570,7 @@ class Backward {
   const GradTensors& grads_;
   const int64_t heads_per_key_head_;
   const bool is_sm80_;
+  const bool reverses_rows_;
   bool has_fp32_rows_ = false;
   GradOperands of_;
   at::Tensor gate_sums_;            // with gates of channels, of A_log and dt_bias, (value_heads, 2, key_dim), double
@@ -582,10 +593,10 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   if (is_present(bwd.in.cu_seqlens) && !cuda::is_capturing()) {
     check_cu_seqlens_values("delta_rule_scan", bwd.in.cu_seqlens->cpu(), bwd.in.q.size(1));
   }
-  const auto run = [](const BwdInputs& plain, const GradTensors& plain_grads) {
-    if (plain.in.states_at.empty()) return Backward(plain, plain_grads).run();
+  const auto run = [&](const BwdInputs& plain, const GradTensors& plain_grads) {
+    if (plain.in.states_at.empty()) return Backward(plain, plain_grads, reverses_rows(bwd.in)).run();
     bwd_of_pieces(plain, plain_grads, [](const BwdInputs& piece, const GradTensors& of_piece, const at::Tensor& resets) {
-      Backward(piece, of_piece, resets).run();
+      Backward(piece, of_piece, /*reverses_rows=*/false, resets).run();
     });
   };
   if (is_plain(bwd.in)) {

@@ -139,14 +139,21 @@ BwdInputs plain_call(const BwdInputs& call) {
   return bwd;
 }
 
+// Several updates of a step keep their order.
+bool reverses_rows(const Inputs& call) { return call.reverse && call.num_householder == 1; }
+
 GradTensors allocate_plain(const BwdInputs& call, const BwdInputs& plain, const GradTensors& grads) {
-  if (call.in.reverse) return allocate_bwd(plain);
-  if (StepsOfCall(call.in).keep_rows()) return grads;
-  constexpr Grad kShared[] = {kGradK, kGradV, kGradBeta, kGradInitialStates};
+  if (StepsOfCall(call.in).keep_rows() && !call.in.reverse) return grads;
+  std::vector<Grad> shared;
+  if (reverses_rows(call.in)) {
+    shared = {kGradQ, kGradK, kGradV};
+  } else if (!call.in.reverse) {
+    shared = {kGradK, kGradV, kGradBeta, kGradInitialStates};
+  }
   BwdInputs others = plain;
-  for (const Grad grad : kShared) others.needs_grad[grad] = false;
+  for (const Grad grad : shared) others.needs_grad[grad] = false;
   GradTensors result = allocate_bwd(others);
-  for (const Grad grad : kShared) result[grad] = grads[grad];
+  for (const Grad grad : shared) result[grad] = grads[grad];
   return result;
 }
 

@@ -25,7 +25,10 @@ FwdOutputs results_of(const Inputs& call, const FwdOutputs& plain);
 
 // The same for backward.
 BwdInputs plain_call(const BwdInputs& call);
-// The tensors for the plain call's gradients: those of the call where both have the same elements in the same order.
+// Whether the kernels write the gradients of q, k and v of a reverse call in the opposite order of those of the plain call.
+bool reverses_rows(const Inputs& call);
+// The tensors for the plain call's gradients: those of the call where both have the same elements in the same order, and with
+// reverses_rows() those of q, k and v.
 GradTensors allocate_plain(const BwdInputs& call, const BwdInputs& plain, const GradTensors& grads);
 // Writes the other gradients of the call, given those of the plain call.
 void write_grads(const BwdInputs& call, const GradTensors& plain, const GradTensors& grads);

@@ -87,6 +87,12 @@ RowsView view_of(const at::Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
+RowsView reversed_view_of(const at::Tensor& tensor) {
+  RowsView view = view_of(tensor.narrow(1, tensor.size(1) - 1, 1));
+  view.stride_step = -tensor.stride(1);
+  return view;
+}
+
 }  // namespace ssm_kernels::delta_rule
 
 #endif

@@ -32,6 +32,8 @@ void describe_update_tiles(cuda::TmaDescriptor& descriptor, const at::Tensor& te
 
 // The address and the strides. Kernels may write to it.
 RowsView view_of(const at::Tensor& tensor);
+// The same with the steps in the opposite order.
+RowsView reversed_view_of(const at::Tensor& tensor);
 
 }  // namespace ssm_kernels::delta_rule
 
