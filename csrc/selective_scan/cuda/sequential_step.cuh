@@ -68,7 +68,7 @@ struct Step : StepDefaults<AccumulateType<Scalar>> {
   using Acc = AccumulateType<Scalar>;
   using Defaults = StepDefaults<Acc>;
   using typename Defaults::Input, typename Defaults::Rate;
-  static constexpr bool kInputHasDelta = Method::kInputHasDelta;
+  static constexpr bool kInputHasDelta = Method::kInputHasDelta, kKeepsAddresses = Method::kInputHasDelta;
   static constexpr Acc kScaleOfA = selective_scan::kScaleOfA<Method, Acc>, kScaleOfStepSum = 1 / kScaleOfA;
 
   Acc z, basis;
