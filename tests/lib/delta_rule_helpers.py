@@ -253,11 +253,12 @@ class DeltaRuleScan(OperatorSpec):
         if not q.is_cuda or q.element_size() != 2:
             return None
         # The kernels round the state, its gradient and the corrections of both to the dtype of q, also for float32 results.
-        # Emulated in PyTorch, the largest errors of the tests' gradients are 0.3 to 0.72 eps, and 1.1 eps over 40 draws.
+        # Emulated in PyTorch, the largest errors of the tests' gradients are 0.3 to 0.72 eps, and 1.1 eps over 40 draws. With a
+        # gate a channel they round the scaled rows, too: 0.6 eps in the median of 200 draws, 1.4 in nine of ten, 3 at most.
         argument = name.removeprefix("grad_")
         of_few_bits = argument in ("beta", "g", "initial_states") and inputs[argument].dtype == torch.float32
-        has_kernel = g is None or g.dim() == 3
-        return torch.finfo(q.dtype).eps if name == "final_states" or (of_few_bits and has_kernel) else None
+        roundings = 2 if g is not None and g.dim() == 4 and argument == "initial_states" else 1
+        return roundings * torch.finfo(q.dtype).eps if name == "final_states" or of_few_bits else None
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs | {"states_at": [], "grad_states": None}
