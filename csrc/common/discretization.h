@@ -178,7 +178,7 @@ using Euler = GeneralizedBilinear<0>;
 using Bilinear = GeneralizedBilinear<1>;
 using BackwardEuler = GeneralizedBilinear<2>;
 
-// The same with alpha, from 0 to 1, as a parameter of the call.
+// The bilinear family takes alpha, from 0 to 1, as a parameter of the call.
 struct Gbt {
   static constexpr bool kUnitGain = false;
   static constexpr bool kExponential = false;
@@ -274,7 +274,7 @@ inline bool has_alpha(Discretization method) { return method == Discretization::
 // Methods of the first table, whose kernels the others do not share.
 inline bool is_basic(Discretization method) { return method < Discretization::kGbt; }
 
-// What a call knows of its method besides the enumerator.
+// A call's method is an enumerator and these parameters.
 struct MethodParameters {
   double alpha = 0.5;
 };

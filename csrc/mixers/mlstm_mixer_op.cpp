@@ -58,7 +58,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// In the order of the operator's arguments; the first five are those of the scan.
+// The tensors are in the order of the operator's arguments; the first five are those of the scan.
 enum Grad { kQ, kK, kV, kI, kF, kZ, kNormWeight, kNormBias, kC, kN, kM, kProjWeight, kProjBias, kNumGrads };
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;
@@ -252,7 +252,7 @@ struct MlstmMixer : DifferentiableOp<MlstmMixer, BwdInputs, std::tuple<at::Tenso
     return mlstm_mixer::backward(bwd);
   }
 
-  // As mlstm_scan, layer_norm_gated and torch.nn.functional.linear.
+  // The composition is mlstm_scan, layer_norm_gated and torch.nn.functional.linear.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.q, in.k, in.v, in.z);
     to.to_float_unless(to.lower, in.i, in.f, in.norm_weight, in.norm_bias);

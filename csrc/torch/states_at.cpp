@@ -118,7 +118,7 @@ SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
   for (const int64_t position : positions) {
     if (position > 0 && position < call.seqlen) between.insert(position);
   }
-  // Of each state, without the last one: seqlen may be a symbol.
+  // Each state's map has all positions but the last one: seqlen may be a symbol.
   std::vector<std::map<int64_t, at::Tensor>> states(call.empty.size());
   const auto keep = [&](int64_t position, const std::vector<at::Tensor>& values) {
     for (size_t i = 0; i < values.size(); ++i) states[i][position] = values[i];

@@ -136,7 +136,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
         torch.Size([1, 100, 64])
     """
 
-    # What backward computes again instead of keeping it, as for Mamba2.
+    # Backward computes this again instead of keeping it, as for Mamba2.
     recompute: RecomputeName = "cheap"
 
     def __init__(

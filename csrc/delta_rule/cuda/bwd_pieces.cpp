@@ -20,7 +20,7 @@ struct PieceOfSteps {
   int64_t begin, steps, updates;
 
   at::Tensor of_updates(const at::Tensor& tensor) const { return tensor.narrow(1, begin, steps); }
-  // Of tensors with a row for all updates of a step.
+  // These members are of tensors with a row for all updates of a step.
   at::Tensor of_rows(const at::Tensor& tensor) const { return tensor.narrow(1, begin / updates, steps / updates); }
 
   BwdInputs of(const BwdInputs& call) const {

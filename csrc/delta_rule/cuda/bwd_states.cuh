@@ -152,7 +152,7 @@ struct BwdStates {
     PipelineState pipeline;
     const FragmentPairs<> pairs(lane);
     const bool has_workspace = p.states != nullptr;
-    // Of V^T or g^T in groups of 16 columns.
+    // V^T or g^T has this many rows and groups of 16 columns.
     constexpr bool kHasFewRows = backward && has_updates;
     constexpr int kRowGroups = kChunkRows<kHasFewRows> / 16;
 #pragma unroll 1

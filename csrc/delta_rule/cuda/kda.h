@@ -13,7 +13,7 @@ constexpr int64_t kKdaChunkBytes = (3 * kStateColumns + kChunk) * kChunk * 2 + k
 // The same for backward: another tile of kChunk columns, and betas.
 constexpr int64_t kKdaBwdChunkBytes = (3 * kStateColumns + 2 * kChunk) * kChunk * 2 + (kStateColumns + kChunk) * 4 + 128;
 
-// What the kernels compute of arguments as they read them: norms of q and k, log decays of g and writing strengths of beta.
+// The kernels compute norms of q and k, log decays of g and writing strengths of beta as they read the arguments.
 // g has rows of dstate elements and beta rows of one, of value heads; dt_bias has dstate elements a head.
 struct KdaArguments {
   RowsView q, k;  // rows of fp16 or bf16 that are whole vectors of 16 bytes

@@ -46,7 +46,7 @@ using KdaSums = float[kChunk][kStateColumns + 8];
 // without decay stay exact.
 constexpr float kTruncatedLog2 = 5e-4f;
 
-// With qk_l2norm the factors of the rows, else 1.
+// The factors of the rows are 1 without qk_l2norm.
 struct KdaRowFactors {
   float of_keys[kChunk], of_queries[kChunk];
 };

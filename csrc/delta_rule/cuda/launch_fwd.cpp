@@ -81,7 +81,7 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   return result;
 }
 
-// What the parameters of the kernels have in common.
+// The kernels of one gate a head and those of gates of channels have these parameters in common.
 template <typename Params>
 Params common_parameters_of(const Inputs& in, const Operands& operands) {
   Params params;

@@ -194,7 +194,7 @@ struct Sm80States {
         }
       }
     }
-    // In place: steps of a group add to themselves and to later ones alone.
+    // The sums are in place: steps of a group add to themselves and to later ones alone.
 #pragma unroll
     for (int j = kStepGroups - 1; j >= 0; --j) {
       Operand a, lo;
@@ -272,7 +272,7 @@ struct Sm80States {
       load_inputs(g, stage.rows(warpgroup), i, here);
       cuda::gemm<Scalar, true>(y, g, rows_of(operand_of(stage.matrices.p, here), i), true);
     }
-    // In place: steps of a group add to themselves and to earlier ones; N has zeros for the others.
+    // The sums are in place: steps of a group add to themselves and to earlier ones; N has zeros for the others.
 #pragma unroll
     for (int i = 0; i < kStepGroups; ++i) {
       Operand a, lo;

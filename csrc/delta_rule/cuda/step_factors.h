@@ -23,7 +23,7 @@ struct StepFactors {
   at::Tensor rows;             // if has_row_factors(), of keys and their queries, (batch, updates, heads, 2)
 };
 // Given q and k as vectors (tensors.h). The arguments themselves where nothing is to be computed; else a kernel computes all.
-// With keeps_beta a given beta, which needs no sigmoid, stays of the inputs' type.
+// A given beta, which needs no sigmoid, stays of the inputs' type if keeps_beta is set.
 StepFactors step_factors(const Inputs& in, const at::Tensor& q, const at::Tensor& k, bool keeps_beta);
 
 // A float of each step and head, (batch, steps, heads) or (batch, steps, heads, 2), uninitialized. Steps are contiguous.
@@ -42,7 +42,7 @@ struct GateParameters {
   DeltaRuleGateOptions options(const Inputs& in) const;
 };
 
-// What the kernels of gates of channels compute of the arguments, without q and k.
+// The kernels of gates of channels compute gates and betas of these arguments; q and k are not among them.
 KdaArguments kda_arguments(const Inputs& in, const GateParameters& parameters);
 
 }  // namespace ssm_kernels::delta_rule

@@ -50,7 +50,7 @@ struct ProductsShared {
   Mbarrier full[kSlots], empty[kSlots], tables_full[kTables], tables_empty[kTables];
 };
 
-// What a kernel computes. Gradients of keys and values in one kernel would need more registers than there are.
+// One kernel computes one of these: gradients of keys and values together would need more registers than there are.
 enum class Results { kOut, kGradQK, kGradV };
 
 // A result of a chunk: number of the chunk among those of all lines.

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
   }
 }
 
-// With a body of its own: a function that both kernels call would change the instructions of sequential_bwd_kernel.
+// The kernel has a body of its own: a function that both kernels call would change the code of sequential_bwd_kernel.
 template <typename Scalar>
 __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBlocks)
     sequential_further_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,

@@ -108,7 +108,7 @@ struct Step<FurtherMethod, Scalar> {
   static constexpr auto kInputScale = StepDefaults<AccumulateType<Scalar>>::kInputScale;
 };
 
-// What the states of a (channel, step) share; of a method with parameters with these.
+// The states of a (channel, step) share this input; a method with parameters computes it with these.
 template <typename Step, typename Method, typename Acc>
 __device__ __forceinline__ typename Step::Input make_input(const Method& method, Acc delta, Acc v) {
   if constexpr (!Method::kInputHasDelta) {

@@ -42,7 +42,7 @@ __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const
   }
 }
 
-// For what does not depend on the parameters.
+// This overload is for visitors that do not depend on the parameters.
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
   visit_method<Method>(p, MethodParameters(), visit);
