@@ -27,7 +27,7 @@ discretization_names: tuple[str, ...] = (*discretizations, *_FURTHER, *discretiz
 
 def split_name(name: str) -> tuple[str, float | None]:
     """The rule and the number of a name: ``("gbt", 0.7)`` for ``"gbt(0.7)"``, ``("zoh", None)`` for ``"zoh"``."""
-    matched = re.fullmatch(r"(\w+)\((.+)\)", name)
+    matched = re.fullmatch(r"(\w+)\(([-+.0-9eE]+)\)", name)  # numbers that C++ reads, too
     if matched is None:
         return name, None
     try:

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._discretizations import discretization_aliases, discretization_names, is_discretization
+from .._discretizations import discretization_aliases, discretization_names, is_discretization, split_name
 from .._warnings import warn
 from ..choices import DiscretizationName
 from .naming import class_name
@@ -20,7 +20,8 @@ _ENTRY = "discretization_name"
 
 
 def _canonical(name: str) -> str:
-    return discretization_aliases.get(name, name)
+    stem, alpha = split_name(name)
+    return discretization_aliases.get(name, name) if alpha is None else f"{stem}({alpha!r})"
 
 
 def _encode(name: str, device: torch.device | str | None) -> Tensor:

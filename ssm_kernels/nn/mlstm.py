@@ -306,7 +306,7 @@ class MLSTM(NamesNoDecay, CallsOperators, nn.Module):
             cu_seqlens,
             self.gate_soft_cap,
             self.eps,
-            norm.eps,
+            norm.eps if takes_norm else 0.0,
             self.recompute == "all" and torch.is_grad_enabled(),
             class_name(self),
         )

@@ -89,9 +89,10 @@ def mlstm_scan(
         that of other units is not read. What the states stand for does not depend on the unit, and ``out`` only through
         ``eps``. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    The products are those of :func:`ssd_chunk_scan`, with its kernels, rounding and limits; sums and states are float32
-    (float64 with float64 inputs). Autograd saves the inputs, and the divisor of each step and head in float32. Autocast casts
-    ``q``, ``k`` and ``v`` to its dtype, states to float32. ``docs/mlstm.md`` describes the computation.
+    The products are those of :func:`ssd_chunk_scan`, with its kernels, rounding and limits; bfloat16 calls with ``key_dim`` 256
+    and a ``value_dim`` that is a multiple of 256 have kernels of their own on compute capability 9.0. Sums and states are
+    float32 (float64 with float64 inputs). Autograd saves the inputs, and the divisor of each step and head in float32. Autocast
+    casts ``q``, ``k`` and ``v`` to its dtype, states to float32. ``docs/mlstm.md`` describes the computation.
 
     Raises:
         ValueError: a shape, a position, the values of ``cu_seqlens`` or an option are not as above, ``initial_states`` is not

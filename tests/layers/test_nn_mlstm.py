@@ -71,6 +71,19 @@ def test_values_and_gradients(variant, device):
     assert_same_gradients(actual, expected, leaves_of(layer, u), 1e-7, 1e-9)
 
 
+def test_replaced_norm(device):
+    """Any module that takes the states' readings and the gate."""
+    layer, u = make_layer(device=device), make_sequence(2, 9, WIDTH, device=device)
+    expected, norm = layer(u), layer.multihead_norm
+
+    class Norm(torch.nn.Module):
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return norm(x, gate)
+
+    layer.multihead_norm = Norm()
+    assert_all_close(layer(u), expected, 1e-12, 1e-12)
+
+
 def test_several_chunks(device):
     layer, u = make_layer(device=device), make_sequence(1, 150, WIDTH, device=device).requires_grad_()
     actual, expected = layer(u), plain_mlstm(layer, u)

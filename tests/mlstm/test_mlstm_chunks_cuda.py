@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import debug_option
+from helpers import assert_equal, debug_option
 from mlstm_helpers import SCAN, SEQUENCES, STATES, TENSORS, make_inputs
 
 pytestmark = pytest.mark.cuda
@@ -71,6 +71,32 @@ def assert_accurate(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 )
 def test_options(options):
     assert_accurate(make_long_memories(**options))
+
+
+def test_memory_at_any_address():
+    """A contiguous memory that begins at an odd float; backward gets its gradient from a concatenation."""
+    inputs = make_long_memories(batch=1, heads=1, seqlen=130)
+    memory = inputs["initial_C"]
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    flat = torch.cat([memory.new_zeros(1), memory.flatten()]).cuda().requires_grad_()
+    results = {}
+    for name, initial_C in (("aligned", flat[1:].clone().view(memory.shape)), ("odd", flat[1:].view(memory.shape))):
+        out, final_C, _, final_m = SCAN(**moved | {"initial_C": initial_C}, return_final_states=True)
+        ends = torch.cat([final_m.flatten(), final_C.flatten()]) if name == "odd" else final_C.flatten()
+        grad = torch.autograd.grad(ends.sum() + out.float().sum(), flat)[0]
+        results[name] = {"out": out, "final_C": final_C, "grad": grad}
+    assert_equal(results["odd"], results["aligned"])
+
+
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+@pytest.mark.parametrize("step", [0, 7, 100])
+def test_nan_of_a_forget_gate_stays(step, input_gate):
+    inputs = make_long_memories(batch=1, heads=1, seqlen=130, input_gate=input_gate)
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    moved["f"][:, step] = torch.nan
+    with torch.no_grad():
+        out, final_C, *_ = SCAN(**moved, return_final_states=True)
+    assert out[:, step:].isnan().all() and final_C.isnan().all() and out[:, :step].isfinite().all()
 
 
 @pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 127, 128, 129, 257])

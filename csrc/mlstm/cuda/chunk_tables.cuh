@@ -71,11 +71,13 @@ __global__ void __launch_bounds__(kTableWarps* cuda::kWarpSize)
     gain[i] = factor[i] = 0;
     if (chunk.is_there(p, i)) {
       const int64_t place = chunk.place(p, i);
-      sum += Math<float>::max(p.log_decay[place] * static_cast<float>(kLog2E), kLeastLog2);
+      const float log2 = p.log_decay[place] * static_cast<float>(kLog2E);
+      sum += log2 < kLeastLog2 ? kLeastLog2 : log2;  // NaN stays
       gain[i] = p.gain[place];
       factor[i] = static_cast<float>(p.scale);
       if (p.divisor != nullptr) {
-        factor[i] /= fmaxf(fabsf(p.divisor[place]), Math<float>::exp(-p.m[place])) + static_cast<float>(p.eps);
+        const float size = fabsf(p.divisor[place]), floor = Math<float>::exp(-p.m[place]);
+        factor[i] /= (size > floor || size != size ? size : floor) + static_cast<float>(p.eps);
       }
     }
     log2_decay[i] = sum;

@@ -63,7 +63,12 @@ void describe(cuda::TmaDescriptor& map, const at::Tensor& tensor) {
 void Target::describe(cuda::TmaDescriptor& map) const { mlstm::describe(map, written_); }
 
 const float* floats_of(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr; }
-at::Tensor contiguous_floats(const OptionalTensor& tensor) { return is_present(tensor) ? tensor->contiguous() : at::Tensor(); }
+// Kernels load the floats in vectors, and a contiguous view may begin anywhere.
+at::Tensor contiguous_floats(const OptionalTensor& tensor) {
+  if (!is_present(tensor)) return at::Tensor();
+  const bool is_aligned = reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % cuda::kVectorBytes == 0;
+  return is_aligned ? tensor->contiguous() : tensor->clone(at::MemoryFormat::Contiguous);
+}
 
 // A call's arguments, its tensors and its workspace.
 struct Call {
