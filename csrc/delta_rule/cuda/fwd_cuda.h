@@ -10,8 +10,7 @@ namespace ssm_kernels::delta_rule {
 // The kernels that take a call of CUDA tensors, which are not empty. Several updates a step and reverse scans run as other
 // calls (plain_calls.h).
 //
-//   kSm90   with wgmma, on compute capability 9.0: fp16 or bf16, key_dim up to 256, or with one gate a channel up to 128 and
-//           no seq_idx.
+//   kSm90   with wgmma, on compute capability 9.0: fp16 or bf16, key_dim up to 256, or with one gate a channel up to 128.
 //   kSm80   with mma.sync: fp32, and where kSm90 does not take them fp16 or bf16, with key_dim up to 256 and no gate a
 //           channel. A block must be able to have the shared memory.
 enum class Kernels { kNone, kSm80, kSm90 };

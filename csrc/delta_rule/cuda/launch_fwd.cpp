@@ -418,6 +418,7 @@ Kernels fwd_kernels_for(const Inputs& in) {
   const bool may_use_wgmma = is_half && (has_channels || debug_option(DebugOption::kDeltaRuleMma) == 0) && has_wgmma_kernels();
   if (may_use_wgmma && key_dim <= (has_channels ? kStateColumns : kMaxKernelDstate)) return Kernels::kSm90;
   if (has_channels || (!is_half && dtype != at::kFloat) || key_dim > kMaxKernelDstate) return Kernels::kNone;
+  if (cuda::device_properties(in.q.get_device()).major < 8) return Kernels::kNone;
   const int64_t columns = state_tile_columns(key_dim);
   return sm80_scan_bytes(columns, element_bytes, 1) <= sm80_shared_bytes(in) ? Kernels::kSm80 : Kernels::kNone;
 }
@@ -465,7 +466,9 @@ FwdOutputs run_plain(const Inputs& in) {
 
 at::Tensor sequence_before(const Inputs& in, int64_t position) {
   const int64_t step = std::max<int64_t>(position - 1, 0);
-  return in.cu_seqlens->slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true);
+  // Nobody checks the values while a graph is captured: the last sequence may end before the step.
+  const int64_t last = in.cu_seqlens->size(0) - 2;
+  return in.cu_seqlens->slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true).clamp_max(last);
 }
 
 std::vector<at::Tensor> states_at_positions(const Inputs& in) {
