@@ -22,9 +22,12 @@ BARS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 # with key_dim 100 and value_dim 130 an error of 8.7e-3 in g.
 FEW_SUMS = {"beta": 1.5, "g": 3.0, "A_log": 5.0, "dt_bias": 5.0}  # times the bar
 OPTIONS = {"qk_l2norm": True, "beta_sigmoid": True}
+SIZES = [(64, 64), (96, 192), (40, 24), (100, 130), (65, 64)]
+every_gate = pytest.mark.parametrize("gate", ["head", "channel"])
 
 
 def make_inputs(
+    gate: str = "head",
     batch: int = 2,
     seqlen: int = 200,
     heads: int = 2,
@@ -36,7 +39,7 @@ def make_inputs(
     parameter_dtype: torch.dtype = torch.float32,
     sequences: int | None = None,
 ) -> dict[str, Tensor]:
-    """Rows of q and k of lengths from 0.1 to 10, raw gates and betas."""
+    """Rows of q and k of lengths from 0.1 to 10, raw gates, of heads or of channels of the key, and betas."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -46,7 +49,7 @@ def make_inputs(
         lengths = 10 ** (2 * torch.rand(batch, seqlen, heads, 1, generator=generator) - 1)
         return (lengths * normal(batch, seqlen, heads, key_dim) * key_dim**-0.5).to(dtype)
 
-    return {
+    found = {
         "q": rows(),
         "k": rows(),
         "v": normal(batch, seqlen, value_heads, value_dim).to(dtype),
@@ -56,6 +59,11 @@ def make_inputs(
         "dt_bias": -3 + normal(value_heads),
         "initial_states": 0.3 * normal(sequences or batch, value_heads, value_dim, key_dim),
     }
+    if gate == "channel":
+        generator.manual_seed(2)
+        found["g"] = normal(batch, seqlen, value_heads, key_dim).to(parameter_dtype)
+        found["dt_bias"] = -3 + normal(value_heads, key_dim)
+    return found
 
 
 def assert_accurate(inputs: dict[str, Any], factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
@@ -71,26 +79,30 @@ def assert_accurate(inputs: dict[str, Any], factor: float = 1.0, **options: Any)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value_heads", [2, 4])
-def test_norms_and_gates(value_heads, dtype):
-    assert_accurate(make_inputs(value_heads=value_heads, seqlen=512, dtype=dtype), **OPTIONS)
+@every_gate
+def test_norms_and_gates(value_heads, dtype, gate):
+    assert_accurate(make_inputs(gate, value_heads=value_heads, seqlen=512, dtype=dtype), **OPTIONS)
 
 
-def test_bounded_gates_and_negative_eigenvalues():
-    inputs = make_inputs(seqlen=512)
+@every_gate
+def test_bounded_gates_and_negative_eigenvalues(gate):
+    inputs = make_inputs(gate, seqlen=512)
     assert_accurate(inputs, gate_lower_bound=-5.0, allow_neg_eigval=True, **OPTIONS)
     del inputs["A_log"]
     assert_accurate(inputs, gate_lower_bound=-5.0, allow_neg_eigval=True, **OPTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_of_the_dtype(dtype):
+@every_gate
+def test_parameters_of_the_dtype(dtype, gate):
     """g and beta have the dtype of q, and so have their gradients: those are rounded once."""
-    assert_accurate(make_inputs(seqlen=300, dtype=dtype, parameter_dtype=dtype), **OPTIONS)
+    assert_accurate(make_inputs(gate, seqlen=300, dtype=dtype, parameter_dtype=dtype), **OPTIONS)
 
 
 @pytest.mark.parametrize("asked", ["norm", "gate", "sigmoid"])
-def test_one_option_alone(asked):
-    inputs = make_inputs(seqlen=300)
+@every_gate
+def test_one_option_alone(asked, gate):
+    inputs = make_inputs(gate, seqlen=300)
     if asked != "norm":
         for name in ("q", "k"):
             inputs[name] = torch.nn.functional.normalize(inputs[name].float(), dim=-1).to(torch.bfloat16)
@@ -103,9 +115,10 @@ def test_one_option_alone(asked):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_any_length(dtype):
+@every_gate
+def test_rows_of_any_length(dtype, gate):
     """Of length 0, whose gradient is a thousand times that of the normalized row, and of lengths near the root of 1e-6."""
-    inputs = make_inputs(dtype=dtype)
+    inputs = make_inputs(gate, dtype=dtype)
     scales = torch.tensor([0.0, 1e-3, 1.0, 30.0])
     for i, name in enumerate(("q", "k")):
         inputs[name] = (inputs[name].float() * scales[(torch.arange(200) + i) % 4][:, None, None]).to(dtype)
@@ -115,22 +128,27 @@ def test_rows_of_any_length(dtype):
         assert (found[name][:, zero] != 0).any(), name
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 192), (40, 24), (100, 130), (65, 64), (256, 128), (150, 64)])
+@pytest.mark.parametrize(
+    ("gate", "key_dim", "value_dim"),
+    [*(("head", *sizes) for sizes in [*SIZES, (256, 128), (150, 64)]), *(("channel", *sizes) for sizes in SIZES)],
+)
 @pytest.mark.parametrize("value_heads", [2, 6])
-def test_every_size_of_a_head(value_heads, key_dim, value_dim):
-    inputs = make_inputs(batch=1, seqlen=300, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
+def test_every_size_of_a_head(value_heads, gate, key_dim, value_dim):
+    inputs = make_inputs(gate, batch=1, seqlen=300, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
     # Keys of few dimensions are correlated, and these decays are weak: 3.7e-3 in out with 40 columns.
     assert_accurate(inputs, 1.2 if key_dim < 64 else 1.0, **OPTIONS)
 
 
-def test_packed_sequences():
+@every_gate
+def test_packed_sequences(gate):
     bounds = torch.tensor([0, 0, 1, 17, 17, 80, 144, 273, 400, 400])
-    inputs = make_inputs(batch=1, seqlen=400, sequences=9)
+    inputs = make_inputs(gate, batch=1, seqlen=400, sequences=9)
     assert_accurate({**inputs, "cu_seqlens": bounds}, **OPTIONS)
 
 
-def test_sequences_of_seq_idx():
-    inputs = make_inputs(seqlen=300)
+@every_gate
+def test_sequences_of_seq_idx(gate):
+    inputs = make_inputs(gate, seqlen=300)
     seq_idx = torch.zeros(2, 300, dtype=torch.int32)
     for row, step in ((0, 5), (1, 64), (1, 130), (1, 140)):
         seq_idx[row, step:] += 1
@@ -159,9 +177,23 @@ def test_long_sequences_of_few_heads():
         assert relative_error(one, other) < 4e-3
 
 
-def test_parts_of_a_small_workspace():
-    """The value heads of a key head in several parts: their gradients of q and k are added in float32."""
-    inputs = make_inputs(batch=2, heads=1, value_heads=4)
+def test_long_sequences_of_few_heads_with_gates_of_channels():
+    """Segments of sequences, of two rows of the batch, are scanned at the same time."""
+    assert_accurate(make_inputs("channel", batch=2, seqlen=8229, heads=1, value_heads=1), **OPTIONS)
+
+
+def test_gates_whose_channels_are_apart():
+    inputs = make_inputs("channel")
+    found = evaluate_on(inputs, "cuda", False, **OPTIONS)
+    inputs["g"] = inputs["g"].transpose(2, 3).contiguous().transpose(2, 3)
+    for name, one in evaluate_on(inputs, "cuda", False, **OPTIONS).items():
+        assert torch.equal(one, found[name]), name
+
+
+@every_gate
+def test_parts_of_a_small_workspace(gate):
+    """The value heads of a key head in several parts, each with its parameters of gates, whose sums are float32."""
+    inputs = make_inputs(gate, batch=2, heads=1, value_heads=4)
     whole = evaluate_on(inputs, "cuda", False, **OPTIONS)
     with debug_option("ssd_workspace_bytes", 1):
         parts = evaluate_on(inputs, "cuda", False, **OPTIONS)
@@ -169,16 +201,18 @@ def test_parts_of_a_small_workspace():
         torch.testing.assert_close(parts[name], one, rtol=1e-2, atol=2e-3)
 
 
-def test_repeats_have_the_same_bits():
-    inputs = make_inputs(batch=4, seqlen=640)
+@every_gate
+def test_repeats_have_the_same_bits(gate):
+    inputs = make_inputs(gate, batch=4, seqlen=640)
     found = evaluate_on(inputs, "cuda", False, **OPTIONS)
     for _ in range(3):
         for name, one in evaluate_on(inputs, "cuda", False, **OPTIONS).items():
             assert torch.equal(one, found[name]), name
 
 
-def test_graphs_replay_other_values():
-    inputs = {name: tensor.cuda() for name, tensor in make_inputs().items()}
+@every_gate
+def test_graphs_replay_other_values(gate):
+    inputs = {name: tensor.cuda() for name, tensor in make_inputs(gate).items()}
     delta_rule_scan(**inputs, **OPTIONS)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -204,3 +238,20 @@ def test_one_kernel_makes_factors_and_one_their_gradients():
         assert sum(f"delta_rule_{kernel}" in name for name in names) == 1, kernel
     # A sum, two copies of it, and a copy of the initial state's gradient.
     assert len([name for name in names if "delta_rule" not in name and "Mem" not in name]) <= 4
+
+
+def test_no_other_kernel_computes_norms_and_gates_of_channels():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for compute capability 9.0")
+    inputs = {name: tensor.cuda().requires_grad_() for name, tensor in make_inputs("channel", value_heads=2).items()}
+    out = delta_rule_scan(**inputs, **OPTIONS)
+    grad = torch.ones_like(out)
+    torch.autograd.grad(out, list(inputs.values()), grad, retain_graph=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.autograd.grad(out, list(inputs.values()), grad)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    for kernel in ("chunks", "bwd_states", "bwd_chunks"):
+        assert sum(f"kda_{kernel}_kernel" in name for name in names) == 1, kernel
+    # The gradients of A_log and dt_bias, summed over chunks and channels, and copies of these and of the states' gradient.
+    assert len([name for name in names if "kda" not in name and "Mem" not in name]) <= 6, names
