@@ -198,6 +198,7 @@ struct Gbt {
   template <typename T>
   SSM_HOST_DEVICE T abar(T z, T r) const {
     using Scalar = typename Math<T>::Scalar;
+    if (value<T>() == Scalar(1)) return r;  // zero times infinity would be NaN
     return Math<T>::fma(z, T(Scalar(1) - value<T>()), T(Scalar(1))) * r;
   }
   template <typename T>

@@ -18,7 +18,7 @@ import ssm_kernels
 from ssm_kernels import nn, reference
 
 LARGE = 1e9  # in place of infinity
-OF_METHODS = {method: {"discretization": method} for method in METHODS}
+OF_METHODS = {method: {"discretization": method} for method in (*METHODS, "gbt(1.0)", "gbt(0.7)")}
 CASES: dict[str, tuple[OperatorSpec, dict[str, dict[str, Any]]]] = {
     "selective_scan": (SELECTIVE_SCAN, OF_METHODS | {"no_softplus": {"delta_softplus": False, "delta_bias": False}}),
     "selective_scan_summary": (SELECTIVE_SUMMARY, OF_METHODS),
@@ -32,6 +32,7 @@ DECAYED = {
     "selective_scan-zoh": {("A", -math.inf), ("delta", -math.inf)},
     "selective_scan-zoh_exact": {("A", -math.inf)},
     "selective_scan-backward_euler": {("A", -math.inf)},
+    "selective_scan-gbt(1.0)": {("A", -math.inf)},
     "selective_scan-no_softplus": {("A", -math.inf)},
     "selective_scan_summary-zoh": {("A", -math.inf)},
     "ssd_chunk_scan-zoh": {("A", -math.inf)},
