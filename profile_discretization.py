@@ -46,7 +46,7 @@ except ImportError as error:
     print(f"{PROGRAM}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
     sys.exit(2)
 
-# --methods all has one alpha of "gbt", and not "dirac", whose input is no function of time.
+# `--methods all` plots "gbt" with one alpha, and leaves out "dirac", whose input is no function of time.
 METHODS = [*DISCRETIZATIONS, "gbt(0.7)"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # the program takes the largest that fits the time

@@ -34,8 +34,8 @@ DiscretizationName = Literal[
     "zoh", "zoh_exact", "foh", "bilinear", "poly", "highorder", "rk4", "euler", "backward_euler", "gbt", "dirac"
 ]
 """``discretization`` of :func:`ssm_kernels.selective_scan`, its step and its layers.
-``"foh"`` is an alias of ``"zoh_exact"``. ``"gbt"`` takes ``alpha``; where there is no such argument, as in configurations and
-operators of ``torch.ops``, the name has the number: ``"gbt(0.7)"``."""
+``"foh"`` is an alias of ``"zoh_exact"``. ``"gbt"`` takes ``alpha``. Configurations and operators of ``torch.ops`` have
+no such argument, and take the number in the name: ``"gbt(0.7)"``."""
 
 ExponentialDiscretizationName = Literal["zoh", "zoh_exact", "foh", "poly", "highorder", "rk4"]
 """``discretization`` of :func:`ssm_kernels.ssd_chunk_scan` and :class:`ssm_kernels.nn.Mamba2`: the rules whose decay is

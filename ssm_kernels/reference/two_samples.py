@@ -20,7 +20,7 @@ TwoSampleName = Literal["foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapez
 
 
 class ScanState(NamedTuple):
-    """What a scan of later steps continues from.
+    """The state and the last samples, from which a scan of later steps continues.
 
     Attributes:
         state: (batch, dim, dstate), or (sequences, dim, dstate).

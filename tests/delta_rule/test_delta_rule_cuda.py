@@ -265,29 +265,30 @@ def test_long_sequences_of_few_heads(batch, value_dim, decay):
     assert relative_error(final, states.double()) < 6e-3
 
 
-def test_spans_of_a_limited_workspace():
-    """96 heads: the matrices of 69,888 steps fill the workspace. The rest is a second launch, from the states of the first."""
-    inputs = make_inputs(1, 70000, 1, 96, 16, 16)
+def assert_spans_are_one_scan(inputs: dict[str, Tensor], cut: int, bounds: list[int]) -> None:
+    """The scan has the bits of two calls cut there; packed sequences are those of calls of their own."""
     whole, states = delta_rule_scan(**inputs, return_final_states=True)
-    cut = 69888
     first, between = delta_rule_scan(**{n: t[:, :cut] for n, t in inputs.items()}, return_final_states=True)
     second, final = delta_rule_scan(
         **{n: t[:, cut:] for n, t in inputs.items()}, initial_states=between, return_final_states=True
     )
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=0)
     torch.testing.assert_close(final, states, rtol=0, atol=0)
-    bounds = torch.tensor([0, 10, 69000, 69950, 70000], device="cuda")
-    packed, packed_states = delta_rule_scan(**inputs, cu_seqlens=bounds, return_final_states=True)
-    for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+    packed, packed_states = delta_rule_scan(**inputs, cu_seqlens=torch.tensor(bounds, device="cuda"), return_final_states=True)
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         alone = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
         out_alone, states_alone = delta_rule_scan(**alone, return_final_states=True)
         assert relative_error(packed[:, begin:end], out_alone.double()) < 6e-3
         assert relative_error(packed_states[i], states_alone[0].double()) < 6e-3
 
 
-@pytest.mark.usefixtures("needs_wgmma")
-def test_graphs_replay_other_lengths():
-    inputs = make_inputs(1, 200, 2, 2, 64, 64)
+def test_spans_of_a_limited_workspace():
+    """96 heads: the matrices of 69,888 steps fill the workspace. The rest is a second launch, from the states of the first."""
+    assert_spans_are_one_scan(make_inputs(1, 70000, 1, 96, 16, 16), 69888, [0, 10, 69000, 69950, 70000])
+
+
+def assert_graph_replays_other_lengths(inputs: dict[str, Tensor]) -> None:
+    """Inputs have 200 steps."""
     cu_seqlens = torch.tensor([0, 30, 200], device="cuda")
     delta_rule_scan(**inputs, cu_seqlens=cu_seqlens)
     graph = torch.cuda.CUDAGraph()
@@ -296,6 +297,11 @@ def test_graphs_replay_other_lengths():
     cu_seqlens.copy_(torch.tensor([0, 111, 200]))
     graph.replay()
     torch.testing.assert_close(found, delta_rule_scan(**inputs, cu_seqlens=cu_seqlens), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("needs_wgmma")
+def test_graphs_replay_other_lengths():
+    assert_graph_replays_other_lengths(make_inputs(1, 200, 2, 2, 64, 64))
 
 
 @pytest.mark.usefixtures("needs_wgmma")

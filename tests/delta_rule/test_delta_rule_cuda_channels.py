@@ -10,7 +10,14 @@ import pytest
 import test_delta_rule_cuda as per_head
 import torch
 from delta_rule_helpers import needs_wgmma, relative_error
-from test_delta_rule_cuda import BARS, DTYPES, assert_accurate, in_float64
+from test_delta_rule_cuda import (
+    BARS,
+    DTYPES,
+    assert_accurate,
+    assert_graph_replays_other_lengths,
+    assert_spans_are_one_scan,
+    in_float64,
+)
 from torch import Tensor
 
 from ssm_kernels import delta_rule_scan
@@ -219,35 +226,13 @@ def test_segments_run_by_name():
 
 def test_spans_of_a_limited_workspace():
     """The operands of 31,488 steps of 32 heads fill the workspace. The rest is a second launch."""
-    inputs = make_inputs(1, 32000, 1, 32, 16, 16)
-    whole, states = delta_rule_scan(**inputs, return_final_states=True)
     cut = 16000  # a multiple of a chunk: no other rounding
-    first, between = delta_rule_scan(**{n: t[:, :cut] for n, t in inputs.items()}, return_final_states=True)
-    second, final = delta_rule_scan(
-        **{n: t[:, cut:] for n, t in inputs.items()}, initial_states=between, return_final_states=True
-    )
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=0)
-    torch.testing.assert_close(final, states, rtol=0, atol=0)
-    bounds = torch.tensor([0, 10, 31000, 31950, 32000], device="cuda")
-    packed, packed_states = delta_rule_scan(**inputs, cu_seqlens=bounds, return_final_states=True)
-    for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        alone = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
-        out_alone, states_alone = delta_rule_scan(**alone, return_final_states=True)
-        assert relative_error(packed[:, begin:end], out_alone.double()) < 6e-3
-        assert relative_error(packed_states[i], states_alone[0].double()) < 6e-3
+    assert_spans_are_one_scan(make_inputs(1, 32000, 1, 32, 16, 16), cut, [0, 10, 31000, 31950, 32000])
 
 
 @pytest.mark.usefixtures("needs_wgmma")
 def test_graphs_replay_other_lengths():
-    inputs = make_inputs(1, 200, 2, 2, 64, 64)
-    cu_seqlens = torch.tensor([0, 30, 200], device="cuda")
-    delta_rule_scan(**inputs, cu_seqlens=cu_seqlens)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        found = delta_rule_scan(**inputs, cu_seqlens=cu_seqlens)
-    cu_seqlens.copy_(torch.tensor([0, 111, 200]))
-    graph.replay()
-    torch.testing.assert_close(found, delta_rule_scan(**inputs, cu_seqlens=cu_seqlens), rtol=0, atol=0)
+    assert_graph_replays_other_lengths(make_inputs(1, 200, 2, 2, 64, 64))
 
 
 @pytest.mark.usefixtures("needs_wgmma")

@@ -117,7 +117,7 @@ def test_one_option_alone(asked, gate):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_gate
 def test_rows_of_any_length(dtype, gate):
-    """Of length 0, whose gradient is a thousand times that of the normalized row, and of lengths near the root of 1e-6."""
+    """A row of length 0 has a gradient a thousand times the normalized row's. Others have lengths near the root of 1e-6."""
     inputs = make_inputs(gate, dtype=dtype)
     scales = torch.tensor([0.0, 1e-3, 1.0, 30.0])
     for i, name in enumerate(("q", "k")):

@@ -382,7 +382,7 @@ def test_calls_its_modules(name):
 @pytest.mark.parametrize("recompute", ["cheap", "all"])
 @every_variant
 def test_recompute(name, recompute, device):
-    """What is kept changes no bit, whether the operator contains the norm and the out-projection or modules are called."""
+    """Recomputation changes no bit, whether the operator contains the norm and the out-projection or modules are called."""
     layer, u = make_delta_layer(name, device, torch.float32), make_sequence(2, 70, WIDTH, device=device, dtype=torch.float32)
     other = copy.deepcopy(layer)
     layer.recompute = recompute

@@ -1,6 +1,6 @@
-// The delta rule with mma.sync and cp.async (compute capability 8.0 and newer), for fp16, bf16 and fp32: fp32 on every device,
-// the others where there is no wgmma. Chunks and their matrices are those of bwd_matrices.cuh: with A the strictly lower part
-// of diag(beta) (K K^T G),
+// The delta rule with mma.sync and cp.async, for compute capability 8.0 and newer. fp32 takes these kernels on every device,
+// fp16 and bf16 take them where there is no wgmma. Chunks and their matrices are those of bwd_matrices.cuh: with A the strictly
+// lower part of diag(beta) (K K^T G),
 //
 //   (I + A)^-1 = I + diag(beta) N        P = scale (Q K^T G)
 //
