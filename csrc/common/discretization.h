@@ -11,7 +11,7 @@
 //   kUnitGain            k = 1, known at compile time
 //   kInputHasDelta       the input's factor is delta k; false: it is k, without delta
 //   kExponential         Abar = basis = e^z, known at compile time: products of Abar over time are exponentials of sums of z
-//   kUsesPreviousInput   m != 0, known at compile time; false for all methods so far
+//   kUsesPreviousInput   m != 0, known at compile time: the methods of common/two_sample_discretization.h
 //
 // With z = delta A the chain rule needs no division by A or z, so that A -> 0 and delta -> 0 are ordinary points:
 //
@@ -211,7 +211,7 @@ struct Gbt {
     return {r2, T(value<T>()) * r2, r2};
   }
 
- private:
+ protected:
   // No conversion in a kernel's loop.
   template <typename T>
   SSM_HOST_DEVICE typename Math<T>::Scalar value() const {
@@ -235,9 +235,18 @@ struct Gbt {
 #define SSM_FURTHER_DISCRETIZATIONS(ROW) \
   ROW(kGbt, "gbt", Gbt)                  \
   ROW(kDirac, "dirac", Dirac)
-#define SSM_DISCRETIZATIONS(ROW) \
-  SSM_BASIC_DISCRETIZATIONS(ROW) \
+#define SSM_ONE_SAMPLE_DISCRETIZATIONS(ROW) \
+  SSM_BASIC_DISCRETIZATIONS(ROW)            \
   SSM_FURTHER_DISCRETIZATIONS(ROW)
+// Their structs are in common/two_sample_discretization.h.
+#define SSM_TWO_SAMPLE_DISCRETIZATIONS(ROW)          \
+  ROW(kFohRamp, "foh_ramp", FohRamp)                 \
+  ROW(kTrapezoidal, "trapezoidal", Trapezoidal)      \
+  ROW(kGbtTwoSample, "gbt_two_sample", GbtTwoSample) \
+  ROW(kExpTrapezoidal, "exp_trapezoidal", ExpTrapezoidalRule)
+#define SSM_DISCRETIZATIONS(ROW)      \
+  SSM_ONE_SAMPLE_DISCRETIZATIONS(ROW) \
+  SSM_TWO_SAMPLE_DISCRETIZATIONS(ROW)
 
 enum class Discretization : int {
 #define SSM_ROW(enumerator, name, type) enumerator,
@@ -270,10 +279,17 @@ inline const Discretization* find_discretization(std::string_view name) {
 }
 
 // Methods that take alpha. Their names are written with it: "gbt(0.7)".
-inline bool has_alpha(Discretization method) { return method == Discretization::kGbt; }
+inline bool has_alpha(Discretization method) {
+  return method == Discretization::kGbt || method == Discretization::kGbtTwoSample;
+}
 
 // Methods of the first table, whose kernels the others do not share.
 inline bool is_basic(Discretization method) { return method < Discretization::kGbt; }
+
+// Methods of the third table, which read two input samples, and those of the other two.
+inline bool is_two_sample(Discretization method) { return method >= Discretization::kFohRamp; }
+inline bool is_one_sample(Discretization method) { return !is_two_sample(method); }
+constexpr int kOneSampleDiscretizations = static_cast<int>(Discretization::kFohRamp);
 
 // A call's method is an enumerator and these parameters.
 struct MethodParameters {
@@ -282,15 +298,15 @@ struct MethodParameters {
 
 template <typename Method>
 SSM_HOST_DEVICE Method make_method(const MethodParameters& parameters) {
-  if constexpr (std::is_same_v<Method, Gbt>) {
-    return Gbt(parameters.alpha);
+  if constexpr (std::is_base_of_v<Gbt, Method>) {
+    return Method(parameters.alpha);
   } else {
     return {};
   }
 }
 
-// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: turns the run-time method into a type. The visitor may be host or device
-// code.
+// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: turns the run-time method, one of the first two tables, into a type. The
+// visitor may be host or device code.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -301,10 +317,12 @@ SSM_HOST_DEVICE void visit_discretization(Discretization method, const MethodPar
   case Discretization::enumerator:          \
     visitor(make_method<type>(parameters)); \
     return;
-    SSM_DISCRETIZATIONS(SSM_ROW)
+    SSM_ONE_SAMPLE_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
+    default:
+      break;
   }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
+  SSM_UNKNOWN_ENUMERATOR("a discretization", kOneSampleDiscretizations, method);
 }
 // The same for visitors that need the type alone.
 #if defined(__CUDACC__)
@@ -350,7 +368,7 @@ SSM_HOST_DEVICE void visit_further_discretization(Discretization method, const M
     default:
       break;
   }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
+  SSM_UNKNOWN_ENUMERATOR("a discretization", kOneSampleDiscretizations, method);
 }
 
 // Throws if the method is unknown: for launches of kernels that read it at run time. Host code.

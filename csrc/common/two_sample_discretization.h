@@ -2,8 +2,9 @@
 //
 //   h_t = Abar(z) h_{t-1} + delta (k(z) v_t + m(z) v_{t-1})
 //
-// A method is a struct, as those of common/discretization.h. `gain` returns {k, m}, `derivatives` Abar', k', m', (z k)' and
-// (z m)', with which no gradient divides by A, z or Abar:
+// A rule is a struct, as the methods of common/discretization.h. `step(lam)` is its method at a step, with the same functions:
+// `gain` returns {k, m}, `derivatives` Abar', k', m', (z k)' and (z m)', with which no gradient divides by A, z or Abar.
+// kHasLam: a step has a weight lam.
 //
 //   d h / d delta = A Abar' h_{t-1} + (z k)' v_t + (z m)' v_{t-1}
 //   d h / d A     = delta (Abar' h_{t-1} + delta (k' v_t + m' v_{t-1}))
@@ -21,6 +22,16 @@ namespace ssm_kernels {
 template <typename T>
 struct TwoSampleDerivatives {
   T abar, gain, previous, z_gain, z_previous;
+};
+
+// A rule whose steps have no weight is its own method at every step.
+template <typename Rule>
+struct WithoutLam {
+  static constexpr bool kHasLam = false;
+  template <typename T>
+  SSM_HOST_DEVICE const Rule& step(T) const {
+    return static_cast<const Rule&>(*this);
+  }
 };
 
 // (phi1(z) - 1) / z, given p1 = phi1(z).
@@ -46,7 +57,7 @@ SSM_HOST_DEVICE T phi3(T z, T p2) {
 }
 
 // True first-order hold: exact for an input that is linear over the step.
-struct FohRamp {
+struct FohRamp : WithoutLam<FohRamp> {
   static constexpr bool kExponential = true, kInputHasDelta = true, kUsesPreviousInput = true, kUnitGain = false;
   template <typename T>
   SSM_HOST_DEVICE T basis(T z) const {
@@ -68,20 +79,39 @@ struct FohRamp {
   }
 };
 
-// The generalized bilinear transform of both the state and the input. alpha = 1/2 is the trapezoidal rule.
-struct GbtTwoSample : Gbt {
+// The generalized bilinear transform of both the state and the input, with alpha, from 0 to 1, as a parameter of the call.
+struct GbtTwoSample : Gbt, WithoutLam<GbtTwoSample> {
   static constexpr bool kUsesPreviousInput = true;
   using Gbt::Gbt;
   template <typename T>
   SSM_HOST_DEVICE Coefficients<T> gain(T, T r) const {
-    using Scalar = typename Math<T>::Scalar;
-    return {T(Scalar(alpha)) * r, T(Scalar(1 - alpha)) * r};
+    return {T(value<T>()) * r, T(rest<T>()) * r};
   }
   template <typename T>
   SSM_HOST_DEVICE TwoSampleDerivatives<T> derivatives(T, T r) const {
-    using Scalar = typename Math<T>::Scalar;
-    const T r2 = r * r, current(Scalar{static_cast<Scalar>(alpha)}), previous(Scalar{static_cast<Scalar>(1 - alpha)});
-    return {r2, current * current * r2, current * previous * r2, current * r2, previous * r2};
+    const T r2 = r * r, current = T(value<T>()) * r2, previous = T(rest<T>()) * r2;
+    return {r2, T(value<T>()) * current, T(value<T>()) * previous, current, previous};
+  }
+
+ private:
+  template <typename T>
+  SSM_HOST_DEVICE typename Math<T>::Scalar rest() const {
+    return typename Math<T>::Scalar(1) - value<T>();
+  }
+};
+
+// The same with alpha = 1/2.
+struct Trapezoidal : Bilinear, WithoutLam<Trapezoidal> {
+  static constexpr bool kUsesPreviousInput = true;
+  template <typename T>
+  SSM_HOST_DEVICE Coefficients<T> gain(T, T r) const {
+    const T half = T(typename Math<T>::Scalar(0.5)) * r;
+    return {half, half};
+  }
+  template <typename T>
+  SSM_HOST_DEVICE TwoSampleDerivatives<T> derivatives(T, T r) const {
+    const T half(typename Math<T>::Scalar(0.5)), r2 = r * r, half_r2 = half * r2, quarter_r2 = half * half_r2;
+    return {r2, quarter_r2, quarter_r2, half_r2, half_r2};
   }
 };
 
@@ -103,5 +133,33 @@ struct ExpTrapezoidal {
  private:
   SSM_HOST_DEVICE static T one() { return T(typename Math<T>::Scalar(1)); }
 };
+struct ExpTrapezoidalRule {
+  static constexpr bool kHasLam = true;
+  template <typename T>
+  SSM_HOST_DEVICE ExpTrapezoidal<T> step(T lam) const {
+    return {lam};
+  }
+};
+
+// Calls visitor(FohRamp{}), visitor(Trapezoidal{}), ...: turns the run-time method, one of the third table, into a type. The
+// visitor may be host or device code.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Visitor>
+SSM_HOST_DEVICE void visit_two_sample_discretization(Discretization method, const MethodParameters& parameters,
+                                                     Visitor&& visitor) {
+  switch (method) {
+#define SSM_ROW(enumerator, name, type)     \
+  case Discretization::enumerator:          \
+    visitor(make_method<type>(parameters)); \
+    return;
+    SSM_TWO_SAMPLE_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+    default:
+      break;
+  }
+  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
+}
 
 }  // namespace ssm_kernels

@@ -122,6 +122,27 @@ struct SelectiveScanParams {
   ChannelView D, delta_bias;
 };
 
+// What kernels of methods that read two input samples (common/two_sample_discretization.h) take besides:
+//
+//   h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1})
+//
+// The sample before the first step of a row is its first one, B_0 u_0, with repeats_first; else that of previous_u and
+// previous_B in place `initial` of the row; else, also with `initial` -1, zero.
+struct TwoSampleParams {
+  MethodParameters method;
+  SequenceView lam;  // of exp_trapezoidal; any strides, zero included. Data null for other methods
+  bool lam_sigmoid = false;
+  bool repeats_first = false;
+  // In the type of u. (batch or sequences, dim), stride_state zero; and (batch or sequences, groups of B, dstate), where
+  // stride_dim is the stride between groups. A constant B has no previous_B: the previous sample's is B itself.
+  StateView previous_u, previous_B;
+
+  // Of backward; data null if not needed. The gradient of the sample B u before the first step of a row, in place `initial`,
+  // (batch or sequences, dim, dstate), contiguous, in the accumulation type. Rows without steps have zero.
+  SequenceView grad_lam;
+  void* grad_previous = nullptr;
+};
+
 struct SelectiveScanFwdParams : SelectiveScanParams {
   SequenceView out;
   void* last_state = nullptr;    // (batch or sequences, dim, dstate), contiguous
@@ -158,5 +179,6 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
 SSM_KERNEL_STRUCT(SelectiveScanFwdParams, 432);
 SSM_KERNEL_STRUCT(SelectiveScanBwdParams, 704);
 SSM_KERNEL_STRUCT(SelectiveScanSummaryParams, 408);
+SSM_KERNEL_STRUCT(TwoSampleParams, 152);
 
 }  // namespace ssm_kernels::selective_scan

@@ -81,7 +81,24 @@ struct TokenParams {
   int64_t intermediate_row = 0;  // elements between the rows of neighboring channels. Set by CUDA's entry point
 };
 
+// The additional parameters of methods that read two input samples (common/two_sample_discretization.h):
+//
+//   h = Abar(delta A) h + delta (k(delta A) B x + m(delta A) previous_B previous_x)
+//
+// A row reads the previous sample from the slot that it reads the state from, and its later tokens the token before. Slots that
+// receive the state after a token then receive its x and B. Blocks of one row share previous_B, so that no block writes it: it
+// is written after all of them have read it.
+struct TwoSampleParams {
+  MethodParameters method;
+  ChannelView lam;        // as x; of exp_trapezoidal. Data null for other methods
+  int64_t lam_token = 0;  // its stride between tokens
+  bool lam_sigmoid = false;
+  ChannelView previous_x;  // (slots, heads, headdim), in the type of x
+  GroupView previous_B;    // (slots, groups, dstate), in the type of x
+};
+
 SSM_KERNEL_STRUCT(StateUpdateParams, 448);
 SSM_KERNEL_STRUCT(TokenParams, 360);
+SSM_KERNEL_STRUCT(TwoSampleParams, 120);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -83,9 +83,9 @@ std::vector<c10::SymInt> states_shape(const Inputs& in) {
 
 // The decay of a chunk is the exponential of a sum over time, which only these methods have. The gain is a multiple of dt.
 bool is_exponential(Discretization discretization) {
+  if (!is_basic(discretization)) return false;
   bool result = false;
-  visit_discretization(discretization,
-                       [&](auto method) { result = is_basic(discretization) && decltype(method)::kExponential; });
+  visit_discretization(discretization, [&](auto method) { result = decltype(method)::kExponential; });
   return result;
 }
 

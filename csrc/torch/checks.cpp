@@ -144,10 +144,9 @@ std::optional<double> alpha_of(std::string_view name) {
 }  // namespace
 
 Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization)) {
-  const auto supports = [&](Discretization method) { return is_supported == nullptr || is_supported(method); };
   const std::string_view stem = name.substr(0, name.find('('));
   const Discretization* method = find_discretization(stem);
-  if (method != nullptr && supports(*method)) {
+  if (method != nullptr && is_supported(*method)) {
     const std::optional<double> alpha = alpha_of(name);
     TORCH_CHECK_VALUE(has_alpha(*method) || stem == name, op, ": expected discretization '", stem, "' without a number, got '",
                       name, "'");
@@ -157,7 +156,7 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
   }
   std::vector<std::string_view> supported;
   const auto list = [&](const DiscretizationRow& row) {
-    if (supports(row.method)) supported.push_back(row.name);
+    if (is_supported(row.method)) supported.push_back(row.name);
   };
   for (const DiscretizationRow& row : kDiscretizationTable) list(row);
   for (const DiscretizationRow& row : kDiscretizationAliases) list(row);

@@ -114,11 +114,11 @@ double gradient_error(const MakeRule& make, bool has_lam) {
 
 int main() {
   std::printf("%.2e\n", derivative_error<FohRamp>([] { return FohRamp(); }));
-  std::printf("%.2e\n", derivative_error<GbtTwoSample>([] { return GbtTwoSample(0.5); }));
+  std::printf("%.2e\n", derivative_error<Trapezoidal>([] { return Trapezoidal(); }));
   std::printf("%.2e\n", derivative_error<GbtTwoSample>([] { return GbtTwoSample(0.7); }));
   std::printf("%.2e\n", derivative_error<ExpTrapezoidal<double>>([] { return ExpTrapezoidal<double>{0.3}; }));
   std::printf("%.2e\n", gradient_error([](double) { return FohRamp(); }, false));
-  std::printf("%.2e\n", gradient_error([](double) { return GbtTwoSample(0.5); }, false));
+  std::printf("%.2e\n", gradient_error([](double) { return Trapezoidal(); }, false));
   std::printf("%.2e\n", gradient_error([](double) { return GbtTwoSample(0.7); }, false));
   std::printf("%.2e\n", gradient_error([](double lam) { return ExpTrapezoidal<double>{lam}; }, true));
 }

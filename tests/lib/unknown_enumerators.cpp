@@ -7,6 +7,7 @@
 
 #include "common/discretization.h"
 #include "common/recurrences.h"
+#include "common/two_sample_discretization.h"
 #include "norm/gate_activation.h"
 
 using namespace ssm_kernels;
@@ -29,11 +30,14 @@ bool throws_at_the_end(int count, const Call& call) {
 
 int main() {
   const int discretizations = static_cast<int>(std::size(kDiscretizationTable));
+  const auto visit_two_sample = [](auto method) { visit_two_sample_discretization(method, {}, [](auto) {}); };
+  for (int i = kOneSampleDiscretizations; i < discretizations; ++i) visit_two_sample(static_cast<Discretization>(i));
   const int recurrences = static_cast<int>(std::size(kRecurrenceTable));
   const int gates = static_cast<int>(norm::GateActivation::kNone) + 1, candidates = static_cast<int>(Activation::kTanh) + 1;
   const std::vector<bool> all = {
-      throws_at_the_end<Discretization>(discretizations, [](auto method) { visit_discretization(method, [](auto) {}); }),
-      throws_at_the_end<Discretization>(discretizations, [](auto method) { check_known(method); }),
+      throws_at_the_end<Discretization>(kOneSampleDiscretizations,
+                                        [](auto method) { visit_discretization(method, [](auto) {}); }),
+      throws_at_the_end<Discretization>(kOneSampleDiscretizations, [](auto method) { check_known(method); }),
       throws_at_the_end<Recurrence>(recurrences, [](auto row) { visit_default_recurrence(row, [](auto) {}); }),
       throws_at_the_end<Recurrence>(recurrences, [](auto row) { visit_recurrence_at_run_time(row, [](auto) {}); }),
       throws_at_the_end<Activation>(candidates, [](auto activation) { check_known(activation); }),
