@@ -257,7 +257,8 @@ class DeltaRuleScan(OperatorSpec):
         # gate a channel they round the scaled rows, too: 0.6 eps in the median of 200 draws, 1.4 in nine of ten, 3 at most. The
         # gradients of A_log and dt_bias are sums of products with g's: 0.6 and 0.75 eps on an H200.
         argument = name.removeprefix("grad_")
-        of_few_bits = argument in ("beta", "g", "A_log", "dt_bias", "initial_states") and inputs[argument].dtype == torch.float32
+        rounded = ("beta", "g", "A_log", "dt_bias", "initial_states")
+        of_few_bits = argument in rounded and inputs[argument].dtype == torch.float32
         roundings = 2 if g is not None and g.dim() == 4 and argument == "initial_states" else 1
         return roundings * torch.finfo(q.dtype).eps if name == "final_states" or of_few_bits else None
 
