@@ -11,9 +11,9 @@
 
 #include "common/integers.h"
 #include "cuda/device.h"
-#include "cuda/scalar_types.h"
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/cuda/bwd_cuda.h"
+#include "delta_rule/cuda/bwd_launches.h"
 #include "delta_rule/cuda/bwd_pieces.h"
 #include "delta_rule/cuda/fwd_cuda.h"
 #include "delta_rule/cuda/kda.h"
@@ -30,25 +30,6 @@
 
 namespace ssm_kernels::delta_rule {
 namespace {
-
-// A part of a call: some rows of the batch, or all packed sequences, and value heads of whole key heads or some of one.
-struct Range {
-  int64_t entry, entries, head, heads, key_head, key_heads;
-  bool begins_key_head = true, ends_key_head = true;
-
-  at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
-  at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
-  at::Tensor of_key_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, key_head, key_heads); }
-};
-
-// The tensors of a call that the kernels read and write. Undefined tensors are absent or not needed.
-struct GradOperands {
-  at::Tensor q, k, v, grad_out, log_decay, beta, row_factors, initial_states, grad_final_states, cu_seqlens, resets;
-  at::Tensor grad_q, grad_k, grad_v;     // of q and k only without partial sums
-  at::Tensor grad_log_decay, grad_beta;  // fp32
-  at::Tensor grad_initial_states;
-  NormalizedRows normalized_q, normalized_k;  // with has_normalized_rows()
-};
 
 class Backward {
  public:
@@ -89,9 +70,6 @@ class Backward {
     return at::zeros({in_.q.size(0), in_.q.size(1), in_.v.size(2), in_.v.size(3)}, in_.v.options());
   }
 
-  static RowsView view_of_rows(const at::Tensor& rows, bool is_reversed) {
-    return is_reversed ? reversed_view_of(rows) : view_of(rows);
-  }
   // Whether the last kernel writes gradients of q and k in the opposite order; finish_key_heads() does so for fp32 rows.
   bool reverses_key_rows() const { return reverses_rows_ && !has_fp32_rows_; }
 
@@ -296,7 +274,7 @@ class Backward {
     params.grad_final_states = of_states(of_.grad_final_states);
     params.grad_initial_states = of_states(of_.grad_initial_states);
 
-    params.grad_v = view_of_rows(of_heads(of_.grad_v), reverses_rows_);
+    params.grad_v = rows_view(of_heads(of_.grad_v), reverses_rows_);
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
     at::Tensor parts_q, parts_k, grad_q, grad_k;
@@ -312,8 +290,8 @@ class Backward {
       grad_q = of_key_heads(of_.grad_q);
       grad_k = of_key_heads(of_.grad_k);
     }
-    params.grad_q = view_of_rows(grad_q, reverses_key_rows());
-    params.grad_k = view_of_rows(grad_k, reverses_key_rows());
+    params.grad_q = rows_view(grad_q, reverses_key_rows());
+    params.grad_k = rows_view(grad_k, reverses_key_rows());
 
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, cu_seqlens.defined()) * range.heads;
     TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
@@ -332,9 +310,9 @@ class Backward {
     const at::Tensor states = empty_tensor({chunks, states_bytes()}, bytes);
     params.states = states.data_ptr();
     if (is_sm80_) {
-      launch_sm80(params, range);
+      launch_bwd_sm80(in_, of_, params, range);
     } else if (is_wide()) {
-      launch_wide(params, range, grad_q, grad_k);
+      launch_bwd_wide(in_, of_, params, range, {grad_q, grad_k, reverses_key_rows()});
     } else {
       launch(params, range, /*has_matrices=*/segments > 0);
     }
@@ -355,44 +333,10 @@ class Backward {
     finish_key_heads(range, kGradK, parts_k, of_.normalized_k, sum_of_k_);
   }
 
-  static WorkPartition partition_of(const DeltaRuleBwdParams& params) {
-    const WorkPartition result = partition_states(params);
-    TORCH_CHECK_VALUE(kDirections * result.work_tiles <= std::numeric_limits<int32_t>::max(),
-                      "delta_rule_scan: expected fewer than 2^30 pairs of state tiles, got ", result.work_tiles);
-    return result;
-  }
-
-  // Queues the kernels with mma.sync. Each part of the keys' columns has its terms of the gradients of log decays.
-  void launch_sm80(const DeltaRuleBwdParams& common, const Range& range) const {
-    DeltaRuleSm80Params params;
-    static_cast<DeltaRuleBwdParams&>(params) = common;
-    params.q = view_of(range.of_key_heads(of_.q));
-    params.k = view_of(range.of_key_heads(of_.k));
-    params.v = view_of(range.of_heads(of_.v));
-    params.grad_out = view_of(range.of_heads(of_.grad_out));
-    params.multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
-    const int64_t parts = sm80_column_parts(params.dstate, in_.q.element_size());
-    at::Tensor terms;
-    if (parts > 1 && of_.grad_log_decay.defined()) {
-      terms = empty_tensor({parts, range.entries, in_.q.size(1), range.heads}, fp32());
-      params.grad_log_decay = view_of(terms.select(0, 0).unsqueeze(3));
-      params.grad_log_decay_stride_part = terms.stride(0);
-    }
-    const WorkPartition partition = partition_of(params);
-    const int available = sm80_shared_bytes(in_);
-    C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in_.q.scalar_type()), [&](auto scalar) {
-      using Scalar = decltype(scalar);
-      const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-      const cudaError_t error = launch_delta_rule_sm80_matrices<Scalar>(params, stream);
-      return error == cudaSuccess ? launch_delta_rule_sm80_bwd<Scalar>(params, partition, available, stream) : error;
-    }));
-    if (terms.defined()) range.of_heads(of_.grad_log_decay).copy_(terms.sum(0));
-  }
-
   // Queues the kernels of gates of a channel of the key.
   void launch_channels(const DeltaRuleBwdParams& params, const Range& range, bool has_matrices) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    const WorkPartition partition = partition_of(params);
+    const WorkPartition partition = bwd_partition_of(params);
     KdaBwdParams of_channels;
     static_cast<DeltaRuleBwdParams&>(of_channels) = params;
     const GateParameters parameters(in_);
@@ -429,46 +373,10 @@ class Backward {
     gate_sums_.narrow(0, range.head, range.heads).add_(sums);
   }
 
-  // Queues the kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
-  // its terms of those of log decays, which are sums over columns. The first part has the gradients of v and beta.
-  void launch_wide(const DeltaRuleBwdParams& params, const Range& range, const at::Tensor& grad_q,
-                   const at::Tensor& grad_k) const {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
-    const WorkPartition partition = partition_of(params);
-    const bool is_half = in_.q.scalar_type() == at::kHalf;
-    C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(params, stream)
-                           : launch_delta_rule_wide_matrices<__nv_bfloat16>(params, stream));
-    C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_states<__half>(params, partition, stream)
-                           : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(params, partition, stream));
-    DeltaRuleBwdParts parts;
-    at::Tensor terms;
-    for (int part = 0; part < kColumnParts; ++part) {
-      const int64_t first = part * kStateColumns;
-      const auto columns = [&](const at::Tensor& rows) {
-        return rows.narrow(3, first, std::min<int64_t>(rows.size(3) - first, kStateColumns));
-      };
-      DeltaRuleBwdParams& of_part = parts.of[part] = params;
-      of_part.dstate = static_cast<int>(std::min<int64_t>(in_.q.size(3) - first, kStateColumns));
-      describe_tiles(of_part.q_descriptor, columns(range.of_key_heads(of_.q)));
-      describe_tiles(of_part.k_descriptor, columns(range.of_key_heads(of_.k)));
-      of_part.grad_q = view_of_rows(columns(grad_q), reverses_key_rows());
-      of_part.grad_k = view_of_rows(columns(grad_k), reverses_key_rows());
-      if (part == 0) continue;
-      of_part.grad_v = of_part.grad_beta = {};
-      if (!of_.grad_log_decay.defined()) continue;
-      terms = empty_tensor_like(range.of_heads(of_.grad_log_decay));
-      of_part.grad_log_decay = view_of(terms.unsqueeze(3));
-    }
-    C10_CUDA_CHECK(is_half ? launch_delta_rule_bwd_wide_chunks<__half>(parts, multiprocessors, stream)
-                           : launch_delta_rule_bwd_wide_chunks<__nv_bfloat16>(parts, multiprocessors, stream));
-    if (terms.defined()) range.of_heads(of_.grad_log_decay).add_(terms);
-  }
-
   // Queues backward's kernels, or those before the last one if params has no workspace of states.
   void launch(const DeltaRuleBwdParams& params, const Range& range, bool has_matrices) {
     if (has_channels()) return launch_channels(params, range, has_matrices);
-    const WorkPartition partition = partition_of(params);
+    const WorkPartition partition = bwd_partition_of(params);
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
     const auto launch_kernels =
         in_.q.scalar_type() == at::kHalf ? launch_delta_rule_bwd<__half> : launch_delta_rule_bwd<__nv_bfloat16>;
@@ -541,7 +449,7 @@ class Backward {
     params.are_queries = grad == kGradQ;
     params.rows = view_of(range.of_key_heads(params.are_queries ? of_.q : of_.k));
     params.sums = view_of(sums);
-    params.grad = view_of_rows(result, reverses_rows_);
+    params.grad = rows_view(result, reverses_rows_);
     // The factor of a query is in the row of the last of its step's updates.
     const int64_t updates = params.are_queries ? in_.num_householder : 1;
     params.row_factors = view_of(range.of_key_heads(of_.row_factors).slice(1, updates - 1, std::nullopt, updates));
