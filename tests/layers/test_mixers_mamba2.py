@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mamba2_mixer_helpers import OPTIONS, RESULTS, TENSORS, make_inputs
+from mixer_spec import assert_close, assert_vmap_is_a_loop
 from torch import Tensor
 
 from ssm_kernels.rules.mixers import composed_mamba2 as composition
@@ -36,19 +37,6 @@ def evaluate(function: Any, inputs: dict[str, Any], results: tuple[str, ...] = R
         materialize_grads=True,
     )
     return {n: v.detach() for n, v in outputs.items()} | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        size = expected[name].abs().max().item() if expected[name].numel() else 0
-        torch.testing.assert_close(
-            value.to(expected[name].dtype),
-            expected[name],
-            rtol=0,
-            atol=tolerance * max(1, size),
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
 
 
 @every_option
@@ -176,15 +164,6 @@ def test_opcheck_of_the_pieces(device):
 def test_no_norm_to_leave_out(device):
     with pytest.raises(ValueError, match="Mamba2: expected norm_weight with applies_norm=False, got None"):
         ops._mamba2_mixer_fwd(*make_inputs(norm=False, device=device).values(), applies_norm=False)
-
-
-def assert_vmap_is_a_loop(function: Any, inputs: dict[str, Any]) -> None:
-    """Over samples of the first argument."""
-    first, *rest = inputs.values()
-    samples = torch.stack([first, first.flip(1)])
-    mapped = torch.vmap(lambda sample: function(sample, *rest)[0])(samples)
-    for sample, result in zip(samples, mapped, strict=True):
-        assert_close({"out": result}, {"out": function(sample, *rest)[0]}, 1e-12)
 
 
 def test_vmap(device):

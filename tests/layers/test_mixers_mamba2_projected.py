@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mamba2_mixer_helpers import OPTIONS, RESULTS, TENSORS, make_inputs
-from test_mixers_mamba2 import assert_close, assert_vmap_is_a_loop, operator
+from mixer_spec import assert_close, assert_vmap_is_a_loop
+from test_mixers_mamba2 import operator
 from torch import Tensor
 
 from ssm_kernels.rules.mixers import composed_mamba2_projected as composition
