@@ -13,6 +13,8 @@ TORCH_LIBRARY(ssm_kernels, library) {
   // The values of `discretization` in the first table of common/discretization.h, and the other names of some of them.
   schemas.def("_discretizations() -> str[]");
   schemas.def("_discretization_aliases() -> Dict(str, str)");
+  // Those of its third table.
+  schemas.def("_two_sample_discretizations() -> str[]");
 
   // The rows of common/recurrences.h: scans, inputs, the first input that broadcasts, options.
   schemas.def("_recurrences() -> (str[] names, str[][] inputs, int[] first_broadcast, str[][] options)");

@@ -91,10 +91,19 @@ def signature(name: str, arguments: list[tuple[str, str]], returned: str) -> str
     return f"def {name}(\n{''.join(lines)}) -> {returned}: ...\n"
 
 
+TWO_SAMPLES = " | TwoSampleDiscretizationName"
+
+
 def function_stub(source: str, function: ast.FunctionDef) -> str:
     arguments, returned = parameters(source, function.args), ast.get_source_segment(source, function.returns)
     states = re.search(r"tuple\[Tensor, (tuple\[[^]]*\])", returned)  # several tensors
-    of_flags = overloads({name for name, _ in arguments}, states[1] if states else "Tensor")
+    names = {name for name, _ in arguments}
+    of_flags = overloads(names, states[1] if states else "Tensor")
+    rule = dict(arguments).get("discretization", "")
+    if TWO_SAMPLES in rule:
+        kinds = {"discretization": rule.replace(TWO_SAMPLES, "")}, {"discretization": TWO_SAMPLES[3:]}
+        both = (of_flags, kinds[0]), (overloads(names, "ScanState"), kinds[1])
+        of_flags = [(types | kind, result) for found, kind in both for types, result in found]
     if len(of_flags) == 1 or returned == "Any":
         return signature(function.name, arguments, returned)
     return "".join(
@@ -151,7 +160,8 @@ def stub(module: str) -> str:
     typing = [name for name in ("Any", "Literal", "overload") if name in used]
     groups[0] += [f"from typing import {', '.join(typing)}"] if typing else []
     types = sorted(used & {*choices.__all__})
-    groups[2][:0] = [f"from ..choices import {', '.join(types)}"] if types else []
+    groups[2] += [f"from ..choices import {', '.join(types)}"] if types else []
+    groups[2].sort(key=lambda line: (not line.startswith("from .."), line))
     imports = "\n\n".join("\n".join(_wrapped(line) for line in group) for group in groups if group)
     names = ", ".join(f'"{name}"' for name in sorted(members["__all__"]))
     exported = f"__all__ = [{names}]"

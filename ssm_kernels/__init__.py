@@ -17,9 +17,11 @@ from ._build_info import build_info, load_operators
 load_operators()
 
 from . import _vmap, choices, models, nn, ops, reference  # noqa: E402, F401
+from ._discretizations import two_sample_discretizations as _two_sample_discretizations  # noqa: E402
 from ._earlier_modules import register as _register_earlier_modules  # noqa: E402
 from ._submodules import public_names, submodules_on_use  # noqa: E402
 from .choices import DiscretizationName as _DiscretizationName  # noqa: E402
+from .choices import TwoSampleDiscretizationName as _TwoSampleDiscretizationName  # noqa: E402
 from .ops import *  # noqa: E402, F403
 from .ops.recurrences import *  # noqa: E402, F403  # mypy follows one star
 
@@ -38,6 +40,9 @@ _register_earlier_modules(__name__)
 discretizations: tuple[_DiscretizationName, ...] = build_info()["discretizations"]
 """The names that ``discretization=`` takes, aliases left out."""
 
+two_sample_discretizations: tuple[_TwoSampleDiscretizationName, ...] = _two_sample_discretizations
+"""Those of the rules that read two input samples a step."""
+
 __all__ = [
     "__version__",
     "build_info",
@@ -46,5 +51,6 @@ __all__ = [
     "models",
     "nn",
     "reference",
+    "two_sample_discretizations",
 ]
 __all__ += ops.__all__

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
-from .choices import DiscretizationName
+from .choices import DiscretizationName, TwoSampleDiscretizationName
 
 __all__ = [
     "discretization_aliases",
     "discretization_names",
     "discretizations",
     "is_discretization",
+    "is_rule",
+    "is_two_sample",
     "split_name",
+    "two_sample_discretizations",
     "with_alpha",
 ]
 
 discretizations: tuple[DiscretizationName, ...] = tuple(torch.ops.ssm_kernels._discretizations())
 discretization_aliases: dict[str, str] = torch.ops.ssm_kernels._discretization_aliases()
-_WITH_ALPHA = ("gbt",)
+two_sample_discretizations: tuple[TwoSampleDiscretizationName, ...] = tuple(torch.ops.ssm_kernels._two_sample_discretizations())
+_WITH_ALPHA = ("gbt", "gbt_two_sample")
 _FURTHER: tuple[DiscretizationName, ...] = ("gbt", "dirac")
 discretization_names: tuple[str, ...] = (*discretizations, *_FURTHER, *discretization_aliases)
 
@@ -39,12 +43,28 @@ def split_name(name: str) -> tuple[str, float | None]:
 def is_discretization(name: str) -> bool:
     """Whether ``discretization=`` takes the name by itself: the number of a rule with ``alpha`` is in it."""
     stem, alpha = split_name(name)
-    if stem in _WITH_ALPHA:
+    if stem == "gbt":
         return alpha is not None and 0 <= alpha <= 1
     return stem == name and name in discretization_names
 
 
-def with_alpha(operator: str, discretization: DiscretizationName, alpha: float | None) -> DiscretizationName:
+def is_two_sample(name: str) -> bool:
+    """Whether it names a rule that reads two input samples, with or without its number."""
+    return isinstance(name, str) and name.partition("(")[0] in two_sample_discretizations
+
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def is_rule(name: str) -> bool:
+    """Whether it names a rule by itself, of one input sample or of two."""
+    stem, alpha = split_name(name)
+    if not is_two_sample(name):
+        return is_discretization(name)
+    return (alpha is not None and 0 <= alpha <= 1) if stem == "gbt_two_sample" else stem == name
+
+
+def with_alpha(operator: str, discretization: _Name, alpha: float | None) -> _Name:
     """The name that operators take: ``"gbt(0.7)"`` for ``"gbt"`` and 0.7.
 
     Raises:
@@ -55,7 +75,9 @@ def with_alpha(operator: str, discretization: DiscretizationName, alpha: float |
             raise ValueError(f"{operator}: expected discretization {discretization!r} with alpha, a number from 0 to 1")
         return discretization
     if discretization not in _WITH_ALPHA:
-        raise ValueError(f"{operator}: expected alpha with discretization 'gbt' only, got {discretization!r}")
+        takes_both = operator in ("selective_scan", "selective_state_update")
+        names = "'gbt' or 'gbt_two_sample'" if takes_both else "'gbt'"
+        raise ValueError(f"{operator}: expected alpha with discretization {names} only, got {discretization!r}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"{operator}: expected alpha from 0 to 1, got {alpha}")
-    return cast(DiscretizationName, f"{discretization}({float(alpha)!r})")
+    return cast(_Name, f"{discretization}({float(alpha)!r})")

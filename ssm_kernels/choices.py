@@ -25,9 +25,11 @@ __all__ = [
     "GateActivation",
     "LiquidActivation",
     "MixerName",
+    "PreviousSample",
     "RecomputeName",
     "RecurrenceName",
     "StepInitialization",
+    "TwoSampleDiscretizationName",
 ]
 
 DiscretizationName = Literal[
@@ -36,6 +38,13 @@ DiscretizationName = Literal[
 """``discretization`` of :func:`ssm_kernels.selective_scan`, its step and its layers.
 ``"foh"`` is an alias of ``"zoh_exact"``. ``"gbt"`` takes ``alpha``. Configurations and operators of ``torch.ops`` have
 no such argument, and take the number in the name: ``"gbt(0.7)"``."""
+
+TwoSampleDiscretizationName = Literal["foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapezoidal"]
+"""``discretization`` of :func:`ssm_kernels.selective_scan`: rules that read two input samples a step. ``"gbt_two_sample"``
+takes ``alpha``, ``"exp_trapezoidal"`` ``lam``."""
+
+PreviousSample = Literal["zero", "repeat"]
+"""``previous`` of :func:`ssm_kernels.selective_scan`, where it is not a pair ``(u, B)``."""
 
 ExponentialDiscretizationName = Literal["zoh", "zoh_exact", "foh", "poly", "highorder", "rk4"]
 """``discretization`` of :func:`ssm_kernels.ssd_chunk_scan` and :class:`ssm_kernels.nn.Mamba2`: the rules whose decay is

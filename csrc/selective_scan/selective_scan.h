@@ -126,8 +126,8 @@ struct SelectiveScanParams {
 //
 //   h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1})
 //
-// The sample before the first step of a row is its first one, B_0 u_0, with repeats_first; else that of previous_u and
-// previous_B in place `initial` of the row; else, also with `initial` -1, zero.
+// The sample before the first step of a row is that of previous_u and previous_B in place `initial` of the row. Without them,
+// or with `initial` -1, it is the row's first one, B_0 u_0, with repeats_first, and else zero.
 struct TwoSampleParams {
   MethodParameters method;
   SequenceView lam;  // of exp_trapezoidal; any strides, zero included. Data null for other methods

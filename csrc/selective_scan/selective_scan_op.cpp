@@ -128,7 +128,7 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
 
 }  // namespace
 
-Discretization check_inputs_of(const char* op, const Inputs& in) {
+Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization), bool lists_all) {
   const ArgumentChecks checks(op, "u", in.u);
   checks.rank("u", in.u, 3, "(batch, dim, seqlen)");
   checks.rank("A", in.A, 2, "(dim, dstate)");
@@ -146,10 +146,10 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   checks.tensor("delta_bias", in.delta_bias, "(dim,)", {dim}, accumulate);
   check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, in.u.sym_size(2));
   checks.tensor("initial_state", in.initial_state, states_axes(in), states_shape(in), accumulate);
-  return parse_discretization(op, in.discretization);
+  return parse_discretization(op, in.discretization, is_supported, lists_all);
 }
 
-Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
+Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in, &is_one_sample, /*lists_all=*/true); }
 
 FwdOutputs allocate_fwd(const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);

@@ -57,7 +57,8 @@ struct FwdInputs : Inputs {
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
 // Messages begin with `op`.
-Discretization check_inputs_of(const char* op, const Inputs& in);
+Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization) = &is_one_sample,
+                               bool lists_all = false);
 Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {

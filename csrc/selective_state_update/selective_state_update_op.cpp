@@ -116,7 +116,7 @@ void check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& la
   checks.parameter("dt_bias", in.dt_bias, form.parameter, channels);
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
-  parse_discretization(kOp, in.discretization);
+  parse_discretization(kOp, in.discretization, in.supports, /*lists_all=*/true);
 }
 
 void check_state_forms(const Inputs& in, const Layout& layout) {
@@ -194,7 +194,7 @@ StateUpdateParams make_shared_params(const Inputs& in, const at::Tensor& out, in
   params.headdim = in.x.size(-1);
   params.groups = has_groups ? in.B.size(-2) : 1;
   params.dstate = in.state.size(-1);
-  params.discretization = parse_discretization(kOp, in.discretization);
+  params.discretization = parse_discretization(kOp, in.discretization, in.supports);
   params.dt_softplus = in.dt_softplus;
   params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);

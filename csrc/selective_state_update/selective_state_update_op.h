@@ -25,6 +25,8 @@ struct Inputs {
   std::optional<at::ArrayRef<double>> dt_limit;
   bool A_is_log = false;
 
+  bool (*supports)(Discretization) = &is_one_sample;  // not an argument
+
   auto fields() {
     return std::tie(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
   }

@@ -41,7 +41,7 @@ std::string public_name(const c10::OperatorHandle& op) {
   std::string name = op.schema().name();
   name.erase(0, name.find("::") + 2);
   if (name.front() == '_') name.erase(0, 1);
-  for (const std::string_view suffix : {"_out", "_fwd", "_bwd", "_projected"}) {
+  for (const std::string_view suffix : {"_out", "_fwd", "_bwd", "_projected", "_two_sample"}) {
     const size_t end = name.size() - std::min(name.size(), suffix.size());
     if (name.substr(end) == suffix) name.erase(end);
   }

@@ -15,7 +15,7 @@
 namespace ssm_kernels {
 
 // "selective_scan" for "ssm_kernels::selective_scan", "_selective_scan", "_selective_scan_fwd" and "_selective_scan_bwd", and
-// "selective_state_update" for "selective_state_update_out".
+// "selective_state_update" for "selective_state_update_out" and "selective_state_update_two_sample".
 std::string public_name(const c10::OperatorHandle& op);
 
 // The same for a call with these arguments: internal operators serve several public ones, and mixers are named after layers.

@@ -143,7 +143,8 @@ std::optional<double> alpha_of(std::string_view name) {
 
 }  // namespace
 
-Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization)) {
+Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization),
+                                    bool lists_all) {
   const std::string_view stem = name.substr(0, name.find('('));
   const Discretization* method = find_discretization(stem);
   if (method != nullptr && is_supported(*method)) {
@@ -156,7 +157,7 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
   }
   std::vector<std::string_view> supported;
   const auto list = [&](const DiscretizationRow& row) {
-    if (is_supported(row.method)) supported.push_back(row.name);
+    if (is_supported(row.method) || (lists_all && method == nullptr)) supported.push_back(row.name);
   };
   for (const DiscretizationRow& row : kDiscretizationTable) list(row);
   for (const DiscretizationRow& row : kDiscretizationAliases) list(row);

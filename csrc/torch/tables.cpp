@@ -14,10 +14,11 @@
 namespace ssm_kernels {
 namespace {
 
+template <bool (*is_listed)(Discretization)>
 std::vector<std::string> discretizations() {
   std::vector<std::string> names;
   for (const DiscretizationRow& row : kDiscretizationTable) {
-    if (is_basic(row.method)) names.emplace_back(row.name);
+    if (is_listed(row.method)) names.emplace_back(row.name);
   }
   return names;
 }
@@ -53,7 +54,8 @@ std::tuple<Names, std::vector<Names>, std::vector<int64_t>, std::vector<Names>> 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_discretizations", &discretizations);
+  m.impl("_discretizations", &discretizations<&is_basic>);
+  m.impl("_two_sample_discretizations", &discretizations<&is_two_sample>);
   m.impl("_discretization_aliases", &discretization_aliases);
   m.impl("_recurrences", &recurrences);
 }

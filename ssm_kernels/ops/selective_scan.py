@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._discretizations import with_alpha
-from ..choices import DiscretizationName
+from .._discretizations import is_two_sample, with_alpha
+from .._scan_state import ScanState
+from ..choices import DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import names_arguments
 from ._states_at import Positions, is_transformed, read_positions
+from ._two_samples import refuse_one_sample, two_sample_scan
 
 __all__ = ["selective_scan"]
 
@@ -29,8 +31,11 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: DiscretizationName = "zoh",
+    discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
     alpha: float | None = None,
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -38,7 +43,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     states_at: Positions | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor | ScanState, ...]:
     r"""Selective scan of a diagonal state-space model, with a choice of discretization.
 
     .. math::
@@ -64,8 +69,18 @@ def selective_scan(
         delta_bias: (dim,), dtype of ``A``.
         discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"zoh_exact"`` and ``"bilinear"``, or
             ``"foh"``, an alias of ``"zoh_exact"``; or ``"gbt"``, the bilinear family, with ``alpha``; or ``"dirac"``, for input
-            impulses: :math:`h_t = e^{\Delta_t A} h_{t-1} + B_t u_t`.
-        alpha: of ``"gbt"``, from 0 (``"euler"``) over 1/2 (``"bilinear"``) to 1 (``"backward_euler"``).
+            impulses: :math:`h_t = e^{\Delta_t A} h_{t-1} + B_t u_t`. Rules that read two input samples a step are
+            ``"foh_ramp"``, ``"trapezoidal"``, ``"gbt_two_sample"`` with ``alpha``, and ``"exp_trapezoidal"``, Mamba-3's, with
+            ``lam``: :math:`h_t = \bar A h_{t-1} + \Delta_t (k\, B_t u_t + m\, B_{t-1} u_{t-1})`.
+        alpha: of ``"gbt"``, from 0 (``"euler"``) over 1/2 (``"bilinear"``) to 1 (``"backward_euler"``); and of
+            ``"gbt_two_sample"``.
+        lam: of ``"exp_trapezoidal"``, the weight of the current sample beside that of the previous one, from 0 to 1:
+            (batch, dim, seqlen) or a shape that broadcasts to it, dtype of ``u``.
+        lam_sigmoid: take the sigmoid of ``lam``.
+        previous: the sample before the first step of each sequence, for rules that read two. ``"zero"``: none, which makes
+            every rule first order. ``"repeat"``: the first sample itself. ``(u, B)``: (batch, dim), and (batch, dstate) or
+            (batch, groups, dstate), or None if ``B`` is constant, dtypes of ``u`` and ``B``; with ``cu_seqlens`` one row for
+            each sequence. Sequences that begin where ``seq_idx`` changes have no sample before them but with ``"repeat"``.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
@@ -85,8 +100,11 @@ def selective_scan(
     Returns:
         ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate) or
         (sequences, dim, dstate), dtype of ``A``; with ``states_at`` then ``states``, (batch, positions, dim, dstate), dtype of
-        ``A``. All are differentiable with respect to every floating-point tensor, ``initial_state`` included. Double backward
-        and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+        ``A``. Rules that read two input samples have a :class:`ssm_kernels.reference.ScanState` in the place of each: a state
+        with the last sample of ``u``, (batch, dim), and of ``B``, or at ``states_at`` (batch, positions, dim) and so on. Its
+        fields continue the scan as ``initial_state`` and ``previous``. All are differentiable with respect to every
+        floating-point tensor, ``initial_state`` and ``previous`` included. Double backward and ``torch.func`` transforms other
+        than ``vmap`` are not supported and raise.
 
     **Packed sequences.** Each sequence is scanned on its own: values of one, NaN included, reach no other. On CUDA the blocks
     of all sequences run at once, and the time of a sequence is not divided: one long sequence of few channels takes longer than
@@ -97,6 +115,9 @@ def selective_scan(
 
     **Cost of** ``reverse``. Nothing is copied or flipped. Channels-last tensors take the same kernels as without it. On CUDA,
     tensors of contiguous steps take the warp scan or the short scan (``docs/cuda.md``).
+
+    **Two input samples.** A step of size zero keeps the state, and its sample becomes the previous one. Kernels read the step
+    before a tile; no tensor is shifted. The rules run on the CPU.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
@@ -129,6 +150,10 @@ def selective_scan(
         >>> y, state = selective_scan(u, delta, A, B, C, return_last_state=True)
         >>> state.shape
         torch.Size([2, 8, 16])
+        >>> y, last = selective_scan(u, delta, A, B, C, discretization="foh_ramp", return_last_state=True)
+        >>> later = selective_scan(
+        ...     u, delta, A, B, C, discretization="foh_ramp", initial_state=last.state, previous=(last.u, last.B)
+        ... )
         >>> x = torch.randn(batch, seqlen, dim)  # channels last: a view, no copy
         >>> selective_scan(x.transpose(1, 2), delta, A, B, C).transpose(1, 2).shape
         torch.Size([2, 100, 8])
@@ -136,6 +161,24 @@ def selective_scan(
         >>> selective_scan(one, one, -torch.ones(1, 1), one, one, discretization="zoh_exact")
         tensor([[[0.6321, 0.8647, 0.9502]]])
     """
+    if discretization != "zoh" and is_two_sample(discretization):
+        return two_sample_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=cast(TwoSampleDiscretizationName, discretization),
+            alpha=alpha,
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            previous=previous,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=return_last_state,
+            states_at=states_at,
+        )
+    if lam is not None or lam_sigmoid is not False or previous != "zero":
+        refuse_one_sample("selective_scan", discretization, lam, lam_sigmoid, previous)
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_scan", discretization, alpha)
     if states_at is not None:

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._discretizations import with_alpha
-from ..choices import DiscretizationName
+from .._discretizations import is_two_sample, with_alpha
+from ..choices import DiscretizationName, TwoSampleDiscretizationName
 from ._arguments import empty_output, names_arguments, read_dt_limit
+from ._two_samples import broadcast_lam
 
 __all__ = ["selective_state_update"]
+
+
+def _two_sample_step(
+    state: Tensor, previous_x: Tensor | None, previous_B: Tensor | None, *others: Any, **options: Any
+) -> Tensor:
+    for name, sample in (("previous_x", previous_x), ("previous_B", previous_B)):
+        if sample is None:
+            raise ValueError(
+                f"selective_state_update: expected {name} with discretization {options['discretization']!r}, got None"
+            )
+    out: Tensor = torch.ops.ssm_kernels.selective_state_update_two_sample(state, previous_x, previous_B, *others, **options)
+    return out
+
+
+def _refuse_one_sample(discretization: str, **given: Any) -> None:
+    name = next(name for name, value in given.items() if value is not None)
+    rules = "discretization 'exp_trapezoidal'" if name.startswith("lam") else "a discretization that reads two input samples"
+    raise ValueError(f"selective_state_update: expected {name} with {rules} only, got {discretization!r}")
 
 
 @names_arguments
@@ -28,8 +48,12 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
-    discretization: DiscretizationName = "zoh",
+    discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
     alpha: float | None = None,
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous_x: Tensor | None = None,
+    previous_B: Tensor | None = None,
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
     out: Tensor | None = None,
@@ -68,7 +92,12 @@ def selective_state_update(
             slots; the CPU raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the
             device: a row whose index is past the last slot returns NaN and touches no state. Rows that share a slot race:
             the contents of this slot and the outputs of these rows are undefined; other slots are not affected.
-        discretization, alpha: as for :func:`selective_scan`.
+        discretization, alpha, lam_sigmoid: as for :func:`selective_scan`.
+        lam: of ``"exp_trapezoidal"``, as for :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to it.
+        previous_x, previous_B: the samples of the step before, for rules that read two, beside ``state`` and in the same slots:
+            (batch, dim) or (batch, heads, headdim), and (batch, dstate) or (batch, groups, dstate) as ``B``, dtype of ``x``;
+            modified in place. Zero before the first step. Steps of these rules run on the CPU, and take none of the
+            arguments from ``out`` on.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
@@ -138,9 +167,40 @@ def selective_state_update(
         >>> selective_state_update(state, torch.randn(batch, heads, headdim), dt, A, B, C).shape
         torch.Size([2, 4, 2])
     """
-    if alpha is not None or discretization == "gbt":
+    if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_state_update", discretization, alpha)
     limits = read_dt_limit("selective_state_update", dt_limit)
+    if is_two_sample(discretization):
+        for_servers = {
+            "out": out,
+            "dst_state_batch_indices": dst_state_batch_indices,
+            "pad_slot_id": pad_slot_id,
+            "num_accepted_tokens": num_accepted_tokens,
+            "cu_seqlens": cu_seqlens,
+            "intermediate_states_buffer": intermediate_states_buffer,
+            "intermediate_state_indices": intermediate_state_indices,
+            "disable_state_update": disable_state_update or None,
+        }
+        for name, value in for_servers.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"selective_state_update: {name} is not supported with discretization {discretization!r}, whose previous "
+                    "samples it would have to choose too"
+                )
+        return _two_sample_step(
+            *(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias),
+            broadcast_lam("selective_state_update", lam, x, "(batch, dim)" if state.dim() == 3 else "(batch, heads, headdim)"),
+            dt_softplus,
+            state_batch_indices,
+            discretization=discretization,
+            lam_sigmoid=lam_sigmoid,
+            dt_limit=limits,
+            A_is_log=A_is_log,
+        )
+    if lam is not None or lam_sigmoid is not False or previous_x is not None or previous_B is not None:
+        _refuse_one_sample(
+            discretization, lam=lam, lam_sigmoid=lam_sigmoid or None, previous_x=previous_x, previous_B=previous_B
+        )
     if (
         out is None
         and dst_state_batch_indices is None

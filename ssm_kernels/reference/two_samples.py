@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._scan_state import ScanState
+from ..choices import TwoSampleDiscretizationName
 from ..ops._states_at import Positions
 from .discretizations import decaying, phi1
 from .selective_scan import _per_step
 from .sequences import promoted_dtype, resets_of, step_sizes
 
-__all__ = ["ScanState", "TwoSampleName", "phi2", "two_sample_coefficients", "two_sample_scan"]
-
-TwoSampleName = Literal["foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapezoidal"]
-
-
-class ScanState(NamedTuple):
-    """The state and the last samples, from which a scan of later steps continues.
-
-    Attributes:
-        state: (batch, dim, dstate), or (sequences, dim, dstate).
-        u: the last input sample, (batch, dim).
-        B: the input matrix of that sample, (batch, dstate) or (batch, groups, dstate); None if B is constant.
-
-    Examples:
-        >>> import torch
-        >>> from ssm_kernels.reference.two_samples import ScanState
-        >>> ScanState(torch.zeros(2, 8, 16), torch.zeros(2, 8), None)._fields
-        ('state', 'u', 'B')
-    """
-
-    state: Tensor
-    u: Tensor
-    B: Tensor | None
+__all__ = ["ScanState", "phi2", "two_sample_coefficients", "two_sample_scan"]
 
 
 def phi2(z: Tensor) -> Tensor:
@@ -59,7 +39,12 @@ def phi2(z: Tensor) -> Tensor:
 
 
 def two_sample_coefficients(
-    discretization: TwoSampleName, delta: Tensor, A: Tensor, *, alpha: float | None = None, lam: Tensor | None = None
+    discretization: TwoSampleDiscretizationName,
+    delta: Tensor,
+    A: Tensor,
+    *,
+    alpha: float | None = None,
+    lam: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(Abar, c, c_previous)`` of ``h_t = Abar h_{t-1} + c B_t u_t + c_previous B_{t-1} u_{t-1}``.
 
@@ -111,7 +96,7 @@ def two_sample_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: TwoSampleName,
+    discretization: TwoSampleDiscretizationName,
     alpha: float | None = None,
     lam: Tensor | None = None,
     lam_sigmoid: bool = False,

@@ -25,11 +25,22 @@ AXES = {
     "seq_idx": "batch seqlen",
     "states": "batch positions channels dstate",
 }
+TWO_SAMPLE_AXES = AXES | {
+    "lam": "batch channels seqlen",
+    **dict.fromkeys(("previous_u", "last_u"), "batch channels"),
+    **dict.fromkeys(("previous_B", "last_B"), "batch groups dstate"),
+    "states_u": "batch positions channels",
+    "states_B": "batch positions groups dstate",
+}
 _CHANNELS = dict.fromkeys(("u", "delta", "B", "C", "z", "initial_state"), 1)
 
 
 def flops(call: Call, *, x: str = "u", A: str = "A", backward: bool = False) -> int:
     return (1 + backward) * 9 * call[x].numel() * call[A].shape[-1]
+
+
+def _two_sample_flops(call: Call, *, backward: bool = False) -> int:
+    return (1 + backward) * 13 * call["u"].numel() * call["A"].shape[-1]
 
 
 def _summary_flops(call: Call, *, backward: bool = False) -> int:
@@ -79,6 +90,7 @@ def _with_groups(X: Tensor) -> Tensor:
 
 
 _FORWARD = ("selective_scan", "_selective_scan_states_at", "_selective_scan_fwd")
+_TWO_SAMPLES = ("selective_scan_two_sample", "_selective_scan_two_sample_states_at", "_selective_scan_two_sample_fwd")
 
 ROWS = {
     "selective_scan": Row(
@@ -86,12 +98,18 @@ ROWS = {
             "selective_scan": fold("selective_scan", _CHANNELS, ("A", "D", "delta_bias"), (1, 1), with_groups=("B", "C")),
             "_selective_scan_states_at": Composed(),
             "_selective_scan_bwd": each_sample("_selective_scan_bwd"),
+            "selective_scan_two_sample": each_sample("selective_scan_two_sample"),
+            "_selective_scan_two_sample_states_at": Composed(),
+            "_selective_scan_two_sample_bwd": each_sample("_selective_scan_two_sample_bwd"),
         },
         flops=dict.fromkeys(_FORWARD, flops)
         | dict.fromkeys(
             ("_selective_scan_bwd", "_selective_scan_bwd_last", "_selective_scan_bwd_out"), partial(flops, backward=True)
-        ),
-        axes=dict.fromkeys((*_FORWARD, "_selective_scan_bwd", "_selective_scan_bwd_last"), AXES),
+        )
+        | dict.fromkeys(_TWO_SAMPLES, _two_sample_flops)
+        | {"_selective_scan_two_sample_bwd": partial(_two_sample_flops, backward=True)},
+        axes=dict.fromkeys((*_FORWARD, "_selective_scan_bwd", "_selective_scan_bwd_last"), AXES)
+        | dict.fromkeys((*_TWO_SAMPLES, "_selective_scan_two_sample_bwd"), TWO_SAMPLE_AXES),
         decompositions={"_selective_scan_fwd": decomposed_scan},
     ),
     "selective_scan_summary": Row(

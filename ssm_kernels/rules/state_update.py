@@ -22,12 +22,15 @@ def _axes(call: Call) -> Axes:
         **dict.fromkeys(("B", "C"), f"{rows} {groups} dstate"),
         **dict.fromkeys(("D", "dt_bias"), channels),
         "A": f"{channels} dstate",
+        "lam": f"{rows} {channels}",
+        "previous_x": f"batch {channels}",
+        "previous_B": f"batch {groups} dstate",
         "state": f"batch {channels} dstate",
         "intermediate_states_buffer": f"batch tokens {channels} dstate",
     }
 
 
-_STEPS = ("selective_state_update", "selective_state_update_out")
+_STEPS = ("selective_state_update", "selective_state_update_out", "selective_state_update_two_sample")
 
 ROWS = {
     "selective_state_update": Row(

@@ -85,14 +85,15 @@ def test_schemas_of_the_page_are_those_registered():
     for schema in schemas:
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
+            name = name.removesuffix("_two_sample")
             results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
             has_states = any(argument.name == "states_at" for argument in schema.arguments)
             assert len(schema.returns) == (1 if name in (*DECODING_STEPS, "mlstm_step") else len(results) + has_states)
         else:
-            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan_states_at|"
+            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan(_two_sample)?_states_at|"
             forms += "_ssd_chunk_scan_states|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_(mamba2?|delta_rule|mlstm)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
-            forms += "|_discretizations|_discretization_aliases|_recurrences|_nearest_choice"
+            forms += "|_(two_sample_)?discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"
             assert re.fullmatch(
                 f"_set_debug_option|_(selective|ssd_chunk)_scan_plan|{forms}|_.*_(fwd|bwd|bwd_out|bwd_last)",

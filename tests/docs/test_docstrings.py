@@ -16,7 +16,8 @@ from test_site import public_names
 from ssm_kernels import compat
 
 # Constants have no docstring of their own.
-CONSTANTS = {"ALIASES", "CANDIDATE_ACTIVATIONS", "DISCRETIZATIONS", "GATE_ACTIVATIONS", "RECURRENCES", "discretizations"}
+CONSTANTS = {"ALIASES", "CANDIDATE_ACTIVATIONS", "DISCRETIZATIONS", "GATE_ACTIVATIONS", "RECURRENCES"}
+CONSTANTS |= {"discretizations", "two_sample_discretizations"}
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -13,6 +13,7 @@ from operator_spec import OperatorSpec, Shapes, as_float64, rows
 from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
+import ssm_kernels
 from ssm_kernels import reference, selective_state_update
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
@@ -273,11 +274,11 @@ OF_STEPS = "u delta z B C out"
 
 
 def unknown_discretization(name: str) -> str:
-    known = ", ".join((*DISCRETIZATIONS, "gbt", "dirac", *ALIASES))
+    known = ", ".join((*DISCRETIZATIONS, "gbt", "dirac", *ssm_kernels.two_sample_discretizations, *ALIASES))
     return f"unknown discretization '{name}', expected one of: {known}"
 
 
-BAD_DISCRETIZATIONS = ("", "ZOH", "zoh ", "tustin", "foh_ramp")
+BAD_DISCRETIZATIONS = ("", "ZOH", "zoh ", "tustin", "foh-ramp")
 
 
 class SelectiveScan(OperatorSpec):

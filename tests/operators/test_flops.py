@@ -37,7 +37,7 @@ def with_gradients(*tensors):
 def test_every_operator_has_a_formula():
     names = {name.removeprefix("ssm_kernels::") for name in torch._C._dispatch_get_all_op_names() if "ssm_kernels::" in name}
     without = {name for name in names if getattr(torch.ops.ssm_kernels, name) not in flop_registry}
-    tables = {"_discretizations", "_discretization_aliases", "_recurrences", "_nearest_choice"}
+    tables = {"_discretizations", "_two_sample_discretizations", "_discretization_aliases", "_recurrences", "_nearest_choice"}
     assert without == {"_set_debug_option", "_selective_scan_plan", "_ssd_chunk_scan_plan", *tables}
 
 

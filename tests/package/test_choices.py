@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -32,12 +32,17 @@ def test_names_of_discretizations_are_those_of_the_table():
     names, aliases = ssm_kernels.discretizations, torch.ops.ssm_kernels._discretization_aliases()
     assert set(get_args(choices.DiscretizationName)) == {*names, *aliases, "gbt", "dirac"}
     assert set(get_args(choices.DiscretizationName)) == {*reference.DISCRETIZATIONS, *reference.ALIASES, "gbt", "dirac"}
+    assert get_args(choices.TwoSampleDiscretizationName) == ssm_kernels.two_sample_discretizations
 
 
 @pytest.mark.parametrize(
     ("type_", "argument", "call"),
     [
-        (choices.DiscretizationName, "discretization", lambda **name: ssm_kernels.selective_scan(X, X, A, B, B, **name)),
+        (
+            Literal[choices.DiscretizationName, choices.TwoSampleDiscretizationName],
+            "discretization",
+            lambda **name: ssm_kernels.selective_scan(X, X, A, B, B, **name),
+        ),
         (choices.DiscretizationName, "discretization", lambda **name: nn.Mamba(8, **name)),
         (
             choices.ExponentialDiscretizationName,

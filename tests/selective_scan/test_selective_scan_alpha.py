@@ -72,7 +72,7 @@ def test_alpha_belongs_to_gbt(call):
     inputs.pop("discretization", None)
     with pytest.raises(ValueError, match=r"expected discretization .gbt. with alpha"):
         call(**inputs, discretization="gbt")
-    with pytest.raises(ValueError, match="expected alpha with discretization 'gbt' only, got 'zoh'"):
+    with pytest.raises(ValueError, match="expected alpha with discretization 'gbt' or 'gbt_two_sample' only, got 'zoh'"):
         call(**inputs, discretization="zoh", alpha=0.7)
     with pytest.raises(ValueError, match="zoh"):
         call(**inputs, discretization="zoh(0.7)")

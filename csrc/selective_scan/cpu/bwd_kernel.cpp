@@ -19,6 +19,7 @@
 // first, with grad_state carried between them. This file is compiled once per instruction set.
 
 #include "selective_scan/cpu/kernel.h"
+#include "selective_scan/cpu/two_sample_kernel.h"
 
 namespace ssm_kernels::selective_scan {
 inline namespace CPU_CAPABILITY {
@@ -27,6 +28,7 @@ namespace {
 template <typename Acc>
 struct BwdTiles {
   Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *out, *grad_u, *grad_delta;  // [step][lane]
+  Acc *lam, *grad_lam;                                                             // [step][lane]
   Acc *B_steps, *C_steps;                                                          // [step][padded state]
   Acc *A, *B_constant, *C_constant;                                                // [state][lane]
   Acc *states, *basis;                                                             // [step][state][lane]
@@ -39,9 +41,11 @@ struct BwdTiles {
     const int64_t sequence = p.chunk_length * blocking.lanes;
     const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
     const int64_t states_per_step = p.dstate * blocking.lanes;
-    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &out, &grad_u, &grad_delta})
+    u = rows_of_samples<Acc>(scratch, blocking, blocking.lanes);
+    for (Acc** tile : {&raw_delta, &delta, &z, &grad_out, &dy, &y, &out, &grad_u, &grad_delta})
       *tile = scratch.allocate<Acc>(sequence);
-    B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    for (Acc** tile : {&lam, &grad_lam}) *tile = scratch.allocate<Acc>(has_lam(blocking) ? sequence : 0);
+    B_steps = p.B.per_step ? rows_of_samples<Acc>(scratch, blocking, blocking.padded_dstate) : nullptr;
     C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(padded_states);
     B_constant = scratch.allocate<Acc>(p.B.per_step ? 0 : padded_states);
@@ -68,7 +72,8 @@ struct BwdChunk : BwdTiles<Acc> {
   int64_t steps, dstate;
   const Acc* grad_y;  // [step][lane]
   Operand<Acc> B, C;
-  Acc* grad_state;                       // [state][lane]
+  Acc *grad_state, *grad_previous;       // [state][lane]
+  bool repeats_first;                    // whether the sample before the chunk is that of its first step
   int64_t grad_B_stride, grad_C_stride;  // of steps; 0 for one sum over the chunk
   int64_t live_lanes;
 };
@@ -128,6 +133,58 @@ void scan_chunk_backward(const Method& method, const BwdChunk<Acc>& c) {
   }
 }
 
+// The same of the scan with two input samples a step. The gradient of a step's sample has a second part from the step after it,
+// which grad_previous carries: in, that of the step after the chunk; out, that of the sample before the chunk.
+template <typename Acc, typename Rule>
+void scan_two_sample_chunk_backward(const Rule& rule, const BwdChunk<Acc>& c) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  scan_two_sample_chunk<Acc, Rule, true>(rule, {c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis}, c.lam);
+  const int64_t row = c.dstate * kLanes;
+  const bool partial = c.live_lanes < kLanes;
+  const auto live = [&](const V& value) { return partial ? V::set(V(Acc(0)), value, c.live_lanes) : value; };
+  for (int64_t t = c.steps - 1; t >= 0; --t) {
+    const auto method = method_at<Acc>(rule, c.lam, t);
+    const bool repeats = t == 0 && c.repeats_first;
+    const V delta = V::loadu(c.delta + t * kLanes), dy = V::loadu(c.grad_y + t * kLanes);
+    const V u = V::loadu(c.u + t * kLanes), u_before = V::loadu(c.u + (t - 1) * kLanes);
+    const Acc* before = c.states + t * row;
+    const Acc* after = before + row;
+    Acc* grad_B = c.grad_B_lanes + t * c.grad_B_stride;
+    Acc* grad_C = c.grad_C_lanes + t * c.grad_C_stride;
+    V grad_delta(Acc(0)), grad_u(Acc(0)), grad_lam(Acc(0));
+    for (int64_t n = 0; n < c.dstate; ++n) {
+      const int64_t at = n * kLanes;
+      const V A = V::loadu(c.A + at), B = c.B.at(t, n), v = B * u, v_before = c.B.at(t - 1, n) * u_before;
+      const V z = delta * A, basis = V::loadu(c.basis + t * row + at);
+      const auto gain = method.gain(z, basis);
+      const auto derivative = method.derivatives(z, basis);
+
+      (V::loadu(grad_C + at) + live(dy * V::loadu(after + at))).store(grad_C + at);
+      const V g = at::vec::fmadd(c.C.at(t, n), dy, V::loadu(c.grad_state + at)), scaled = delta * g;
+      V of_sample = at::vec::fmadd(scaled, gain.current, V::loadu(c.grad_previous + at)), of_previous = scaled * gain.previous;
+      if (repeats) {
+        of_sample = of_sample + of_previous;
+        of_previous = V(Acc(0));
+      }
+      of_previous.store(c.grad_previous + at);
+      (V::loadu(grad_B + at) + live(of_sample * u)).store(grad_B + at);
+      grad_u = at::vec::fmadd(of_sample, B, grad_u);
+
+      const V grad_abar = g * V::loadu(before + at) * derivative.abar;
+      const V of_gains = at::vec::fmadd(derivative.z_gain, v, derivative.z_previous * v_before);
+      grad_delta = at::vec::fmadd(grad_abar, A, at::vec::fmadd(g, of_gains, grad_delta));
+      const V of_z = at::vec::fmadd(derivative.gain, v, derivative.previous * v_before);
+      (at::vec::fmadd(delta, at::vec::fmadd(scaled, of_z, grad_abar), V::loadu(c.grad_A + at))).store(c.grad_A + at);
+      if constexpr (Rule::kHasLam) grad_lam = at::vec::fmadd(scaled, v - basis * v_before, grad_lam);
+      (method.abar(z, basis) * g).store(c.grad_state + at);
+    }
+    grad_u.store(c.grad_u + t * kLanes);
+    grad_delta.store(c.grad_delta + t * kLanes);
+    if constexpr (Rule::kHasLam) grad_lam.store(c.grad_lam + t * kLanes);
+  }
+}
+
 // sums[step][state] = sum over lanes of values[step][state][lane].
 template <typename Acc>
 void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t dstate) {
@@ -174,7 +231,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   const int64_t row_in_pass = task.row_index - workspace.first_row;
   const int64_t row = p.dstate * kLanes;
 
-  if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
+  const TwoSampleParams* const two_samples = blocking.two_samples;
+  if (p.B.per_step) load_samples_of_B<Acc, Scalar>(tiles.B_steps, p, blocking, task, start, steps);
   if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
   if (p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, steps * row, Acc(0));
   if (p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, steps * row, Acc(0));
@@ -201,7 +259,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       std::fill_n(tiles.states, row, Acc(0));
     }
 
-    load_sequence<Acc, Scalar>(tiles.u, p.u, task.row, channel, channels, start, steps);
+    load_samples_of_u<Acc, Scalar>(tiles.u, p, blocking, task.row, channel, channels, start, steps);
+    load_lam<Acc, Scalar>(tiles.lam, blocking, task.row, channel, channels, start, steps);
     load_sequence<Acc, Scalar>(tiles.raw_delta, p.delta, task.row, channel, channels, start, steps);
     finish_delta(tiles.raw_delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
     if (p.grad_out.data != nullptr) {
@@ -218,18 +277,26 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       dy = tiles.dy;
     }
 
-    const BwdChunk<Acc> scanned{tiles,
-                                steps,
-                                p.dstate,
-                                dy,
-                                operand(p.B, tiles.B_steps, tiles.B_constant, blocking),
-                                operand(p.C, tiles.C_steps, tiles.C_constant, blocking),
-                                static_cast<Acc*>(workspace.grad_state) + block_index * row,
-                                p.grad_B.per_step ? row : 0,
-                                p.grad_C.per_step ? row : 0,
-                                channels};
-    visit_discretization(p.discretization, blocking.method,
-                         [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
+    const BwdChunk<Acc> scanned{
+        tiles,
+        steps,
+        p.dstate,
+        dy,
+        operand(p.B, tiles.B_steps, tiles.B_constant, blocking),
+        operand(p.C, tiles.C_steps, tiles.C_constant, blocking),
+        static_cast<Acc*>(workspace.grad_state) + block_index * row,
+        two_samples != nullptr ? static_cast<Acc*>(workspace.grad_previous) + block_index * row : nullptr,
+        start == 0 && repeats_first(blocking, task.row),
+        p.grad_B.per_step ? row : 0,
+        p.grad_C.per_step ? row : 0,
+        channels};
+    if (two_samples != nullptr) {
+      visit_two_sample_discretization(p.discretization, blocking.method,
+                                      [&](auto rule) { scan_two_sample_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
+    } else {
+      visit_discretization(p.discretization, blocking.method,
+                           [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
+    }
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
@@ -272,6 +339,13 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) grad_delta_bias = grad_delta_bias + V::loadu(tiles.grad_delta + i);
       grad_delta_bias.store(tiles.y);
       add_to_block(workspace.grad_delta_bias, block_index, tiles.y, 1);
+    }
+    if (two_samples != nullptr && two_samples->grad_lam.data != nullptr) {
+      for (int64_t i = 0; two_samples->lam_sigmoid && i < steps * kLanes; i += kLanes) {
+        const V lam = V::loadu(tiles.lam + i);
+        (V::loadu(tiles.grad_lam + i) * lam * (V(Acc(1)) - lam)).store(tiles.grad_lam + i);
+      }
+      store_sequence<Acc, Scalar>(two_samples->grad_lam, tiles.grad_lam, task.row, channel, channels, start, steps);
     }
     if (p.grad_u.data != nullptr)
       store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.row, channel, channels, start, steps);

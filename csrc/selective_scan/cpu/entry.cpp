@@ -13,6 +13,7 @@
 #include "cpu/thread_scratch.h"
 #include "selective_scan/cpu/kernels.h"
 #include "selective_scan/selective_scan_op.h"
+#include "selective_scan/two_sample_op.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -29,15 +30,15 @@ PackedRows checked_rows(const Inputs& in) {
   return make_packed_rows(in);
 }
 
-FwdOutputs fwd_cpu(const FwdInputs& in) {
-  const Discretization method = check_inputs(in);
+FwdOutputs run_fwd(const Inputs& in, Discretization method, const TwoSampleParams* two_samples) {
   const PackedRows rows = checked_rows(in);
   FwdOutputs outputs = allocate_fwd(in);
   const SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
 
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
-  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size());
+  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size(),
+                          two_samples);
   const int64_t mean_steps = params.is_packed()
                                  ? params.seqlen / std::max<int64_t>(1, params.rows / std::max<int64_t>(1, params.batch))
                                  : params.seqlen;
@@ -46,6 +47,14 @@ FwdOutputs fwd_cpu(const FwdInputs& in) {
   threads.parallel_for(params.rows * blocking.tasks_per_row(), task_work,
                        [&](int64_t task, std::byte* scratch) { kernels.fwd_task(params, blocking, kind, task, scratch); });
   return outputs;
+}
+
+FwdOutputs fwd_cpu(const FwdInputs& in) { return run_fwd(in, check_inputs(in), nullptr); }
+
+FwdOutputs two_sample_fwd_cpu(const TwoSampleFwdInputs& in) {
+  const Discretization method = check_two_sample_inputs(in);
+  const TwoSampleParams two_samples = make_two_sample_params(in);
+  return run_fwd(in, method, &two_samples);
 }
 
 // Converts between (batch, dim, rows) and [batch][block][row][lane]. The last block of a segment is padded.
@@ -99,17 +108,18 @@ int64_t most_chunks(const SelectiveScanParams& p, int64_t first_row, int64_t row
   return ceil_div(steps, p.chunk_length);
 }
 
-GradTensors bwd_cpu(const BwdInputs& bwd) {
+// `grad_previous` receives the gradient of the sample before each sequence, if it has elements.
+void run_bwd(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const TwoSampleParams* two_samples,
+             const at::Tensor& grad_previous) {
   const Inputs& in = bwd.in;
-  const Discretization method = check_inputs(in);
   const PackedRows rows = checked_rows(in);
-  const GradTensors grads = allocate_bwd(bwd);
   const at::Tensor states = bwd.chunk_states.contiguous();
   const SelectiveScanBwdParams params = make_bwd_params(bwd, method, rows, states, grads);
 
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
-  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size());
+  const Blocking blocking(params, parse_method_parameters(in.discretization), kernels.vector_bytes() / in.A.element_size(),
+                          two_samples);
   // Sums over the lanes of each block, and the parts of grad_B and grad_C of each task. Sums for gradients that nothing needs
   // have no elements. Packed sequences take turns in the memory of rows_per_pass rows, to whose sums each of them adds.
   const int64_t rows_per_pass = params.is_packed() ? std::min(params.rows, kRowsPerPass) : params.rows;
@@ -136,13 +146,16 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
     const at::Tensor grad_state =
         has_grad_state ? to_lanes(grads_of_rows(*bwd.grad_last_state, rows, first_row, pass_rows), blocking)
                        : at::zeros({pass_rows * blocking.blocks_per_row(), params.dstate, blocking.lanes}, in.A.options());
+    const at::Tensor of_previous =
+        at::zeros({two_samples != nullptr ? grad_state.size(0) : 0, params.dstate, blocking.lanes}, in.A.options());
     const BwdWorkspace workspace{first_row,
                                  grad_state.mutable_data_ptr(),
                                  grad_A.mutable_data_ptr(),
                                  grad_B.mutable_data_ptr(),
                                  grad_C.mutable_data_ptr(),
                                  grad_D.mutable_data_ptr(),
-                                 grad_delta_bias.mutable_data_ptr()};
+                                 grad_delta_bias.mutable_data_ptr(),
+                                 of_previous.mutable_data_ptr()};
     const int64_t tasks = blocking.tasks_per_row(), first_task = first_row * tasks;
     for (int64_t end = most_chunks(params, first_row, pass_rows); end > 0;) {
       // Sweeps begin at multiples of their length, so that a chunk's place in its sweep is its remainder.
@@ -159,10 +172,13 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
       }
       end = begin;
     }
-    if (grads[kGradInitialState].numel() > 0) {
-      put_grads_of_rows(grads[kGradInitialState],
-                        from_lanes(grad_state.unflatten(0, {pass_rows, blocking.blocks_per_row()}), blocking), rows, first_row);
-    }
+    const auto put = [&](const at::Tensor& target, const at::Tensor& lanes) {
+      if (target.numel() == 0) return;
+      put_grads_of_rows(target, from_lanes(lanes.unflatten(0, {pass_rows, blocking.blocks_per_row()}), blocking), rows,
+                        first_row);
+    };
+    put(grads[kGradInitialState], grad_state);
+    put(grad_previous, of_previous);
   }
 
   const auto add_rows = [&](Grad grad, const at::Tensor& blocks) {
@@ -173,7 +189,21 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
   if (!params.grad_C.per_step) add_rows(kGradC, grad_C);
   add_rows(kGradD, grad_D);
   add_rows(kGradDeltaBias, grad_delta_bias);
+}
+
+GradTensors bwd_cpu(const BwdInputs& bwd) {
+  const Discretization method = check_inputs(bwd.in);
+  const GradTensors grads = allocate_bwd(bwd);
+  run_bwd(bwd, method, grads, nullptr, empty_tensor({0}, bwd.in.A.options()));
   return grads;
+}
+
+TwoSampleGrads two_sample_bwd_cpu(const TwoSampleBwdInputs& in) {
+  const Discretization method = check_two_sample_inputs(in.in);
+  TwoSampleBwd bwd(in);
+  const TwoSampleParams two_samples = make_two_sample_params(in.in, bwd);
+  run_bwd(bwd.scan, method, bwd.of_scan(), &two_samples, bwd.grad_previous);
+  return std::move(bwd).finish(in.in);
 }
 
 KernelNames name_cpu_kernels(const PlanInputs& in) {
@@ -185,6 +215,7 @@ KernelNames name_cpu_kernels(const PlanInputs& in) {
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
   register_kernels<&fwd_cpu, &bwd_cpu>(m);
+  register_two_sample_kernels<&two_sample_fwd_cpu, &two_sample_bwd_cpu>(m);
   implement<&name_cpu_kernels>(m, "_selective_scan_plan");
 }
 

@@ -9,6 +9,7 @@
 // once per instruction set.
 
 #include "selective_scan/cpu/kernel.h"
+#include "selective_scan/cpu/two_sample_kernel.h"
 
 namespace ssm_kernels::selective_scan {
 inline namespace CPU_CAPABILITY {
@@ -16,7 +17,7 @@ namespace {
 
 template <typename Acc>
 struct FwdTiles {
-  Acc *u, *delta, *z, *y;                    // [step][lane]
+  Acc *u, *delta, *z, *y, *lam;              // [step][lane]
   Acc *B_steps, *C_steps;                    // [step][padded state]
   Acc *A, *B_constant, *C_constant, *state;  // [block][state][lane]
   int64_t states_per_block;
@@ -26,11 +27,12 @@ struct FwdTiles {
     // Square tiles are transposed whole, so there are as many rows as padded states.
     states_per_block = blocking.padded_dstate * blocking.lanes;
     const int64_t states = blocking.blocks_per_task * states_per_block;
-    u = scratch.allocate<Acc>(sequence);
+    u = rows_of_samples<Acc>(scratch, blocking, blocking.lanes);
     delta = scratch.allocate<Acc>(sequence);
     z = scratch.allocate<Acc>(sequence);
     y = scratch.allocate<Acc>(sequence);
-    B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    lam = scratch.allocate<Acc>(has_lam(blocking) ? sequence : 0);
+    B_steps = p.B.per_step ? rows_of_samples<Acc>(scratch, blocking, blocking.padded_dstate) : nullptr;
     C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(states);
     state = scratch.allocate<Acc>(states);
@@ -75,12 +77,12 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
 
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, task.steps() - start);
-    if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
+    if (p.B.per_step) load_samples_of_B<Acc, Scalar>(tiles.B_steps, p, blocking, task, start, steps);
     if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
     for (int64_t block = 0; block < task.blocks; ++block) {
       const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
       save_state(chunk, block);
-      load_sequence<Acc, Scalar>(tiles.u, p.u, task.row, channel, channels, start, steps);
+      load_samples_of_u<Acc, Scalar>(tiles.u, p, blocking, task.row, channel, channels, start, steps);
       load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.row, channel, channels, start, steps);
       finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
 
@@ -94,8 +96,15 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
                                    tiles.state + at,
                                    tiles.y,
                                    nullptr};
-      visit_discretization(p.discretization, blocking.method,
-                           [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(rule, scanned); });
+      if (blocking.two_samples != nullptr) {
+        load_lam<Acc, Scalar>(tiles.lam, blocking, task.row, channel, channels, start, steps);
+        visit_two_sample_discretization(p.discretization, blocking.method, [&](auto rule) {
+          scan_two_sample_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam);
+        });
+      } else {
+        visit_discretization(p.discretization, blocking.method,
+                             [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(rule, scanned); });
+      }
 
       if (p.D.data != nullptr) {
         const V D = load_channels<Acc>(p.D, channel, channels);

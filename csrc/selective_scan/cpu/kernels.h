@@ -36,8 +36,11 @@ struct Blocking {
   int64_t chunk_length;
   int64_t chunks_per_sweep;
   MethodParameters method;
+  const TwoSampleParams* two_samples;  // null for methods that read one
 
-  Blocking(const SelectiveScanParams& p, const MethodParameters& method, int64_t lanes) : lanes(lanes), method(method) {
+  Blocking(const SelectiveScanParams& p, const MethodParameters& method, int64_t lanes,
+           const TwoSampleParams* two_samples = nullptr)
+      : lanes(lanes), method(method), two_samples(two_samples) {
     segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
     segments = segment == 0 ? 0 : p.dim / segment;
     blocks_per_segment = (segment + lanes - 1) / lanes;
@@ -59,6 +62,9 @@ struct Blocking {
     return (task * chunks_per_sweep + chunk % chunks_per_sweep) * part_size();
   }
   int64_t part_size() const { return chunk_length * padded_dstate; }
+  // The rows of a tile of steps in front of those of a chunk. The last of them is the sample before the chunk; as many as
+  // lanes, so that the tile has whole square tiles.
+  int64_t rows_before() const { return two_samples == nullptr ? 0 : lanes; }
 };
 
 // A task's row, channels and blocks.
@@ -95,6 +101,7 @@ struct BwdWorkspace {
   void* grad_C;       // as grad_B
   void* grad_D;       // [rows][blocks][lanes]
   void* grad_delta_bias;  // [rows][blocks][lanes]
+  void* grad_previous;  // [rows][blocks][dstate][lanes], of methods that read two samples: dL/dv of the sample before the chunk
 };
 
 // The kernels of one instruction set. `scratch` is scratch_bytes() of 64-byte aligned memory of the calling thread's own.
@@ -112,8 +119,8 @@ struct CpuKernels {
                      int64_t chunk, std::byte* scratch);
 };
 
-SSM_KERNEL_STRUCT(Blocking, 80);
-SSM_KERNEL_STRUCT(BwdWorkspace, 56);
+SSM_KERNEL_STRUCT(Blocking, 88);
+SSM_KERNEL_STRUCT(BwdWorkspace, 64);
 SSM_KERNEL_STRUCT(CpuKernels, 48);
 
 }  // namespace ssm_kernels::selective_scan

@@ -14,6 +14,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "common/two_sample_discretization.h"
 #include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
@@ -36,6 +37,11 @@ struct Rows {
   alignas(64) Acc y[kMaxRows];      // <C, h>
   alignas(64) Acc B[kMaxDstate];
   alignas(64) Acc C[kMaxDstate];
+  // Of methods that read two samples: the previous one, and the weights of the step.
+  alignas(64) Acc x_before[kMaxRows];
+  alignas(64) Acc input_before[kMaxRows];  // delta x_before
+  alignas(64) Acc lam[kMaxRows];
+  alignas(64) Acc B_before[kMaxDstate];
   void* carried = nullptr;  // if not null, kMaxDstate states of each row take the place of the slot
 };
 
@@ -55,9 +61,25 @@ void gather_A(const StateUpdateParams& p, int64_t row, int64_t count, Acc* targe
   visit_scalar(p.input_kind, [&](auto input) { gather(static_cast<const decltype(input)*>(p.A.data)); });
 }
 
-// Updates the state of the rows and sets their y.
-template <typename Acc, typename State, typename Method>
-void update_rows(const StateUpdateParams& p, const Method& method, Rows<Acc>& rows) {
+// The factors of a step: Abar, and those of the current and of the previous sample.
+template <typename V>
+struct StepFactors {
+  V abar, current, previous;
+};
+template <typename Method, typename V>
+StepFactors<V> factors_of(const Method& method, const V& z, const V& input, const V& input_before) {
+  const V basis = method.basis(z);
+  if constexpr (Method::kUsesPreviousInput) {
+    const auto gain = method.gain(z, basis);
+    return {method.abar(z, basis), input * gain.current, input_before * gain.previous};
+  } else {
+    return {method.abar(z, basis), input * current_gain(method, z, basis), input};
+  }
+}
+
+// Updates the state of the rows and sets their y. `method_of` returns the method of a vector of weights lam.
+template <typename Acc, typename State, bool reads_two, typename MethodOf>
+void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc>& rows) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   const auto row_of = [&](const StateView& view, int64_t r) {
@@ -66,13 +88,15 @@ void update_rows(const StateUpdateParams& p, const Method& method, Rows<Acc>& ro
   State* const state = static_cast<State*>(p.state.data);
   const auto value_of_A = [&](const V& A) { return p.A_is_log ? Math<V>::exp(A).neg() : A; };
 
-  alignas(64) Acc tied_abar[kSize] = {}, tied_factor[kSize] = {};
+  alignas(64) Acc tied_abar[kSize] = {}, tied_factor[kSize] = {}, tied_previous[kSize] = {};
   if (p.tied_A()) {
     alignas(64) Acc row_A[kSize] = {};
     for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
-    const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = method.basis(z);
-    method.abar(z, basis).store(tied_abar);
-    (V::loadu(rows.input) * current_gain(method, z, basis)).store(tied_factor);
+    const StepFactors<V> tied = factors_of(method_of(V::loadu(rows.lam)), V::loadu(rows.delta) * value_of_A(V::loadu(row_A)),
+                                           V::loadu(rows.input), V::loadu(rows.input_before));
+    tied.abar.store(tied_abar);
+    tied.current.store(tied_factor);
+    tied.previous.store(tied_previous);
   }
 
   alignas(64) State gathered_state[kMaxDstate];
@@ -95,16 +119,18 @@ void update_rows(const StateUpdateParams& p, const Method& method, Rows<Acc>& ro
       }
     }
 
-    const V delta(rows.delta[r]), input(rows.input[r]);
-    V abar(tied_abar[r]), factor(tied_factor[r]), sum(Acc(0));
+    const V delta(rows.delta[r]), input(rows.input[r]), input_before(rows.input_before[r]);
+    const auto method = method_of(V(rows.lam[r]));
+    StepFactors<V> factors = {V(tied_abar[r]), V(tied_factor[r]), V(tied_previous[r])};
+    V sum(Acc(0));
     for (int64_t n = 0; n < p.dstate; n += kSize) {
       const int64_t count = std::min(kSize, p.dstate - n);
       if (!p.tied_A()) {
-        const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = method.basis(z);
-        abar = method.abar(z, basis);
-        factor = input * current_gain(method, z, basis);
+        factors = factors_of(method, delta * value_of_A(load_as<Acc>(row_A + n, count)), input, input_before);
       }
-      V value = at::vec::fmadd(abar, load_as<Acc>(h + n, count), factor * V::loadu(rows.B + n));
+      V inputs = factors.current * V::loadu(rows.B + n);
+      if constexpr (reads_two) inputs = at::vec::fmadd(factors.previous, V::loadu(rows.B_before + n), inputs);
+      V value = at::vec::fmadd(factors.abar, load_as<Acc>(h + n, count), inputs);
       // A step size of inf makes even a zero state NaN.
       if (count < kSize) value = V::set(V(Acc(0)), value, count);
       sum = at::vec::fmadd(value, V::loadu(rows.C + n), sum);
@@ -118,12 +144,19 @@ void update_rows(const StateUpdateParams& p, const Method& method, Rows<Acc>& ro
 }
 
 template <typename Acc>
-void update_rows(const StateUpdateParams& p, const MethodParameters& parameters, Rows<Acc>& rows) {
+void update_rows(const StateUpdateParams& p, const Blocking& blocking, Rows<Acc>& rows) {
+  using V = Vec<Acc>;
   visit_scalar(p.state_kind, [&](auto state) {
     using State = decltype(state);
     if constexpr (std::is_same_v<AccumulateType<State>, Acc>) {
-      visit_discretization(p.discretization, parameters,
-                           [&](auto method) { update_rows<Acc, State, decltype(method)>(p, method, rows); });
+      if (blocking.two_samples != nullptr) {
+        visit_two_sample_discretization(p.discretization, blocking.method, [&](auto rule) {
+          update_rows<Acc, State, true>(p, [&](const V& lam) { return rule.step(lam); }, rows);
+        });
+      } else {
+        visit_discretization(p.discretization, blocking.method,
+                             [&](auto method) { update_rows<Acc, State, false>(p, [&](const V&) { return method; }, rows); });
+      }
     }
   });
 }
@@ -167,8 +200,11 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
   constexpr int64_t kSize = V::size();
   Rows<Acc> rows = {};
   const Input *loaded_B = nullptr, *loaded_C = nullptr;
+  const TwoSampleParams* const two_samples = blocking.two_samples;
   bool input_has_delta = true;
-  visit_discretization(params.discretization, [&](auto method) { input_has_delta = decltype(method)::kInputHasDelta; });
+  if (two_samples == nullptr) {
+    visit_discretization(params.discretization, [&](auto method) { input_has_delta = decltype(method)::kInputHasDelta; });
+  }
 
   const auto offset_in = [&](const ChannelView& view, int64_t b, int64_t r) {
     return b * view.stride_batch + rows.head[r] * view.stride_head + rows.dim[r] * view.stride_dim;
@@ -176,8 +212,19 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
   const auto clear_out = [&](const StateUpdateParams& p, int64_t b) {
     for (int64_t r = 0; r < rows.count; ++r) static_cast<Input*>(p.out.data)[offset_in(p.out, b, r)] = Input(0);
   };
+  // The samples in a slot.
+  const auto load_previous = [&](int64_t slot, int64_t group) {
+    if (two_samples == nullptr || slot < 0) return;
+    const ChannelView& x = two_samples->previous_x;
+    const GroupView& B = two_samples->previous_B;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      rows.x_before[r] = static_cast<Acc>(static_cast<const Input*>(x.data)[offset_in(x, slot, r)]);
+    }
+    const Input* const source = static_cast<const Input*>(B.data) + slot * B.stride_batch + group * B.stride_group;
+    for (int64_t n = 0; n < params.dstate; ++n) rows.B_before[n] = static_cast<Acc>(source[n * B.stride_state]);
+  };
   // One token of the rows.
-  const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group) {
+  const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group, const ChannelView& lam_of_token) {
     const auto group_of = [&](const GroupView& view) {
       return static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
     };
@@ -208,7 +255,17 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     delta = clamp(delta, V(static_cast<Acc>(p.dt_min)), V(static_cast<Acc>(p.dt_max)));
     delta.store(rows.delta);
     (input_has_delta ? delta * x : x).store(rows.input);
-    update_rows(p, blocking.method, rows);
+    if (two_samples != nullptr) {
+      (delta * V::loadu(rows.x_before)).store(rows.input_before);
+      V lam = load(lam_of_token, true);
+      if (two_samples->lam_sigmoid) lam = sigmoid(lam);
+      lam.store(rows.lam);
+    }
+    update_rows(p, blocking, rows);
+    if (two_samples != nullptr) {
+      x.store(rows.x_before);
+      std::copy_n(rows.B, p.dstate, rows.B_before);
+    }
 
     V y = V::loadu(rows.y);
     if (p.D.data != nullptr) y = at::vec::fmadd(load(p.D, p.D_is_input_kind), x, y);
@@ -228,13 +285,17 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     if (read >= 0) {
       visit_states(params, params.state, read * params.state.stride_batch, rows, [](auto& state, auto& h) { h = state; });
     }
+    load_previous(read, group);
+    ChannelView lam = two_samples == nullptr ? ChannelView() : two_samples->lam;
+    if (lam.data != nullptr) lam.data = static_cast<Input*>(lam.data) + range.first * two_samples->lam_token;
     for (int64_t t = 0; t < range.count; ++t) {
       const StateUpdateParams p = at_token<Input>(params, *tokens, range.first + t);
       if (read < 0) {
         clear_out(p, b);
         continue;
       }
-      step(p, b, group);
+      step(p, b, group, lam);
+      if (lam.data != nullptr) lam.data = static_cast<Input*>(lam.data) + two_samples->lam_token;
       const auto store = [](auto& state, auto& h) { state = h; };
       const int64_t write = decoding.write_slot(b, t, range.count);
       if (write >= 0) visit_states(params, params.state, write * params.state.stride_batch, rows, store);
@@ -262,7 +323,8 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     if (rows.slot < 0) {
       clear_out(params, b);
     } else {
-      step(params, b, group);
+      load_previous(rows.slot, group);
+      step(params, b, group, two_samples == nullptr ? ChannelView() : two_samples->lam);
     }
   }
 }

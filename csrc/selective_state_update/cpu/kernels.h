@@ -14,13 +14,16 @@ namespace ssm_kernels::selective_state_update {
 struct Blocking {
   int64_t channels_per_group, block_channels, blocks_per_group, blocks;
   MethodParameters method;
+  const TwoSampleParams* two_samples;  // null for methods that read one
 
-  Blocking(const StateUpdateParams& p, const MethodParameters& method, int64_t block_channels)
+  Blocking(const StateUpdateParams& p, const MethodParameters& method, int64_t block_channels,
+           const TwoSampleParams* two_samples)
       : channels_per_group(p.channels() / p.groups),
         block_channels(block_channels),
         blocks_per_group((channels_per_group + block_channels - 1) / block_channels),
         blocks(p.batch * p.groups * blocks_per_group),
-        method(method) {}
+        method(method),
+        two_samples(two_samples) {}
 };
 
 // The kernel of one instruction set.
@@ -30,7 +33,7 @@ struct CpuKernels {
   void (*update_blocks)(const StateUpdateParams&, const TokenParams* tokens, const Blocking&, int64_t begin, int64_t end);
 };
 
-SSM_KERNEL_STRUCT(Blocking, 40);
+SSM_KERNEL_STRUCT(Blocking, 48);
 SSM_KERNEL_STRUCT(CpuKernels, 16);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,368 @@
+// selective_scan_two_sample on every device: checks, allocation, conversion to plain data, Meta, Autograd and Autocast.
+//
+// The sample before a sequence is an input of the scan, whose kernels compute the gradient of B u, (sequences, dim, dstate).
+// Its contractions with B and u are the gradients of u and B there.
+
+#include "selective_scan/two_sample_op.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "torch/allocation.h"
+#include "torch/autograd_op.h"
+#include "torch/checks.h"
+#include "torch/packed_sequences.h"
+#include "torch/schemas.h"
+#include "torch/states_at.h"
+#include "torch/tensor_data.h"
+
+namespace ssm_kernels::selective_scan {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // The selective scan with h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1}). The sample before the
+  // first step of a sequence is that of previous_u and previous_B; else with repeats_first the first one; else zero.
+  const std::string tensors =
+      "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? initial_state, "
+      "Tensor? lam, Tensor? previous_u, Tensor? previous_B, Tensor? seq_idx, Tensor? cu_seqlens";
+  const std::string options = "str discretization, bool lam_sigmoid, bool repeats_first, bool delta_softplus, bool reverse";
+  schemas.def(
+      "selective_scan_two_sample(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+      "Tensor? delta_bias=None, Tensor? initial_state=None, Tensor? lam=None, Tensor? previous_u=None, "
+      "Tensor? previous_B=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization, bool lam_sigmoid=False, "
+      "bool repeats_first=False, bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor last_state)");
+  schemas.refuse_nested("selective_scan_two_sample");
+  // The scan; the last sample of each sequence; and the states and samples at positions. A constant B has samples without
+  // elements.
+  schemas.def("_selective_scan_two_sample_states_at(" + tensors + ", " + options +
+              ", int[] states_at) -> (Tensor out, Tensor last_state, Tensor last_u, Tensor last_B, Tensor states, "
+              "Tensor states_u, Tensor states_B)");
+  schemas.kernels("_selective_scan_two_sample_fwd(" + tensors + ", " + options +
+                  ", bool save_chunk_states) -> (Tensor out, Tensor last_state, Tensor chunk_states)");
+  // Gradients that are absent or not needed have no elements. initial_state is an argument of packed calls: chunk_states have
+  // that of others.
+  schemas.kernels("_selective_scan_two_sample_bwd(Tensor? grad_out, Tensor? grad_last_state, " + tensors +
+                  ", Tensor chunk_states, " + options +
+                  ", bool[12] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+                  "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state, Tensor grad_lam, "
+                  "Tensor grad_previous_u, Tensor grad_previous_B)");
+}
+
+namespace {
+
+constexpr char kTwoSampleOp[] = "selective_scan";
+
+c10::SymInt count_sequences(const TwoSampleInputs& in) { return count_states(in.cu_seqlens, in.u.sym_size(0)); }
+
+}  // namespace
+
+Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
+  const Discretization method = check_inputs_of(kTwoSampleOp, in, &is_two_sample, /*lists_all=*/true);
+  const ArgumentChecks checks(kTwoSampleOp, "u", in.u);
+  const bool weighs = method == Discretization::kExpTrapezoidal;
+  TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleOp,
+                    ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
+                    weighs ? " without lam" : "");
+  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleOp, ": expected lam_sigmoid with lam, got None");
+  checks.tensor("lam", in.lam, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+
+  const bool is_packed = is_present(in.cu_seqlens);
+  const c10::SymInt sequences = count_sequences(in);
+  checks.tensor("previous_u", in.previous_u, is_packed ? "(sequences, dim)" : "(batch, dim)", {sequences, in.u.sym_size(1)},
+                in.u.scalar_type());
+  const bool has_previous_B = is_present(in.previous_u) && in.B.dim() > 2;
+  TORCH_CHECK_VALUE(is_present(in.previous_B) == has_previous_B, kTwoSampleOp,
+                    ": expected previous_B together with previous_u, unless B is constant, got ",
+                    is_present(in.previous_B) ? "previous_B" : "None", is_present(in.previous_u) ? " with" : " without",
+                    " previous_u and B of shape ", in.B.sym_sizes());
+  if (!has_previous_B) return method;
+  c10::SymDimVector shape(in.B.sym_sizes().begin(), in.B.sym_sizes().end() - 1);
+  shape[0] = sequences;
+  const char* const axes = in.B.dim() == 4 ? (is_packed ? "(sequences, groups, dstate)" : "(batch, groups, dstate)")
+                                           : (is_packed ? "(sequences, dstate)" : "(batch, dstate)");
+  checks.tensor("previous_B", in.previous_B, axes, shape, in.u.scalar_type());
+  return method;
+}
+
+TwoSampleBwd::TwoSampleBwd(const TwoSampleBwdInputs& bwd) {
+  const TwoSampleInputs& in = bwd.in;
+  scan.grad_out = bwd.grad_out;
+  scan.grad_last_state = bwd.grad_last_state;
+  scan.in = in;
+  scan.in.packed_initial_state = in.is_packed() ? in.initial_state : OptionalTensor();
+  scan.chunk_states = bwd.chunk_states;
+  std::copy_n(bwd.needs_grad.begin(), kNumGrads, scan.needs_grad.begin());
+  GradTensors first = allocate_bwd(scan);
+  std::move(first.begin(), first.end(), grads.begin());
+  const auto absent = [&] { return empty_tensor({0}, in.A.options()); };
+  const auto needs = [&](int grad, const OptionalTensor& input) { return is_present(input) && bwd.needs_grad[grad]; };
+  grads[kGradLam] = needs(kGradLam, in.lam) ? empty_tensor_like(in.u) : absent();
+  const auto like = [&](int grad, const OptionalTensor& input) {
+    return needs(grad, input) ? empty_tensor(input->sym_sizes(), input->options()) : absent();
+  };
+  grads[kGradPreviousU] = like(kGradPreviousU, in.previous_u);
+  grads[kGradPreviousB] = like(kGradPreviousB, in.previous_B);
+  const bool is_read = is_present(in.previous_u) && (bwd.needs_grad[kGradPreviousU] || bwd.needs_grad[kGradPreviousB] ||
+                                                     (bwd.needs_grad[kGradB] && in.B.dim() == 2));
+  // Sequences without steps have no row where seq_idx cuts them.
+  grad_previous =
+      is_read ? at::zeros_symint({count_sequences(in), in.u.sym_size(1), in.A.sym_size(1)}, in.A.options()) : absent();
+}
+
+GradTensors TwoSampleBwd::of_scan() const {
+  GradTensors first;
+  std::copy_n(grads.begin(), kNumGrads, first.begin());
+  return first;
+}
+
+TwoSampleGrads TwoSampleBwd::finish(const TwoSampleInputs& in) && {
+  if (grad_previous.numel() == 0) {
+    for (const int grad : {kGradPreviousU, kGradPreviousB}) grads[grad].zero_();
+    return std::move(grads);
+  }
+  const at::Tensor u = in.previous_u->to(in.A.scalar_type());
+  if (in.B.dim() == 2) {
+    if (grads[kGradPreviousU].numel() > 0) grads[kGradPreviousU].copy_((grad_previous * in.B).sum(-1));
+    if (grads[kGradB].numel() > 0) grads[kGradB].add_((grad_previous * u.unsqueeze(-1)).sum(0));
+    return std::move(grads);
+  }
+  // (sequences, groups, channels of a group, dstate)
+  const int64_t groups = in.B.dim() == 4 ? in.B.size(1) : 1;
+  const at::Tensor of_groups = grad_previous.unflatten(1, {groups, u.size(1) / groups});
+  if (grads[kGradPreviousU].numel() > 0) {
+    const at::Tensor B = in.previous_B->to(in.A.scalar_type()).reshape({u.size(0), groups, 1, -1});
+    grads[kGradPreviousU].copy_((of_groups * B).sum(-1).flatten(1));
+  }
+  if (grads[kGradPreviousB].numel() > 0) {
+    const at::Tensor of_u = u.unflatten(1, {groups, u.size(1) / groups}).unsqueeze(-1);
+    grads[kGradPreviousB].copy_((of_groups * of_u).sum(2).view_as(grads[kGradPreviousB]));
+  }
+  return std::move(grads);
+}
+
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
+  TwoSampleParams params;
+  params.method = parse_method_parameters(in.discretization);
+  params.lam = sequence_view(in.lam, Access::kRead, in.reverse);
+  params.lam_sigmoid = in.lam_sigmoid;
+  params.repeats_first = in.repeats_first;
+  if (is_present(in.previous_u)) {
+    params.previous_u = {in.previous_u->const_data_ptr(), in.previous_u->stride(0), in.previous_u->stride(1), 0};
+  }
+  if (is_present(in.previous_B)) {
+    const at::Tensor& B = *in.previous_B;
+    params.previous_B = {B.const_data_ptr(), B.stride(0), B.dim() == 3 ? B.stride(1) : 0, B.stride(-1)};
+  }
+  return params;
+}
+
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in, const TwoSampleBwd& bwd) {
+  TwoSampleParams params = make_two_sample_params(in);
+  if (bwd.grads[kGradLam].numel() > 0) params.grad_lam = sequence_view(bwd.grads[kGradLam], Access::kWrite, in.reverse);
+  if (bwd.grad_previous.numel() > 0) params.grad_previous = bwd.grad_previous.mutable_data_ptr();
+  return params;
+}
+
+namespace {
+
+// Saves the inputs and the states at the chunk boundaries, and the initial state of a packed call.
+struct SelectiveScanTwoSample
+    : DifferentiableOp<SelectiveScanTwoSample, TwoSampleBwdInputs, std::tuple<at::Tensor, at::Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_scan_two_sample";
+  static constexpr char kBackward[] = "ssm_kernels::_selective_scan_two_sample_bwd";
+  static constexpr bool kIsPublic = true;
+
+  static const char* name(const Inputs&) { return kTwoSampleOp; }
+
+  static auto differentiable(Inputs& in) { return in.tensors(); }
+
+  static Result forward(Inputs& in, variable_list* saved) {
+    static const Operator<FwdOutputs, TwoSampleFwdInputs> op("ssm_kernels::_selective_scan_two_sample_fwd");
+    in.save_chunk_states = saved != nullptr;
+    in.has_initial_state = is_present(in.initial_state);
+    if (saved != nullptr && in.is_packed()) in.packed_initial_state = in.initial_state;
+    FwdOutputs outputs = op(FwdCall(in));
+    if (saved != nullptr) saved->push_back(std::move(outputs.chunk_states));
+    return {std::move(outputs.out), std::move(outputs.last_state)};
+  }
+
+  static auto saved_fields(Inputs& in) {
+    return std::tuple_cat(in.fields_but_state(),
+                          std::tie(in.packed_initial_state, in.lam, in.previous_u, in.previous_B, in.seq_idx, in.cu_seqlens),
+                          in.options(), std::tie(in.has_initial_state));
+  }
+
+  static NeedsGrad has_edges(Inputs& in) {
+    NeedsGrad edges = DifferentiableOp::has_edges(in);
+    edges[kGradInitialState] = in.has_initial_state;
+    return edges;
+  }
+
+  static GradTensors backward(BwdInputs& bwd) {
+    bwd.in.initial_state = bwd.in.packed_initial_state;
+    return DifferentiableOp::backward(bwd);
+  }
+
+  // Sequences and samples in the autocast dtype; parameters and states in float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.u, in.delta, in.z, in.lam, in.previous_u, in.previous_B);
+    to.to_float(in.A, in.D, in.delta_bias, in.initial_state);
+    for (at::Tensor* matrix : {&in.B, &in.C}) matrix->dim() == 2 ? to.to_float(*matrix) : to.to_lower(*matrix);
+  }
+
+ private:
+  struct FwdCall : TwoSampleFwdInputs {
+    explicit FwdCall(const TwoSampleInputs& in) { static_cast<TwoSampleInputs&>(*this) = in; }
+  };
+};
+
+// The last steps, in the scan's time, of a tensor of steps; of sequences without steps, those of `before`, or zero.
+at::Tensor last_steps(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& before) {
+  const c10::SymInt seqlen = steps.sym_size(-1);
+  c10::SymDimVector shape(steps.sym_sizes().begin(), steps.sym_sizes().end() - 1);
+  shape[0] = count_sequences(in);
+  const auto given = [&] { return is_present(before) ? *before : at::zeros_symint(shape, steps.options()); };
+  if (seqlen == 0) return given().clone();
+  if (!is_present(in.cu_seqlens)) return steps.select(-1, in.reverse ? 0 : -1).clone();
+  const at::Tensor begins = in.cu_seqlens->slice(0, 0, -1), ends = in.cu_seqlens->slice(0, 1);
+  const at::Tensor index = in.reverse ? begins : ends - 1;
+  const at::Tensor found = steps.select(0, 0).index_select(-1, index.clamp(0).clamp_max(at::Scalar(seqlen - 1)));
+  std::vector<int64_t> one_each(steps.dim() - 1, 1);
+  one_each[0] = -1;
+  return at::where(ends.gt(begins).view(one_each), found.movedim(-1, 0), given());
+}
+
+// The states at none of the positions, like the states of all sequences.
+at::Tensor no_positions(const TwoSampleInputs& in, const at::Tensor& last) {
+  c10::SymDimVector shape(last.sym_sizes().begin(), last.sym_sizes().end());
+  if (is_present(in.cu_seqlens)) shape[0] = 1;
+  shape.insert(shape.begin() + 1, 0);
+  return last.new_empty_symint(shape);
+}
+
+// The scan, and its states and samples at positions. A composition of operators, so that autograd, vmap and exporters know only
+// those.
+struct TwoSampleStatesAt {
+  static constexpr char kSchema[] = "ssm_kernels::_selective_scan_two_sample_states_at";
+  static constexpr bool kIsPublic = false;
+  struct Inputs : TwoSampleInputs {
+    std::vector<int64_t> states_at;
+
+    auto fields() { return std::tuple_cat(TwoSampleInputs::fields(), std::tie(states_at)); }
+  };
+  struct Result {
+    at::Tensor out, last_state, last_u, last_B, states, states_u, states_B;
+
+    auto fields() { return std::tie(out, last_state, last_u, last_B, states, states_u, states_B); }
+  };
+
+  static void cast(Inputs& in, const Autocast& to) {
+    operator_of<SelectiveScanTwoSample>().check(in);
+    SelectiveScanTwoSample::cast(in, to);
+  }
+
+  static Result call(Inputs& in) {
+    operator_of<SelectiveScanTwoSample>().check(in);
+    check_two_sample_inputs(in);
+    const c10::SymInt seqlen = in.u.sym_size(2);
+    const bool has_B = in.B.dim() > 2;
+    const at::Tensor none = empty_tensor({0}, in.B.options());
+    if (in.states_at.empty()) {
+      const auto [out, last_state] = operator_of<SelectiveScanTwoSample>()(in);
+      const at::Tensor last_u = last_steps(in, in.u, in.previous_u),
+                       last_B = has_B ? last_steps(in, in.B, in.previous_B) : none;
+      return {out,
+              last_state,
+              last_u,
+              last_B,
+              no_positions(in, last_state),
+              no_positions(in, last_u),
+              has_B ? no_positions(in, last_B) : none};
+    }
+    check_states_at(kTwoSampleOp, in.states_at, seqlen, in.reverse);
+    TORCH_CHECK_NOT_IMPLEMENTED(!in.repeats_first || !is_present(in.seq_idx), kTwoSampleOp,
+                                ": states_at with seq_idx and previous='repeat' is not supported: pass cu_seqlens");
+    // The states of each piece, of sequences that have not begun too, are h, u and B.
+    std::vector<at::Tensor> first;
+    const c10::SymDimVector state_shape = {count_sequences(in), in.u.sym_size(1), in.A.sym_size(1)};
+    first.push_back(is_present(in.initial_state) ? *in.initial_state : at::zeros_symint(state_shape, in.A.options()));
+    first.push_back(before_sequences(in, in.u, in.previous_u));
+    if (has_B) first.push_back(before_sequences(in, in.B, in.previous_B));
+    const bool is_transposed = in.u.sym_stride(1) == 1 && in.u.sym_stride(2) != 1;  // out has the layout of u
+    const auto scan = [&](const Piece& piece) -> std::vector<at::Tensor> {
+      const TwoSampleInputs part = part_of(in, piece);
+      const auto [out, last_state] = operator_of<SelectiveScanTwoSample>()(part);
+      std::vector<at::Tensor> results = {out, last_state, last_steps(part, part.u, part.previous_u)};
+      if (has_B) results.push_back(last_steps(part, part.B, part.previous_B));
+      return results;
+    };
+    const std::vector<double> empty(first.size(), 0);
+    SeveralStatesAt found =
+        scan_pieces({seqlen, 2, is_transposed, first, in.seq_idx, in.cu_seqlens, scan, empty}, in.states_at);
+    return {found.out,
+            found.last[0],
+            found.last[1],
+            has_B ? found.last[2] : none,
+            found.states[0],
+            found.states[1],
+            has_B ? found.states[2] : none};
+  }
+
+ private:
+  // The samples before the sequences, which with repeats_first are their first ones.
+  static at::Tensor before_sequences(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& given) {
+    if (is_present(given)) return *given;
+    TwoSampleInputs first = in;
+    first.reverse = true;  // whose last step is step 0
+    if (in.repeats_first) return last_steps(first, steps, {});
+    c10::SymDimVector shape(steps.sym_sizes().begin(), steps.sym_sizes().end() - 1);
+    shape[0] = count_sequences(in);
+    return at::zeros_symint(shape, steps.options());
+  }
+
+  static TwoSampleInputs part_of(const TwoSampleInputs& in, const Piece& piece) {
+    TwoSampleInputs part = in;
+    piece.cut(-1, part.u, part.delta, part.z, part.lam, part.seq_idx);
+    for (at::Tensor* matrix : {&part.B, &part.C}) {
+      if (matrix->dim() > 2) piece.cut(-1, *matrix);
+    }
+    part.initial_state = piece.state();
+    part.previous_u = piece.state(1);
+    if (in.B.dim() > 2) part.previous_B = piece.state(2);
+    part.repeats_first = false;
+    part.cu_seqlens = piece.cu_seqlens;
+    return part;
+  }
+};
+
+TwoSampleGrads meta_two_sample_bwd(const TwoSampleBwdInputs& bwd) {
+  check_two_sample_inputs(bwd.in);
+  return TwoSampleBwd(bwd).grads;
+}
+
+}  // namespace
+
+SSM_DIFFERENTIABLE_OPERATOR(SelectiveScanTwoSample)
+SSM_AUTOCAST_OPERATOR(TwoSampleStatesAt)
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  implement<&TwoSampleStatesAt::call>(m, TwoSampleStatesAt::kSchema);
+}
+
+namespace {
+
+FwdOutputs meta_two_sample_fwd(const TwoSampleFwdInputs& in) {
+  check_two_sample_inputs(in);
+  return allocate_fwd(in);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_two_sample_kernels<&meta_two_sample_fwd, &meta_two_sample_bwd>(m); }
+
+}  // namespace ssm_kernels::selective_scan

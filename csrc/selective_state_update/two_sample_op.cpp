@@ -1,0 +1,162 @@
+// selective_state_update_two_sample on every device: checks, conversion to plain data, Meta, Autograd and Autocast.
+
+#include "selective_state_update/two_sample_op.h"
+
+#include <torch/library.h>
+
+#include "torch/checks.h"
+#include "torch/decoding_op.h"
+#include "torch/memory_overlap.h"
+#include "torch/schemas.h"
+#include "torch/tensor_data.h"
+
+namespace ssm_kernels::selective_state_update {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // One step of selective_scan_two_sample, or a few: the state and the samples of the last step are updated in place.
+  schemas.in_place(
+      "selective_state_update_two_sample(Tensor(a!) state, Tensor(b!) previous_x, Tensor(c!) previous_B, Tensor x, Tensor dt, "
+      "Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? lam=None, "
+      "bool dt_softplus=False, Tensor? state_batch_indices=None, *, str discretization, bool lam_sigmoid=False, "
+      "float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
+}
+
+namespace {
+
+constexpr char kTwoSampleStep[] = "selective_state_update", kTwoSampleScan[] = "selective_scan";
+
+OutInputs base_of(const TwoSampleOutInputs& in) {
+  OutInputs base(in, in.out);
+  base.disable_state_update = in.disable_state_update;
+  return base;
+}
+
+// The axes of x in front of those of the channels.
+int64_t leading_of(const TwoSampleInputs& in) { return in.x.dim() == in.state.dim() ? 2 : 1; }
+
+void check_samples(const TwoSampleInputs& in) {
+  const ArgumentChecks checks(kTwoSampleStep, "x", in.x);
+  const at::ScalarType dtype = in.x.scalar_type();
+  const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading_of(in) + 2;
+  check_defined(kTwoSampleStep, "previous_x", in.previous_x);
+  check_defined(kTwoSampleStep, "previous_B", in.previous_B);
+  checks.tensor("previous_x", in.previous_x, has_heads ? "(batch, heads, headdim)" : "(batch, dim)",
+                in.state.sym_sizes().slice(0, in.state.dim() - 1), dtype);
+  c10::SymDimVector shape = {in.state.sym_size(0)};
+  if (has_groups) shape.push_back(in.B.sym_size(-2));
+  shape.push_back(in.B.sym_size(-1));
+  checks.tensor("previous_B", in.previous_B, has_groups ? "(batch, groups, dstate)" : "(batch, dstate)", shape, dtype);
+  const bool weighs =
+      parse_discretization(kTwoSampleStep, in.discretization, &is_two_sample) == Discretization::kExpTrapezoidal;
+  TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleStep,
+                    ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
+                    weighs ? " without lam" : "");
+  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleStep, ": expected lam_sigmoid with lam, got None");
+  checks.tensor("lam", in.lam, has_heads ? "(batch, heads, headdim)" : "(batch, dim)", in.x.sym_sizes(), dtype);
+}
+
+// The step writes to the samples, which may share memory with no argument but the state's checks see x, B and the others.
+void check_sample_writes(const TwoSampleInputs& in) {
+  check_in_place(kTwoSampleStep, "previous_x", in.previous_x,
+                 {NamedTensor("state", in.state),
+                  {"previous_B", in.previous_B},
+                  {"x", in.x},
+                  {"dt", in.dt},
+                  {"A", in.A},
+                  {"B", in.B},
+                  {"C", in.C},
+                  {"D", in.D},
+                  {"z", in.z},
+                  {"dt_bias", in.dt_bias},
+                  {"lam", in.lam},
+                  {"state_batch_indices", in.state_batch_indices}});
+  check_in_place(kTwoSampleStep, "previous_B", in.previous_B,
+                 {NamedTensor("state", in.state),
+                  {"x", in.x},
+                  {"dt", in.dt},
+                  {"A", in.A},
+                  {"B", in.B},
+                  {"C", in.C},
+                  {"D", in.D},
+                  {"z", in.z},
+                  {"dt_bias", in.dt_bias},
+                  {"lam", in.lam},
+                  {"state_batch_indices", in.state_batch_indices}});
+  check_in_place(kTwoSampleStep, "state", in.state, {NamedTensor("lam", in.lam)});
+}
+
+}  // namespace
+
+void check_inputs(const TwoSampleInputs& in) {
+  check_inputs(static_cast<const Inputs&>(in));
+  check_samples(in);
+}
+
+void check_out_inputs(const TwoSampleOutInputs& in) {
+  check_out_inputs(base_of(in));
+  check_samples(in);
+}
+
+StateUpdateParams make_params(const TwoSampleInputs& in, const at::Tensor& out) {
+  check_sample_writes(in);
+  return make_params(static_cast<const Inputs&>(in), out);
+}
+
+StateUpdateParams make_out_params(const TwoSampleOutInputs& in, TokenParams& tokens) {
+  check_sample_writes(in);
+  return make_out_params(base_of(in), tokens);
+}
+
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
+  const bool has_heads = in.state.dim() == 4, has_groups = in.previous_B.dim() == 3;
+  const auto channels = [&](const at::Tensor& tensor, Access access) {
+    return ChannelView{data_of(tensor, access), stride_of(tensor, 0), has_heads ? stride_of(tensor, -2) : 0,
+                       stride_of(tensor, -1)};
+  };
+  TwoSampleParams params;
+  params.method = parse_method_parameters(in.discretization);
+  params.lam_sigmoid = in.lam_sigmoid;
+  if (is_present(in.lam)) {
+    params.lam = channels(*in.lam, Access::kRead);
+    params.lam_token = leading_of(in) == 2 ? stride_of(*in.lam, 1) : 0;
+  }
+  params.previous_x = channels(in.previous_x, Access::kWrite);
+  params.previous_B = {data_of(in.previous_B, Access::kWrite), stride_of(in.previous_B, 0),
+                       has_groups ? stride_of(in.previous_B, 1) : 0, stride_of(in.previous_B, -1)};
+  return params;
+}
+
+namespace {
+
+struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_state_update_two_sample";
+  static constexpr const char *kName = kTwoSampleStep, *kScan = kTwoSampleScan;
+  static constexpr size_t kStates = 3;
+
+  static auto tensors(const Inputs& in) {
+    return std::tie(in.state, in.previous_x, in.previous_B, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.lam);
+  }
+
+  static void count_writes(const Inputs& in) {
+    for (const at::Tensor* written : {&in.state, &in.previous_x, &in.previous_B}) torch::autograd::increment_version(*written);
+  }
+
+  // Inputs in the autocast dtype, parameters in float32. The state and the samples are written to and are not cast.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.x, in.dt, in.B, in.C, in.z, in.lam);
+    to.to_float(in.A, in.D, in.dt_bias);
+  }
+
+  static at::Tensor meta(const Inputs& in) {
+    check_inputs(in);
+    return allocate_out(in);
+  }
+};
+
+}  // namespace
+
+SSM_IN_PLACE_OPERATOR(SelectiveStateUpdateTwoSample)
+
+}  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,36 @@
+// Shared by the dispatcher's side of selective_state_update_two_sample (two_sample_op.cpp), the step of discretizations that
+// read two input samples, and its devices. What it shares with selective_state_update is in selective_state_update_op.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <tuple>
+
+#include "selective_state_update/selective_state_update_op.h"
+
+namespace ssm_kernels::selective_state_update {
+
+struct TwoSampleInputs : Inputs {
+  at::Tensor previous_x, previous_B;
+  OptionalTensor lam;
+  bool lam_sigmoid = false;
+
+  TwoSampleInputs() { supports = &is_two_sample; }
+
+  auto fields() {
+    return std::tie(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias, lam, dt_softplus, state_batch_indices,
+                    discretization, lam_sigmoid, dt_limit, A_is_log);
+  }
+};
+// Of calls with several tokens a row. The operator itself takes no other option of servers.
+using TwoSampleOutInputs = ServerInputs<TwoSampleInputs>;
+
+// As the functions of selective_state_update_op.h.
+void check_inputs(const TwoSampleInputs& in);
+void check_out_inputs(const TwoSampleOutInputs& in);
+StateUpdateParams make_params(const TwoSampleInputs& in, const at::Tensor& out);
+StateUpdateParams make_out_params(const TwoSampleOutInputs& in, TokenParams& tokens);
+
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in);
+
+}  // namespace ssm_kernels::selective_state_update

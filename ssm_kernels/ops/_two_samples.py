@@ -1,0 +1,105 @@
+"""Calls of :func:`ssm_kernels.selective_scan` with a discretization that reads two input samples a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._discretizations import with_alpha
+from .._scan_state import ScanState
+from ..choices import PreviousSample, TwoSampleDiscretizationName
+from ._states_at import Positions, read_positions
+
+__all__ = ["refuse_one_sample", "two_sample_scan"]
+
+
+def refuse_one_sample(operator: str, discretization: str, lam: Any, lam_sigmoid: bool, previous: Any) -> None:
+    """Raises for arguments that rules with one input sample do not have."""
+    if lam is not None or lam_sigmoid:
+        given = "lam" if lam is not None else "lam_sigmoid"
+        raise ValueError(f"{operator}: expected {given} with discretization 'exp_trapezoidal' only, got {discretization!r}")
+    if not (isinstance(previous, str) and previous == "zero"):
+        raise ValueError(
+            f"{operator}: expected previous with a discretization that reads two input samples, such as 'foh_ramp', "
+            f"got {discretization!r}"
+        )
+
+
+def read_previous(operator: str, previous: Any) -> tuple[Tensor | None, Tensor | None, bool]:
+    """``previous`` as operators take it: the samples of u and B, and whether the first sample repeats."""
+    if isinstance(previous, str):
+        if previous not in ("zero", "repeat"):
+            raise ValueError(f"{operator}: unknown previous {previous!r}, expected 'zero', 'repeat' or a pair (u, B)")
+        return None, None, previous == "repeat"
+    if not isinstance(previous, (tuple, list)) or len(previous) != 2:
+        got = f"{len(previous)} values" if isinstance(previous, (tuple, list)) else type(previous).__name__
+        raise TypeError(f"{operator}: expected previous to be 'zero', 'repeat' or a pair (u, B), got {got}")
+    for name, value in zip(("u", "B"), previous, strict=True):
+        is_tensor = torch.overrides.is_tensor_like(value) and not isinstance(value, type)
+        if not is_tensor and (name == "u" or value is not None):
+            raise TypeError(
+                f"{operator}: expected the {name} of previous to be a tensor{' or None' if name == 'B' else ''}, "
+                f"got {type(value).__name__}"
+            )
+    return previous[0], previous[1], False
+
+
+def broadcast_lam(operator: str, lam: Tensor | None, like: Tensor, axes: str) -> Tensor | None:
+    """``lam`` in the shape of ``like``, by strides of zero."""
+    if lam is None or lam.shape == like.shape:
+        return lam
+    try:
+        return lam.broadcast_to(like.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{operator}: expected lam of shape {axes} = {[*like.shape]}, or one that broadcasts to it, got {[*lam.shape]}"
+        ) from None
+
+
+def two_sample_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    *,
+    discretization: TwoSampleDiscretizationName,
+    alpha: float | None,
+    lam: Tensor | None,
+    lam_sigmoid: bool,
+    previous: PreviousSample | tuple[Tensor, Tensor | None],
+    delta_softplus: bool,
+    initial_state: Tensor | None,
+    reverse: bool,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_last_state: bool,
+    states_at: Positions | None,
+) -> Any:
+    if alpha is not None or discretization == "gbt_two_sample":
+        discretization = with_alpha("selective_scan", discretization, alpha)
+    previous_u, previous_B, repeats = read_previous("selective_scan", previous)
+    lam = broadcast_lam("selective_scan", lam, u, "(batch, dim, seqlen)")
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state, lam, previous_u, previous_B, seq_idx, cu_seqlens)
+    if not return_last_state and states_at is None:
+        out, _ = torch.ops.ssm_kernels.selective_scan_two_sample(
+            *tensors,
+            discretization=discretization,
+            lam_sigmoid=lam_sigmoid,
+            repeats_first=repeats,
+            delta_softplus=delta_softplus,
+            reverse=reverse,
+        )
+        return out
+    positions = [] if states_at is None else read_positions("selective_scan", states_at)
+    out, *found = torch.ops.ssm_kernels._selective_scan_two_sample_states_at(
+        *tensors, discretization, lam_sigmoid, repeats, delta_softplus, reverse, positions
+    )
+    last, at = (ScanState(state, u, matrix if B.dim() > 2 else None) for state, u, matrix in (found[:3], found[3:]))
+    results = [out] + [last] * return_last_state + [at] * (states_at is not None)
+    return tuple(results)
