@@ -35,7 +35,7 @@ KERNEL_LIMITS = {
     "delta_rule_step": 21,
     "linear_scan": 198,
     "mixers": 4,
-    "mlstm": 72,
+    "mlstm": 73,
     "norm": 70,
     "selective_scan": 108,
     "selective_state_update": 157,

@@ -94,7 +94,8 @@ Gates gates_cuda(const Inputs& in);
 // nothing, unless all tensors are contiguous.
 bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor& divisor, const at::Tensor& m,
                      const at::Tensor& out);
-// On CUDA, writes the divisor and the final n.
+// Write the divisor and the final n.
+void normalizer_cpu(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& final_n);
 void normalizer_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& final_n);
 // The gradients through the divisor and n, on CUDA. `out_products`: the sum over value_dim of the gradient of out times out, in
 // parts, (batch, seqlen, heads, parts), or undefined: zero.

@@ -3,8 +3,8 @@
 // With m_t = max(log sigmoid(f_t) + m_{t-1}, i_t), C and n in units of e^m decay by e^(log sigmoid(f_t) + m_{t-1} - m_t) <= 1
 // and take in k_t with the gain e^(i_t - m_t) <= 1. ssd_chunk_scan computes the numerators C q, with the keys as B and the
 // queries as C. Blocks of kMaxHeaddim rows of a head's C are heads of their own, which share k and q as a group. The normalizer
-// and the products n q are kernels of their own on CUDA (cuda/normalizer.cuh). On the CPU they are one more chunked scan, with
-// a column of ones in place of the values, and fp16 and bf16 inputs are computed as fp32.
+// and the products n q are kernels of their own (cuda/normalizer.cuh, cpu/normalizer.cpp). Their adjoint on the CPU is that of
+// one more chunked scan, with a column of ones in place of the values. The CPU computes fp16 and bf16 inputs as fp32.
 //
 // Calls that takes_chunks() names go to this operator's own chunked kernels (cuda/chunks.cpp) for numerators, division and
 // their gradients; the gates and the normalizer are the same.
@@ -186,9 +186,7 @@ void normalize(const Inputs& in, const Gates& gates, FwdOutputs& outputs) {
     return;
   }
 #endif
-  const ssd::FwdOutputs scanned = ssd::fwd(product_scan(in, gates));
-  outputs.final_n = scanned.final_states.squeeze(2);
-  outputs.divisor.copy_(scanned.out.squeeze(3)).mul_(scale_of(in));
+  normalizer_cpu(in, gates, outputs.divisor, outputs.final_n);
 }
 
 // The sum over value_dim of the gradient of out times out, (batch, seqlen, heads, 1): q times its gradient through the

@@ -89,7 +89,9 @@ struct NormalizerCall {
     params.initial_n = data_of(initial_n);
     const int64_t chunks = normalizer_chunks(params.seqlen);
     if (chunks <= 1) return;
-    const at::TensorOptions options = gates.gain.options();
+    // Forward of float32 sums in float64 (normalizer.cuh).
+    const bool sums_wide = !is_backward && in.q.scalar_type() == at::kFloat;
+    const at::TensorOptions options = sums_wide ? gates.gain.options().dtype(at::kDouble) : gates.gain.options();
     states = empty_tensor({params.batch, chunks, params.heads, params.key_dim}, options);
     decays = empty_tensor({params.batch, chunks, params.heads}, options);
     params.states = states.mutable_data_ptr();

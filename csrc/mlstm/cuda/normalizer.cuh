@@ -2,7 +2,8 @@
 //
 // A warp has a chunk of kNormalizerChunk steps of a row and head, and a lane up to kLaneChannels channels of these. There are
 // three kernels: the first computes what each chunk adds to n and, in backward, to the gradient of n before it; the second
-// scans these along the chunks; the third starts each chunk from the result. All sums are in the accumulation type.
+// scans these along the chunks; the third starts each chunk from the result. Sums have the accumulation type, and those of fp32
+// inputs in forward fp64: n q is a sum of terms that cancel, and gradients divide by it.
 //
 // Backward has the gradient d_t of each product and, with u_t the gradient of n_t:
 //
@@ -70,17 +71,23 @@ struct LaneRow {
   }
 };
 
+// The type of sums, and of the workspace.
+template <typename Scalar, typename Params>
+using SumType = std::conditional_t<std::is_same_v<Scalar, float> && std::is_same_v<Params, NormalizerParams>, double,
+                                   cuda::AccumulateType<Scalar>>;
+
 // A warp's chunk.
-template <typename Scalar, int size>
+template <typename Scalar, int size, typename Params>
 struct NormalizerChunk {
   using Acc = cuda::AccumulateType<Scalar>;
+  using Sum = SumType<Scalar, Params>;
   using Row = LaneRow<Scalar, size>;
-  using Channels = Acc[kLaneChannels];
+  using Channels = Sum[kLaneChannels];
 
   const NormalizerParams& p;
   int64_t chunks, row, chunk, head, begin;
   int steps;
-  Acc decay[2], gain[2];  // of the lane's steps, `lane` and `lane` + 32
+  Sum decay[2], gain[2];  // of the lane's steps, `lane` and `lane` + 32
 
   __device__ __forceinline__ NormalizerChunk(const NormalizerParams& p, int64_t number)
       : p(p), chunks(normalizer_chunks(p.seqlen)) {
@@ -93,21 +100,21 @@ struct NormalizerChunk {
     load(p.log_decay, decay);
     load(p.gain, gain);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) decay[i] = Math<Acc>::exp(decay[i]);
+    for (int i = 0; i < 2; ++i) decay[i] = Math<Sum>::exp(decay[i]);
   }
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % cuda::kWarpSize; }
   // Returns the index of a step in a (batch, seqlen, heads) tensor.
   __device__ __forceinline__ int64_t place(int step) const { return (row * p.seqlen + begin + step) * p.heads + head; }
   // The lane's two numbers of a (batch, seqlen, heads) tensor, and that of a step from the lane which has it.
-  __device__ __forceinline__ void load(const void* source, Acc (&of_lane)[2]) const {
+  __device__ __forceinline__ void load(const void* source, Sum (&of_lane)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int step = lane() + i * cuda::kWarpSize;
-      of_lane[i] = step < steps ? static_cast<const Acc*>(source)[place(step)] : Acc(0);
+      of_lane[i] = step < steps ? Sum(static_cast<const Acc*>(source)[place(step)]) : Sum(0);
     }
   }
-  static __device__ __forceinline__ Acc at(const Acc (&of_lanes)[2], int step) {
+  static __device__ __forceinline__ Sum at(const Sum (&of_lanes)[2], int step) {
     return __shfl_sync(cuda::kAllLanes, step < cuda::kWarpSize ? of_lanes[0] : of_lanes[1], step % cuda::kWarpSize);
   }
 
@@ -124,34 +131,38 @@ struct NormalizerChunk {
   }
 
   // The chunk's row of a workspace, and a sequence's of (sequences, heads, key_dim). An absent one is zero.
-  __device__ __forceinline__ Acc* of_workspace(void* data) const {
-    return static_cast<Acc*>(data) + ((row * chunks + chunk) * p.heads + head) * p.key_dim;
+  __device__ __forceinline__ Sum* of_workspace(void* data) const {
+    return static_cast<Sum*>(data) + ((row * chunks + chunk) * p.heads + head) * p.key_dim;
   }
   template <typename Data>
   __device__ __forceinline__ auto of_sequence(Data* data, const SequenceCursor& sequence) const {
     using Pointer = std::conditional_t<std::is_const_v<Data>, const Acc*, Acc*>;
     return data == nullptr ? nullptr : static_cast<Pointer>(data) + (sequence.number() * p.heads + head) * p.key_dim;
   }
-  __device__ __forceinline__ void read(const Acc* source, Channels& values) const {
+  template <typename Number>
+  __device__ __forceinline__ void read(const Number* source, Channels& values) const {
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) values[i] = 0;
     if (source != nullptr) Row::for_each(p.key_dim, [&](int i, int channel) { values[i] = source[channel]; });
   }
-  __device__ __forceinline__ void write(Acc* target, const Channels& values) const {
-    if (target != nullptr) Row::for_each(p.key_dim, [&](int i, int channel) { target[channel] = values[i]; });
+  template <typename Number>
+  __device__ __forceinline__ void write(Number* target, const Channels& values) const {
+    if (target != nullptr) {
+      Row::for_each(p.key_dim, [&](int i, int channel) { target[channel] = static_cast<Number>(values[i]); });
+    }
   }
 
   // n after a step, from n before it. Whatever an empty memory holds is zero.
   __device__ __forceinline__ void advance(Channels& n, const Row& k, int step) const {
-    const Acc of_step = at(decay, step), gain_of_step = at(gain, step);
+    const Sum of_step = at(decay, step), gain_of_step = at(gain, step);
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i)
-      n[i] = Math<Acc>::fma(gain_of_step, k[i], of_step == Acc(0) ? Acc(0) : of_step * n[i]);
+      n[i] = Math<Sum>::fma(gain_of_step, k[i], of_step == Sum(0) ? Sum(0) : of_step * n[i]);
   }
-  static __device__ __forceinline__ Acc dot(const Channels& a, const Row& b) {
-    Acc sum = 0;
+  static __device__ __forceinline__ Sum dot(const Channels& a, const Row& b) {
+    Sum sum = 0;
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) sum = Math<Acc>::fma(a[i], b[i], sum);
+    for (int i = 0; i < kLaneChannels; ++i) sum = Math<Sum>::fma(a[i], b[i], sum);
     return cuda::sum_over_warp(sum);
   }
 };
@@ -181,17 +192,17 @@ __device__ __forceinline__ void product_gradients(const NormalizerBwdParams& p, 
 template <typename Scalar, int size, typename Params>
 __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
     mlstm_normalizer_sums_kernel(const __grid_constant__ Params p, int64_t first) {
-  using Chunk = NormalizerChunk<Scalar, size>;
-  using Acc = typename Chunk::Acc;
+  using Chunk = NormalizerChunk<Scalar, size, Params>;
+  using Sum = typename Chunk::Sum;
   constexpr bool kIsBackward = std::is_same_v<Params, NormalizerBwdParams>;
   constexpr int kAtOnce = 4;
   const int64_t number = warp_number<kSumsWarps>(first);
   if (number >= p.batch * normalizer_chunks(p.seqlen) * p.heads) return;
   const Chunk chunk(p, number);
-  Acc products[2] = {};
+  Sum products[2] = {};
   if constexpr (kIsBackward) product_gradients(p, chunk, products);
   SequenceCursor sequence(p, chunk.row, chunk.begin);
-  Acc decay = 1;  // from before the chunk, zero once a sequence has begun
+  Sum decay = 1;  // from before the chunk, zero once a sequence has begun
   typename Chunk::Channels n = {}, grad = {};
 #pragma unroll 1
   for (int step = 0; step < chunk.steps; step += kAtOnce) {
@@ -207,17 +218,17 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
         chunk.read(chunk.of_sequence(p.initial_n, sequence), n);
       }
       chunk.advance(n, k[j], step + j);
-      if (decay != Acc(0)) decay *= chunk.at(chunk.decay, step + j);
+      if (decay != Sum(0)) decay *= chunk.at(chunk.decay, step + j);
       if constexpr (kIsBackward) {
-        const Acc weight = decay * chunk.at(products, step + j);
+        const Sum weight = decay * chunk.at(products, step + j);
         // Beyond a step that forgets, a gradient does not count, infinite ones included.
-        if (decay != Acc(0)) {
+        if (decay != Sum(0)) {
 #pragma unroll
-          for (int i = 0; i < kLaneChannels; ++i) grad[i] = Math<Acc>::fma(weight, q[j][i], grad[i]);
+          for (int i = 0; i < kLaneChannels; ++i) grad[i] = Math<Sum>::fma(weight, q[j][i], grad[i]);
           if (p.grad_final_n != nullptr && sequence.ends_at(chunk.begin + step + j)) {
-            const Acc* const of_final = chunk.of_sequence(p.grad_final_n, sequence);
+            const Sum* const of_final = chunk.of_sequence(p.grad_final_n, sequence);
             Chunk::Row::for_each(p.key_dim,
-                                 [&](int i, int channel) { grad[i] = Math<Acc>::fma(decay, of_final[channel], grad[i]); });
+                                 [&](int i, int channel) { grad[i] = Math<Sum>::fma(decay, of_final[channel], grad[i]); });
           }
         }
       }
@@ -225,11 +236,11 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
   }
   chunk.write(chunk.of_workspace(p.states), n);
   if constexpr (kIsBackward) chunk.write(chunk.of_workspace(p.grad_states), grad);
-  if (chunk.lane() == 0) static_cast<Acc*>(p.decays)[number] = decay;
+  if (chunk.lane() == 0) static_cast<Sum*>(p.decays)[number] = decay;
 }
 
 // Replaces what each chunk adds by n before it, or by the gradient of n after it. A thread has a channel.
-template <typename Acc>
+template <typename Sum>
 __global__ void __launch_bounds__(kScanThreads)
     mlstm_normalizer_scan_kernel(const __grid_constant__ NormalizerParams p, int64_t blocks_of_direction) {
   const bool is_reverse = blockIdx.x >= blocks_of_direction;
@@ -237,12 +248,12 @@ __global__ void __launch_bounds__(kScanThreads)
   const int64_t thread = (blockIdx.x - (is_reverse ? blocks_of_direction : 0)) * kScanThreads + threadIdx.x;
   const int64_t row = thread / channels, channel = thread - row * channels, head = channel / p.key_dim;
   if (row >= p.batch) return;
-  Acc* const states = static_cast<Acc*>(is_reverse ? p.grad_states : p.states) + row * chunks * channels + channel;
-  const Acc* const decays = static_cast<const Acc*>(p.decays) + row * chunks * p.heads + head;
-  constexpr int kAtOnce = 16;
-  Acc carried = 0;
+  Sum* const states = static_cast<Sum*>(is_reverse ? p.grad_states : p.states) + row * chunks * channels + channel;
+  const Sum* const decays = static_cast<const Sum*>(p.decays) + row * chunks * p.heads + head;
+  constexpr int kAtOnce = 32;
+  Sum carried = 0;
   for (int64_t chunk = 0; chunk < chunks; chunk += kAtOnce) {
-    Acc added[kAtOnce], decay[kAtOnce];
+    Sum added[kAtOnce], decay[kAtOnce];
     const auto chunk_at = [&](int i) { return is_reverse ? chunks - 1 - chunk - i : chunk + i; };
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -254,7 +265,7 @@ __global__ void __launch_bounds__(kScanThreads)
     for (int i = 0; i < kAtOnce; ++i) {
       if (chunk + i >= chunks) break;
       states[chunk_at(i) * channels] = carried;
-      carried = decay[i] == Acc(0) ? added[i] : Math<Acc>::fma(decay[i], carried, added[i]);
+      carried = decay[i] == Sum(0) ? added[i] : Math<Sum>::fma(decay[i], carried, added[i]);
     }
   }
 }
@@ -262,8 +273,9 @@ __global__ void __launch_bounds__(kScanThreads)
 template <typename Scalar, int size>
 __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
     mlstm_normalizer_fwd_kernel(const __grid_constant__ NormalizerParams p, int64_t first) {
-  using Chunk = NormalizerChunk<Scalar, size>;
+  using Chunk = NormalizerChunk<Scalar, size, NormalizerParams>;
   using Acc = typename Chunk::Acc;
+  using Sum = typename Chunk::Sum;
   constexpr int kAtOnce = 4;
   const int64_t number = warp_number<kSumsWarps>(first);
   if (number >= p.batch * normalizer_chunks(p.seqlen) * p.heads) return;
@@ -276,21 +288,19 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
     typename Chunk::Row k[kAtOnce], q[kAtOnce];
     chunk.load_rows(p.k, step, k);
     chunk.load_rows(p.q, step, q);
-    Acc products[kAtOnce] = {};
+    Sum product_of_lane = 0;  // of the lane-th step
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (step + j >= chunk.steps) break;
       sequence.move_to(chunk.begin + step + j);
       if (sequence.begins_at(chunk.begin + step + j)) chunk.read(chunk.of_sequence(p.initial_n, sequence), n);
       chunk.advance(n, k[j], step + j);
-      products[j] = chunk.dot(n, q[j]);
+      const Sum product = chunk.dot(n, q[j]);
+      product_of_lane = chunk.lane() == j ? product : product_of_lane;
       if (sequence.ends_at(chunk.begin + step + j)) chunk.write(chunk.of_sequence(p.final_n, sequence), n);
     }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (chunk.lane() == j && step + j < chunk.steps) {
-        static_cast<Acc*>(p.divisor)[chunk.place(step + j)] = static_cast<Acc>(p.scale) * products[j];
-      }
+    if (const int of_lane = step + chunk.lane(); chunk.lane() < kAtOnce && of_lane < chunk.steps) {
+      static_cast<Acc*>(p.divisor)[chunk.place(of_lane)] = static_cast<Acc>(static_cast<Sum>(p.scale) * product_of_lane);
     }
   }
 }
@@ -298,7 +308,7 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
 template <typename Scalar, int size>
 __global__ void __launch_bounds__(cuda::kWarpSize)
     mlstm_normalizer_bwd_kernel(const __grid_constant__ NormalizerBwdParams p, int64_t first) {
-  using Chunk = NormalizerChunk<Scalar, size>;
+  using Chunk = NormalizerChunk<Scalar, size, NormalizerBwdParams>;
   using Acc = typename Chunk::Acc;
   using Channels = typename Chunk::Channels;
   // Rows of gradients that are loaded ahead: those of a piece, where registers allow.
@@ -422,7 +432,7 @@ cudaError_t launch_normalizer_states(const Params& p, int64_t warps, cudaStream_
   if (error != cudaSuccess) return error;
   const int64_t blocks = (p.batch * p.heads * p.key_dim + kScanThreads - 1) / kScanThreads;
   const int directions = std::is_same_v<Params, NormalizerBwdParams> ? 2 : 1;
-  return cuda::launch(mlstm_normalizer_scan_kernel<cuda::AccumulateType<Scalar>>, directions * blocks, kScanThreads, 0, stream,
+  return cuda::launch(mlstm_normalizer_scan_kernel<SumType<Scalar, Params>>, directions * blocks, kScanThreads, 0, stream,
                       false, static_cast<const NormalizerParams&>(p), blocks);
 }
 
