@@ -34,8 +34,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # has four warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
 # backward, those that make a chunk's gradients spill some words. Its kernels with mma.sync keep 256 columns of a state in half
 # of a thread's registers, and spill operands, in fp32 words of tables. mLSTM's normalizer spills doubles of the steps
-# that its backward keeps, and before 9.0a addresses of rows of any alignment; its kernel of
-# the gradients of q and k a dozen words, each once a chunk.
+# that its backward keeps, and before 9.0a addresses of rows of any alignment.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
@@ -51,7 +50,6 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::\w+, .*>@(?!sm_90a)"): 144,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::SsdLogFwdParams, .*>@(?!sm_90a)"): 208,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 128, ssd::SsdLogFwdParams, .*>@sm_90a"): 48,
-    re.compile(r"mlstm::mlstm_chunk_products_kernel<.*>@sm_90a"): 104,
     re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<double, \d>@"): 720,
     re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<\w+, 1>@(?!sm_90a)"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,

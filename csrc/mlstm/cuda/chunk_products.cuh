@@ -176,19 +176,22 @@ struct ChunkProducts {
     uint32_t hi[4][4], lo[splits ? 4 : 1][4];
   };
 
-  // A warpgroup's rows of a chunk, and the tables of these and of columns.
-  template <bool is_reverse>
+  // A warpgroup's rows of a chunk, and the tables of these and of columns. Back in time, decays and distances have the other
+  // sign.
   struct Weights {
     const float (&tables)[kChunkTables][kMatrixChunk];
     const FragmentLane& lane;
+    bool is_reverse;
     int first_row;
     float log2_decay[2], of_row[2];
 
-    __device__ __forceinline__ Weights(const float (&tables)[kChunkTables][kMatrixChunk], const FragmentLane& lane, int index)
-        : tables(tables), lane(lane), first_row(index * kTile + lane.row) {
+    __device__ __forceinline__ Weights(const float (&tables)[kChunkTables][kMatrixChunk], const FragmentLane& lane, int index,
+                                       bool is_reverse)
+        : tables(tables), lane(lane), is_reverse(is_reverse), first_row(index * kTile + lane.row) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         log2_decay[half] = tables[kTableLog2Decay][first_row + 8 * half];
+        if (is_reverse) log2_decay[half] = -log2_decay[half];
         of_row[half] = tables[is_reverse ? kTableGain : kTableFactor][first_row + 8 * half];
       }
     }
@@ -201,8 +204,9 @@ struct ChunkProducts {
     template <bool is_diagonal, bool has_own, bool splits>
     __device__ __forceinline__ void apply(const float (&products)[8][4], int first_column, Weighted<splits>& weighted,
                                           float (&own)[2]) const {
-      const float sign = is_reverse ? -1.0f : 1.0f;
-      const int distance_of_own = is_reverse ? -(lane.quad - 2 * lane.pair) : lane.quad - 2 * lane.pair;
+      const float minus_sign = is_reverse ? 1.0f : -1.0f;
+      const int direction = is_reverse ? -1 : 1;
+      const int first_distance = direction * (lane.quad - 2 * lane.pair + 16 * lane.warp);
       const float *const log2_of = &tables[kTableLog2Decay][first_column + 2 * lane.pair],
                          *const of_columns = &tables[is_reverse ? kTableFactor : kTableGain][first_column + 2 * lane.pair];
 #pragma unroll
@@ -214,13 +218,12 @@ struct ChunkProducts {
           float values[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const float log2 = sign * (log2_decay[half] - (e == 0 ? column_log2.x : column_log2.y));
+            const float log2 = fmaf(minus_sign, e == 0 ? column_log2.x : column_log2.y, log2_decay[half]);
             const float weight = of_row[half] * (e == 0 ? of_column.x : of_column.y) * Math<float>::exp2(log2);
             values[e] = products[n][2 * half + e] * weight;
             if constexpr (is_diagonal) {
               // How many steps the column is before the row, in the order of the scan.
-              const int offset = 16 * lane.warp + 8 * half - 8 * n - e,
-                        distance = distance_of_own + (is_reverse ? -offset : offset);
+              const int distance = first_distance + direction * (8 * half - 8 * n - e);
               if constexpr (has_own) {
                 if (distance == 0) own[half] = values[e];
               }
@@ -265,12 +268,14 @@ struct ChunkProducts {
     return sum + __shfl_xor_sync(cuda::kAllLanes, sum, 2);
   }
 
-  // The index-th warpgroup's rows of a result.
-  template <bool is_reverse, int index>
+  // A warpgroup's 64 rows of a result: those with columns on both sides of the diagonal, if it `has_beside`. Both directions of
+  // time are one code, because instructions of two do not fit in the cache.
+  template <bool has_beside>
   __device__ __forceinline__ void compute(const Job& job, int round, const FragmentLane& lane, PipelineState& at,
                                           int& held_slot) const {
-    // Whether the warpgroup also has the 64 columns beside those on the diagonal.
-    constexpr bool has_beside = (index == 1) != is_reverse, kSplits = results == Results::kOut;
+    constexpr bool kSplits = results == Results::kOut;
+    const bool is_reverse = job.is_reverse();
+    const int index = is_reverse == has_beside ? 0 : 1;
     const FragmentPairs<> pairs(lane);
     KeyAccumulator result;
     float diagonal[8][4], beside[has_beside ? 8 : 1][4];
@@ -328,7 +333,7 @@ struct ChunkProducts {
 
     const int table = round % ProductsShared::kTables;
     shared.tables_full[table].wait(round / ProductsShared::kTables);
-    const Weights<is_reverse> weights(shared.tables[table], lane, index);
+    const Weights weights(shared.tables[table], lane, index, is_reverse);
     Weighted<kSplits> on_diagonal, of_beside;
     float own[2] = {0, 0};
     weights.template apply<true, kSumsValues, kSplits>(diagonal, index * kTile, on_diagonal, own);
@@ -381,7 +386,7 @@ struct ChunkProducts {
       target = cuda::pack<Scalar>(low, high);
     });
     cuda::fence_proxy_async();
-    sync_consumer(index);
+    sync_consumer(has_beside ? 1 : 0);
     release(shared.empty[slot_of_z], lane);
     store(job, y, index);
     held_slot = slot_of_y;
@@ -414,22 +419,12 @@ struct ChunkProducts {
     }
   }
 
-  template <int index>
+  template <bool has_beside>
   __device__ __forceinline__ void consume() const {
     const FragmentLane lane;
     PipelineState at;
     int held_slot = -1;
-    for_each_job([&](const Job& job, int round) {
-      if constexpr (kSumsValues) {
-        if (job.is_reverse()) {
-          compute<true, index>(job, round, lane, at, held_slot);
-        } else {
-          compute<false, index>(job, round, lane, at, held_slot);
-        }
-      } else {
-        compute<results == Results::kGradV, index>(job, round, lane, at, held_slot);
-      }
-    });
+    for_each_job([&](const Job& job, int round) { compute<has_beside>(job, round, lane, at, held_slot); });
     cuda::tma_store_wait_read<0>();
   }
 };
@@ -461,9 +456,9 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? kChunkThreads : kWarpS
   } else {
     cuda::warpgroup_reg_alloc<kChunkRegisters>();
     if (warpgroup == 0) {
-      products.template consume<0>();
+      products.template consume<false>();
     } else {
-      products.template consume<1>();
+      products.template consume<true>();
     }
   }
 #endif
