@@ -67,8 +67,9 @@ struct NormalizerParams : SequenceParams {
   void *states = nullptr, *grad_states = nullptr, *decays = nullptr;
 
   // Forward writes these, the final states of sequences without steps apart.
-  void* divisor = nullptr;  // scale n q, (batch, seqlen, heads)
-  void* final_n = nullptr;  // as initial_n
+  void* divisor = nullptr;   // scale n q, (batch, seqlen, heads)
+  void* final_n = nullptr;   // as initial_n
+  bool only_states = false;  // ends with `states` and final_n, of sequences that are not packed
 };
 struct NormalizerBwdParams : NormalizerParams {
   const void *read_divisor = nullptr, *m = nullptr;
@@ -90,7 +91,7 @@ SSM_KERNEL_STRUCT(SequenceParams, 40);
 SSM_KERNEL_STRUCT(GateParams, 184);
 SSM_KERNEL_STRUCT(RowParams, 64);
 SSM_KERNEL_STRUCT(KeyView, 40);
-SSM_KERNEL_STRUCT(NormalizerParams, 208);
-SSM_KERNEL_STRUCT(NormalizerBwdParams, 352);
+SSM_KERNEL_STRUCT(NormalizerParams, 216);
+SSM_KERNEL_STRUCT(NormalizerBwdParams, 360);
 
 }  // namespace ssm_kernels::mlstm

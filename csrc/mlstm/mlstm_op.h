@@ -97,6 +97,9 @@ bool scale_rows_cuda(const Inputs& in, const at::Tensor& rows, const at::Tensor&
 // Write the divisor and the final n.
 void normalizer_cpu(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& final_n);
 void normalizer_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& final_n);
+// On CUDA, of sequences that are not packed, writes the final n and returns n before every kNormalizerChunk steps, (batch,
+// normalizer_chunks(seqlen), heads, key_dim), but for those before the first step.
+at::Tensor normalizer_states_cuda(const Inputs& in, const Gates& gates, const at::Tensor& final_n);
 // The gradients through the divisor and n, on CUDA. `out_products`: the sum over value_dim of the gradient of out times out, in
 // parts, (batch, seqlen, heads, parts), or undefined: zero.
 struct NormalizerGrads {
@@ -108,8 +111,9 @@ void normalizer_bwd_cuda(const Inputs& in, const Gates& gates, const at::Tensor&
                          const OptionalTensor& grad_final_n, NormalizerGrads& grads);
 
 // mlstm_scan's own chunked kernels (cuda/chunks.cpp), and whether they take a call: bfloat16 on compute capability 9.0, key_dim
-// 256, value_dim a multiple of 256, sequences neither packed nor numbered. chunks_fwd writes out and final_C. chunks_bwd, which
-// needs grad_out, writes the needed gradients of q, k, v and initial_C through the numerators.
+// 256, value_dim a multiple of 256, sequences neither packed nor numbered. chunks_fwd writes out, final_C and, with
+// `normalize`, the divisor and final_n. chunks_bwd, which needs grad_out, writes the needed gradients of q, k, v and initial_C
+// through the numerators.
 bool takes_chunks(const Inputs& in);
 void chunks_fwd(const Inputs& in, const Gates& gates, FwdOutputs& outputs);
 struct ChunkGrads {

@@ -7,7 +7,7 @@
 // one more chunked scan, with a column of ones in place of the values. The CPU computes fp16 and bf16 inputs as fp32.
 //
 // Calls that takes_chunks() names go to this operator's own chunked kernels (cuda/chunks.cpp) for numerators, division and
-// their gradients; the gates and the normalizer are the same.
+// their gradients, and for the divisor of forward; the gates and the rest of the normalizer are the same.
 //
 // Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: numerators are not rounded.
 //
@@ -128,6 +128,15 @@ ssd::Inputs product_scan(const Inputs& in, const Gates& gates) {
 bool is_on_cuda(const Inputs& in) {
 #ifdef SSM_KERNELS_WITH_CUDA
   return in.q.is_cuda();
+#else
+  return false;
+#endif
+}
+
+// Whether the chunked kernels of this operator take the call.
+bool has_chunks(const Inputs& in) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  return takes_chunks(in);
 #else
   return false;
 #endif
@@ -277,14 +286,14 @@ FwdOutputs scan(const Inputs& given) {
   const Split split(in);
   outputs.final_m = gates.final_m;
   if (in.normalize) {
-    normalize(in, gates, outputs);
+    if (!has_chunks(in)) normalize(in, gates, outputs);
   } else if (is_present(in.initial_n)) {
     outputs.final_n.copy_(*in.initial_n);
   } else {
     outputs.final_n.zero_();
   }
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (takes_chunks(in)) {
+  if (has_chunks(in)) {
     chunks_fwd(in, gates, outputs);
     return outputs;
   }
@@ -316,7 +325,7 @@ GradTensors scan_bwd(const BwdInputs& bwd) {
                               (needs[kGradQ] || needs[kGradK] || needs_gates || needs[kGradN]);
 
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (has_out && takes_chunks(in)) {
+  if (has_out && has_chunks(in)) {
     const ChunkGrads found = chunks_bwd(bwd, in, gates, grads);
     NormalizerGrads of_normalizer;
     if (has_normalizer) of_normalizer = normalizer_bwd(in, bwd, gates, found.out_products, grads);

@@ -24,6 +24,8 @@
 
 #include "common/math.h"
 #include "mlstm/cuda/chunk_states.cuh"
+#include "mlstm/cuda/divisor.cuh"
+#include "mlstm/mlstm.h"
 
 namespace ssm_kernels::mlstm {
 
@@ -43,10 +45,15 @@ union alignas(cuda::kOperandAlignment) ProductSlot {
 static_assert(sizeof(ProductSlot) == sizeof(ProductTile) && sizeof(ProductTile) == sizeof(ProductRows));
 static_assert(kMatrixKeys == kMatrixValues, "results of keys and of values have equally many columns");
 
+// Numbers of a chunk: its tables and, in a forward that divides, n before the chunk.
+struct alignas(16) ProductNumbers {
+  float tables[kChunkTables][kMatrixChunk], normalizer[kMatrixKeys];
+};
+
 struct ProductsShared {
   static constexpr int kSlots = 3, kTables = 2;
   ProductSlot slots[kSlots];
-  alignas(16) float tables[kTables][kChunkTables][kMatrixChunk];
+  ProductNumbers numbers[kTables];
   Mbarrier full[kSlots], empty[kSlots], tables_full[kTables], tables_empty[kTables];
 };
 
@@ -104,6 +111,22 @@ struct ChunkProducts {
     }
   }
 
+  __device__ __forceinline__ void load_numbers(const Job& job, ProductNumbers& target, Mbarrier& full) const {
+    const float* normalizer = nullptr;
+    if (results == Results::kOut && p.normalizers != nullptr) {
+      const int step = job.step(p);
+      if (step > 0) {
+        const int64_t chunk = job.entry(p) * normalizer_chunks(p.seqlen) + step / kNormalizerChunk;
+        normalizer = p.normalizers + (chunk * p.heads + job.head(p)) * kMatrixKeys;
+      } else if (p.initial_normalizers != nullptr) {
+        normalizer = p.initial_normalizers + (job.entry(p) * p.heads + job.head(p)) * kMatrixKeys;
+      }
+    }
+    full.arrive_and_expect_tx(sizeof(target.tables) + (normalizer == nullptr ? 0 : sizeof(target.normalizer)));
+    cuda::tma_load(target.tables, p.tables + int64_t(job.number) * (kChunkTables * kMatrixChunk), sizeof(target.tables), full);
+    if (normalizer != nullptr) cuda::tma_load(target.normalizer, normalizer, sizeof(target.normalizer), full);
+  }
+
   __device__ __forceinline__ void load() const {
     PipelineState at;
     for_each_job([&](const Job& job, int round) {
@@ -129,9 +152,7 @@ struct ChunkProducts {
       };
       const int table = round % ProductsShared::kTables, uses = round / ProductsShared::kTables;
       if (uses > 0) shared.tables_empty[table].wait(uses - 1);
-      shared.tables_full[table].arrive_and_expect_tx(sizeof(shared.tables[table]));
-      cuda::tma_load(shared.tables[table], p.tables + int64_t(job.number) * (kChunkTables * kMatrixChunk),
-                     sizeof(shared.tables[table]), shared.tables_full[table]);
+      load_numbers(job, shared.numbers[table], shared.tables_full[table]);
 
       const cuda::TmaDescriptor& rows = kSumsValues ? (is_reverse ? p.v : p.grad_out) : is_reverse ? p.k : p.q;
       const cuda::TmaDescriptor& columns = kSumsValues ? (is_reverse ? p.grad_out : p.v) : is_reverse ? p.q : p.k;
@@ -199,11 +220,11 @@ struct ChunkProducts {
       return tables[is_reverse ? kTableToEnd : kTableFromStart][first_row + 8 * half];
     }
 
-    // Weights P of 64 columns. On the diagonal, pairs in which the column does not come before the row are zero. With `own`,
-    // the pairs of a step with itself go there instead.
+    // Weights P of 64 columns, and adds them to `row_sums`. On the diagonal, pairs in which the column does not come before the
+    // row are zero. With `own`, the pairs of a step with itself go there instead.
     template <bool is_diagonal, bool has_own, bool splits>
     __device__ __forceinline__ void apply(const float (&products)[8][4], int first_column, Weighted<splits>& weighted,
-                                          float (&own)[2]) const {
+                                          float (&own)[2], float (&row_sums)[2]) const {
       const float minus_sign = is_reverse ? 1.0f : -1.0f;
       const int direction = is_reverse ? -1 : 1;
       const int first_distance = direction * (lane.quad - 2 * lane.pair + 16 * lane.warp);
@@ -230,6 +251,7 @@ struct ChunkProducts {
               values[e] = distance > (has_own ? 0 : -1) ? values[e] : 0.0f;
             }
           }
+          row_sums[half] += values[0] + values[1];
           const uint32_t hi = cuda::pack<Scalar>(values[0], values[1]);
           weighted.hi[n / 2][n % 2 * 2 + half] = hi;
           if constexpr (splits) weighted.lo[n / 2][n % 2 * 2 + half] = cuda::pack_lo<Scalar>(values[0], values[1], hi);
@@ -273,7 +295,7 @@ struct ChunkProducts {
   template <bool has_beside>
   __device__ __forceinline__ void compute(const Job& job, int round, const FragmentLane& lane, PipelineState& at,
                                           int& held_slot) const {
-    constexpr bool kSplits = results == Results::kOut;
+    constexpr bool kSplits = results == Results::kOut, kDivides = results == Results::kOut;
     const bool is_reverse = job.is_reverse();
     const int index = is_reverse == has_beside ? 0 : 1;
     const FragmentPairs<> pairs(lane);
@@ -292,6 +314,11 @@ struct ChunkProducts {
     // With the first tile goes the slot of the last result, whose rows TMA stores have read by then.
     int previous = max(held_slot, 0);
     bool arrives = held_slot >= 0;
+    const int table = round % ProductsShared::kTables;
+    const ProductNumbers& numbers = shared.numbers[table];
+    // The rows' products with n before the chunk.
+    float of_normalizer[2] = {0, 0};
+    if constexpr (kDivides) shared.tables_full[table].wait(round / ProductsShared::kTables);
     // At least one: a loop that may be skipped would keep two copies of the accumulators.
     int left = tiles;
 #pragma unroll 1
@@ -299,6 +326,18 @@ struct ChunkProducts {
       shared.full[at.stage].wait(at.phase);
       const ProductTile& tile = shared.slots[at.stage].tile;
       const uint64_t rows = cuda::make_operand(tile.rows[index]), columns = cuda::make_operand(tile.columns[index]);
+      if constexpr (kDivides) {
+        const float* const normalizer = numbers.normalizer + (tiles - left) * kTile + 2 * lane.pair;
+#pragma unroll
+        for (int n = 0; n < kTile / 8; ++n) {
+          const float2 of_columns = *reinterpret_cast<const float2*>(normalizer + 8 * n);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 pair = cuda::unpack<Scalar>(pairs.at(shared.slots[at.stage].tile.rows[index], n, half));
+            of_normalizer[half] = fmaf(pair.x, of_columns.x, fmaf(pair.y, of_columns.y, of_normalizer[half]));
+          }
+        }
+      }
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -331,16 +370,32 @@ struct ChunkProducts {
     cuda::warpgroup_wait<0>(result[1]);
     release(shared.empty[previous], lane);
 
-    const int table = round % ProductsShared::kTables;
-    shared.tables_full[table].wait(round / ProductsShared::kTables);
-    const Weights weights(shared.tables[table], lane, index, is_reverse);
+    if constexpr (!kDivides) shared.tables_full[table].wait(round / ProductsShared::kTables);
+    const Weights weights(numbers.tables, lane, index, is_reverse);
     Weighted<kSplits> on_diagonal, of_beside;
-    float own[2] = {0, 0};
-    weights.template apply<true, kSumsValues, kSplits>(diagonal, index * kTile, on_diagonal, own);
+    float own[2] = {0, 0}, row_sums[2] = {0, 0};
+    weights.template apply<true, kSumsValues, kSplits>(diagonal, index * kTile, on_diagonal, own, row_sums);
     if constexpr (has_beside) {
-      weights.template apply<false, false, kSplits>(beside, (1 - index) * kTile, of_beside, own);
+      weights.template apply<false, false, kSplits>(beside, (1 - index) * kTile, of_beside, own, row_sums);
     }
     const float of_state[2] = {weights.of_state(0), weights.of_state(1)};
+    float factors[2] = {1, 1};
+    if constexpr (kDivides) {
+      const bool has_normalizer = job.step(p) > 0 || p.initial_normalizers != nullptr;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Without any decay left, n before the chunk is dropped: zero times Inf would be NaN.
+        const float before = has_normalizer && of_state[half] != 0 ? of_state[half] * of_normalizer[half] : 0.0f;
+        const float divisor = static_cast<float>(p.scale) * over_row(before + row_sums[half]);
+        const int row = index * kTile + lane.row + 8 * half, step = job.step(p) + row;
+        if (p.normalizers == nullptr) continue;
+        factors[half] =
+            static_cast<float>(p.scale) / (divisor_size(divisor, numbers.tables[kTableFloor][row]) + static_cast<float>(p.eps));
+        if (lane.pair == 0 && job.kind == 0 && step < p.seqlen) {
+          p.written_divisor[(job.entry(p) * p.seqlen + step) * p.heads + job.head(p)] = divisor;
+        }
+      }
+    }
     if constexpr (kSumsValues) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) own[half] = over_row(own[half]);
@@ -382,6 +437,10 @@ struct ChunkProducts {
         same[half] = fmaf(mine.x, other.x, fmaf(mine.y, other.y, same[half]));
         low = fmaf(own[half], mine.x, low);
         high = fmaf(own[half], mine.y, high);
+      }
+      if constexpr (kDivides) {
+        low *= factors[half];
+        high *= factors[half];
       }
       target = cuda::pack<Scalar>(low, high);
     });

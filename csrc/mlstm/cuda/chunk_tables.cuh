@@ -7,6 +7,7 @@
 
 #include "common/math.h"
 #include "mlstm/cuda/chunks.h"
+#include "mlstm/cuda/divisor.cuh"
 #include "mlstm/cuda/warps.cuh"
 
 namespace ssm_kernels::mlstm {
@@ -64,21 +65,20 @@ __global__ void __launch_bounds__(kTableWarps* cuda::kWarpSize)
     mlstm_chunk_tables_kernel(const __grid_constant__ ChunkParams p, int64_t first) {
   const ChunkOfWarp chunk(p, first);
   if (chunk.number >= p.lines() * p.chunks) return;
-  float log2_decay[kLaneSteps], gain[kLaneSteps], factor[kLaneSteps], to_end[kLaneSteps], from_start[kLaneSteps];
+  float log2_decay[kLaneSteps], gain[kLaneSteps], factor[kLaneSteps], floor[kLaneSteps], to_end[kLaneSteps],
+      from_start[kLaneSteps];
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kLaneSteps; ++i) {
-    gain[i] = factor[i] = 0;
+    gain[i] = factor[i] = floor[i] = 0;
     if (chunk.is_there(p, i)) {
       const int64_t place = chunk.place(p, i);
       const float log2 = p.log_decay[place] * static_cast<float>(kLog2E);
       sum += log2 < kLeastLog2 ? kLeastLog2 : log2;  // NaN stays
       gain[i] = p.gain[place];
-      factor[i] = static_cast<float>(p.scale);
-      if (p.divisor != nullptr) {
-        const float size = fabsf(p.divisor[place]), floor = Math<float>::exp(-p.m[place]);
-        factor[i] /= (size > floor || size != size ? size : floor) + static_cast<float>(p.eps);
-      }
+      if (p.divisor != nullptr || p.normalizers != nullptr) floor[i] = Math<float>::exp(-p.m[place]);
+      factor[i] = p.normalizers != nullptr ? 1.0f : static_cast<float>(p.scale);
+      if (p.divisor != nullptr) factor[i] /= divisor_size(p.divisor[place], floor[i]) + static_cast<float>(p.eps);
     }
     log2_decay[i] = sum;
   }
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kTableWarps* cuda::kWarpSize)
   store(kTableLog2Decay, log2_decay);
   store(kTableGain, gain);
   store(kTableFactor, factor);
+  store(kTableFloor, floor);
   store(kTableToEnd, to_end);
   store(kTableFromStart, from_start);
 }

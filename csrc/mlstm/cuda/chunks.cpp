@@ -83,7 +83,7 @@ struct Call {
         q(with_tma_rows(in.q)),
         k(with_tma_rows(in.k)),
         v(with_tma_rows(in.v)),
-        divisor(in.normalize ? given_divisor.contiguous() : at::Tensor()),
+        divisor(given_divisor.defined() ? given_divisor.contiguous() : at::Tensor()),
         initial_C(contiguous_floats(in.initial_C)) {
     describe(params.q, q);
     describe(params.k, k);
@@ -184,10 +184,18 @@ bool takes_chunks(const Inputs& in) {
 
 void chunks_fwd(const Inputs& in, const Gates& gates, FwdOutputs& outputs) {
   const c10::cuda::CUDAGuard guard(in.q.device());
-  Call call(in, gates, outputs.divisor, /*is_backward=*/false);
+  Call call(in, gates, at::Tensor(), /*is_backward=*/false);
   const Target out(outputs.out);
   out.describe(call.params.out);
   call.params.final_states = outputs.final_C.data_ptr<float>();
+  at::Tensor normalizers, initial_n;
+  if (in.normalize) {
+    normalizers = normalizer_states_cuda(in, gates, outputs.final_n);
+    initial_n = contiguous_floats(in.initial_n);
+    call.params.normalizers = floats_of(normalizers);
+    call.params.initial_normalizers = floats_of(initial_n);
+    call.params.written_divisor = outputs.divisor.data_ptr<float>();
+  }
   call.run();
   out.finish();
 }

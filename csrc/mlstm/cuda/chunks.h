@@ -16,7 +16,8 @@ constexpr int kMatrixValues = 256;  // value_dim is a multiple of it: values of 
 enum ChunkTable : int {
   kTableLog2Decay,  // the sum of the log2 decays of the chunk up to the step
   kTableGain,
-  kTableFactor,     // of the output
+  kTableFactor,     // of the output; 1 in a forward that divides
+  kTableFloor,      // e^-m, the least divisor
   kTableToEnd,      // the gain times the decay from the step to the chunk's end
   kTableFromStart,  // the factor times the decay from before the chunk to the step
   kChunkTables
@@ -40,8 +41,13 @@ struct ChunkParams {
   int64_t first_entry = 0, entries = 0, first_head = 0, part_heads = 0;
   int64_t multiprocessors = 1, segments = 1;
   double scale = 1, eps = 0;
-  // (batch, seqlen, heads), fp32. Without `divisor` the factor of each output is `scale`.
+  // (batch, seqlen, heads), fp32. With `divisor`, as backward of a call that divides has it, the factor of each output is scale
+  // / (max(|divisor|, e^-m) + eps), else `scale`.
   const float *log_decay = nullptr, *gain = nullptr, *m = nullptr, *divisor = nullptr;
+  // Forward of a call that divides: n before every kNormalizerChunk steps, (batch, normalizer_chunks(seqlen), heads, key_dim),
+  // n before the first step, (batch, heads, key_dim) or null: zero, and the divisors, which the kernels write.
+  const float *normalizers = nullptr, *initial_normalizers = nullptr;
+  float* written_divisor = nullptr;
   // (batch, heads, value_dim, key_dim), or null: states before the first step and their gradients, and those after the last
   // one.
   const float *initial_states = nullptr, *grad_final_states = nullptr;
@@ -60,6 +66,6 @@ struct ChunkParams {
 
   constexpr int64_t lines() const { return entries * part_heads; }
 };
-SSM_KERNEL_STRUCT(ChunkParams, 1280);
+SSM_KERNEL_STRUCT(ChunkParams, 1408);
 
 }  // namespace ssm_kernels::mlstm

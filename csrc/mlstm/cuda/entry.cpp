@@ -88,7 +88,7 @@ struct NormalizerCall {
     params.gain = gates.gain.const_data_ptr();
     params.initial_n = data_of(initial_n);
     const int64_t chunks = normalizer_chunks(params.seqlen);
-    if (chunks <= 1) return;
+    if (chunks <= 1 && !params.only_states) return;
     // Forward of float32 sums in float64 (normalizer.cuh).
     const bool sums_wide = !is_backward && in.q.scalar_type() == at::kFloat;
     const at::TensorOptions options = sums_wide ? gates.gain.options().dtype(at::kDouble) : gates.gain.options();
@@ -162,6 +162,19 @@ void normalizer_cuda(const Inputs& in, const Gates& gates, const at::Tensor& div
   launch_for(in.q, [&](auto scalar) {
     return launch_mlstm_normalizer<decltype(scalar)>(params, has_vectors(in.q) && has_vectors(in.k), stream);
   });
+}
+
+at::Tensor normalizer_states_cuda(const Inputs& in, const Gates& gates, const at::Tensor& final_n) {
+  const c10::cuda::CUDAGuard guard(in.q.device());
+  NormalizerParams params;
+  params.only_states = true;
+  const NormalizerCall call(in, gates, params, /*is_backward=*/false);
+  params.final_n = final_n.mutable_data_ptr();
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  launch_for(in.q, [&](auto scalar) {
+    return launch_mlstm_normalizer<decltype(scalar)>(params, has_vectors(in.q) && has_vectors(in.k), stream);
+  });
+  return call.states;
 }
 
 void normalizer_bwd_cuda(const Inputs& in, const Gates& gates, const at::Tensor& divisor, const at::Tensor& out_products,

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
 }
 
 // Replaces what each chunk adds by n before it, or by the gradient of n after it. A thread has a channel.
-template <typename Sum>
+template <typename Sum, typename Acc>
 __global__ void __launch_bounds__(kScanThreads)
     mlstm_normalizer_scan_kernel(const __grid_constant__ NormalizerParams p, int64_t blocks_of_direction) {
   const bool is_reverse = blockIdx.x >= blocks_of_direction;
@@ -268,6 +268,7 @@ __global__ void __launch_bounds__(kScanThreads)
       carried = decay[i] == Sum(0) ? added[i] : Math<Sum>::fma(decay[i], carried, added[i]);
     }
   }
+  if (p.only_states) static_cast<Acc*>(p.final_n)[thread] = static_cast<Acc>(carried);
 }
 
 template <typename Scalar, int size>
@@ -427,13 +428,13 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
 // Computes p.states and, in backward, p.grad_states; not where each row is one chunk.
 template <typename Scalar, int size, typename Params>
 cudaError_t launch_normalizer_states(const Params& p, int64_t warps, cudaStream_t stream) {
-  if (normalizer_chunks(p.seqlen) <= 1) return cudaSuccess;
+  if (normalizer_chunks(p.seqlen) <= 1 && !p.only_states) return cudaSuccess;
   cudaError_t error = launch_warps<kSumsWarps>(mlstm_normalizer_sums_kernel<Scalar, size, Params>, warps, stream, p);
   if (error != cudaSuccess) return error;
   const int64_t blocks = (p.batch * p.heads * p.key_dim + kScanThreads - 1) / kScanThreads;
   const int directions = std::is_same_v<Params, NormalizerBwdParams> ? 2 : 1;
-  return cuda::launch(mlstm_normalizer_scan_kernel<SumType<Scalar, Params>>, directions * blocks, kScanThreads, 0, stream,
-                      false, static_cast<const NormalizerParams&>(p), blocks);
+  return cuda::launch(mlstm_normalizer_scan_kernel<SumType<Scalar, Params>, cuda::AccumulateType<Scalar>>, directions * blocks,
+                      kScanThreads, 0, stream, false, static_cast<const NormalizerParams&>(p), blocks);
 }
 
 template <typename Scalar, int size, typename Params>
@@ -444,6 +445,7 @@ cudaError_t launch_normalizer(const Params& p, cudaStream_t stream) {
   if constexpr (std::is_same_v<Params, NormalizerBwdParams>) {
     return launch_warps<1>(mlstm_normalizer_bwd_kernel<Scalar, size>, warps, stream, p);
   } else {
+    if (p.only_states) return cudaSuccess;
     return launch_warps<kSumsWarps>(mlstm_normalizer_fwd_kernel<Scalar, size>, warps, stream, p);
   }
 }

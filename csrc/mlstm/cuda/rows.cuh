@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "common/math.h"
+#include "mlstm/cuda/divisor.cuh"
 #include "mlstm/cuda/launch.h"
 #include "mlstm/cuda/warps.cuh"
 
@@ -21,9 +22,8 @@ __global__ void __launch_bounds__(kRowWarps* cuda::kWarpSize)
   const int64_t row = warp_number<kRowWarps>(first);
   if (row >= p.count) return;
   const int lane = threadIdx.x % cuda::kWarpSize;
-  const Acc size = Math<Acc>::abs(static_cast<const Acc*>(p.divisor)[row]);
-  const Acc floor = Math<Acc>::exp(-static_cast<const Acc*>(p.m)[row]);
-  const Acc factor = static_cast<Acc>(p.scale) / ((size > floor || size != size ? size : floor) + static_cast<Acc>(p.eps));
+  const Acc size = divisor_size(static_cast<const Acc*>(p.divisor)[row], Math<Acc>::exp(-static_cast<const Acc*>(p.m)[row]));
+  const Acc factor = static_cast<Acc>(p.scale) / (size + static_cast<Acc>(p.eps));
   const Scalar* const source = static_cast<const Scalar*>(p.rows) + row * p.columns;
   Scalar* const target = static_cast<Scalar*>(p.out) + row * p.columns;
 #pragma unroll 4
