@@ -108,6 +108,8 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   const float* initial_states = nullptr;
   int64_t states_stride_entry = 0;
   float* final_states = nullptr;
+  const int64_t* first_segments = nullptr;  // as in DeltaRuleBwdParams
+  int64_t sequences = 0;
   // They describe tiles of 64 steps, or as many rows as these have, and 64 columns for TMA.
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, out_descriptor = {};
   // StateCarry reads these members, as in SsdFwdParams. The delta rule has no chunk states: they keep their defaults.
@@ -118,17 +120,28 @@ struct DeltaRuleFwdParams : ChunkedGeometry {
   const void* inverses = nullptr;  // of DeltaRuleMatricesParams
 };
 
-// Parameters of the kernel that computes the states before each of `segments` segments of a sequence, or their gradients after
-// each segment if is_reverse (cuda/segment_fold.cuh).
+// Parameters of the kernel that cuts sequences into segments of segment_steps steps (cuda/segment_fold.cuh). A sequence has one
+// at least. The places of all segments, `places`, are as many as any lengths of the sequences need; the last ones may be empty.
+struct DeltaRuleSegmentsParams {
+  int64_t sequences = 0, places = 0, segment_steps = 0;
+  int64_t seqlen = 0;                   // of each sequence, or of all packed sequences together
+  const int64_t* cu_seqlens = nullptr;  // (sequences + 1,) if they are packed
+  int64_t* bounds = nullptr;            // (places + 1,): the segments as packed sequences
+  int64_t* first_segments = nullptr;    // (sequences + 1,): of each sequence, and after the last one
+  int64_t* last_segments = nullptr;     // (sequences,)
+};
+
+// Parameters of the kernel that computes the states before each segment of each sequence, or their gradients after each segment
+// if is_reverse (cuda/segment_fold.cuh).
 struct DeltaRuleFoldParams {
-  int64_t batch = 0, heads = 0;
-  int segments = 0;
+  int64_t sequences = 0, heads = 0;
   int headdim = 0, dstate = 0;
   int map_rows = 0;  // of a segment's map: headdim, filled up to whole tiles, and dstate
   bool is_reverse = false;
-  const float* maps = nullptr;    // (batch * segments, heads, map_rows, dstate)
-  const float* states = nullptr;  // (batch, heads, headdim, dstate): before the first segment (after the last); null: zero
-  float* starts = nullptr;        // (batch * segments, heads, headdim, dstate)
+  const int64_t* first_segments = nullptr;  // as in DeltaRuleSegmentsParams
+  const float* maps = nullptr;              // (places, heads, map_rows, dstate)
+  const float* states = nullptr;  // (sequences, heads, headdim, dstate): before the first segment (after the last); null: zero
+  float* starts = nullptr;        // (places, heads, headdim, dstate)
 };
 
 // Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
@@ -155,6 +168,11 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   const float *initial_states = nullptr, *grad_final_states = nullptr;
   float *final_states = nullptr, *grad_initial_states = nullptr;
   int64_t states_stride_entry = 0;
+  // For maps of segments (cuda/segment_fold.cuh): those of DeltaRuleSegmentsParams, and the rows of V; the other rows of a
+  // state have no values. Null: the states are those of sequences.
+  const int64_t* first_segments = nullptr;
+  int64_t sequences = 0;
+  int value_rows = 0;
   void *matrices = nullptr, *states = nullptr;  // (chunk_numbers, heads, ...), aligned to 128 bytes; launch.h: states null
   float* sums = nullptr;  // with several value heads of a key head, (blocks, kWarpgroups, kChunk, tile_columns)
   // As in DeltaRuleFwdParams. With several updates a step q_of_updates and grad_out_of_updates describe tiles that have a row
@@ -177,5 +195,6 @@ SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);
 SSM_KERNEL_STRUCT(DeltaRuleGateGradsParams, 256);
 SSM_KERNEL_STRUCT(DeltaRuleMatricesParams, 384);
 SSM_KERNEL_STRUCT(DeltaRuleRowGradsParams, 168);
+SSM_KERNEL_STRUCT(DeltaRuleSegmentsParams, 64);
 
 }  // namespace ssm_kernels::delta_rule

@@ -41,16 +41,22 @@ inline RowsView rows_view(const at::Tensor& rows, bool is_reversed) {
   return is_reversed ? reversed_view_of(rows) : view_of(rows);
 }
 
+// A part's rows as the kernels of `params` take them: all rows of the batch as one if these have segments.
+at::Tensor rows_for(const DeltaRuleBwdParams& params, const at::Tensor& rows);
+
 // The work tiles of the states of a part.
 WorkPartition bwd_partition_of(const DeltaRuleBwdParams& params);
 
-// Queues the kernels with mma.sync. Each part of the keys' columns has its terms of the gradients of log decays.
-void launch_bwd_sm80(const Inputs& in, const GradOperands& of, const DeltaRuleBwdParams& common, const Range& range);
+// They queue kernels: with has_matrices not the first, and without a workspace of states not the last.
+//
+// The kernels with mma.sync. Each part of the keys' columns has its terms of the gradients of log decays.
+void launch_bwd_sm80(const Inputs& in, const GradOperands& of, const DeltaRuleBwdParams& common, const Range& range,
+                     bool has_matrices);
 
-// Queues the kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
+// The kernels of keys of more than kStateColumns columns. Each part of the columns has its gradients of q and k, and
 // its terms of those of log decays, which are sums over columns. The first part has the gradients of v and beta.
 void launch_bwd_wide(const Inputs& in, const GradOperands& of, const DeltaRuleBwdParams& params, const Range& range,
-                     const KeyGrads& grads);
+                     const KeyGrads& grads, bool has_matrices);
 
 }  // namespace ssm_kernels::delta_rule
 

@@ -93,6 +93,7 @@ struct BwdWideStates {
       }
     } else {
       scan<false>(state, state_tile, index, lane);
+      if (p.final_states != nullptr) state.store(p, states_of(p, p.final_states, at.entry), state_tile, lane);
     }
   }
 
@@ -266,11 +267,11 @@ struct BwdWideStates {
     StatesOfChunk* const target = target_of(chunk, state_tile);
     cuda::tma_store(backward ? &target->y : &target->e, &shared.steps[index], sizeof(target->e), starts);
   }
-  static __device__ __forceinline__ bool publish(const StateTile& state_tile, int index) {
+  __device__ __forceinline__ bool publish(const StateTile& state_tile, int index) {
     cuda::tma_store_wait_read<0>();
     cuda::fence_proxy_async();
     sync_warpgroup(index);
-    return threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there();
+    return threadIdx.x % kWarpgroupThreads == 0 && p.states != nullptr && state_tile.is_there();
   }
 };
 

@@ -91,6 +91,7 @@ struct FwdSm90 {
   using TileState = State<columns>;
   using Epilogue = std::conditional_t<has_updates, UpdatesEpilogue<Scalar, RoundOut, Params>,
                                       TmaEpilogue<Scalar, InOrder, RoundOut, Params>>;
+  static constexpr bool kIsOfMaps = states_only;
   static constexpr int kStateGroups = columns / 16, kOutBlocks = kChunkRows<has_updates> / kBlockSteps;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + 2 * kWarpgroupThreads;
   static constexpr int kTileColumns = 64;  // of a TMA tile

@@ -40,6 +40,7 @@ struct FwdWide {
   using Shared = FwdWideShared;
   using TileState = State<kWideColumns>;
   using Epilogue = TmaEpilogue<Scalar, InOrder, RoundOut, Params>;
+  static constexpr bool kIsOfMaps = false;
   static constexpr int kThreads = kConsumerThreadsOfBlock + kWarpgroupThreads;
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 

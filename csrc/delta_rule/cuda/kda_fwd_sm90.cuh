@@ -46,6 +46,7 @@ struct KdaFwd {
   using Shared = KdaFwdShared;
   using TileState = State<kStateColumns>;
   using Epilogue = TmaEpilogue<Scalar, InOrder, RoundOut, Params>;
+  static constexpr bool kIsOfMaps = states_only;
   static constexpr int kStateGroups = kStateColumns / 16;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;

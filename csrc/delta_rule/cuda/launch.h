@@ -13,7 +13,8 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_fwd(const DeltaRuleFwdParams& params, const Schedule& schedule, bool states_only,
                                                  bool follows_matrices, cudaStream_t stream);
 
-// Queues the kernel that folds the maps of segments (segment_fold.cuh).
+// Queue the kernels that cut sequences into segments, and that fold the maps of segments (segment_fold.cuh).
+SSM_KERNEL_API cudaError_t launch_delta_rule_segments(const DeltaRuleSegmentsParams& params, cudaStream_t stream);
 SSM_KERNEL_API cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream);
 
 // Queues the kernel that computes forward's matrices of all chunks (chunk_matrices_sm90.cuh).

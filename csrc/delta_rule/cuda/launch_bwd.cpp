@@ -195,44 +195,37 @@ class Backward {
     }
   }
 
-  // The chunks of a segment, if cutting each sequence of a part into segments takes less time than not, else 0. On an H200 a
-  // chunk takes about 2.2 us, 3.2 us if all multiprocessors have a block, and 2 us in a map, whose blocks may run in several
-  // waves. Both folds take about 60 us for four segments and 170 us for eight, and the additional launches about 30 us.
+  // The chunks of a segment of a part's sequences, 0 if they are not cut (segments.h).
   int64_t chunks_of_segment(const Range& range) const {
-    if (is_packed() || of_.resets.defined() || in_.q.size(3) % 4 != 0 || is_wide() || is_sm80_) return 0;
+    if (of_.resets.defined() || in_.q.size(3) % 4 != 0) return 0;
     if (reverses_rows_ && range.entries > 1) return 0;  // not the order of all rows as one
     for (const at::Tensor* tensor : {&of_.q, &of_.k, &of_.v, &of_.grad_out, &of_.log_decay, &of_.beta, &of_.row_factors,
                                      &of_.grad_q, &of_.grad_k, &of_.grad_v, &of_.grad_log_decay, &of_.grad_beta}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
     }
-    const int64_t multiprocessors = cuda::multiprocessor_count(in_.q.get_device()),
-                  chunks = ceil_div(seqlen(), int64_t{kChunk}), tiles = row_blocks(in_.v.size(3)),
-                  map_tiles = tiles + row_blocks(in_.q.size(3)), sequences = kDirections * range.entries * range.heads,
-                  blocks = sequences * ceil_div(tiles, int64_t{kWarpgroups}),
-                  map_blocks = sequences * ceil_div(map_tiles, int64_t{kWarpgroups});
-    int64_t best = 0, least = 18 * chunks;  // in 0.1 us; four fifths of the uncut time
-    for (int64_t segments = 3; segments <= std::min(multiprocessors / blocks, chunks); ++segments) {
-      const int64_t length = ceil_div(chunks, segments), waves = ceil_div(map_blocks * segments, multiprocessors),
-                    busy = 10 * blocks * segments / multiprocessors,
-                    time = 300 + (22 + busy + 20 * waves) * length + (40 + 25 * segments) * segments;
-      if (time < least) {
-        least = time;
-        best = length;
-      }
-    }
-    return best;
+    const SegmentTimes times = is_sm80_    ? bwd_sm80_times(in_.q.size(3), in_.q.element_size())
+                               : is_wide() ? kBwdWideTimes
+                                           : kBwdTimes;
+    const int64_t sequences = is_packed() ? in_.cu_seqlens->size(0) - 1 : range.entries;
+    if (sequences == 0) return 0;
+    // The kernels with mma.sync take one direction in time after the other.
+    const SegmentedWork work{(is_sm80_ ? 1 : kDirections) * sequences * range.heads,
+                             ceil_div(seqlen(), is_packed() ? sequences * kChunk : int64_t{kChunk}), is_packed(), in_.v.size(3),
+                             in_.q.size(3)};
+    return delta_rule::chunks_of_segment(work, times, cuda::multiprocessor_count(in_.q.get_device()));
   }
 
   void run_part(const Range& range) {
     DeltaRuleBwdParams params;
-    const int64_t seqlen = this->seqlen(), of_segment = chunks_of_segment(range),
-                  segments = of_segment > 0 ? ceil_div(seqlen, of_segment * kChunk) : 0;
+    const int64_t seqlen = this->seqlen(), chunks_of_each = chunks_of_segment(range);
+    const bool has_segments = chunks_of_each > 0;
     // Segments are packed sequences of one row.
-    const auto rows = [&](const at::Tensor& tensor) { return segments > 0 ? as_one_row(tensor) : tensor; };
-    at::Tensor cu_seqlens = of_.cu_seqlens;
-    if (segments > 0) cu_seqlens = segment_bounds(range.entries, seqlen, of_segment, in_.q.options());
+    const auto rows = [&](const at::Tensor& tensor) { return has_segments ? as_one_row(tensor) : tensor; };
+    Segments segments;
+    if (has_segments) segments = cut_sequences(of_.cu_seqlens, range.entries, seqlen, chunks_of_each, in_.q.options());
+    const at::Tensor cu_seqlens = has_segments ? segments.bounds : of_.cu_seqlens;
     params.batch = cu_seqlens.defined() ? cu_seqlens.size(0) - 1 : range.entries;
-    params.seqlen = segments > 0 ? range.entries * seqlen : seqlen;
+    params.seqlen = has_segments ? range.entries * seqlen : seqlen;
     params.heads = params.groups = range.heads;
     params.headdim = static_cast<int>(in_.v.size(3));
     params.dstate = static_cast<int>(in_.q.size(3));
@@ -305,21 +298,14 @@ class Backward {
       sums = empty_tensor({multiprocessors, kWarpgroups, kChunk, tile_columns(in_.q.size(3))}, fp32());
       params.sums = sums.data_ptr<float>();
     }
-    Segments of_segments;
-    if (segments > 0) of_segments = start_segments(range, params);
+    StatesOfSegments of_segments;
+    if (has_segments) of_segments = start_segments(range, segments, params);
     const at::Tensor states = empty_tensor({chunks, states_bytes()}, bytes);
     params.states = states.data_ptr();
-    if (is_sm80_) {
-      launch_bwd_sm80(in_, of_, params, range);
-    } else if (is_wide()) {
-      launch_bwd_wide(in_, of_, params, range, {grad_q, grad_k, reverses_key_rows()});
-    } else {
-      launch(params, range, /*has_matrices=*/segments > 0);
-    }
+    launch(params, range, {grad_q, grad_k, reverses_key_rows()}, has_segments);
     if (of_segments.grad_starts.defined()) {
-      range.of_entries(of_.grad_initial_states)
-          .narrow(1, range.head, range.heads)
-          .copy_(of_segments.grad_starts.unflatten(0, {range.entries, segments}).select(1, 0));
+      states_of_range(range, of_.grad_initial_states)
+          .copy_(of_segments.grad_starts.index_select(0, segments.first.narrow(0, 0, segments.sequences)));
     }
     if (!has_fp32_rows_) return;
     if (takes_value_heads()) {
@@ -344,12 +330,8 @@ class Backward {
     DeltaRuleGateOptions& options = of_channels.arguments.options;
     if (options.A_log != nullptr) options.A_log += range.head;
     if (options.dt_bias != nullptr) options.dt_bias += range.head * in_.q.size(3);
-    const auto rows = [&](const at::Tensor& tensor) {
-      const at::Tensor of_range = range.of_key_heads(tensor);
-      return view_of(params.seqlen > tensor.size(1) ? as_one_row(of_range) : of_range);  // of segments of several rows
-    };
-    of_channels.arguments.q = rows(of_.q);
-    of_channels.arguments.k = rows(of_.k);
+    of_channels.arguments.q = view_of(rows_for(params, range.of_key_heads(of_.q)));
+    of_channels.arguments.k = view_of(rows_for(params, range.of_key_heads(of_.k)));
     at::Tensor sums;
     if ((needs(kGradALog) || needs(kGradDtBias)) && params.states != nullptr) {
       const bool are_packed = params.cu_seqlens != nullptr;
@@ -373,8 +355,10 @@ class Backward {
     gate_sums_.narrow(0, range.head, range.heads).add_(sums);
   }
 
-  // Queues backward's kernels, or those before the last one if params has no workspace of states.
-  void launch(const DeltaRuleBwdParams& params, const Range& range, bool has_matrices) {
+  // Queues backward's kernels: with has_matrices not the first, and without a workspace of states not the last.
+  void launch(const DeltaRuleBwdParams& params, const Range& range, const KeyGrads& grads, bool has_matrices) {
+    if (is_sm80_) return launch_bwd_sm80(in_, of_, params, range, has_matrices);
+    if (is_wide()) return launch_bwd_wide(in_, of_, params, range, grads, has_matrices);
     if (has_channels()) return launch_channels(params, range, has_matrices);
     const WorkPartition partition = bwd_partition_of(params);
     const int multiprocessors = cuda::multiprocessor_count(in_.q.get_device());
@@ -383,37 +367,37 @@ class Backward {
     C10_CUDA_CHECK(launch_kernels(params, partition, has_matrices, multiprocessors, c10::cuda::getCurrentCUDAStream()));
   }
 
-  // (segments, heads, value_dim, key_dim): the states before all segments, the gradients of those after, and of those before if
+  // (places, heads, value_dim, key_dim): the states before all segments, the gradients of those after, and of those before if
   // needed.
-  struct Segments {
+  struct StatesOfSegments {
     at::Tensor starts, grad_ends, grad_starts;
   };
 
+  // The states of a part.
+  at::Tensor states_of_range(const Range& range, const at::Tensor& states) const {
+    if (!states.defined()) return states;
+    return (is_packed() ? states : range.of_entries(states)).narrow(1, range.head, range.heads);
+  }
+
   // Queues the kernels that compute the states before and the gradients of those after all segments of a part, and makes them
   // the initial states and the gradients of final states of params.
-  Segments start_segments(const Range& range, DeltaRuleBwdParams& params) {
+  StatesOfSegments start_segments(const Range& range, const Segments& segments, DeltaRuleBwdParams& params) {
     const int64_t value_dim = in_.v.size(3), key_dim = in_.q.size(3);
-    const at::Tensor identities = map_starts(params.batch, range.heads, value_dim, key_dim, fp32()),
-                     maps = empty_tensor_like(identities), maps_of_grads = empty_tensor_like(identities);
+    const at::Tensor states = states_of_range(range, of_.initial_states), grads = states_of_range(range, of_.grad_final_states),
+                     starts = map_starts(segments, range.heads, value_dim, key_dim, states, /*is_reverse=*/false, fp32()),
+                     grad_ends = map_starts(segments, range.heads, value_dim, key_dim, grads, /*is_reverse=*/true, fp32()),
+                     maps = empty_tensor_like(starts), maps_of_grads = empty_tensor_like(starts);
     DeltaRuleBwdParams of_maps = params;
-    of_maps.headdim = static_cast<int>(maps.size(2));
-    of_maps.initial_states = of_maps.grad_final_states = identities.const_data_ptr<float>();
-    of_maps.final_states = maps.data_ptr<float>();
+    describe_maps(of_maps, segments, value_dim, starts, maps);
+    of_maps.grad_final_states = grad_ends.const_data_ptr<float>();
     of_maps.grad_initial_states = maps_of_grads.data_ptr<float>();
-    of_maps.states_stride_entry = maps.stride(0);
-    launch(of_maps, range, /*has_matrices=*/false);
-    const auto fold = [&](const at::Tensor& of, const at::Tensor& states, bool is_reverse) {
-      at::Tensor given;
-      if (states.defined()) given = range.of_entries(states).narrow(1, range.head, range.heads).contiguous();
-      at::Tensor result = empty_tensor({params.batch, range.heads, value_dim, key_dim}, fp32());
-      DeltaRuleFoldParams folded = fold_of(of, range.entries, value_dim);
-      folded.is_reverse = is_reverse;
-      if (given.defined()) folded.states = given.const_data_ptr<float>();
-      folded.starts = result.data_ptr<float>();
-      C10_CUDA_CHECK(launch_delta_rule_fold(folded, c10::cuda::getCurrentCUDAStream()));
+    launch(of_maps, range, /*grads=*/{}, /*has_matrices=*/false);
+    const auto fold = [&](const at::Tensor& of, const at::Tensor& given, bool is_reverse) {
+      at::Tensor result = empty_tensor({segments.places, range.heads, value_dim, key_dim}, fp32());
+      fold_maps(segments, of, given, is_reverse, result);
       return result;
     };
-    Segments result{fold(maps, of_.initial_states, false), fold(maps_of_grads, of_.grad_final_states, true), {}};
+    StatesOfSegments result{fold(maps, states, /*is_reverse=*/false), fold(maps_of_grads, grads, /*is_reverse=*/true), {}};
     params.initial_states = result.starts.const_data_ptr<float>();
     params.grad_final_states = result.grad_ends.const_data_ptr<float>();
     params.states_stride_entry = result.starts.stride(0);

@@ -1,14 +1,15 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "common/integers.h"
@@ -220,7 +221,7 @@ void launch_scan(at::ScalarType dtype, const DeltaRuleFwdParams& params, const W
 }
 
 // Queues the kernel that computes the chunk matrices and sets params.inverses. Returns the matrices' memory.
-at::Tensor make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& params, cudaStream_t stream) {
+std::vector<at::Tensor> make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& params, cudaStream_t stream) {
   const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, in.q.options().dtype(at::kByte));
   params.inverses = inverses.data_ptr();
@@ -228,11 +229,11 @@ at::Tensor make_matrices(const Inputs& in, const Operands&, DeltaRuleFwdParams& 
   DeltaRuleMatricesParams of_matrices = matrices_parameters_of(params, inverses.data_ptr(), multiprocessors);
   of_matrices.beta_is_fp32 = in.beta.scalar_type() == at::kFloat || in.beta_sigmoid;
   C10_CUDA_CHECK(launch_matrices(in.q.scalar_type(), of_matrices, stream));
-  return inverses;
+  return {inverses};
 }
 
 // The same for gates of channels of the key: the operands of all chunks, and the scan. Returns the operands' memory.
-std::array<at::Tensor, 2> make_matrices(const Inputs& in, const Operands& operands, KdaFwdParams& params, cudaStream_t stream) {
+std::vector<at::Tensor> make_matrices(const Inputs& in, const Operands& operands, KdaFwdParams& params, cudaStream_t stream) {
   const int64_t count = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   const at::TensorOptions bytes = in.q.options().dtype(at::kByte);
   const at::Tensor inverses = empty_tensor({count * kChunkMatrixBytes}, bytes),
@@ -263,33 +264,19 @@ void launch_scan(at::ScalarType dtype, const KdaFwdParams& params, const Work& w
   C10_CUDA_CHECK(launch(params, work.schedule, states_only, follows_chunks, stream));
 }
 
-// The chunks of a segment, if cutting each sequence into segments takes less time than not, else 0. On an H200 a chunk takes
-// about 2 us, and 1.4 us in a map (segment_fold.cuh), whose blocks may run in several waves; folding a segment takes about 6
-// us, and the additional launches about 40 us.
-int64_t chunks_of_segment(const Inputs& in, const Operands& operands) {
-  const int64_t multiprocessors = cuda::multiprocessor_count(in.q.device().index()),
-                chunks = ceil_div(operands.v.size(1), int64_t{kChunk}),
-                blocks = operands.q.size(0) * in.v.size(2) * ceil_div(row_blocks(in.v.size(3)), int64_t{kWarpgroups});
-  if (operands.cu_seqlens.defined() || operands.resets.defined()) return 0;
-  if (in.q.size(3) % 4 != 0 || is_wide(in.q.size(3))) return 0;
-  const int64_t map_tiles = row_blocks(in.v.size(3)) + row_blocks(in.q.size(3)),
-                map_blocks = operands.q.size(0) * in.v.size(2) * ceil_div(map_tiles, int64_t{kWarpgroups});
-  int64_t best = 0, least = 16 * chunks;  // in 0.1 us; four fifths of the uncut time
-  for (int64_t segments = 3; segments <= std::min(multiprocessors / blocks, chunks); ++segments) {
-    const int64_t length = ceil_div(chunks, segments), waves = ceil_div(map_blocks * segments, multiprocessors),
-                  time = 400 + (20 + 14 * waves) * length + 60 * segments;
-    if (time < least) {
-      least = time;
-      best = length;
-    }
-  }
-  return best;
+// The chunks of a segment of the call, 0 if it is not cut (segments.h).
+int64_t chunks_of_segment(const Inputs& in, const Operands& operands, const SegmentTimes& times) {
+  if (operands.resets.defined() || in.q.size(3) % 4 != 0) return 0;
+  const bool are_packed = operands.cu_seqlens.defined();
+  const int64_t sequences = operands.final_states.size(0), seqlen = operands.v.size(1);
+  if (sequences == 0) return 0;
+  const SegmentedWork work{sequences * in.v.size(2), ceil_div(seqlen, are_packed ? sequences * kChunk : int64_t{kChunk}),
+                           are_packed, in.v.size(3), in.q.size(3)};
+  return chunks_of_segment(work, times, cuda::multiprocessor_count(in.q.device().index()));
 }
 
-// The same steps as packed sequences, which are the segments of `chunks` chunks. The states before and after each segment are
-// uninitialized. Returns undefined tensors if strides do not allow a view of all rows as one.
-Operands as_segments(const Operands& operands, int64_t chunks) {
-  const int64_t batch = operands.v.size(0), seqlen = operands.v.size(1);
+// The tensors with all rows of the batch as one. Undefined tensors if strides do not allow such views.
+Operands rows_as_one(const Operands& operands) {
   Operands result = operands;
   for (at::Tensor* tensor :
        {&result.q, &result.k, &result.v, &result.out, &result.log_decay, &result.beta, &result.row_factors}) {
@@ -297,106 +284,176 @@ Operands as_segments(const Operands& operands, int64_t chunks) {
     if (!is_one_row(*tensor)) return {};
     *tensor = as_one_row(*tensor);
   }
-  result.cu_seqlens = segment_bounds(batch, seqlen, chunks, operands.q.options());
-  std::vector<int64_t> sizes = operands.final_states.sizes().vec();
-  sizes[0] = result.cu_seqlens.size(0) - 1;
-  result.initial_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
-  result.final_states = empty_tensor(c10::fromIntArrayRefSlow(sizes), operands.final_states.options());
   return result;
 }
 
-// Queues four kernels: the chunk matrices; the maps of all segments at once; the fold, which computes the state before each
-// segment; forward of all segments at once.
+// The kernels of a call of `operands`, which the constructor prepares: it queues the kernel of the matrices of all chunks.
+// queue_maps() then queues the kernel of the maps of segments, which are packed sequences (segment_fold.cuh), and queue_scan()
+// the scan. `Params` are those of the scan.
 template <typename Params>
-void launch_segments(const Inputs& in, const Operands& operands, const Operands& segments) {
-  const at::ScalarType dtype = in.q.scalar_type();
-  const int64_t batch = operands.q.size(0), count = segments.final_states.size(0) / batch;
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  // A segment's map has the rows of B, filled up to whole state tiles, and below them the rows of T, whose values are zero.
-  const at::Tensor identities =
-                       map_starts(batch * count, in.v.size(2), in.v.size(3), in.q.size(3), segments.final_states.options()),
-                   maps = empty_tensor_like(identities);
-  Params params;
-  static_cast<DeltaRuleFwdParams&>(params) = parameters_of(in, segments);
-  const auto memory = make_matrices(in, segments, params, stream);
-  Params of_maps = params;
-  of_maps.headdim = static_cast<int>(maps.size(2));
-  of_maps.initial_states = identities.const_data_ptr<float>();
-  of_maps.final_states = maps.data_ptr<float>();
-  of_maps.states_stride_entry = maps.stride(0);
-  const Work work_of_maps = divide(of_maps, in.q.options()), work = divide(params, in.q.options());
-  launch_scan(dtype, of_maps, work_of_maps, /*states_only=*/true, /*follows_matrices=*/true, stream);
-  DeltaRuleFoldParams fold = fold_of(maps, batch, in.v.size(3));
-  if (operands.initial_states.defined()) fold.states = operands.initial_states.const_data_ptr<float>();
-  fold.starts = segments.initial_states.data_ptr<float>();
-  C10_CUDA_CHECK(launch_delta_rule_fold(fold, stream));
-  launch_scan(dtype, params, work, /*states_only=*/false, /*follows_matrices=*/false, stream);
-  operands.final_states.copy_(segments.final_states.unflatten(0, {batch, count}).select(1, count - 1));
-}
+class ChunkedKernels {
+ public:
+  static SegmentTimes times(const Inputs&) { return kFwdTimes; }
 
-// Queues the two kernels for keys of more than kStateColumns columns.
-void launch_wide(const Inputs& in, const Operands& operands) {
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  DeltaRuleFwdParams params = parameters_of(in, operands);
-  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
-  const at::Tensor matrices = empty_tensor({chunks * kWideMatricesBytes}, in.q.options().dtype(at::kByte));
-  params.matrices = matrices.data_ptr();
-  const Work work = divide(params, in.q.options());
-  const DeltaRuleBwdParams of_matrices = wide_matrices_parameters_of(params, params.matrices);
-  const bool is_half = in.q.scalar_type() == at::kHalf;
-  C10_CUDA_CHECK(is_half ? launch_delta_rule_wide_matrices<__half>(of_matrices, stream)
-                         : launch_delta_rule_wide_matrices<__nv_bfloat16>(of_matrices, stream));
-  C10_CUDA_CHECK(is_half ? launch_delta_rule_fwd_wide<__half>(params, work.schedule, stream)
-                         : launch_delta_rule_fwd_wide<__nv_bfloat16>(params, work.schedule, stream));
-}
-
-// Queues forward's two kernels, or those of segments. `Params` are those of the scan.
-template <typename Params>
-void launch_chunked(const Inputs& in, const Operands& operands) {
-  if (const int64_t chunks = chunks_of_segment(in, operands); chunks > 0) {
-    const Operands segments = as_segments(operands, chunks);
-    if (segments.q.defined()) return launch_segments<Params>(in, operands, segments);
+  ChunkedKernels(const Inputs& in, const Operands& operands) : in_(in) {
+    static_cast<DeltaRuleFwdParams&>(params_) = parameters_of(in, operands);
+    // It queues a fill of flags, which the scan reads before it waits for the first kernel: they come between.
+    work_ = divide(params_, in.q.options());
+    memory_ = make_matrices(in, operands, params_, c10::cuda::getCurrentCUDAStream());
   }
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  Params params;
-  static_cast<DeltaRuleFwdParams&>(params) = parameters_of(in, operands);
-  // It queues a fill of flags, which the scan reads before it waits for the first kernel: they come between.
-  const Work work = divide(params, in.q.options());
-  const auto memory = make_matrices(in, operands, params, stream);
-  launch_scan(in.q.scalar_type(), params, work, /*states_only=*/false, /*follows_matrices=*/true, stream);
-}
+  void queue_maps(const Segments& segments, const at::Tensor& starts, const at::Tensor& maps) {
+    Params of_maps = params_;
+    of_maps.headdim = static_cast<int>(maps.size(2));
+    of_maps.first_segments = segments.first.const_data_ptr<int64_t>();
+    of_maps.sequences = segments.sequences;
+    of_maps.initial_states = starts.const_data_ptr<float>();
+    of_maps.final_states = maps.data_ptr<float>();
+    of_maps.states_stride_entry = maps.stride(0);
+    launch(of_maps, divide(of_maps, in_.q.options()), /*states_only=*/true);
+  }
+  void queue_scan() { launch(params_, work_, /*states_only=*/false); }
 
-// Queues the two kernels with mma.sync: the matrices of all chunks, and the scan.
-void launch_sm80(const Inputs& in, const Operands& operands) {
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  auto params = common_parameters_of<DeltaRuleSm80Params>(in, operands);
-  params.q = view_of(operands.q);
-  params.k = view_of(operands.k);
-  params.v = view_of(operands.v);
-  params.out = view_of(operands.out);
-  params.multiprocessors = cuda::multiprocessor_count(in.q.get_device());
-  const WorkPartition partition = partition_states(params);
-  const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(chunks <= kMost && kWarpgroups * partition.work_tiles <= kMost,
-                    "delta_rule_scan: expected fewer than 2^31 chunks, and pairs of state tiles, of all heads, got ", chunks,
-                    " and ", partition.work_tiles);
-  const at::Tensor matrices =
-      empty_tensor({chunks * sm80_matrices_bytes(in.q.element_size())}, in.q.options().dtype(at::kByte));
-  params.matrices = matrices.data_ptr();
-  const int available = sm80_shared_bytes(in);
-  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.q.scalar_type()), [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    const cudaError_t error = launch_delta_rule_sm80_matrices<Scalar>(params, stream);
-    return error == cudaSuccess ? launch_delta_rule_sm80_fwd<Scalar>(params, partition, available, stream) : error;
-  }));
+ private:
+  void launch(const Params& params, const Work& work, bool states_only) {
+    launch_scan(in_.q.scalar_type(), params, work, states_only, std::exchange(follows_matrices_, false),
+                c10::cuda::getCurrentCUDAStream());
+  }
+
+  const Inputs& in_;
+  Params params_;
+  Work work_;
+  std::vector<at::Tensor> memory_;
+  bool follows_matrices_ = true;
+};
+
+// Those for keys of more than kStateColumns columns. Backward's kernel of the states computes maps.
+class WideKernels {
+ public:
+  static SegmentTimes times(const Inputs&) { return kFwdWideTimes; }
+
+  WideKernels(const Inputs& in, const Operands& operands)
+      : operands_(operands),
+        value_dim_(in.v.size(3)),
+        is_half_(in.q.scalar_type() == at::kHalf),
+        params_(parameters_of(in, operands)) {
+    const int64_t chunks = chunk_numbers(params_.batch, params_.seqlen, params_.cu_seqlens != nullptr) * params_.heads;
+    matrices_ = empty_tensor({chunks * kWideMatricesBytes}, in.q.options().dtype(at::kByte));
+    params_.matrices = matrices_.data_ptr();
+    work_ = divide(params_, in.q.options());
+    const DeltaRuleBwdParams of_matrices = wide_matrices_parameters_of(params_, params_.matrices);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    C10_CUDA_CHECK(is_half_ ? launch_delta_rule_wide_matrices<__half>(of_matrices, stream)
+                            : launch_delta_rule_wide_matrices<__nv_bfloat16>(of_matrices, stream));
+  }
+  void queue_maps(const Segments& segments, const at::Tensor& starts, const at::Tensor& maps) {
+    DeltaRuleBwdParams of_maps = wide_matrices_parameters_of(params_, params_.matrices);
+    describe_maps(of_maps, segments, value_dim_, starts, maps);
+    describe_tiles(of_maps.v_descriptor, operands_.v);
+    WorkPartition partition = partition_states(of_maps);
+    partition.directions = Directions::kForward;
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    C10_CUDA_CHECK(is_half_ ? launch_delta_rule_bwd_wide_states<__half>(of_maps, partition, stream)
+                            : launch_delta_rule_bwd_wide_states<__nv_bfloat16>(of_maps, partition, stream));
+  }
+  void queue_scan() {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    C10_CUDA_CHECK(is_half_ ? launch_delta_rule_fwd_wide<__half>(params_, work_.schedule, stream)
+                            : launch_delta_rule_fwd_wide<__nv_bfloat16>(params_, work_.schedule, stream));
+  }
+
+ private:
+  const Operands& operands_;
+  const int64_t value_dim_;
+  const bool is_half_;
+  DeltaRuleFwdParams params_;
+  Work work_;
+  at::Tensor matrices_;
+};
+
+// Those with mma.sync. Backward's kernel of the states computes maps.
+class Sm80Kernels {
+ public:
+  static SegmentTimes times(const Inputs& in) { return fwd_sm80_times(in.q.size(3), in.q.element_size()); }
+
+  Sm80Kernels(const Inputs& in, const Operands& operands)
+      : kind_(scalar_kind(in.q.scalar_type())),
+        value_dim_(in.v.size(3)),
+        available_(sm80_shared_bytes(in)),
+        params_(common_parameters_of<DeltaRuleSm80Params>(in, operands)) {
+    params_.q = view_of(operands.q);
+    params_.k = view_of(operands.k);
+    params_.v = view_of(operands.v);
+    params_.out = view_of(operands.out);
+    params_.multiprocessors = cuda::multiprocessor_count(in.q.get_device());
+    partition_ = partition_states(params_);
+    const int64_t chunks = chunk_numbers(params_.batch, params_.seqlen, params_.cu_seqlens != nullptr) * params_.heads;
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(chunks <= kMost && kWarpgroups * partition_.work_tiles <= kMost,
+                      "delta_rule_scan: expected fewer than 2^31 chunks, and pairs of state tiles, of all heads, got ", chunks,
+                      " and ", partition_.work_tiles);
+    matrices_ = empty_tensor({chunks * sm80_matrices_bytes(in.q.element_size())}, in.q.options().dtype(at::kByte));
+    params_.matrices = matrices_.data_ptr();
+    visit([&](auto scalar, cudaStream_t stream) { return launch_delta_rule_sm80_matrices<decltype(scalar)>(params_, stream); });
+  }
+  void queue_maps(const Segments& segments, const at::Tensor& starts, const at::Tensor& maps) {
+    DeltaRuleSm80Params of_maps = params_;
+    describe_maps(of_maps, segments, value_dim_, starts, maps);
+    WorkPartition partition = partition_states(of_maps);
+    partition.directions = Directions::kForward;
+    visit([&](auto scalar, cudaStream_t stream) {
+      return launch_delta_rule_sm80_bwd<decltype(scalar)>(of_maps, partition, available_, stream);
+    });
+  }
+  void queue_scan() {
+    visit([&](auto scalar, cudaStream_t stream) {
+      return launch_delta_rule_sm80_fwd<decltype(scalar)>(params_, partition_, available_, stream);
+    });
+  }
+
+ private:
+  template <typename Launch>
+  void visit(const Launch& launch) const {
+    C10_CUDA_CHECK(
+        cuda::visit_scalar_but_double(kind_, [&](auto scalar) { return launch(scalar, c10::cuda::getCurrentCUDAStream()); }));
+  }
+
+  const ScalarKind kind_;
+  const int64_t value_dim_;
+  const int available_;
+  DeltaRuleSm80Params params_;
+  WorkPartition partition_;
+  at::Tensor matrices_;
+};
+
+// Queues the kernels of a call. Long sequences of few heads take four instead of two: the matrices; the maps of all segments at
+// once; the fold, which computes the state before each segment; the scan of all segments at once.
+template <typename KernelsOfCall>
+void launch_with(const Inputs& in, const Operands& operands) {
+  const int64_t chunks = chunks_of_segment(in, operands, KernelsOfCall::times(in));
+  Operands rows = chunks > 0 ? rows_as_one(operands) : Operands();
+  if (!rows.q.defined()) return KernelsOfCall(in, operands).queue_scan();
+  const int64_t heads = in.v.size(2), value_dim = in.v.size(3), key_dim = in.q.size(3);
+  const Segments segments = cut_sequences(operands.cu_seqlens, operands.v.size(0), operands.v.size(1), chunks, in.q.options());
+  const at::TensorOptions fp32 = operands.final_states.options();
+  rows.cu_seqlens = segments.bounds;
+  rows.initial_states = empty_tensor({segments.places, heads, value_dim, key_dim}, fp32);
+  rows.final_states = empty_tensor({segments.places, heads, value_dim, key_dim}, fp32);
+  const at::Tensor starts =
+                       map_starts(segments, heads, value_dim, key_dim, operands.initial_states, /*is_reverse=*/false, fp32),
+                   maps = empty_tensor_like(starts);
+  KernelsOfCall kernels(in, rows);
+  kernels.queue_maps(segments, starts, maps);
+  fold_maps(segments, maps, operands.initial_states, /*is_reverse=*/false, rows.initial_states);
+  kernels.queue_scan();
+  at::Tensor target = operands.final_states;
+  at::index_select_out(target, rows.final_states, 0, segments.last);
 }
 
 void launch(const Inputs& in, const Operands& operands) {
-  if (fwd_kernels_for(in) == Kernels::kSm80) return launch_sm80(in, operands);
-  if (in.has_gate_per_channel()) return launch_chunked<KdaFwdParams>(in, operands);
-  if (is_wide(in.q.size(3))) return launch_wide(in, operands);
-  launch_chunked<DeltaRuleFwdParams>(in, operands);
+  if (fwd_kernels_for(in) == Kernels::kSm80) return launch_with<Sm80Kernels>(in, operands);
+  if (in.has_gate_per_channel()) return launch_with<ChunkedKernels<KdaFwdParams>>(in, operands);
+  if (is_wide(in.q.size(3))) return launch_with<WideKernels>(in, operands);
+  launch_with<ChunkedKernels<DeltaRuleFwdParams>>(in, operands);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "cuda/chunked/scheduler.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
+#include "delta_rule/cuda/segment_maps.cuh"
 #include "delta_rule/cuda/toolkit.cuh"
 
 namespace ssm_kernels::delta_rule {
@@ -42,6 +43,11 @@ template <typename Scan, typename Params>
 __device__ __forceinline__ void run_scan(const Unpacked<Params>& p, const Schedule& schedule) {
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Scan::Shared>(unaligned_memory);
+  if constexpr (Scan::kIsOfMaps) {
+    const Params& params = p;
+    const WorkSpan at(params, schedule, static_cast<int>(blockIdx.x));
+    if (is_unread_map(params, at.entry, StateTile(params, schedule, at, 0).first_row, /*is_reverse=*/false)) return;
+  }
   Scan scan{p, p, schedule, shared};
   const int warpgroup = warpgroup_of_thread();
   scan.init();
@@ -50,14 +56,16 @@ __device__ __forceinline__ void run_scan(const Unpacked<Params>& p, const Schedu
   run_warpgroups(scan, warpgroup);
 }
 
-// Backward's states. Blocks of the first half of the grid go forward in time, the others backward; each has a work tile.
+// Backward's states. Blocks go forward in time, one for each work tile, and as many others backward.
 template <typename States, typename Params>
 __device__ __forceinline__ void run_states(const Params& p, const WorkPartition& partition) {
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename States::Shared>(unaligned_memory);
   const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
   const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
-  States states{p, partition, shared, at, blockIdx.x >= work_tiles};
+  const bool is_reverse = blockIdx.x >= work_tiles;
+  if (is_unread_map(p, at.entry, StateTile(p, partition, at, 0).first_row, is_reverse)) return;
+  States states{p, partition, shared, at, is_reverse};
   states.init();
   __syncthreads();
   run_warpgroups(states, warpgroup_of_thread());

@@ -3,9 +3,10 @@
 //   S' = S T + B
 //
 // B, V x K, is the state after a segment that begins with zero; T, K x K, that after a segment without values that begins with
-// the identity: rows of a state do not depend on one another. The kernel of forward computes both as one state of V + K rows
-// (launch_fwd.cpp). This kernel folds the maps in order: a block takes kFoldRows rows of a head's state from segment to
-// segment, and writes the rows before each segment. A thread has one column of some of the rows. Products are fp32.
+// the identity: rows of a state do not depend on one another. The first segment's B begins with the state before the sequence,
+// so that no T follows it. Kernels of forward or backward compute both as one state of V + K rows (segment_maps.cuh). This
+// kernel folds the maps in order: a block takes kFoldRows rows of a head's state from segment to segment, and writes the rows
+// before each segment. A thread has one column of some of the rows. Products are fp32.
 //
 // The gradient D of the state has such maps backward in time: D before a segment is D' T^T + B', of D' after it. The kernel
 // then folds the segments from the last to the first, and writes the rows after each segment.
@@ -16,38 +17,67 @@
 
 namespace ssm_kernels::delta_rule {
 
-constexpr int kFoldRows = 16, kFoldThreads = 256;
+// One block.
+__global__ void __launch_bounds__(cuda::kWarpSize)
+    delta_rule_segments_kernel(const __grid_constant__ DeltaRuleSegmentsParams p) {
+  const bool is_first_lane = threadIdx.x == 0;
+  // Clamped: during the capture of a graph nobody checks cu_seqlens.
+  const auto start_of = [&](int64_t sequence) {
+    if (p.cu_seqlens == nullptr) return sequence * p.seqlen;
+    return max(int64_t(0), min(p.cu_seqlens[sequence], p.seqlen));
+  };
+  int64_t first = 0;
+#pragma unroll 1
+  for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
+    const int64_t start = start_of(sequence), most = p.places - first - (p.sequences - 1 - sequence),
+                  needed = (start_of(sequence + 1) - start + p.segment_steps - 1) / p.segment_steps,
+                  count = max(int64_t(1), min(needed, most));
+    for (int64_t i = threadIdx.x; i < count; i += cuda::kWarpSize) p.bounds[first + i] = start + i * p.segment_steps;
+    if (is_first_lane) {
+      p.first_segments[sequence] = first;
+      p.last_segments[sequence] = first + count - 1;
+    }
+    first += count;
+  }
+  for (int64_t i = first + threadIdx.x; i <= p.places; i += cuda::kWarpSize) p.bounds[i] = start_of(p.sequences);
+  if (is_first_lane) p.first_segments[p.sequences] = first;
+}
 
-__global__ void __launch_bounds__(kFoldThreads) delta_rule_fold_kernel(const __grid_constant__ DeltaRuleFoldParams p) {
-  constexpr int kRowsAtOnce = kFoldThreads / kStateColumns, kOwnRows = kFoldRows / kRowsAtOnce;
-  __shared__ float4 before[kFoldRows][kStateColumns / 4];
-  const int row_groups = (p.headdim + kFoldRows - 1) / kFoldRows,
+constexpr int kFoldRows = 16, kFoldRowsAtOnce = 2;  // a block has this many threads for each column of a state tile
+
+__global__ void __launch_bounds__(kFoldRowsAtOnce* kMaxKernelDstate)
+    delta_rule_fold_kernel(const __grid_constant__ DeltaRuleFoldParams p) {
+  constexpr int kOwnRows = kFoldRows / kFoldRowsAtOnce;
+  __shared__ float4 before[kFoldRows][kMaxKernelDstate / 4];
+  const int row_groups = (p.headdim + kFoldRows - 1) / kFoldRows, columns_of_tile = blockDim.x / kFoldRowsAtOnce,
             first_row = static_cast<int>(blockIdx.x) % row_groups * kFoldRows;
-  const int64_t head = blockIdx.x / row_groups % p.heads, entry = blockIdx.x / row_groups / p.heads;
-  const int column = threadIdx.x % kStateColumns, own = threadIdx.x / kStateColumns;  // the first of the thread's rows
-  const auto has_row = [&](int i) { return first_row + own + i * kRowsAtOnce < p.headdim && column < p.dstate; };
+  const int64_t head = blockIdx.x / row_groups % p.heads, sequence = blockIdx.x / row_groups / p.heads,
+                first = p.first_segments[sequence];
+  const int segments = static_cast<int>(p.first_segments[sequence + 1] - first);
+  const int column = threadIdx.x % columns_of_tile, own = threadIdx.x / columns_of_tile;  // the first of the thread's rows
+  const auto has_row = [&](int i) { return first_row + own + i * kFoldRowsAtOnce < p.headdim && column < p.dstate; };
   const auto offset = [&](int64_t of_entry, int64_t rows, int i) {
-    return ((of_entry * p.heads + head) * rows + first_row + own + i * kRowsAtOnce) * p.dstate + column;
+    return ((of_entry * p.heads + head) * rows + first_row + own + i * kFoldRowsAtOnce) * p.dstate + column;
   };
   float state[kOwnRows];
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) {
-    state[i] = p.states != nullptr && has_row(i) ? p.states[offset(entry, p.headdim, i)] : 0.0f;
+    state[i] = p.states != nullptr && has_row(i) ? p.states[offset(sequence, p.headdim, i)] : 0.0f;
   }
 #pragma unroll 1
-  for (int position = 0; position < p.segments; ++position) {
-    const int64_t map = entry * p.segments + (p.is_reverse ? p.segments - 1 - position : position);
+  for (int position = 0; position < segments; ++position) {
+    const int64_t map = first + (p.is_reverse ? segments - 1 - position : position);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       if (has_row(i)) p.starts[offset(map, p.headdim, i)] = state[i];
-      reinterpret_cast<float*>(before[own + i * kRowsAtOnce])[column] = state[i];
+      reinterpret_cast<float*>(before[own + i * kFoldRowsAtOnce])[column] = state[i];
     }
-    if (position == p.segments - 1) return;
+    if (position == segments - 1) return;
     __syncthreads();
     const float* const columns = p.maps + ((map * p.heads + head + 1) * p.map_rows - p.dstate) * p.dstate + column;
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) state[i] = has_row(i) ? p.maps[offset(map, p.map_rows, i)] : 0.0f;
-    const int groups = column < p.dstate ? p.dstate / 4 : 0;
+    const int groups = position > 0 && column < p.dstate ? p.dstate / 4 : 0;
 #pragma unroll 8
     for (int k = 0; k < groups; ++k) {
       float factors[4];
@@ -55,7 +85,7 @@ __global__ void __launch_bounds__(kFoldThreads) delta_rule_fold_kernel(const __g
       for (int j = 0; j < 4; ++j) factors[j] = columns[(4 * k + j) * p.dstate];
 #pragma unroll
       for (int i = 0; i < kOwnRows; ++i) {
-        const float4 values = before[own + i * kRowsAtOnce][k];
+        const float4 values = before[own + i * kFoldRowsAtOnce][k];
         state[i] = fmaf(values.x, factors[0], state[i]);
         state[i] = fmaf(values.y, factors[1], state[i]);
         state[i] = fmaf(values.z, factors[2], state[i]);

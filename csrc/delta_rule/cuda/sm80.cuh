@@ -63,10 +63,10 @@ cudaError_t launch_delta_rule_sm80_bwd(const DeltaRuleSm80Params& params, const 
   const cudaError_t error = visit_sm80_columns<Scalar>(params.dstate, [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     const cudaError_t of_states = launch_sm80_states<Scalar, kColumns, Sm80Pass::kStates>(params, partition, available, stream);
-    if (of_states != cudaSuccess) return of_states;
+    if (of_states != cudaSuccess || partition.directions == Directions::kForward) return of_states;
     return launch_sm80_states<Scalar, kColumns, Sm80Pass::kGradients>(params, partition, available, stream);
   });
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || params.states == nullptr) return error;
   if constexpr (sm80_gradient_columns(kStateColumns, sizeof(Scalar)) == kStateColumns) {
     if (params.dstate > 64) return launch_sm80_gradients<Scalar, kStateColumns>(params, stream);
   }

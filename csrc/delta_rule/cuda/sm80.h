@@ -51,7 +51,8 @@ SSM_KERNEL_API cudaError_t launch_delta_rule_sm80_matrices(const DeltaRuleSm80Pa
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_sm80_fwd(const DeltaRuleSm80Params& params, const WorkPartition& partition,
                                                       int available, cudaStream_t stream);
-// Backward, after the matrices: the states and their gradients, then the gradients of all steps.
+// Backward, after the matrices: the states, unless partition.directions is kForward their gradients, and with a workspace of
+// states the gradients of all steps.
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_delta_rule_sm80_bwd(const DeltaRuleSm80Params& params, const WorkPartition& partition,
                                                       int available, cudaStream_t stream);

@@ -20,6 +20,7 @@
 #pragma once
 
 #include "cuda/chunked/epilogue.cuh"
+#include "delta_rule/cuda/segment_maps.cuh"
 #include "delta_rule/cuda/sm80_chunk.cuh"
 
 namespace ssm_kernels::delta_rule {
@@ -129,9 +130,10 @@ struct Sm80States {
                                  thread, threads);
       copy_bytes<sizeof(target.matrices)>(&target.matrices, sm80_matrices_of<Scalar>(p, number_of(chunk), state_tile.head),
                                           thread, threads);
+      const int value_rows = p.first_segments != nullptr ? p.value_rows - state_tile.first_row : state_tile.rows;
       copy_rows<Scalar, kStateRows>(target.rows(warpgroup),
                                     at.template rows<Scalar>(rows, state_tile.head, chunk) + state_tile.first_row,
-                                    rows.stride_step, state_tile.rows, steps, thread % kWarpgroupThreads, kWarpgroupThreads);
+                                    rows.stride_step, value_rows, steps, thread % kWarpgroupThreads, kWarpgroupThreads);
       if constexpr (pass != Sm80Pass::kStates) {
         copy_rows<Scalar, columns>(target.q, at.template rows<Scalar>(p.q, key_head, chunk), p.q.stride_step, p.dstate, steps,
                                    thread, threads);
@@ -309,13 +311,14 @@ struct Sm80States {
         (number_of(chunk) * p.heads + state_tile.head) * row_blocks(p.headdim) + state_tile.first_row / kStateRows;
     return static_cast<unsigned char*>(p.states) + place * sm80_states_bytes(columns, sizeof(Scalar));
   }
+  __device__ __forceinline__ bool has_workspace() const { return p.states != nullptr && state_tile.is_there(); }
   __device__ __forceinline__ void put_state(int chunk, const State<columns>& state, int index) const {
-    if (!state_tile.is_there()) return;
+    if (!has_workspace()) return;
     auto* const tiles = reinterpret_cast<TileOf<Scalar, columns>*>(workspace_of(chunk));
     put_tile<Scalar>(tiles[index], state.values, FragmentPairs<sizeof(Scalar)>(lane));
   }
   __device__ __forceinline__ void put_steps(int chunk, const float (&d)[kStepBlocks][4], int index) const {
-    if (!state_tile.is_there()) return;
+    if (!has_workspace()) return;
     auto* const tiles = reinterpret_cast<StepTile<Scalar>*>(workspace_of(chunk) + 2 * sizeof(TileOf<Scalar, columns>));
     put_tile<Scalar>(tiles[index], d, FragmentPairs<sizeof(Scalar)>(lane));
   }
@@ -331,7 +334,9 @@ __global__ void __launch_bounds__(Sm80States<Scalar, columns, pass>::kThreads, 1
   const int blocks_of_tile = static_cast<int>(gridDim.x / static_cast<unsigned>(partition.work_tiles)),
             warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   const WorkSpan at(p, partition, static_cast<int>(blockIdx.x) / blocks_of_tile);
-  const StateTile state_tile(p, partition, at, static_cast<int>(blockIdx.x) % blocks_of_tile + warpgroup);
+  const int tile_of_block = static_cast<int>(blockIdx.x) % blocks_of_tile;
+  if (is_unread_map(p, at.entry, StateTile(p, partition, at, tile_of_block).first_row, pass == Sm80Pass::kGradients)) return;
+  const StateTile state_tile(p, partition, at, tile_of_block + warpgroup);
   Sm80States<Scalar, columns, pass>{p, partition.stages, memory, at, state_tile, warpgroup, lane}.run();
 }
 

@@ -32,7 +32,7 @@ cudaError_t launch_delta_rule_fwd_wide(const DeltaRuleFwdParams& params, const S
                       Unpacked<DeltaRuleFwdParams>{params}, schedule);
 }
 
-// Backward: the states.
+// Backward: the states, in both directions in time or forward alone.
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, const WorkPartition& partition,
                                               cudaStream_t stream) {
@@ -41,8 +41,8 @@ cudaError_t launch_delta_rule_bwd_wide_states(const DeltaRuleBwdParams& params, 
   static_assert(kBytes <= kSm90SharedBytes, "a block has that much shared memory");
   const auto kernel = delta_rule_bwd_wide_states_kernel<Scalar>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, kDirections * partition.work_tiles, States::kThreads, kBytes, stream, /*uses_pdl=*/false, params,
-                      partition);
+  const int64_t blocks = (partition.directions == Directions::kForward ? 1 : kDirections) * partition.work_tiles;
+  return cuda::launch(kernel, blocks, States::kThreads, kBytes, stream, /*uses_pdl=*/false, params, partition);
 }
 
 // Backward: the gradients.

@@ -12,9 +12,14 @@ bool has_wgmma_kernels() {
                                        FwdSm90<__nv_bfloat16, 64, false, false>::kThreads);
 }
 
+cudaError_t launch_delta_rule_segments(const DeltaRuleSegmentsParams& params, cudaStream_t stream) {
+  return cuda::launch(delta_rule_segments_kernel, 1, cuda::kWarpSize, 0, stream, /*uses_pdl=*/false, params);
+}
+
 cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream) {
-  const int64_t blocks = params.batch * params.heads * ((params.headdim + kFoldRows - 1) / kFoldRows);
-  return cuda::launch(delta_rule_fold_kernel, blocks, kFoldThreads, 0, stream, /*uses_pdl=*/false, params);
+  const int64_t blocks = params.sequences * params.heads * ((params.headdim + kFoldRows - 1) / kFoldRows);
+  const int threads = kFoldRowsAtOnce * (is_wide(params.dstate) ? kMaxKernelDstate : kStateColumns);
+  return cuda::launch(delta_rule_fold_kernel, blocks, threads, 0, stream, /*uses_pdl=*/false, params);
 }
 
 }  // namespace ssm_kernels::delta_rule
