@@ -37,7 +37,7 @@ try:
     import ssm_kernels
     from benchmarks.discretization import accuracy, operations, plots, report, scans, signals
     from benchmarks.harness import available_memory, machine, measure
-    from ssm_kernels._discretizations import is_discretization
+    from ssm_kernels._discretizations import is_rule
     from ssm_kernels.ops._arguments import did_you_mean
     from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 except ImportError as error:
@@ -46,8 +46,9 @@ except ImportError as error:
     print(f"{PROGRAM}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
     sys.exit(2)
 
-# `--methods all` plots "gbt" with one alpha, and leaves out "dirac", whose input is no function of time.
-METHODS = [*DISCRETIZATIONS, "gbt(0.7)"]
+# `--methods all` plots "gbt" and "gbt_two_sample" with one alpha, exp_trapezoidal with lam 1/2, and leaves out "dirac", whose
+# input is no function of time.
+METHODS = [*DISCRETIZATIONS, "gbt(0.7)", "foh_ramp", "trapezoidal", "gbt_two_sample(0.7)", "exp_trapezoidal"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # the program takes the largest that fits the time
     "cpu": [
@@ -210,7 +211,7 @@ def chosen_methods(words: Sequence[str]) -> list[str]:
         raise UsageError("--methods: expected at least one name")
     methods: list[str] = []
     for name in names:
-        if name != "all" and (not is_discretization(name) or name == "dirac"):
+        if name != "all" and (not is_rule(name) or name == "dirac"):
             known = [*METHODS, *ALIASES]
             raise UsageError(
                 f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(known)}"
@@ -257,12 +258,26 @@ def usable_device(wanted: str, dtype: torch.dtype) -> torch.device:
     return device
 
 
-def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> None:
+def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype, method: str = "zoh") -> None:
     inputs = scans.scan_inputs(size, device=device, dtype=dtype, seed=0)
     forward, backward = scans.scan_stages(
-        ssm_kernels.selective_scan, inputs, torch.ones_like(inputs["u"]), "zoh", backward=True
+        ssm_kernels.selective_scan, inputs, torch.ones_like(inputs["u"]), method, backward=True
     )
     backward(forward())
+
+
+def with_kernels(methods: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The methods that have kernels on the device; names the others on standard error."""
+    found = []
+    for method in methods:
+        try:
+            run_once(scans.ScanSize(1, 2, 4, 2), device, dtype, method)
+            found.append(method)
+        except NotImplementedError as error:
+            print(f"{PROGRAM}: {method} is left out: {first_line(error)}", file=sys.stderr)
+    if not found:
+        raise UsageError(f"--methods: none of them has kernels on {device}")
+    return found
 
 
 def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> scans.ScanSize:
@@ -342,7 +357,7 @@ def profile(options: argparse.Namespace) -> report.Report:
     device, dtype = usable_device(options.device, DTYPES[options.dtype]), DTYPES[options.dtype]
     fixed_trials = options.n_trials is not None
     trials = options.n_trials or TRIALS
-    methods, seed = options.methods, options.seed
+    methods, seed = with_kernels(options.methods, device, dtype), options.seed
     found = report.Report(machine(device), {}, sampling=options.sampling)
 
     response = system = None

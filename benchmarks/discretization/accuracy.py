@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
+from benchmarks.discretization.scans import options_of
 from benchmarks.discretization.signals import SAMPLINGS, Response, System
+from ssm_kernels._discretizations import is_two_sample
 
 DC_STEP = 0.1
 """The largest step of Mamba's initialization."""
@@ -98,12 +100,26 @@ def observed_order(steps: Sequence[float], errors: Sequence[float], largest_step
     return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
 
 
-def _scan(method: str, u: Tensor, step: float, system: System, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The operator on u of (dim, seqlen) with a constant step; float64 on the CPU."""
+def _scan(
+    method: str,
+    u: Tensor,
+    before: Tensor | None,
+    step: float,
+    system: System,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The operator on u of (dim, seqlen) with a constant step; float64 on the CPU.
+
+    Rules that read two samples begin with ``before``, (dim,), or repeat the first sample.
+    """
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     u = u[None].to(device, dtype)
     A, B, C = (tensor.to(device, parameter_dtype) for tensor in (system.A, system.B, system.C))
-    out = ssm_kernels.selective_scan(u, torch.full_like(u, step), A, B, C, discretization=method)
+    options = options_of(method, u)
+    if is_two_sample(method):
+        options["previous"] = "repeat" if before is None else (before[None].to(device, dtype), None)
+    out = ssm_kernels.selective_scan(u, torch.full_like(u, step), A, B, C, **options)
     return out[0].double().cpu()
 
 
@@ -127,9 +143,10 @@ def _dc_gain_error(method: str, system: System, step: float, device: torch.devic
     def one_step(u: float, state: Tensor) -> Tensor:
         inputs = torch.full_like(A, u)[None, :, None], torch.full_like(A, step)[None, :, None]
         of_states = (A[:, None], one[:, None], one[:, None])
-        return ssm_kernels.selective_scan(*inputs, *of_states, discretization=method, initial_state=state[None, :, None])[
-            0, :, 0
-        ]
+        options = options_of(method, inputs[0]) | {"initial_state": state[None, :, None]}
+        if is_two_sample(method):
+            options["previous"] = "repeat"
+        return ssm_kernels.selective_scan(*inputs, *of_states, **options)[0, :, 0]
 
     Abar = one_step(0.0, one)
     if not (Abar.abs() < 1).all():
@@ -165,13 +182,17 @@ def measure_accuracy(
             errors = []
             for factor, step in zip(factors, steps, strict=True):
                 u, y = response.at(factor, sampling)
-                errors.append(_relative(_scan(method, u, step, system, device, torch.float64) - y, y))
+                before = response.before(factor, sampling)
+                errors.append(_relative(_scan(method, u, before, step, system, device, torch.float64) - y, y))
             resolved = [error for step, error in zip(steps, errors, strict=True) if step <= response.resolved * (1 + 1e-9)]
             exact = max(resolved) <= _ROUNDING
             convergence[sampling] = Convergence(tuple(errors), observed_order(steps, errors, largest_step), exact)
         rounding = None
         if dtype != torch.float64:
-            exact, rounded = (_scan(method, response.u, response.step, system, device, used) for used in (torch.float64, dtype))
+            exact, rounded = (
+                _scan(method, response.u, response.u_start, response.step, system, device, used)
+                for used in (torch.float64, dtype)
+            )
             rounding = _relative(rounded - exact, exact)
         dc_step = DC_STEP if spacing is None else spacing
         gain_error = _dc_gain_error(method, system, dc_step, device)

@@ -249,8 +249,9 @@ def _print_accuracies(console: Console, report: Report) -> None:
         "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest step,",
         f"at {headline:.4g}{'' if spacing is None else ', the sample spacing'}, and at the finest; order: its slope where the",
         "input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a model on samples does (half",
-        "a step early on average: first order for every rule). 'mid': at its middle, which no model on samples does; it shows",
-        "the rule itself. DC gain: error of the steady state for a constant input at the step in the column's head, for the",
-        "worst A of this range.",
+        "a step early on average: first order for every rule with one sample; those with two read the true sample before the",
+        "first step). 'mid': at its middle, which no model on samples does; it shows a rule with one sample itself.",
+        "DC gain: error of the steady state for a constant input at the step in the column's head, for the worst A of this",
+        "range.",
         f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import ssm_kernels
 from benchmarks.benchmark import Contender
 from benchmarks.harness import Stages, Timing, measure
 from ssm_kernels import reference
+from ssm_kernels._discretizations import is_two_sample, split_name
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,12 @@ def scan_inputs(
     }
 
 
+def options_of(method: str, u: Tensor) -> dict[str, Any]:
+    """The options of a scan that choose the method: exp_trapezoidal weighs the two samples alike."""
+    weight = {"lam": u.new_full((1, 1, 1), 0.5)} if method == "exp_trapezoidal" else {}
+    return {"discretization": method} | weight
+
+
 def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
     """Bytes of (forward, forward and backward) if every argument, result and gradient moves once and nothing else.
 
@@ -175,6 +183,7 @@ def loop_scan(
     *,
     discretization: str,
     delta_softplus: bool,
+    lam: Tensor | None = None,
 ) -> Tensor:
     """The scan in plain PyTorch: the coefficients of all steps at once, then a loop over time.
 
@@ -184,8 +193,15 @@ def loop_scan(
     step = delta.to(A.dtype) + delta_bias[:, None]
     step = F.softplus(step) if delta_softplus else step
     B, C = (matrix.to(A.dtype).mT[:, None] for matrix in (B, C))
-    Abar, gain = _loop_coefficients(discretization, step[..., None] * A[:, None])
-    inputs = (step * u)[..., None] * gain * B
+    if is_two_sample(discretization):
+        name, alpha = split_name(discretization)
+        weight = None if lam is None else lam.to(A.dtype)[..., None]
+        Abar, now, before = reference.two_sample_coefficients(name, step[..., None], A[:, None], alpha=alpha, lam=weight)
+        samples = u[..., None] * B
+        inputs = now * samples + before * F.pad(samples[:, :, :-1], (0, 0, 1, 0))
+    else:
+        Abar, gain = _loop_coefficients(discretization, step[..., None] * A[:, None])
+        inputs = (step * u)[..., None] * gain * B
     h, states = torch.zeros_like(inputs[:, :, 0]), []
     for Abar_t, input_t in zip(Abar.unbind(2), inputs.unbind(2), strict=True):
         h = Abar_t * h + input_t
@@ -198,7 +214,7 @@ def scan_stages(
     scan: Callable[..., Tensor], inputs: dict[str, Tensor], grad_out: Tensor, method: str, *, backward: bool
 ) -> Stages:
     """The stages of one trial: forward without a graph, or forward and backward to every argument."""
-    function = functools.partial(scan, discretization=method, delta_softplus=True)
+    function = functools.partial(scan, delta_softplus=True, **options_of(method, inputs["u"]))
     what = "both" if backward else "forward"
     return Contender(function, inputs, [grad_out]).stages(what)[what]
 

@@ -69,6 +69,7 @@ class Response:
     Attributes:
         u: (dim, seqlen), the input at these times, float64.
         u_middle: (dim, seqlen), the input half a step earlier.
+        u_start: (dim,), the input at time 0.
         y: (dim, seqlen), the output, exact up to rounding.
         step: the finest step.
         resolved: the largest step at which the input is smooth, or of the declared form, within a step.
@@ -77,6 +78,7 @@ class Response:
 
     u: Tensor
     u_middle: Tensor
+    u_start: Tensor
     y: Tensor
     step: float
     resolved: float
@@ -90,6 +92,10 @@ class Response:
             u = self.u_middle if factor == 1 else self.u[:, factor // 2 - 1 :: factor]
         y = self.y[:, factor - 1 :: factor]
         return u[:, : y.shape[1]], y
+
+    def before(self, factor: int, sampling: str) -> Tensor | None:
+        """The input of the step before the first one; None if it is not known: it began before time 0."""
+        return self.u_start if sampling == "end" else None
 
     def factors(self, fewest: int = 8) -> list[int]:
         """Powers of two by which the step can be multiplied so that ``fewest`` steps remain; largest first."""
@@ -116,7 +122,7 @@ def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINES
         steady = (weighted.sum(1)[:, None] * waves).sum(0).imag
         y[d] = steady - weighted.sum(0).imag @ torch.exp(system.A[d][:, None] * t)
     listed = ", ".join(f"{frequency:g}" for frequency in frequencies.tolist())
-    return Response(u, u_middle, y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
+    return Response(u, u_middle, torch.sin(phases).sum(1), y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
 
 
 def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -153,9 +159,10 @@ def recording(system: System, samples: np.ndarray, hold: str, step: float = FINE
     for k in range(1, len(u)):
         h = decay * h + now * u[k] + before * u[k - 1]
         (C * h).sum(1, out=y[k - 1])
+    start = torch.full((z.shape[0],), float(u[0]), dtype=torch.float64)
     u, middle = (torch.from_numpy(values).expand(z.shape[0], -1) for values in (u[1:], middle))
     exact = torch.from_numpy(y).T.contiguous()
-    return Response(u, middle, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
+    return Response(u, middle, start, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import METHODS
 
+import ssm_kernels
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 pytest.importorskip("rich", reason="the profiler prints its tables with rich")
@@ -37,7 +38,24 @@ from profile_helpers import (
 )
 
 OPERATOR = "selective_scan"
-ALL_METHODS = [*DISCRETIZATIONS, "gbt(0.7)"]
+# With two samples: the order, with the input at the ends of steps, and whether the DC gain is exact.
+TWO_SAMPLES = {
+    "foh_ramp": (2, True),
+    "trapezoidal": (2, True),
+    "gbt_two_sample(0.7)": (1, True),
+    "exp_trapezoidal": (2, False),
+}
+ALL_METHODS = [*DISCRETIZATIONS, "gbt(0.7)", *TWO_SAMPLES]
+
+
+def with_kernels(device: str) -> list[str]:
+    """The methods that have kernels on the device."""
+    one = torch.ones(1, 1, 1, device=device)
+    try:
+        ssm_kernels.selective_scan(one, one, -one[0], one, one, discretization="foh_ramp")
+    except NotImplementedError:
+        return [name for name in ALL_METHODS if name not in TWO_SAMPLES]
+    return ALL_METHODS
 
 
 # --- runs ---
@@ -48,13 +66,14 @@ def test_small_run_measures_and_writes_everything(device, tmp_path):
     done = run_script(*SMALL, "--device", device, *files)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    for name in ALL_METHODS:
+    methods = with_kernels(device)
+    for name in methods:
         assert name in done.stdout
     assert all(ord(character) < 128 for character in done.stdout)
 
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {scan["method"] for scan in found["scans"]} == set(ALL_METHODS)
-    assert {accuracy["method"] for accuracy in found["accuracies"]} == set(ALL_METHODS)
+    assert {scan["method"] for scan in found["scans"]} == set(methods)
+    assert {accuracy["method"] for accuracy in found["accuracies"]} == set(methods)
     assert {"exp", "expm1", "reciprocal", "inverse", "solve (bilinear Abar)"} <= {op["name"] for op in found["operations"]}
     assert found["settings"]["seqlen"] == 16
     for scan in found["scans"]:
@@ -63,15 +82,19 @@ def test_small_run_measures_and_writes_everything(device, tmp_path):
         assert scan["loop_seqlen"] == 16
         assert scan["speedup_over_loop"] > 0
     for accuracy in found["accuracies"]:
-        assert accuracy["sampled_at_end"]["order"] == pytest.approx(1, abs=0.1)
-        method = METHODS[accuracy["method"]]
-        assert accuracy["sampled_at_middle"]["order"] == pytest.approx(method.mid_step_order, abs=0.1)
-        assert (abs(accuracy["dc_gain_error"]) < 1e-12) == method.keeps_dc_gain
+        if accuracy["method"] in TWO_SAMPLES:
+            (end, keeps_dc_gain), middle = TWO_SAMPLES[accuracy["method"]], 1  # samples from mid-step are half a step late
+        else:
+            method = METHODS[accuracy["method"]]
+            end, middle, keeps_dc_gain = 1, method.mid_step_order, method.keeps_dc_gain
+        assert accuracy["sampled_at_end"]["order"] == pytest.approx(end, abs=0.1)
+        assert accuracy["sampled_at_middle"]["order"] == pytest.approx(middle, abs=0.1)
+        assert (abs(accuracy["dc_gain_error"]) < 1e-12) == keeps_dc_gain
 
     with (tmp_path / "found.csv").open() as file:
         rows = list(csv.DictReader(file))
     for part in ("scans", "accuracies"):
-        assert {row["name"] for row in rows if row["part"] == part} == set(ALL_METHODS)
+        assert {row["name"] for row in rows if row["part"] == part} == set(methods)
     assert all(math.isfinite(float(row["value"])) for row in rows)
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote found.png" in done.stdout
@@ -430,7 +453,16 @@ def test_loop_is_the_scan(profiler, method):
     inputs = profiler.scans.scan_inputs(size, device=torch.device("cpu"), dtype=torch.float64, seed=0)
     cotangent = torch.randn(2, 3, 9, dtype=torch.float64)
     results = []
-    for scan in (profiler.scans.loop_scan, profiler.scans.reference.selective_scan):
+    of_reference = profiler.scans.reference
+    expected = of_reference.selective_scan
+    if method in TWO_SAMPLES:
+
+        def expected(*, discretization, **options):
+            name, _, number = discretization.rstrip(")").partition("(")
+            alpha = {"alpha": float(number)} if number else {}
+            return of_reference.two_sample_scan(discretization=name, **alpha, **options)
+
+    for scan in (profiler.scans.loop_scan, expected):
         forward, backward = profiler.scans.scan_stages(scan, inputs, cotangent, method, backward=True)
         out = forward()
         results.append((out.detach(), *backward(out)))

@@ -28,7 +28,7 @@ def test_recorded_input(measure, name):
     assert Path("found.svg").read_text().lstrip().startswith("<?xml")
     for accuracy in found["accuracies"]:
         finest, order = accuracy["sampled_at_end"]["errors"][-1], accuracy["sampled_at_end"]["order"]
-        expected = METHODS[accuracy["method"]].step_order
+        expected = METHODS[accuracy["method"]].step_order if accuracy["method"] in METHODS else 1  # two samples across a jump
         if expected is None:
             assert finest < 1e-12
         else:
