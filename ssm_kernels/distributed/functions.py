@@ -38,7 +38,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._discretizations import with_alpha
+from .._discretizations import is_two_sample, with_alpha
 from ..choices import ConvActivation, DiscretizationName, Exchange
 from ..ops._arguments import names_arguments
 from . import _keyword_scans, _recurrences
@@ -74,7 +74,7 @@ def selective_scan(
     group: GroupLike = None,
     exchange: Exchange | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
+    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every rule of one input sample.
 
     Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx``
     in forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as
@@ -93,6 +93,11 @@ def selective_scan(
         torch.Size([2, 8, 100])
         >>> dist.destroy_process_group()
     """
+    if is_two_sample(discretization):
+        raise NotImplementedError(
+            f"selective_scan: discretization {discretization!r} reads two input samples a step, and ranks exchange "
+            "states without samples: send a ScanState of ssm_kernels.selective_scan to the next rank"
+        )
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_scan", discretization, alpha)
     return operators_of(group, exchange, "selective_scan").selective_scan(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..choices import DiscretizationName, MixerName, RecomputeName
+from ..choices import DiscretizationName, MixerName, RecomputeName, TwoSampleDiscretizationName
 from ..nn.checks import check_bools, check_choice, check_discretization, check_int, check_recompute
 from ..nn.delta_net import DeltaNet
 from ..nn.gated_delta_net import GatedDeltaNet
@@ -106,7 +106,7 @@ class MambaConfig(MambaSsmFields):
     """
 
     mixer: MixerName | None = None
-    discretization: DiscretizationName = "zoh"
+    discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh"
     recompute: RecomputeName = "cheap"
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class MambaConfig(MambaSsmFields):
         self.ssm_cfg = dict(self.ssm_cfg)
         self.mixer = self._resolve_mixer(self.ssm_cfg.pop("layer", None))
         self._check_ssm_cfg(self.mixer)
-        check_discretization(name, self.discretization)
+        check_discretization(name, self.discretization, takes_two_samples=self.mixer == "Mamba")
         if self.discretization != "zoh" and self.mixer not in ("Mamba", "Mamba2"):
             raise ValueError(
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from .._discretizations import discretization_names, is_discretization
+from .._discretizations import discretization_names, is_rule, two_sample_discretizations
 from ..choices import RecomputeName
 from ..ops._arguments import check_dense, did_you_mean, is_flag
 
@@ -77,12 +77,23 @@ def check_choice(layer: str, name: str, value: Any, choices: Sequence[str | None
         raise ValueError(f"{layer}: unknown {name} {value!r}, expected one of {[*choices]}{did_you_mean(value, choices)}")
 
 
-def check_discretization(layer: str, value: Any, supported: Sequence[str] = ()) -> None:
+def check_discretization(layer: str, value: Any, supported: Sequence[str] = (), *, takes_two_samples: bool = False) -> None:
     """Checks that it is the name of a rule. The error lists ``supported``, or all; operators refuse the others."""
-    if isinstance(value, str) and value.startswith("gbt") and not is_discretization(value) and not supported:
-        raise ValueError(f"{layer}: expected discretization 'gbt' with alpha from 0 to 1, as in 'gbt(0.7)', got {value!r}")
-    if not isinstance(value, str) or not is_discretization(value):
-        check_choice(layer, "discretization", value, supported or discretization_names)
+    listed = supported or discretization_names
+    if takes_two_samples:
+        listed = (*discretization_names, *two_sample_discretizations)
+    stem = value.partition("(")[0] if isinstance(value, str) else ""
+    if stem in ("gbt", "gbt_two_sample") and stem in listed and not is_rule(value):
+        raise ValueError(
+            f"{layer}: expected discretization {stem!r} with alpha from 0 to 1, as in '{stem}(0.7)', got {value!r}"
+        )
+    if stem in two_sample_discretizations and stem not in listed:
+        raise ValueError(
+            f"{layer}: discretization {value!r} reads two input samples a step, which this layer does not, expected one of "
+            f"{[*listed]}"
+        )
+    if not isinstance(value, str) or not is_rule(value):
+        check_choice(layer, "discretization", value, listed)
 
 
 def check_recompute(layer: str, value: Any) -> None:

@@ -8,9 +8,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._discretizations import discretization_aliases, discretization_names, is_discretization, split_name
+from .._discretizations import discretization_aliases, discretization_names, is_rule, split_name
 from .._warnings import warn
-from ..choices import DiscretizationName
+from ..choices import DiscretizationName, TwoSampleDiscretizationName
 from .naming import class_name
 from .weight_decay import NamesNoDecay
 
@@ -40,7 +40,7 @@ def _decode(entry: Any) -> str | None:
     except (TypeError, ValueError, OverflowError):
         # TypeError: other shapes, complex numbers. ValueError: NaN, not bytes or not UTF-8. OverflowError: infinity.
         return None
-    return name if is_discretization(name) else None
+    return name if is_rule(name) else None
 
 
 def _described(entry: Any) -> str:
@@ -63,7 +63,7 @@ class DiscretizedModule(NamesNoDecay, nn.Module):
     - no entry, in a layer whose discretization is not ``"zoh"``: a warning.
     """
 
-    discretization: DiscretizationName
+    discretization: DiscretizationName | TwoSampleDiscretizationName
 
     def _register_discretization(self, device: torch.device | str | None) -> None:
         if _canonical(self.discretization) != _DEFAULT:

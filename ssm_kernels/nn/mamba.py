@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._discretizations import is_two_sample
 from .._dtypes import wide_dtype
-from ..choices import DiscretizationName, RecomputeName, StepInitialization
+from ..choices import DiscretizationName, RecomputeName, StepInitialization, TwoSampleDiscretizationName
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import PLAIN_TENSORS, SequenceMixer, conv_parameters, expanded, is_plain_linear, short_convolution
@@ -67,8 +68,10 @@ class Mamba(SelectiveBase, SequenceMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with ``alpha``, or
-            ``"dirac"``.
-        alpha: of ``"gbt"``: see :func:`ssm_kernels.selective_scan`. The attribute ``discretization`` is then ``"gbt(0.7)"``.
+            ``"dirac"``; or, on the CPU, one of ``ssm_kernels.two_sample_discretizations``: ``ssm_state`` is then
+            (batch, d_inner + 1, d_state + 1), with the last samples beside the state, as in :class:`SelectiveSSM`.
+        alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
+            ``discretization`` is then ``"gbt(0.7)"``.
         recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (about 3 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
@@ -104,7 +107,7 @@ class Mamba(SelectiveBase, SequenceMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        discretization: DiscretizationName = "zoh",
+        discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
         alpha: float | None = None,
         recompute: RecomputeName = "cheap",
     ) -> None:
@@ -186,6 +189,7 @@ class Mamba(SelectiveBase, SequenceMixer):
         """
         return (
             self.recompute != "none"
+            and not is_two_sample(self.discretization)
             and self.operators.is_local
             and not torch.compiler.is_compiling()
             and all(is_plain_linear(module) for module in (self.x_proj, self.dt_proj, self.out_proj))
@@ -196,6 +200,8 @@ class Mamba(SelectiveBase, SequenceMixer):
         """The dtype of a call that takes copies of the parameters with aligned rows, or None."""
         dtype = dtype_to_align(hidden_states)
         if dtype is None or not self.operators.is_local or self.x_proj.bias is not None:
+            return None
+        if is_two_sample(self.discretization):
             return None
         if all(size == aligned_size(size, dtype) for size in (self.d_inner, self.d_model, self.dt_rank)):
             return None

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._discretizations import with_alpha
+from .._discretizations import is_two_sample, with_alpha
 from .._dtypes import readable, wide_dtype
-from ..choices import DiscretizationName, StepInitialization
-from ..ops import selective_state_update
+from .._scan_state import ScanState
+from ..choices import DiscretizationName, StepInitialization, TwoSampleDiscretizationName
+from ..ops import selective_scan, selective_state_update
 from ..ops._arguments import is_autocast_enabled
 from ._operators import CallsOperators
 from .checks import (
@@ -54,8 +56,11 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
     """Base class: the parameters of the selective SSM, its scan and its step. Derived layers add the rest of the mixer.
 
     Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
-    (d_inner,), ``A_log`` (d_inner, d_state), ``D`` (d_inner,). ``A_log`` and ``D`` are float32 whatever the ``dtype`` of the
-    layer (float64 in a float64 layer).
+    (d_inner,), ``A_log`` (d_inner, d_state), ``D`` (d_inner,); with ``"exp_trapezoidal"`` also ``lam_logit`` (d_inner,).
+    ``A_log``, ``D`` and ``lam_logit`` are float32 whatever the ``dtype`` of the layer (float64 in a float64 layer).
+
+    Rules that read two input samples have them in the state, (batch, d_inner + 1, d_state + 1): the last column is the last
+    sample of ``x``, the last row that of ``B``.
     """
 
     _no_decay: tuple[str, ...] = ("A_log", "D")
@@ -66,7 +71,7 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         d_inner: int,
         d_state: int,
         dt_rank: int | Literal["auto"],
-        discretization: DiscretizationName,
+        discretization: DiscretizationName | TwoSampleDiscretizationName,
         alpha: float | None,
         dt_min: float,
         dt_max: float,
@@ -77,11 +82,11 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         dtype: torch.dtype | None,
     ) -> None:
         layer = class_name(self)
-        if alpha is not None or discretization == "gbt":
+        if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
             if alpha is not None:
                 check_number(layer, "alpha", alpha)
             discretization = with_alpha(layer, discretization, alpha)
-        check_discretization(layer, discretization)
+        check_discretization(layer, discretization, takes_two_samples=True)
         check_int(layer, "d_state", d_state, high=256)
         if isinstance(dt_rank, str):
             check_choice(layer, "dt_rank", dt_rank, ("auto",))
@@ -109,6 +114,9 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
+        if discretization == "exp_trapezoidal":
+            self.lam_logit = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
+            self._no_decay = (*self._no_decay, "lam_logit")
         mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
         mark_parameters("_no_reinit", self.dt_proj.bias)
         self._register_discretization(device)
@@ -117,9 +125,11 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``A_log`` and ``D``; the submodules have their own ``reset_parameters``."""
+        """Initializes ``A_log``, ``D`` and ``lam_logit``; the submodules have their own ``reset_parameters``."""
         fill_(self.A_log, torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
         self.D.fill_(1)
+        if self.discretization == "exp_trapezoidal":
+            self.lam_logit.zero_()
         self._reset_discretization()
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -158,20 +168,81 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
             # A hook of x_proj wrote into its input, so its autograd history changed.
             if is_tracked and x._version != version:
                 scanned = x
+        if is_two_sample(self.discretization):
+            return self._scan_two_samples(scanned, delta, B, C, z, delta_bias, initial_state, seq_idx, cu_seqlens)
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         packed = (seq_idx, cu_seqlens)
         return self.operators.mamba_mixer(*arguments, *packed, *name_for_operator(self), needs_last_state=needs_last_state)
+
+    def _scan_two_samples(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        B: Tensor,
+        C: Tensor,
+        z: Tensor | None,
+        delta_bias: Tensor | None,
+        initial_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_scan``, after its projections."""
+        if not self.operators.is_local:
+            raise NotImplementedError(
+                f"{class_name(self)}: discretization {self.discretization!r} reads two input samples a step, which ranks that "
+                "share a sequence do not exchange"
+            )
+        wide = wide_dtype(x.dtype)
+        first = None if initial_state is None else self._parts_of(initial_state, x.dtype)
+        out, last = selective_scan(
+            *(x.mT, delta.mT, -torch.exp(self.A_log.to(wide)), B.mT, C.mT, self.D.to(wide), None if z is None else z.mT),
+            None if delta_bias is None else delta_bias.to(wide),
+            discretization=cast(TwoSampleDiscretizationName, self.discretization),
+            **self._weights(x.dtype),
+            previous="zero" if first is None else (first.u, first.B),
+            delta_softplus=True,
+            initial_state=None if first is None else first.state,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=True,
+        )
+        assert last.B is not None
+        of_channels = torch.cat([last.state, last.u.to(wide)[..., None]], -1)
+        return out.mT, torch.cat([of_channels, F.pad(last.B.to(wide), (0, 1))[:, None]], 1)
+
+    def _weights(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The options of a scan that weigh its samples; ``lam`` (d_inner, 1)."""
+        if self.discretization != "exp_trapezoidal":
+            return {}
+        return {"lam": self.lam_logit.to(dtype)[:, None], "lam_sigmoid": True}
+
+    @staticmethod
+    def _parts_of(state: Tensor, dtype: torch.dtype) -> ScanState:
+        """The state, in a wide dtype, and the samples, in ``dtype``, of a state with both; copies."""
+        of_channels, of_states = state[:, :-1], state[:, -1, :-1]
+        return ScanState(of_channels[..., :-1].to(wide_dtype(dtype)), of_channels[..., -1].to(dtype), of_states.to(dtype))
+
+    def _step_two_samples(self, state: Tensor, x: Tensor, update: Callable[..., Tensor]) -> Tensor:
+        """``update`` of the parts of a state, and of the weights, into which the parts are copied back."""
+        parts = ScanState(*(part.clone() for part in self._parts_of(state, x.dtype) if part is not None))
+        weights = self._weights(x.dtype)
+        if weights:
+            weights["lam"] = weights["lam"][:, 0]
+        out = update(parts.state, previous_x=parts.u, previous_B=parts.B, **weights)
+        state[:, :-1, :-1].copy_(parts.state)
+        state[:, :-1, -1].copy_(parts.u)
+        state[:, -1, :-1].copy_(cast(Tensor, parts.B))
+        return out
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
         dt, B, C, dt_bias = self._project(x)
         # Autocast casts the projections, but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
-        return update_state(
-            state,
-            x.dtype,
-            lambda state: selective_state_update(
+
+        def update(state: Tensor, **samples: Any) -> Tensor:
+            return selective_state_update(
                 state,
                 x,
                 dt,
@@ -184,15 +255,20 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
                 dt_softplus=True,
                 discretization=self.discretization,
                 A_is_log=True,
-            ),
-        )
+                **samples,
+            )
+
+        if is_two_sample(self.discretization):
+            return self._step_two_samples(state, x, update)
+        return update_state(state, x.dtype, update)
 
     # In messages of the operator between the projections.
     _mixer_name = "Mamba"
     _state_axes = "(batch, d_inner, d_state)"
 
     def _state_shape(self) -> tuple[int, ...]:
-        return self.d_inner, self.d_state
+        samples = int(is_two_sample(self.discretization))
+        return self.d_inner + samples, self.d_state + samples
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
         dtype = wide_dtype(self.A_log.dtype) if dtype is None else dtype
@@ -210,8 +286,12 @@ class SelectiveSSM(SelectiveBase):
         discretization: one of ``ssm_kernels.discretizations``; unless it is ``"zoh"`` the ``state_dict`` names it, as
             ``discretization_name``, which ``load_state_dict`` compares. ``"euler"`` is stable only while ``delta * |A| <= 2``:
             start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with
-            ``alpha``, or ``"dirac"``.
-        alpha: of ``"gbt"``: see :func:`ssm_kernels.selective_scan`. The attribute ``discretization`` is then ``"gbt(0.7)"``.
+            ``alpha``, or ``"dirac"``; or, on the CPU, one of ``ssm_kernels.two_sample_discretizations``: the state is then
+            (batch, d_inner + 1, d_state + 1), with the last sample of ``x`` in the last column and that of ``B`` in the last
+            row. ``"exp_trapezoidal"`` weighs the current sample by the sigmoid of the parameter ``lam_logit``, (d_inner,),
+            zero at first.
+        alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
+            ``discretization`` is then ``"gbt(0.7)"``.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
@@ -238,7 +318,7 @@ class SelectiveSSM(SelectiveBase):
         d_state: int = 16,
         dt_rank: int | Literal["auto"] = "auto",
         *,
-        discretization: DiscretizationName = "zoh",
+        discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
         alpha: float | None = None,
         dt_min: float = 0.001,
         dt_max: float = 0.1,

@@ -43,7 +43,11 @@ def test_names_of_discretizations_are_those_of_the_table():
             "discretization",
             lambda **name: ssm_kernels.selective_scan(X, X, A, B, B, **name),
         ),
-        (choices.DiscretizationName, "discretization", lambda **name: nn.Mamba(8, **name)),
+        (
+            Literal[choices.DiscretizationName, choices.TwoSampleDiscretizationName],
+            "discretization",
+            lambda **name: nn.Mamba(8, **name),
+        ),
         (
             choices.ExponentialDiscretizationName,
             "discretization",

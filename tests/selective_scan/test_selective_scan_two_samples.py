@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ssm_kernels import reference, selective_scan
+from ssm_kernels import distributed, reference, selective_scan, selective_scan_summary
 
 RULES = ("foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapezoidal")
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -453,6 +454,19 @@ def test_compile_vmap_and_autocast(rule):
 def test_messages(changed, error, message):
     with pytest.raises(error, match=f"^selective_scan: {message}" if not message.startswith("got") else message):
         selective_scan(**make_inputs("trapezoidal") | changed)
+
+
+def test_ranks_and_summaries_refuse():
+    inputs = {name: x for name, x in make_inputs("foh_ramp").items() if name != "previous"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match=r"^selective_scan: discretization 'foh_ramp' reads two input samples"):
+            distributed.selective_scan(**inputs)
+    finally:
+        dist.destroy_process_group()
+    of_span = {name: inputs[name] for name in ("u", "delta", "A", "B")}
+    with pytest.raises(ValueError, match=r"^selective_scan_summary: discretization 'foh_ramp' is not supported"):
+        selective_scan_summary(**of_span, discretization="foh_ramp")
 
 
 OPTIONAL = ("D", "z", "delta_bias", "initial_state", "lam", "previous_u", "previous_B", "seq_idx", "cu_seqlens")

@@ -1,0 +1,171 @@
+"""Layers with discretizations that read two input samples a step: the state has the last samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssm_kernels import nn, reference
+from ssm_kernels.models import MambaConfig, MambaLM
+
+RULES: dict[str, dict[str, Any]] = {
+    "foh_ramp": {},
+    "trapezoidal": {},
+    "gbt_two_sample": {"alpha": 0.7},
+    "exp_trapezoidal": {},
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+D_MODEL, STEPS = 12, 9
+
+
+def make_layer(kind: type, rule: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layer = kind(D_MODEL, d_state=5, discretization=rule, **RULES[rule], dtype=torch.float64, **options)
+    if rule == "exp_trapezoidal":
+        torch.nn.init.normal_(layer.lam_logit)
+    return layer
+
+
+def make_x(batch: int = 2) -> Tensor:
+    return torch.randn(batch, STEPS, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@every_rule
+def test_selective_ssm_is_the_reference(rule):
+    layer, x = make_layer(nn.SelectiveSSM, rule), make_x()
+    z = torch.randn_like(x)
+    delta, B, C, bias = layer._project(x)
+    weights = {"lam": layer.lam_logit[:, None], "lam_sigmoid": True} if rule == "exp_trapezoidal" else {}
+    expected, last = reference.two_sample_scan(
+        *(x.mT, delta.mT, -layer.A_log.exp(), B.mT, C.mT, layer.D, z.mT, bias),
+        discretization=rule,
+        **RULES[rule],
+        **weights,
+        delta_softplus=True,
+        return_last_state=True,
+    )
+    out, state = layer(x, z, return_last_state=True)
+    torch.testing.assert_close(out, expected.mT)
+    torch.testing.assert_close(state[:, :-1, :-1], last.state)
+    torch.testing.assert_close(state[:, :-1, -1], last.u)
+    torch.testing.assert_close(state[:, -1, :-1], last.B)
+    (out.sum() + state.sum()).backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@every_rule
+def test_selective_ssm_in_pieces_and_in_steps(rule):
+    layer, x = make_layer(nn.SelectiveSSM, rule), make_x()
+    whole, last = layer(x, return_last_state=True)
+    first, state = layer(x[:, :4], return_last_state=True)
+    second, end = layer(x[:, 4:], initial_state=state, return_last_state=True)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    torch.testing.assert_close(end, last)
+    state = layer.allocate_state(2)
+    steps = [layer.step(x[:, t], state) for t in range(STEPS)]
+    torch.testing.assert_close(torch.stack(steps, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@every_rule
+def test_mamba_in_pieces_and_in_steps(rule):
+    layer, x = make_layer(nn.Mamba, rule, layer_idx=0), make_x()
+    whole = layer(x)
+    cache = layer.allocate_inference_cache(2, STEPS)
+    assert cache[1].shape == (2, layer.d_inner + 1, layer.d_state + 1)
+    with torch.no_grad():
+        steps = [layer.step(x[:, t : t + 1], *cache)[0] for t in range(STEPS)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole.detach())
+        params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+        found = []
+        for begin, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
+            params.seqlen_offset = begin
+            found.append(layer(x[:, begin:end], inference_params=params))
+    torch.testing.assert_close(torch.cat(found, 1), whole.detach())
+
+
+@every_rule
+def test_mamba_of_packed_sequences(rule):
+    layer, x = make_layer(nn.Mamba, rule, layer_idx=0), make_x(1)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    expected = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
+    torch.testing.assert_close(layer(x, cu_seqlens=ends), expected)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    torch.testing.assert_close(layer(x, seq_idx=seq_idx), expected)
+    with torch.no_grad():
+        params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+        layer(x, cu_seqlens=ends, inference_params=params)
+        _, state = params.key_value_memory_dict[0]
+        assert state.shape[0] == 2
+
+
+@every_rule
+def test_mamba_gradients(rule):
+    """Of all parameters, against differences."""
+    layer, x = make_layer(nn.Mamba, rule), make_x(1)[:, :3].requires_grad_()
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *values), fast_mode=True)
+
+
+@every_rule
+def test_state_dict_names_the_rule(rule):
+    layer = make_layer(nn.Mamba, rule)
+    other = nn.Mamba(D_MODEL, d_state=5, discretization=layer.discretization, dtype=torch.float64)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(make_x()), other(make_x()))
+    assert layer.discretization == ("gbt_two_sample(0.7)" if rule == "gbt_two_sample" else rule)
+    assert ("lam_logit" in layer.no_weight_decay()) == (rule == "exp_trapezoidal")
+    with pytest.raises(RuntimeError, match="expected a checkpoint of discretization 'bilinear'"):
+        state_dict = {name: value for name, value in layer.state_dict().items() if name != "lam_logit"}
+        nn.Mamba(D_MODEL, d_state=5, discretization="bilinear", dtype=torch.float64).load_state_dict(state_dict)
+
+
+@every_rule
+def test_models_generate(rule):
+    name = "gbt_two_sample(0.7)" if rule == "gbt_two_sample" else rule
+    torch.manual_seed(0)
+    config = MambaConfig(d_model=16, n_layer=2, vocab_size=20, discretization=name)
+    model = MambaLM(config).double()
+    prompt = torch.randint(0, 20, (2, 5))
+    with torch.no_grad():
+        tokens = model.generate(prompt, max_length=9, top_k=1)
+        for t in range(5, 9):
+            logits = model(tokens[:, :t]).logits[:, -1]
+            assert torch.equal(logits.argmax(-1), tokens[:, t])
+
+
+def test_autocast():
+    torch.manual_seed(0)
+    layer = nn.Mamba(D_MODEL, discretization="exp_trapezoidal")
+    x = make_x().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+        out.float().sum().backward()
+        with torch.no_grad():
+            cache = layer.allocate_inference_cache(2, STEPS)
+            steps = torch.cat([layer.step(x[:, t : t + 1], *cache)[0] for t in range(STEPS)], 1)
+    assert out.dtype == torch.bfloat16 and layer.lam_logit.grad is not None
+    torch.testing.assert_close(steps.float(), out.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nn.Mamba2(64, headdim=16, discretization="foh_ramp"), "Mamba2: discretization 'foh_ramp' reads two input"),
+        (lambda: nn.Mamba(8, discretization="gbt_two_sample"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
+        (lambda: nn.Mamba(8, discretization="gbt_two_sample(2)"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
+        (lambda: nn.Mamba(8, discretization="foh_ramp", alpha=0.5), "Mamba: expected alpha with discretization"),
+        (lambda: MambaConfig(mixer="Mamba2", discretization="foh_ramp"), "MambaConfig: discretization 'foh_ramp' reads two"),
+    ],
+)
+def test_messages(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
