@@ -41,6 +41,18 @@ def selective_scan(groups: int | None = None) -> tuple[Callable[..., Any], dict[
     return lambda **t: ssm_kernels.selective_scan(**t, delta_softplus=True, return_last_state=True), tensors, channels
 
 
+def scan_of_two_samples(groups: int | None = None) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    _, tensors, channels = selective_scan(groups)
+    tensors |= {
+        "lam": torch.rand(BATCH, CHANNELS, SEQLEN),
+        "previous_u": torch.randn(BATCH, CHANNELS),
+        "previous_B": torch.randn(tensors["B"].shape[:-1]),
+    }
+    channels |= {"lam": 1, "previous_u": 1} | ({"previous_B": 1} if groups else {})
+    operator = torch.ops.ssm_kernels.selective_scan_two_sample
+    return lambda **t: operator(**t, discretization="exp_trapezoidal", delta_softplus=True), tensors, channels
+
+
 def ssd_chunk_scan(groups: int) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
     tensors = {
         "x": torch.randn(BATCH, SEQLEN, CHANNELS, HEADDIM),
@@ -165,6 +177,21 @@ def selective_state_update(*, heads: bool = False, tokens: int = 0, groups: int 
     return call, tensors, places
 
 
+def step_of_two_samples(*, heads: bool = False, tokens: int = 0, groups: int = 0) -> Case:
+    _, tensors, places = selective_state_update(heads=heads, tokens=tokens, groups=groups)
+    samples = {
+        "previous_x": torch.randn(tensors["state"].shape[:-1]),
+        "previous_B": torch.randn(BATCH, *((groups,) if groups else ()), DSTATE),
+    }
+    places |= {"previous_x": 1, "lam": places["x"]} | ({"previous_B": 1} if groups else {})
+
+    def call(**t: Tensor) -> tuple[Tensor, ...]:
+        out = ssm_kernels.selective_state_update(**t, dt_softplus=True, discretization="exp_trapezoidal")
+        return out, t["state"], t["previous_x"]
+
+    return call, tensors | samples | {"lam": torch.rand(tensors["x"].shape)}, places
+
+
 def delta_rule_step(*, gate: bool = False, updates: int = 1, tokens: int = 0, writes: tuple[str, ...] = ()) -> Case:
     """``gate``: one a column; else one a head. Half as many heads of q and k as value heads."""
     rows = (BATCH, tokens) if tokens else (BATCH,)
@@ -243,6 +270,8 @@ BUFFER, WINDOW = ("out", "intermediate_states_buffer"), ("out", "intermediate_co
 CASES = {
     "selective_scan": selective_scan,
     "selective_scan, two groups": lambda: selective_scan(2),
+    "selective_scan, two samples": scan_of_two_samples,
+    "selective_scan, two samples and groups": lambda: scan_of_two_samples(2),
     "ssd_chunk_scan": lambda: ssd_chunk_scan(1),
     "ssd_chunk_scan, two groups": lambda: ssd_chunk_scan(2),
     "ssd_chunk_scan, log decays": ssd_chunk_scan_of_log_decays,
@@ -261,6 +290,8 @@ CASES = {
     "selective_state_update": selective_state_update,
     "selective_state_update, heads": lambda: selective_state_update(heads=True, groups=2),
     "selective_state_update, two groups": lambda: selective_state_update(groups=2),
+    "selective_state_update, two samples": step_of_two_samples,
+    "selective_state_update, two samples and tokens": lambda: step_of_two_samples(heads=True, tokens=3, groups=2),
     "selective_state_update_out": lambda: selective_state_update(writes=("out",)),
     "selective_state_update_out, heads": lambda: selective_state_update(heads=True, writes=("out",)),
     "selective_state_update_out, tokens": lambda: selective_state_update(tokens=2, writes=BUFFER),
