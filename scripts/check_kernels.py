@@ -39,7 +39,6 @@ ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
     re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 104,
-    re.compile(r"delta_rule::kda_bwd_chunks_kernel<\w+>@sm_90a"): 16,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<float, (64|128), .*>@"): 176,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<\w+, 256, .*>@"): 1560,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,

@@ -97,6 +97,7 @@ struct KdaBwdChunks {
     write_rows(p.grad_q, kQueryRows, shared.rows.q, shared.factors.of_queries);
     write_rows(p.grad_k, kKeyRows, shared.rows.k, shared.factors.of_keys);
     write_gate_sums();
+    write_grad_beta();
   }
 
  private:
@@ -188,7 +189,7 @@ struct KdaBwdChunks {
                                          cuda::pack<Scalar>(values[4], values[5]), cuda::pack<Scalar>(values[6], values[7])};
   }
 
-  // F, and B; and the gradient of beta, the diagonal of Y E^T.
+  // F, and B, of which nothing is read above the diagonals. The diagonal of B is that of Y E^T, the gradient of beta.
   __device__ __forceinline__ void write_pairs(int warpgroup, const float (&products)[kStepBlocks][4]) {
     const FragmentLane lane;
 #pragma unroll
@@ -200,15 +201,17 @@ struct KdaBwdChunks {
         if (warpgroup == kQueryRows) {
           shared.pairs[row][column].x = row >= column ? p.scale * product : 0.0f;
         } else {
-          shared.pairs[row][column].y = row > column ? -shared.beta[row] * product : 0.0f;
-          if (row == column && row < at.steps() && p.grad_beta.data != nullptr) write_grad_beta(row, products[n][i]);
+          shared.pairs[row][column].y = row > column ? -shared.beta[row] * product : products[n][i];
         }
       }
     }
   }
 
-  __device__ __forceinline__ void write_grad_beta(int step, float grad) const {
+  __device__ __forceinline__ void write_grad_beta() const {
+    const int step = threadIdx.x;
+    if (step >= at.steps() || p.grad_beta.data == nullptr) return;
     const KdaArguments& arguments = p.arguments;
+    float grad = shared.pairs[step][step].y;
     if (arguments.options.beta_sigmoid) {
       const float beta = shared.beta[step];
       grad *= beta * (1.0f - (arguments.options.allow_neg_eigval ? 0.5f * beta : beta));
@@ -510,28 +513,43 @@ struct KdaBwdChunks {
   // a lane has four columns.
   __device__ __forceinline__ void write_rows(const RowsView& view, int term, SmemTile<kStateColumns>& rows,
                                              const float (&factors)[kChunk]) {
-    constexpr int kColumns = kStateColumns / kWarpSize;
+    constexpr int kColumns = kStateColumns / kWarpSize, kRows = kChunk / kWarps;
     static_assert(kColumns == 4, "a lane has half of a vector of a row");
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, column = lane * kColumns;
+    const int warp = threadIdx.x / kWarpSize, column = threadIdx.x % kWarpSize * kColumns;
+    float4 grads[kRows];
 #pragma unroll
-    for (int i = 0; i < kChunk / kWarps; ++i) {
-      const int row = warp + i * kWarps;
-      if (row >= at.steps()) break;
-      float4 grad = *reinterpret_cast<const float4*>(&shared.terms[term][row][column]);
-      if (p.arguments.qk_l2norm) {
+    for (int i = 0; i < kRows; ++i) {
+      grads[i] = *reinterpret_cast<const float4*>(&shared.terms[term][warp + i * kWarps][column]);
+    }
+    if (p.arguments.qk_l2norm) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = warp + i * kWarps;
+        float4& grad = grads[i];
         const float2 low = pair_of(rows, row, column, factors), high = pair_of(rows, row, column + 2, factors);
         const float along = cuda::sum_over_warp(low.x * grad.x + low.y * grad.y + (high.x * grad.z + high.y * grad.w));
         const float factor = factors[row];
         grad = {factor * fmaf(-along, low.x, grad.x), factor * fmaf(-along, low.y, grad.y),
                 factor * fmaf(-along, high.x, grad.z), factor * fmaf(-along, high.y, grad.w)};
       }
-      if (column >= p.dstate) continue;
-      const int64_t offset = row * view.stride_step + column;
-      if (p.has_fp32_rows) {
-        *reinterpret_cast<float4*>(at.template rows<float>(view, at.head, at.chunk) + offset) = grad;
-      } else {
-        *reinterpret_cast<uint2*>(at.template rows<Scalar>(view, at.head, at.chunk) + offset) = {
-            cuda::pack<Scalar>(grad.x, grad.y), cuda::pack<Scalar>(grad.z, grad.w)};
+    }
+    const int steps = column < p.dstate ? at.steps() - warp : 0;
+    if (p.has_fp32_rows) {
+      float* target = at.template rows<float>(view, at.head, at.chunk) + warp * view.stride_step + column;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i * kWarps < steps) *reinterpret_cast<float4*>(target) = grads[i];
+        target += kWarps * view.stride_step;
+      }
+    } else {
+      Scalar* target = at.template rows<Scalar>(view, at.head, at.chunk) + warp * view.stride_step + column;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float4& grad = grads[i];
+        if (i * kWarps < steps) {
+          *reinterpret_cast<uint2*>(target) = {cuda::pack<Scalar>(grad.x, grad.y), cuda::pack<Scalar>(grad.z, grad.w)};
+        }
+        target += kWarps * view.stride_step;
       }
     }
   }
