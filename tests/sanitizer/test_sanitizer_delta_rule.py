@@ -23,6 +23,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # key_dim and value_dim: padded tiles, several tiles of values, and the kernels of wide keys.
 SIZES = ((1, 1), (7, 20), (96, 192), (128, 130), (137, 24), (256, 130))
 PACKED_PIECES = (0, 0, 64, 65, 200, 200)
+# Steps of a sequence of one head that an H200 cuts into segments.
+SEGMENTED = 8300
 
 
 def case(name: str, kernels: str, states_at: tuple[int, ...] = (), **options: Any) -> Case:
@@ -52,7 +54,9 @@ def cases() -> Iterator[Case]:
         yield case("resets", kernels, seqlen=200, resets=((1, 64, 65, 199), (63, 127, 128)), gate=gate)
         yield case("states", kernels, (0, 64, 70, 130), gate=gate)
         yield case("updates", kernels, gate=gate, num_householder=3)
-        yield case("one head in segments", kernels, batch=1, seqlen=2100, heads=1, value_heads=1, gate=gate)
+        yield case("one head in segments", kernels, batch=1, seqlen=SEGMENTED, heads=1, value_heads=1, gate=gate)
+        bounds = (0, SEGMENTED, SEGMENTED + 1, 2 * SEGMENTED)
+        yield case("one head in segments, packed", kernels, cu_seqlens=bounds, heads=1, value_heads=1, gate=gate)
         inside = {"raw": "softplus", "qk_l2norm": True, "beta_sigmoid": True, "num_householder": 2}
         if gate is not None:
             yield case("inside", kernels, gate=gate, **inside)

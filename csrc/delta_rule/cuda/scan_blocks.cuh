@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/chunked/scheduler.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "delta_rule/cuda/segment_maps.cuh"
 #include "delta_rule/cuda/toolkit.cuh"
@@ -46,7 +47,10 @@ __device__ __forceinline__ void run_scan(const Unpacked<Params>& p, const Schedu
   if constexpr (Scan::kIsOfMaps) {
     const Params& params = p;
     const WorkSpan at(params, schedule, static_cast<int>(blockIdx.x));
-    if (is_unread_map(params, at.entry, StateTile(params, schedule, at, 0).first_row, /*is_reverse=*/false)) return;
+    if (is_unread_map(params, at.entry, StateTile(params, schedule, at, 0).first_row, /*is_reverse=*/false)) {
+      cuda::grid_dependency_sync();  // each block of a kernel that may begin before the previous one ends
+      return;
+    }
   }
   Scan scan{p, p, schedule, shared};
   const int warpgroup = warpgroup_of_thread();
@@ -64,7 +68,10 @@ __device__ __forceinline__ void run_states(const Params& p, const WorkPartition&
   const unsigned work_tiles = static_cast<unsigned>(partition.work_tiles);
   const WorkSpan at(p, partition, static_cast<int>(blockIdx.x % work_tiles));
   const bool is_reverse = blockIdx.x >= work_tiles;
-  if (is_unread_map(p, at.entry, StateTile(p, partition, at, 0).first_row, is_reverse)) return;
+  if (is_unread_map(p, at.entry, StateTile(p, partition, at, 0).first_row, is_reverse)) {
+    cuda::grid_dependency_sync();
+    return;
+  }
   States states{p, partition, shared, at, is_reverse};
   states.init();
   __syncthreads();

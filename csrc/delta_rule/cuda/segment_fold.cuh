@@ -86,10 +86,11 @@ __global__ void __launch_bounds__(kFoldRowsAtOnce* kMaxKernelDstate)
 #pragma unroll
       for (int i = 0; i < kOwnRows; ++i) {
         const float4 values = before[own + i * kFoldRowsAtOnce][k];
-        state[i] = fmaf(values.x, factors[0], state[i]);
-        state[i] = fmaf(values.y, factors[1], state[i]);
-        state[i] = fmaf(values.z, factors[2], state[i]);
-        state[i] = fmaf(values.w, factors[3], state[i]);
+        // A factor of zero is a decay of zero, which drops Inf and NaN, too.
+        if (factors[0] != 0.0f) state[i] = fmaf(values.x, factors[0], state[i]);
+        if (factors[1] != 0.0f) state[i] = fmaf(values.y, factors[1], state[i]);
+        if (factors[2] != 0.0f) state[i] = fmaf(values.z, factors[2], state[i]);
+        if (factors[3] != 0.0f) state[i] = fmaf(values.w, factors[3], state[i]);
       }
     }
     __syncthreads();
