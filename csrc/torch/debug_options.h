@@ -32,6 +32,8 @@ enum class DebugOption : int {
   kDeltaRuleMma,
   // delta_rule_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
   kDeltaRuleSharedBytes,
+  // The products of delta_rule_scan on the CPU: 0, by its kernels; 1, as PyTorch matmuls, like those of other devices.
+  kDeltaRuleCpu,
   kCount
 };
 

@@ -244,6 +244,7 @@ DEBUG_OPTION_VALUES = {
     "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
     "delta_rule_mma": ("wgmma", "mma"),
+    "delta_rule_cpu": ("kernels", "matmuls"),
 }
 
 

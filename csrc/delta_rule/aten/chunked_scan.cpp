@@ -31,10 +31,6 @@
 #include "delta_rule/aten/chunked_scan.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/baddbmm.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -42,116 +38,28 @@
 
 #include "delta_rule/aten/gates.h"
 #include "delta_rule/aten/layout.h"
-#include "delta_rule/aten/pairs.h"
-#include "delta_rule/aten/unit_triangular.h"
-#include "torch/allocation.h"
+#include "delta_rule/aten/products.h"
+#include "delta_rule/cpu/products.h"
 #include "torch/checks.h"
 #include "torch/chunk_runs.h"
+#include "torch/debug_options.h"
 #include "torch/sequence_batches.h"
 
 namespace ssm_kernels::delta_rule {
 namespace {
 
-at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(-2, -1); }
-
-// (chunks, rows, heads, ...) as matrices of a batch, and those of each chunk.
-at::Tensor matrices(const at::Tensor& tensor) { return tensor.flatten(0, 2); }
-std::vector<at::Tensor> by_chunk(const at::Tensor& tensor) { return tensor.flatten(1, 2).unbind(0); }
-
-at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor) { return factor.defined() ? tensor * factor : tensor; }
-
-// A copy without the steps where the mask is true; the tensor itself without a mask.
-at::Tensor without(const at::Tensor& tensor, const at::Tensor& mask) {
-  return mask.defined() ? zero_steps_where_(tensor.clone(), mask) : tensor;
-}
-
-// The same for the matrices of one chunk.
-at::Tensor without(const at::Tensor& tensor, const Chunks& chunks, const at::Tensor& mask, int64_t chunk) {
-  if (!mask.defined()) return tensor;
-  const at::Tensor of_heads = tensor.unflatten(0, {chunks.run.rows, -1}).unsqueeze(0);
-  return without(of_heads, mask.narrow(0, chunk, 1)).flatten(0, 2);
-}
-
-// Forward computes these tensors of a run, and backward recomputes them.
-struct Computed {
-  Pairs pairs;
-  at::Tensor q_in, k_in, k_out;  // e^c . Q, e^c . K and e^(c_last - c) . K, of value heads
-  at::Tensor k_read;             // diag(beta) (e^c . K)
-  at::Tensor M, U;
-  at::Tensor states;  // before each chunk and after the last, (chunks + 1, rows, value_heads, value_dim, key_dim)
-};
-
-// The factors, (rows * heads, 1, 1 or key_dim), by which each chunk decays the state before it and the gradient of the state
-// after it; empty if nothing decays. A chunk in which a sequence begins has the factor zero, and a mask, as 0 times NaN is NaN.
-std::vector<at::Tensor> factors_of_chunks(const Decays& decays) {
-  return decays.all.defined() ? by_chunk(decays.all) : std::vector<at::Tensor>();
-}
-void clear_cut_(const at::Tensor& state, const Chunks& chunks, int64_t chunk) {
-  if (!chunks.is_cut.defined()) return;
-  state.unflatten(0, {chunks.run.rows, -1}).masked_fill_(chunks.is_cut.select(0, chunk).unsqueeze(-1).unsqueeze(-1), 0);
-}
-
-Computed compute(const Scan& scan, const Chunks& chunks, const at::Tensor& first) {
-  Computed of;
-  const Vectors& vectors = chunks.vectors;
-  of.pairs = make_pairs(vectors, chunks.log_decay, chunks.sequence);
-  const Decays& decays = of.pairs.decays;
-  const at::Tensor k = vectors.of_value_heads(vectors.k);
-  of.k_in = scaled(k, decays.from_start);
-  of.k_out = scaled(k, decays.to_end);
-  of.q_in = scaled(vectors.of_value_heads(vectors.q),
-                   decays.from_start.defined() ? vectors.reading(decays.from_start, 3) : at::Tensor());
-  of.M = unit_triangular_inverse(matrices(of.pairs.kk * chunks.beta)).view(of.pairs.kk.sizes());
-
-  of.k_read = of.k_in * chunks.beta;
-
-  const int64_t count = chunks.run.chunks;
-  of.U = empty_contiguous_like(chunks.v);
-  of.states = empty_tensor({count + 1, chunks.run.rows, scan.value_heads, scan.value_dim, scan.key_dim}, scan.options);
-  of.states.select(0, 0).copy_(first);
-  // Few operations in the loop: on a device, each takes longer to launch than to run.
-  const std::vector<at::Tensor> states = by_chunk(of.states), written = by_chunk(chunks.v * chunks.beta),
-                                read = by_chunk(of.k_read), k_out = by_chunk(of.k_out), M = by_chunk(of.M),
-                                factors = factors_of_chunks(decays);
-  std::vector<at::Tensor> U = by_chunk(of.U);
-  for (int64_t i = 0; i < count; ++i) {
-    at::Tensor difference = written[i], next = states[i + 1];
-    if (chunks.sequence.defined()) {
-      difference.sub_(without(at::bmm(read[i], transposed(states[i])), chunks, chunks.is_after_beginning, i));
-    } else {
-      difference.baddbmm_(read[i], transposed(states[i]), 1, -1);
-    }
-    at::bmm_out(U[i], M[i], difference);
-    const at::Tensor kept = transposed(without(U[i], chunks, chunks.is_before_beginning, i));
-    if (factors.empty()) {
-      at::baddbmm_out(next, states[i], kept, k_out[i]);
-      continue;
-    }
-    at::mul_out(next, states[i], factors[i]);
-    clear_cut_(next, chunks, i);
-    next.baddbmm_(kept, k_out[i]);
-  }
-  return of;
-}
-
-at::Tensor reading_mask(const Chunks& chunks) {
-  return chunks.sequence.defined() ? chunks.vectors.reading(chunks.is_after_beginning, 2) : at::Tensor();
-}
-
-at::Tensor output(const Chunks& chunks, const Computed& of) {
-  const at::Tensor S = of.states.narrow(0, 0, chunks.run.chunks);
-  const at::Tensor out = zero_steps_where_(at::matmul(of.q_in, transposed(S)), reading_mask(chunks));
-  matrices(out).baddbmm_(matrices(of.pairs.P), matrices(of.U));
-  return out;
+const Products& products_for(const Inputs& in) {
+  return in.q.is_cpu() && debug_option(DebugOption::kDeltaRuleCpu) == 0 ? kCpuProducts : kMatmuls;
 }
 
 void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs, const ChosenStates& chosen) {
+  const Products& products = products_for(scan.in);
   at::Tensor state = scan.load_states(scan.in.initial_states, part);
   if (at::Tensor first = chosen.first(part); first.defined()) first.copy_(state);
   for (const Run& run : scan.runs(part, chosen.positions)) {
     const Chunks chunks = scan.load(run);
-    const Computed of = compute(scan, chunks, state);
-    scan.write_by_head(outputs.out, run, output(chunks, of), false);
+    const Computed of = products.compute(chunks, state, /*needs_out=*/true);
+    scan.write_by_head(outputs.out, run, of.out, false);
     chosen.visit(run, of.states, [](at::Tensor asked, const at::Tensor& bound) { asked.copy_(bound); });
     state = of.states.select(0, run.chunks);
   }
@@ -185,7 +93,7 @@ struct ParameterSums {
 class Adjoint {
  public:
   Adjoint(const BwdInputs& bwd, const GradTensors& grads, ParameterSums& sums, const ChosenStates& grad_chosen)
-      : bwd_(bwd), scan_(bwd.in), grads_(grads), sums_(sums), grad_chosen_(grad_chosen) {}
+      : bwd_(bwd), scan_(bwd.in), products_(products_for(bwd.in)), grads_(grads), sums_(sums), grad_chosen_(grad_chosen) {}
 
   void compute_all() {
     if (scan_.value_heads == 0) {  // no run, but q and k have elements
@@ -201,12 +109,11 @@ class Adjoint {
 
   void part_adjoint(const Part& part);
   at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
-  std::pair<at::Tensor, at::Tensor> chain(const Chunks& chunks, const Computed& of, const at::Tensor& grad_out,
-                                          const at::Tensor& last) const;
   void gate_adjoint(const Chunks& chunks, const at::Tensor& grad_log_decay);
 
   const BwdInputs& bwd_;
   const Scan scan_;
+  const Products& products_;
   const GradTensors& grads_;
   ParameterSums& sums_;
   const ChosenStates grad_chosen_;
@@ -216,7 +123,8 @@ void Adjoint::part_adjoint(const Part& part) {
   const std::vector<Run> runs = scan_.runs(part, grad_chosen_.positions);
   std::vector<at::Tensor> states = {scan_.load_states(bwd_.in.initial_states, part)};  // before each run
   for (size_t i = 0; i + 1 < runs.size(); ++i) {
-    states.push_back(compute(scan_, scan_.load(runs[i]), states.back()).states.select(0, runs[i].chunks).clone());
+    states.push_back(
+        products_.compute(scan_.load(runs[i]), states.back(), /*needs_out=*/false).states.select(0, runs[i].chunks).clone());
   }
   at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
   for (size_t i = runs.size(); i-- > 0; states.pop_back()) grad_state = run_adjoint(runs[i], states[i], grad_state);
@@ -225,93 +133,28 @@ void Adjoint::part_adjoint(const Part& part) {
   grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
 
-// Y, and the gradients of the states before each chunk and after the last, like the states.
-std::pair<at::Tensor, at::Tensor> Adjoint::chain(const Chunks& chunks, const Computed& of, const at::Tensor& grad_out,
-                                                 const at::Tensor& last) const {
-  const int64_t count = chunks.run.chunks;
-  const at::Tensor grad_U = at::matmul(transposed(of.pairs.P), grad_out), Y = empty_contiguous_like(grad_U),
-                   grads = empty_contiguous_like(of.states);
-  at::Tensor before = matrices(grads.narrow(0, 0, count));
-  at::bmm_out(before, matrices(transposed(without(grad_out, reading_mask(chunks)))), matrices(of.q_in));
-  grads.select(0, count).copy_(last);
-  grad_chosen_.visit(chunks.run, grads, [](const at::Tensor& chosen, at::Tensor bound) { bound.add_(chosen); });
-  const std::vector<at::Tensor> of_states = by_chunk(grads), read = by_chunk(of.k_read), k_out = by_chunk(of.k_out),
-                                M = by_chunk(of.M), factors = factors_of_chunks(of.pairs.decays);
-  std::vector<at::Tensor> of_U = by_chunk(grad_U), of_Y = by_chunk(Y);
-  for (int64_t i = count; i-- > 0;) {
-    const at::Tensor after = of_states[i + 1];
-    if (chunks.sequence.defined()) {
-      of_U[i].add_(without(at::bmm(k_out[i], transposed(after)), chunks, chunks.is_before_beginning, i));
-    } else {
-      of_U[i].baddbmm_(k_out[i], transposed(after));
-    }
-    at::bmm_out(of_Y[i], transposed(M[i]), of_U[i]);
-    if (factors.empty()) {
-      of_states[i].add_(after);
-    } else if (chunks.sequence.defined()) {
-      const at::Tensor decayed = after * factors[i];
-      clear_cut_(decayed, chunks, i);
-      of_states[i].add_(decayed);
-    } else {
-      of_states[i].addcmul_(after, factors[i]);
-    }
-    of_states[i].baddbmm_(transposed(without(of_Y[i], chunks, chunks.is_after_beginning, i)), read[i], 1, -1);
-  }
-  return {Y, grads};
-}
-
 // Returns the gradient of the run's first state, given the gradient of its last; writes all other gradients.
 at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state) {
   const Chunks chunks = scan_.load(run);
-  const Vectors& vectors = chunks.vectors;
-  const Computed of = compute(scan_, chunks, state);
-  const Decays& decays = of.pairs.decays;
   const at::Tensor grad_out =
       is_present(bwd_.grad_out)
           ? scan_.copied(scan_.by_head(*bwd_.grad_out, run, false))
           : at::zeros({run.chunks, run.rows, scan_.value_heads, run.length, scan_.value_dim}, scan_.options);
-  const auto [Y, grad_states] = chain(chunks, of, grad_out, grad_state);
-  const at::Tensor S = of.states.narrow(0, 0, run.chunks), D = grad_states.narrow(0, 1, run.chunks);
+  const auto add_chosen = [&](const at::Tensor& grads) {
+    grad_chosen_.visit(run, grads, [](const at::Tensor& chosen, at::Tensor bound) { bound.add_(chosen); });
+  };
+  const NeededGrads needed{needs(kGradQ), needs(kGradK), needs(kGradV), needs(kGradBeta), needs_gate()};
+  const Computed of = products_.compute(chunks, state, /*needs_out=*/false);
+  const RunGrads grads = products_.adjoint(chunks, of, grad_out, grad_state, add_chosen, needed);
 
-  if (needs(kGradV)) scan_.write_by_head(grads_[kGradV], run, Y * chunks.beta, true);
-  const at::Tensor YS = zero_steps_where_(at::matmul(Y, S), chunks.is_after_beginning);
-  const at::Tensor grad_A = at::matmul(Y, transposed(of.U)).neg_().tril_(-1);
-  if (needs(kGradBeta)) {
-    const at::Tensor grad = (Y * chunks.v).sum(-1).sub_((YS * of.k_in).sum(-1)).add_((grad_A * of.pairs.kk).sum(-1));
-    scan_.write_by_head(grads_[kGradBeta], run, betas_adjoint(bwd_.in, chunks.raw_beta, grad), true);
+  if (needed.v) scan_.write_by_head(grads_[kGradV], run, grads.v, true);
+  if (needed.beta) scan_.write_by_head(grads_[kGradBeta], run, betas_adjoint(bwd_.in, chunks.raw_beta, grads.beta), true);
+  if (needed.q) {
+    scan_.write_by_head(grads_[kGradQ], run, normalized_adjoint(chunks.q, grads.q * scale_of(bwd_.in)), false);
   }
-  if (!needs(kGradQ) && !needs(kGradK) && !needs_gate()) return grad_states.select(0, 0);
-
-  const at::Tensor grad_P = at::matmul(grad_out, transposed(of.U));
-  const at::Tensor grad_q_in = zero_steps_where_(at::matmul(grad_out, S), reading_mask(chunks));
-  const at::Tensor grad_k_in = YS * -chunks.beta;
-  const at::Tensor grad_k_out = zero_steps_where_(at::matmul(of.U, D), chunks.is_before_beginning);
-  const PairGrads pairs = pairs_adjoint(vectors, of.pairs, chunks.log_decay, chunks.sequence, grad_A * chunks.beta,
-                                        clear_unread_(vectors, grad_P), needs_gate());
-  if (needs(kGradQ)) {
-    const at::Tensor from_state =
-        scaled(grad_q_in, decays.from_start.defined() ? vectors.reading(decays.from_start, 3) : at::Tensor());
-    const at::Tensor grad = (pairs.q + vectors.sum_of_heads(from_state)).mul_(scale_of(bwd_.in));
-    scan_.write_by_head(grads_[kGradQ], run, normalized_adjoint(chunks.q, grad), false);
-  }
-  if (needs(kGradK)) {
-    const at::Tensor from_states = scaled(grad_k_in, decays.from_start) + scaled(grad_k_out, decays.to_end);
-    scan_.write_by_head(grads_[kGradK], run, normalized_adjoint(chunks.k, pairs.k + vectors.sum_of_heads(from_states)), true);
-  }
-  if (needs_gate()) {
-    at::Tensor to_start = grad_k_in * of.k_in;
-    vectors.reading(to_start, 3).add_(grad_q_in * of.q_in);
-    at::Tensor to_end = grad_k_out * of.k_out, all = (S * D).sum(-2, /*keepdim=*/true) * decays.all;
-    if (chunks.is_cut.defined()) zero_steps_where_(all, chunks.is_cut);
-    if (chunks.log_decay.dim() == 4) {
-      to_start = to_start.sum(-1, /*keepdim=*/true);
-      to_end = to_end.sum(-1, /*keepdim=*/true);
-      all = all.sum(-1, /*keepdim=*/true);
-    }
-    const at::Tensor through = boundary_adjoint(to_start, to_end, all);
-    gate_adjoint(chunks, through.add_(pairs.log_decay.view_as(through)));
-  }
-  return grad_states.select(0, 0);
+  if (needed.k) scan_.write_by_head(grads_[kGradK], run, normalized_adjoint(chunks.k, grads.k), true);
+  if (needed.gate) gate_adjoint(chunks, grads.log_decay);
+  return grads.first_state;
 }
 
 // grad_log_decay: (chunks, rows, value_heads, steps, 1 or key_dim).

@@ -144,15 +144,6 @@ class Halves {
   at::Tensor since_, until_;  // sums of a half's log decays up to a step and after it
 };
 
-// A step that begins a sequence drops the state before it.
-at::Tensor with_beginnings(const at::Tensor& log_decay, const at::Tensor& sequence) {
-  if (!sequence.defined()) return log_decay;
-  const int64_t others = sequence.size(2) - 1;
-  at::Tensor begins = sequence.ne(0);  // of the first step
-  begins.narrow(2, 1, others).copy_(sequence.narrow(2, 1, others).ne(sequence.narrow(2, 0, others)));
-  return log_decay.masked_fill(begins.unsqueeze(2).unsqueeze(-1), -std::numeric_limits<double>::infinity());
-}
-
 void make_channel_pairs(const Vectors& vectors, const at::Tensor& log_decay, const at::Tensor& sequence, Pairs& pairs) {
   const at::Tensor g = with_beginnings(log_decay, sequence);
   const at::Tensor k = padded(vectors.of_value_heads(vectors.k)),
@@ -223,6 +214,14 @@ at::Tensor Vectors::sum_of_heads(const at::Tensor& tensor) const {
 
 at::Tensor Vectors::reading(const at::Tensor& tensor, int64_t axis) const {
   return updates == 1 ? tensor : tensor.slice(axis, updates - 1, std::nullopt, updates);
+}
+
+at::Tensor with_beginnings(const at::Tensor& log_decay, const at::Tensor& sequence) {
+  if (!sequence.defined()) return log_decay;
+  const int64_t others = sequence.size(2) - 1;
+  at::Tensor begins = sequence.ne(0);  // of the first step
+  begins.narrow(2, 1, others).copy_(sequence.narrow(2, 1, others).ne(sequence.narrow(2, 0, others)));
+  return log_decay.masked_fill(begins.unsqueeze(2).unsqueeze(-1), -std::numeric_limits<double>::infinity());
 }
 
 at::Tensor clear_unread_(const Vectors& vectors, at::Tensor P) {

@@ -49,6 +49,9 @@ struct Pairs {
 // Sets pairs that q does not read to zero: those above the diagonal of P.
 at::Tensor clear_unread_(const Vectors& vectors, at::Tensor P);
 
+// log_decay of one gate a channel, but minus infinity for the steps that begin a sequence, which drop the state before them.
+at::Tensor with_beginnings(const at::Tensor& log_decay, const at::Tensor& sequence);
+
 // log_decay: (chunks, rows, value_heads, steps) or (..., key_dim); undefined if nothing decays. With sequences that begin in a
 // chunk, sequence counts them up to a step, (chunks, rows, steps): the decay across a beginning is zero.
 Pairs make_pairs(const Vectors& vectors, const at::Tensor& log_decay, const at::Tensor& sequence);
