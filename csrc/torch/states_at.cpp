@@ -6,6 +6,7 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -82,26 +83,17 @@ void cut_sequences(const ScanCall& call, Piece& piece, bool is_last) {
   piece.cu_seqlens = call.cu_seqlens->clamp(low, high) - piece.begin;
 }
 
-// With cu_seqlens, the state at a position is that of the sequence of the step before it, at 0 of the sequence of step 0.
-// A call without steps has no such sequence, and its state is empty. `states` and `last` hold all sequences.
-at::Tensor states_of_sequences(const ScanCall& call, at::IntArrayRef positions, const std::map<int64_t, at::Tensor>& states,
-                               const at::Tensor& last, double empty) {
-  std::set<int64_t> asked(positions.begin(), positions.end());
-  asked.insert(0);
-  std::map<int64_t, at::Tensor> chosen;
-  for (const int64_t position : asked) {
-    const auto found = states.find(position);
-    if ((position == 0 && found == states.end()) || call.seqlen == 0 || last.sym_size(0) == 0) {
-      std::vector<c10::SymInt> shape = last.sym_sizes().vec();
-      shape[0] = 1;
-      chosen[position] = last.new_full_symint(shape, empty);
-      continue;
-    }
-    const int64_t step = position > 0 ? position - 1 : 0;
-    const at::Tensor number = sequence_of(*call.cu_seqlens, step).clamp_max(last.sym_size(0) - 1);
-    chosen[position] = (found != states.end() ? found->second : last).index_select(0, number);
+// With cu_seqlens, the state at a position, (1, ...), is that of the sequence of the step before it, at 0 of the sequence of
+// step 0. `states` has all sequences. A call without steps has no such sequence, and its state is empty.
+at::Tensor state_of_sequence(const ScanCall& call, int64_t position, const at::Tensor& states, double empty) {
+  if (!is_present(call.cu_seqlens)) return states;
+  if (call.seqlen == 0 || states.sym_size(0) == 0) {
+    std::vector<c10::SymInt> shape = states.sym_sizes().vec();
+    shape[0] = 1;
+    return states.new_full_symint(shape, empty);
   }
-  return stack_states(positions, chosen, chosen[0]);
+  const int64_t step = position > 0 ? position - 1 : 0;
+  return states.index_select(0, sequence_of(*call.cu_seqlens, step).clamp_max(states.sym_size(0) - 1));
 }
 
 at::Tensor join(const ScanCall& call, std::vector<at::Tensor>& outputs) {
@@ -118,10 +110,11 @@ SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
   for (const int64_t position : positions) {
     if (position > 0 && position < call.seqlen) between.insert(position);
   }
-  // Each state's map has all positions but the last one: seqlen may be a symbol.
+  // Each state's map has all positions but the last one: seqlen may be a symbol. Of packed sequences it has one at each.
   std::vector<std::map<int64_t, at::Tensor>> states(call.empty.size());
   const auto keep = [&](int64_t position, const std::vector<at::Tensor>& values) {
-    for (size_t i = 0; i < values.size(); ++i) states[i][position] = values[i];
+    for (size_t i = 0; i < values.size(); ++i)
+      states[i][position] = state_of_sequence(call, position, values[i], call.empty[i]);
   };
   keep(0, call.initial_states);
   std::vector<at::Tensor> outputs;
@@ -147,8 +140,10 @@ SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions) {
   }
   std::vector<at::Tensor> stacked;
   for (size_t i = 0; i < last.size(); ++i) {
-    stacked.push_back(is_present(call.cu_seqlens) ? states_of_sequences(call, positions, states[i], last[i], call.empty[i])
-                                                  : stack_states(positions, states[i], last[i], call.empty[i]));
+    const auto is_last = [&](int64_t position) { return position > 0 && states[i].count(position) == 0; };
+    const auto* const found = std::find_if(positions.begin(), positions.end(), is_last);
+    const at::Tensor of_last = state_of_sequence(call, found == positions.end() ? 0 : *found, last[i], call.empty[i]);
+    stacked.push_back(stack_states(positions, states[i], of_last, call.empty[i]));
   }
   return {join(call, outputs), std::move(last), std::move(stacked)};
 }

@@ -38,12 +38,28 @@ struct PieceOfSteps {
   }
 };
 
+at::Tensor zero_states(const Inputs& in) {
+  const int64_t count = is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.q.size(0);
+  return at::zeros({count, in.v.size(2), in.v.size(3), in.q.size(3)},
+                   in.q.options().dtype(accumulate_type(in.q.scalar_type())));
+}
+
+// The states before a position, given those of states_at_positions(). Packed sequences that begin later have their initial
+// states there, and those that have ended have no steps after it: their states are not read.
+at::Tensor states_before(const Inputs& in, int64_t position, const at::Tensor& stored) {
+  if (!stored.defined()) return zero_states(in);
+  if (!is_present(in.cu_seqlens)) return stored;
+  const at::Tensor states =
+      is_present(in.initial_states) ? in.initial_states->clone(at::MemoryFormat::Contiguous) : zero_states(in);
+  return states.index_copy_(0, sequence_before(in, position), stored);
+}
+
 }  // namespace
 
 void bwd_of_pieces(const BwdInputs& bwd, const GradTensors& grads, const RunPiece& run) {
   const Inputs& in = bwd.in;
   const auto needs = [&](Grad grad) { return grads[grad].numel() > 0; };
-  const std::vector<at::Tensor> states = states_at_positions(in);
+  std::vector<at::Tensor> states = states_at_positions(in);
   const at::Tensor resets = is_present(in.seq_idx) ? resets_of(in) : at::Tensor();
   for (const Grad grad : {kGradALog, kGradDtBias}) grads[grad].zero_();
 
@@ -73,10 +89,11 @@ void bwd_of_pieces(const BwdInputs& bwd, const GradTensors& grads, const RunPiec
   int64_t end = in.v.size(1);
   for (size_t i = in.states_at.size(); i-- > 0;) {
     const int64_t begin = in.states_at[i];
-    if (begin < end) run_piece(begin, end, states[i], /*needs_states=*/true);
+    if (begin < end) run_piece(begin, end, states_before(in, begin, states[i]), /*needs_states=*/true);
+    states.pop_back();
     end = begin;
     if (!is_present(bwd.grad_states)) continue;
-    at::Tensor sum = is_present(grad_states) ? grad_states->clone() : at::zeros(states[i].sizes(), states[i].options());
+    at::Tensor sum = is_present(grad_states) ? grad_states->clone() : zero_states(in);
     const at::Tensor of_result = bwd.grad_states->select(1, static_cast<int64_t>(i));
     if (is_present(in.cu_seqlens)) {
       sum.index_add_(0, sequence_before(in, begin), of_result);

@@ -482,21 +482,21 @@ Kernels fwd_kernels_for(const Inputs& in) {
 
 namespace {
 
-// Calls visit(outputs, i, states) with the states of all rows or packed sequences at the i-th of in.states_at; undefined states
-// are zeros.
+// Runs the steps before `end`. Calls visit(outputs, i, states) with the states of all rows or packed sequences at the i-th of
+// in.states_at; undefined states are zeros.
 template <typename Visit>
-FwdOutputs run_spans(const Inputs& in, const Visit& visit) {
+FwdOutputs run_spans(const Inputs& in, int64_t end, const Visit& visit) {
   const FwdOutputs outputs = allocate_fwd(in);
   const Operands operands = prepare(in, outputs);
   // A span ends at each of the positions whose states are results.
-  const int64_t seqlen = in.v.size(1), most_steps = steps_of_span(in);
+  const int64_t most_steps = steps_of_span(in);
   size_t stored = 0;
   for (int64_t first = 0;;) {
     for (; stored < in.states_at.size() && in.states_at[stored] == first; ++stored) {
       visit(outputs, stored, first > 0 ? operands.final_states.narrow(3, 0, in.q.size(3)) : or_undefined(in.initial_states));
     }
-    if (first == seqlen) break;
-    int64_t steps = std::min(most_steps, seqlen - first);
+    if (first == end) break;
+    int64_t steps = std::min(most_steps, end - first);
     if (stored < in.states_at.size()) steps = std::min(steps, in.states_at[stored] - first);
     launch(in, span_of(operands, first, steps));
     first += steps;
@@ -509,7 +509,7 @@ FwdOutputs run_spans(const Inputs& in, const Visit& visit) {
 }
 
 FwdOutputs run_plain(const Inputs& in) {
-  return run_spans(in, [&](const FwdOutputs& outputs, size_t i, const at::Tensor& states) {
+  return run_spans(in, in.v.size(1), [&](const FwdOutputs& outputs, size_t i, const at::Tensor& states) {
     const at::Tensor target = outputs.states.select(1, static_cast<int64_t>(i));
     if (!states.defined()) {
       target.zero_();
@@ -530,12 +530,11 @@ at::Tensor sequence_before(const Inputs& in, int64_t position) {
 
 std::vector<at::Tensor> states_at_positions(const Inputs& in) {
   std::vector<at::Tensor> result(in.states_at.size());
-  const FwdOutputs outputs = run_spans(in, [&](const FwdOutputs&, size_t i, const at::Tensor& states) {
-    if (states.defined()) result[i] = states.clone(at::MemoryFormat::Contiguous);
+  run_spans(in, in.states_at.back(), [&](const FwdOutputs&, size_t i, const at::Tensor& states) {
+    if (!states.defined()) return;
+    result[i] = is_present(in.cu_seqlens) ? states.index_select(0, sequence_before(in, in.states_at[i]))
+                                          : states.clone(at::MemoryFormat::Contiguous);
   });
-  for (at::Tensor& states : result) {
-    if (!states.defined()) states = at::zeros(outputs.final_states.sizes(), outputs.final_states.options());
-  }
   return result;
 }
 
