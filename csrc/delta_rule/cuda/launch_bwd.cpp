@@ -482,9 +482,6 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   check_inputs(bwd.in);
   const GradTensors grads = allocate_bwd(bwd);
   const c10::cuda::CUDAGuard guard(bwd.in.q.device());
-  if (is_present(bwd.in.cu_seqlens) && !cuda::is_capturing()) {
-    check_cu_seqlens_values("delta_rule_scan", bwd.in.cu_seqlens->cpu(), bwd.in.q.size(1));
-  }
   const auto run = [&](const BwdInputs& plain, const GradTensors& plain_grads) {
     if (plain.in.states_at.empty()) return Backward(plain, plain_grads, reverses_rows(bwd.in)).run();
     bwd_of_pieces(plain, plain_grads, [](const BwdInputs& piece, const GradTensors& of_piece, const at::Tensor& resets) {
