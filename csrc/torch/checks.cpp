@@ -153,7 +153,8 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
                       name, "'");
     TORCH_CHECK_VALUE(!has_alpha(*method) || (alpha && *alpha >= 0 && *alpha <= 1), op, ": expected discretization '", stem,
                       "' with alpha, a number from 0 to 1, as in '", stem, "(0.7)', got '", name, "'");
-    return *method;
+    // Without a product of zero and an infinite rate.
+    return *method == Discretization::kGbt && *alpha == 0 ? Discretization::kEuler : *method;
   }
   std::vector<std::string_view> supported;
   const auto list = [&](const DiscretizationRow& row) {

@@ -35,7 +35,7 @@ void check_no_func_transform(const char* op);
 
 // Returns the method of that name. Raises a ValueError that lists the supported ones if it is none of them; by default those
 // that read one input sample are. With lists_all the error for an unknown name lists the others, too. The name of a method with
-// alpha has it in parentheses, as in "gbt(0.7)".
+// alpha has it in parentheses, as in "gbt(0.7)". "gbt(0)" is euler.
 Discretization parse_discretization(const char* op, std::string_view name,
                                     bool (*is_supported)(Discretization) = &is_one_sample, bool lists_all = false);
 // The numbers in a name that parse_discretization() has accepted.

@@ -133,8 +133,8 @@ def _backward_euler(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _generalized_bilinear(z: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    if alpha == 1:  # zero times infinity would be NaN
-        return _backward_euler(z)
+    if alpha in (0, 1):  # zero times infinity would be NaN
+        return _backward_euler(z) if alpha else _euler(z)
     return (1 + (1 - alpha) * z) / (1 - alpha * z), 1 / (1 - alpha * z)
 
 

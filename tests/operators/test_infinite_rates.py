@@ -18,7 +18,7 @@ import ssm_kernels
 from ssm_kernels import nn, reference
 
 LARGE = 1e9  # in place of infinity
-OF_METHODS = {method: {"discretization": method} for method in (*METHODS, "gbt(1.0)", "gbt(0.7)")}
+OF_METHODS = {method: {"discretization": method} for method in (*METHODS, "gbt(0.0)", "gbt(1.0)", "gbt(0.7)")}
 CASES: dict[str, tuple[OperatorSpec, dict[str, dict[str, Any]]]] = {
     "selective_scan": (SELECTIVE_SCAN, OF_METHODS | {"no_softplus": {"delta_softplus": False, "delta_bias": False}}),
     "selective_scan_summary": (SELECTIVE_SUMMARY, OF_METHODS),

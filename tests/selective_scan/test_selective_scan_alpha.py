@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def test_gbt_contains_the_rules_of_the_family(alpha, name, dtype, device):
         results(inputs, discretization="gbt", alpha=alpha), results(inputs, discretization=name), strict=True
     ):
         torch.testing.assert_close(found, expected, **tolerance)
+
+
+def test_alpha_0_is_euler_at_infinite_rates(device):
+    """Zero times infinity does not make the decay NaN."""
+    inputs = make_inputs(device=device)
+    inputs.pop("discretization", None)
+    inputs["A"].view(-1)[0] = -math.inf
+    pairs = zip(results(inputs, discretization="gbt", alpha=0.0), results(inputs, discretization="euler"), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert results(inputs, discretization="gbt", alpha=0.0)[0].isneginf().any()
 
 
 def test_alpha_is_part_of_the_name(device):
