@@ -15,8 +15,9 @@
 // D as accumulators, and makes all values of the chain of these. K, Q, N and P are operands B in shared memory; warps exchange
 // nothing. Where shared memory has two stages, a block copies the next chunk during this one.
 //
-// fp16 and bf16: S, U = diag(beta) E and P are rounded once. The operand of N, and in kStates what is added to S, are hi/lo
-// splits: for correlated keys their roundings would make most of the error.
+// fp16 and bf16: S, U = diag(beta) E and P are rounded once. In fp16 the operands that are added to D are scaled by a power of
+// two, by which D is divided again: the decays from the chunk's start may be below fp16's range. The operand of N, and in
+// kStates what is added to S, are hi/lo splits: for correlated keys their roundings would make most of the error.
 #pragma once
 
 #include "cuda/chunked/epilogue.cuh"
@@ -165,6 +166,23 @@ struct Sm80States {
     }
   }
 
+  // In fp16 a power of two that makes a chunk's first decay from its start 1/2 or more; 1 for decays of zero.
+  struct DecayScale {
+    static constexpr bool kIsThere = std::is_same_v<Scalar, __half> && pass == Sm80Pass::kGradients;
+    static constexpr int kMantissaBits = 23, kExponentOfHalf = 126;
+
+    int exponent;  // the biased one of the decay
+
+    __device__ __forceinline__ explicit DecayScale(float first_decay) {
+      exponent = min(__float_as_int(first_decay) >> kMantissaBits & 0xff, kExponentOfHalf);
+      if (exponent == 0) exponent = kExponentOfHalf;
+    }
+    __device__ __forceinline__ float up(float decay) const {
+      return kIsThere ? decay * __int_as_float((2 * kExponentOfHalf + 1 - exponent) << kMantissaBits) : decay;
+    }
+    __device__ __forceinline__ float down() const { return __int_as_float((exponent + 1) << kMantissaBits); }
+  };
+
   // The state before the chunk, decayed to its end.
   __device__ __forceinline__ void decay(State<columns>& state, float chunk_decay) const {
     if (chunk_decay == 0.0f) {
@@ -287,22 +305,38 @@ struct Sm80States {
       }
     }
     put_steps(chunk, y, 1);
-    decay(state, tables.chunk_decay);
+    const DecayScale scale(tables.exp_cumsum[0]);
+    decay(state, scale.up(tables.chunk_decay));
     for_each_group<Scalar>(grads, [&](int i, int place) {
       const FragmentLane here = lane.opaque();
       Operand g, scaled;
       load_inputs(g, stage.rows(warpgroup), i, here);
-      scale_inputs<Scalar>(g, tables.query_decay, i, here, scaled);
+      if constexpr (DecayScale::kIsThere) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float2 by = column_pair(tables.query_decay, 2 * i + n, here);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 values = pair_of<Scalar>(g, n, half);
+            scaled[2 * n + half] = cuda::pack<Scalar>(values.x * scale.up(by.x), values.y * scale.up(by.y));
+          }
+        }
+      } else {
+        scale_inputs<Scalar>(g, tables.query_decay, i, here, scaled);
+      }
       cuda::gemm<Scalar, true>(state.values, scaled, rows_of(operand_of(stage.q, here), i), true);
       scale_operand<Scalar>(
           y, place,
           [&](int n) {
             const float2 by = column_pair(tables.exp_cumsum, 2 * i + n, here), beta = column_pair(tables.beta, 2 * i + n, here);
-            return float2{-by.x * beta.x, -by.y * beta.y};
+            return float2{-scale.up(by.x) * beta.x, -scale.up(by.y) * beta.y};
           },
           scaled);
       cuda::gemm<Scalar, true>(state.values, scaled, rows_of(operand_of(stage.k, here), i), true);
     });
+    if constexpr (DecayScale::kIsThere) {
+      if (scale.down() != 1.0f) state.decay(scale.down());
+    }
   }
 
   // The workspace of a chunk and the warpgroup's rows: S, D, E^T and Y^T.
