@@ -161,6 +161,7 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   float scale = 1;
   int log2_updates = 0;  // as in DeltaRuleFwdParams
   bool has_fp32_rows = false;
+  bool beta_is_fp32 = true;               // else of the inputs' type
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
   const int64_t* cu_seqlens = nullptr;

@@ -126,6 +126,18 @@ def test_steps_that_write_nothing():
     assert (found["beta"][:, ::3] != 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_dim", [64, 192])
+def test_beta_of_the_dtype(key_dim, dtype):
+    """The kernels read it as they read the same numbers in float32."""
+    inputs = make_inputs(2, 150, 2, 4, key_dim, 64, dtype=dtype)
+    inputs["beta"] = inputs["beta"].to(dtype)
+    found = gradients(inputs, "cuda", False)
+    expected = gradients(inputs | {"beta": inputs["beta"].float()}, "cuda", False)
+    for name, grad in found.items():
+        assert grad.equal(expected[name].to(grad.dtype)), name
+
+
 def test_packed_sequences_are_those_alone():
     """Empty ones, at the ends too, pass the gradient of their states on. NaN of a sequence does not reach the others."""
     bounds = [0, 0, 1, 17, 17, 80, 144, 273, 400, 400]

@@ -81,6 +81,7 @@ struct DecayGates {
  private:
   // Whether beta is fp32, not of the inputs' type.
   static __device__ __forceinline__ bool beta_is_fp32(const DeltaRuleMatricesParams& p) { return p.beta_is_fp32; }
+  static __device__ __forceinline__ bool beta_is_fp32(const DeltaRuleBwdParams& p) { return p.beta_is_fp32; }
   template <typename Params>
   static __device__ __forceinline__ constexpr bool beta_is_fp32(const Params&) {
     return true;

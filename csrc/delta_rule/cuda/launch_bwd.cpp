@@ -83,7 +83,7 @@ class Backward {
     of_.k = vectors(in_.k, of_.normalized_k);
     of_.v = as_vectors(in_.v);
     of_.grad_out = as_vectors(is_present(bwd_.grad_out) ? *bwd_.grad_out : zeros_like_out());
-    const StepFactors factors = step_factors(in_, of_.q, of_.k, /*keeps_beta=*/false);
+    const StepFactors factors = step_factors(in_, of_.q, of_.k, /*keeps_beta=*/!is_sm80_);
     of_.log_decay = factors.log_decay;
     of_.beta = factors.beta;
     of_.row_factors = factors.rows;
@@ -241,6 +241,7 @@ class Backward {
     };
     if (of_.log_decay.defined()) params.log_decay = of_steps(of_.log_decay);
     params.beta = of_steps(of_.beta);
+    params.beta_is_fp32 = of_.beta.scalar_type() == at::kFloat;
     if (of_.row_factors.defined()) params.row_factors = view_of(of_key_heads(of_.row_factors));
     if (cu_seqlens.defined()) params.cu_seqlens = cu_seqlens.const_data_ptr<int64_t>();
     if (of_.resets.defined()) params.resets = static_cast<const uint8_t*>(range.of_entries(of_.resets).const_data_ptr());
