@@ -16,6 +16,7 @@ __all__ = [
     "is_discretization",
     "is_rule",
     "is_two_sample",
+    "rule_of_decay",
     "split_name",
     "two_sample_discretizations",
     "with_alpha",
@@ -64,6 +65,14 @@ def is_rule(name: str) -> bool:
     return (alpha is not None and 0 <= alpha <= 1) if stem == "gbt_two_sample" else stem == name
 
 
+def rule_of_decay(name: str) -> DiscretizationName:
+    """The rule with one input sample whose decay a rule with two has."""
+    stem, alpha = split_name(name)
+    if stem == "gbt_two_sample":
+        return cast(DiscretizationName, f"gbt({alpha!r})")
+    return "bilinear" if stem == "trapezoidal" else "zoh"
+
+
 def with_alpha(operator: str, discretization: _Name, alpha: float | None) -> _Name:
     """The name that operators take: ``"gbt(0.7)"`` for ``"gbt"`` and 0.7.
 
@@ -75,7 +84,7 @@ def with_alpha(operator: str, discretization: _Name, alpha: float | None) -> _Na
             raise ValueError(f"{operator}: expected discretization {discretization!r} with alpha, a number from 0 to 1")
         return discretization
     if discretization not in _WITH_ALPHA:
-        takes_both = operator in ("selective_scan", "selective_state_update")
+        takes_both = operator.startswith("selective_")
         names = "'gbt' or 'gbt_two_sample'" if takes_both else "'gbt'"
         raise ValueError(f"{operator}: expected alpha with discretization {names} only, got {discretization!r}")
     if not 0 <= alpha <= 1:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._discretizations import with_alpha
+from .._discretizations import is_two_sample, rule_of_decay, with_alpha
 from .._recurrences import recurrences
-from ..choices import CandidateActivation, DiscretizationName
+from ..choices import CandidateActivation, DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
+from ._two_samples import broadcast_lam, read_previous, refuse_one_sample
 from .recurrences import *  # noqa: F403
 
 __all__ = [
@@ -38,8 +39,11 @@ def selective_scan_summary(
     B: Tensor,
     *,
     delta_bias: Tensor | None = None,
-    discretization: DiscretizationName = "zoh",
+    discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
     alpha: float | None = None,
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +57,8 @@ def selective_scan_summary(
 
     Args:
         u, delta, A, B, delta_bias, discretization, alpha, delta_softplus: as for :func:`selective_scan`.
+        lam, lam_sigmoid, previous: of rules that read two input samples, as for :func:`selective_scan`: the map is that of the
+            state, and the sample before all steps is given.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. The first step never starts a sequence.
 
@@ -64,7 +70,8 @@ def selective_scan_summary(
 
     The kernels write nothing but the two results and, on CUDA, states of segments of time. With ``seq_idx`` they read copies of
     u, delta and per-step B with zeros before the last sequence. Backward runs the scan and its adjoint on both devices.
-    Autograd saves the inputs only.
+    Autograd saves the inputs only. Of rules that read two input samples the last state is that of a scan, whose outputs are
+    computed too, and the decay that of the rule with one sample and the same :math:`\bar A`.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -80,8 +87,28 @@ def selective_scan_summary(
         >>> last_state.shape, decay.shape
         (torch.Size([2, 8, 16]), torch.Size([2, 8, 16]))
     """
-    if alpha is not None or discretization == "gbt":
+    if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan_summary", discretization, alpha)
+    if is_two_sample(discretization):
+        _, decay = selective_scan_summary(
+            *(u, delta, A, B),
+            delta_bias=delta_bias,
+            discretization=rule_of_decay(discretization),
+            delta_softplus=delta_softplus,
+            seq_idx=seq_idx,
+        )
+        previous_u, previous_B, repeats = read_previous("selective_scan_summary", previous)
+        lam = broadcast_lam("selective_scan_summary", lam, u, "(batch, dim, seqlen)")
+        _, last_state = torch.ops.ssm_kernels.selective_scan_two_sample(
+            *(u, delta, A, B, B, None, None, delta_bias, None, lam, previous_u, previous_B, seq_idx),
+            discretization=discretization,
+            lam_sigmoid=lam_sigmoid,
+            repeats_first=repeats,
+            delta_softplus=delta_softplus,
+        )
+        return last_state, decay
+    if lam is not None or lam_sigmoid is not False or previous != "zero":
+        refuse_one_sample("selective_scan_summary", discretization, lam, lam_sigmoid, previous)
     begins = None
     if seq_idx is not None:
         _check_seq_idx("selective_scan_summary", seq_idx, u)

@@ -476,7 +476,7 @@ def test_messages(changed, error, message):
         selective_scan(**make_inputs("trapezoidal") | changed)
 
 
-def test_ranks_and_summaries_refuse():
+def test_ranks_refuse():
     inputs = {name: x for name, x in make_inputs("foh_ramp").items() if name != "previous"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -484,9 +484,37 @@ def test_ranks_and_summaries_refuse():
             distributed.selective_scan(**inputs)
     finally:
         dist.destroy_process_group()
-    of_span = {name: inputs[name] for name in ("u", "delta", "A", "B")}
-    with pytest.raises(ValueError, match=r"^selective_scan_summary: discretization 'foh_ramp' is not supported"):
-        selective_scan_summary(**of_span, discretization="foh_ramp")
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@every_rule
+def test_summaries(rule, resets, device):
+    """decay h + last_state is the last state for any h, and so are its gradients."""
+    inputs = on(device, make_inputs(rule, seqlen=40, previous="given"))
+    if resets:
+        seq_idx = torch.zeros(2, 40, dtype=torch.int32, device=device)
+        seq_idx[0, 30:] = 1
+        inputs["seq_idx"] = seq_idx
+    names = ("u", "delta", "A", "B", "delta_bias", "initial_state", "lam", "previous_0", "previous_1")
+    results = []
+    for summarize in (False, True):
+        given, leaves, found = leaves_of(inputs)
+        if summarize:
+            of_span = {name: given[name] for name in given if name not in ("C", "D", "z", "initial_state")}
+            last_state, decay = selective_scan_summary(**of_span)
+            last = decay * given["initial_state"] + last_state
+        else:
+            last = selective_scan(**given, return_last_state=True)[1].state
+        weight = torch.linspace(-1, 1, last.numel(), dtype=torch.float64, device=device).view_as(last)
+        wanted = [leaf for name, leaf in zip(found, leaves, strict=True) if name in names]
+        results.append((last, *torch.autograd.grad((last * weight).sum(), wanted)))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+def test_summary_refuses_what_one_sample_has_not():
+    of_span = {name: value for name, value in make_inputs("foh_ramp").items() if name in ("u", "delta", "A", "B")}
+    with pytest.raises(ValueError, match=r"^selective_scan_summary: expected previous with a discretization that reads two"):
+        selective_scan_summary(**of_span, previous="repeat")
 
 
 OPTIONAL = ("D", "z", "delta_bias", "initial_state", "lam", "previous_u", "previous_B", "seq_idx", "cu_seqlens")
