@@ -203,7 +203,7 @@ class Backward {
                                      &of_.grad_q, &of_.grad_k, &of_.grad_v, &of_.grad_log_decay, &of_.grad_beta}) {
       if (tensor->defined() && !is_one_row(*tensor)) return 0;
     }
-    const SegmentTimes times = is_sm80_    ? bwd_sm80_times(in_.q.size(3), in_.q.element_size())
+    const SegmentTimes times = is_sm80_    ? sm80_times(in_.q.size(3), in_.q.element_size(), /*is_backward=*/true)
                                : is_wide() ? kBwdWideTimes
                                            : kBwdTimes;
     const int64_t sequences = is_packed() ? in_.cu_seqlens->size(0) - 1 : range.entries;

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "common/integers.h"
@@ -309,16 +308,17 @@ class ChunkedKernels {
     of_maps.initial_states = starts.const_data_ptr<float>();
     of_maps.final_states = maps.data_ptr<float>();
     of_maps.states_stride_entry = maps.stride(0);
-    launch(of_maps, divide(of_maps, in_.q.options()), /*states_only=*/true);
+    // Other kernels than that of the matrices come before.
+    follows_matrices_ = false;
+    launch_scan(in_.q.scalar_type(), of_maps, divide(of_maps, in_.q.options()), /*states_only=*/true, follows_matrices_,
+                c10::cuda::getCurrentCUDAStream());
   }
-  void queue_scan() { launch(params_, work_, /*states_only=*/false); }
-
- private:
-  void launch(const Params& params, const Work& work, bool states_only) {
-    launch_scan(in_.q.scalar_type(), params, work, states_only, std::exchange(follows_matrices_, false),
+  void queue_scan() {
+    launch_scan(in_.q.scalar_type(), params_, work_, /*states_only=*/false, follows_matrices_,
                 c10::cuda::getCurrentCUDAStream());
   }
 
+ private:
   const Inputs& in_;
   Params params_;
   Work work_;
@@ -373,7 +373,7 @@ class WideKernels {
 // Those with mma.sync. Backward's kernel of the states computes maps.
 class Sm80Kernels {
  public:
-  static SegmentTimes times(const Inputs& in) { return fwd_sm80_times(in.q.size(3), in.q.element_size()); }
+  static SegmentTimes times(const Inputs& in) { return sm80_times(in.q.size(3), in.q.element_size(), /*is_backward=*/false); }
 
   Sm80Kernels(const Inputs& in, const Operands& operands)
       : kind_(scalar_kind(in.q.scalar_type())),
@@ -438,10 +438,10 @@ void launch_with(const Inputs& in, const Operands& operands) {
   rows.cu_seqlens = segments.bounds;
   rows.initial_states = empty_tensor({segments.places, heads, value_dim, key_dim}, fp32);
   rows.final_states = empty_tensor({segments.places, heads, value_dim, key_dim}, fp32);
+  KernelsOfCall kernels(in, rows);
   const at::Tensor starts =
                        map_starts(segments, heads, value_dim, key_dim, operands.initial_states, /*is_reverse=*/false, fp32),
                    maps = empty_tensor_like(starts);
-  KernelsOfCall kernels(in, rows);
   kernels.queue_maps(segments, starts, maps);
   fold_maps(segments, maps, operands.initial_states, /*is_reverse=*/false, rows.initial_states);
   kernels.queue_scan();

@@ -5,8 +5,8 @@
 // B, V x K, is the state after a segment that begins with zero; T, K x K, that after a segment without values that begins with
 // the identity: rows of a state do not depend on one another. The first segment's B begins with the state before the sequence,
 // so that no T follows it. Kernels of forward or backward compute both as one state of V + K rows (segment_maps.cuh). This
-// kernel folds the maps in order: a block takes kFoldRows rows of a head's state from segment to segment, and writes the rows
-// before each segment. A thread has one column of some of the rows. Products are fp32.
+// kernel folds the maps in order: a block takes some rows of a head's state from segment to segment, and writes the rows before
+// each segment. Products are fp32.
 //
 // The gradient D of the state has such maps backward in time: D before a segment is D' T^T + B', of D' after it. The kernel
 // then folds the segments from the last to the first, and writes the rows after each segment.
@@ -43,22 +43,28 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
   if (is_first_lane) p.first_segments[p.sequences] = first;
 }
 
-constexpr int kFoldRows = 16, kFoldRowsAtOnce = 2;  // a block has this many threads for each column of a state tile
+// A block's threads, for state tiles of `columns` columns.
+constexpr int kFoldThreads = 512;
+template <int columns>
+constexpr int kFoldRows = columns / 16;
 
-__global__ void __launch_bounds__(kFoldRowsAtOnce* kMaxKernelDstate)
-    delta_rule_fold_kernel(const __grid_constant__ DeltaRuleFoldParams p) {
-  constexpr int kOwnRows = kFoldRows / kFoldRowsAtOnce;
-  __shared__ float4 before[kFoldRows][kMaxKernelDstate / 4];
-  const int row_groups = (p.headdim + kFoldRows - 1) / kFoldRows, columns_of_tile = blockDim.x / kFoldRowsAtOnce,
-            first_row = static_cast<int>(blockIdx.x) % row_groups * kFoldRows;
+template <int columns>
+__global__ void __launch_bounds__(kFoldThreads) delta_rule_fold_kernel(const __grid_constant__ DeltaRuleFoldParams p) {
+  constexpr int kRows = kFoldRows<columns>, kParts = kFoldThreads / columns, kOwnRows = kRows / kParts;
+  __shared__ float4 before[kRows][columns / 4];
+  __shared__ float sums[kParts][kRows][columns];
+  const int row_groups = (p.headdim + kRows - 1) / kRows, first_row = static_cast<int>(blockIdx.x) % row_groups * kRows;
   const int64_t head = blockIdx.x / row_groups % p.heads, sequence = blockIdx.x / row_groups / p.heads,
                 first = p.first_segments[sequence];
   const int segments = static_cast<int>(p.first_segments[sequence + 1] - first);
-  const int column = threadIdx.x % columns_of_tile, own = threadIdx.x / columns_of_tile;  // the first of the thread's rows
-  const auto has_row = [&](int i) { return first_row + own + i * kFoldRowsAtOnce < p.headdim && column < p.dstate; };
+  // A thread sums the products of a part of the keys' columns for all rows, and then all parts for its own rows.
+  const int column = threadIdx.x % columns, part = threadIdx.x / columns, own = part * kOwnRows;
+  const auto has_row = [&](int i) { return first_row + own + i < p.headdim && column < p.dstate; };
   const auto offset = [&](int64_t of_entry, int64_t rows, int i) {
-    return ((of_entry * p.heads + head) * rows + first_row + own + i * kFoldRowsAtOnce) * p.dstate + column;
+    return ((of_entry * p.heads + head) * rows + first_row + own + i) * p.dstate + column;
   };
+  const int groups = p.dstate / 4, groups_of_part = (groups + kParts - 1) / kParts, first_group = part * groups_of_part,
+            end_group = column < p.dstate ? min(groups, first_group + groups_of_part) : 0;
   float state[kOwnRows];
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) {
@@ -70,30 +76,38 @@ __global__ void __launch_bounds__(kFoldRowsAtOnce* kMaxKernelDstate)
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       if (has_row(i)) p.starts[offset(map, p.headdim, i)] = state[i];
-      reinterpret_cast<float*>(before[own + i * kFoldRowsAtOnce])[column] = state[i];
+      reinterpret_cast<float*>(before[own + i])[column] = state[i];
     }
     if (position == segments - 1) return;
     __syncthreads();
-    const float* const columns = p.maps + ((map * p.heads + head + 1) * p.map_rows - p.dstate) * p.dstate + column;
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) state[i] = has_row(i) ? p.maps[offset(map, p.map_rows, i)] : 0.0f;
-    const int groups = position > 0 && column < p.dstate ? p.dstate / 4 : 0;
+    if (position == 0) continue;
+    const float* const factors_of_column = p.maps + ((map * p.heads + head + 1) * p.map_rows - p.dstate) * p.dstate + column;
+    float products[kRows] = {};
 #pragma unroll 8
-    for (int k = 0; k < groups; ++k) {
+    for (int k = first_group; k < end_group; ++k) {
       float factors[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) factors[j] = columns[(4 * k + j) * p.dstate];
+      for (int j = 0; j < 4; ++j) factors[j] = factors_of_column[(4 * k + j) * p.dstate];
 #pragma unroll
-      for (int i = 0; i < kOwnRows; ++i) {
-        const float4 values = before[own + i * kFoldRowsAtOnce][k];
+      for (int i = 0; i < kRows; ++i) {
+        const float4 values = before[i][k];
         // A factor of zero is a decay of zero, which drops Inf and NaN, too.
-        if (factors[0] != 0.0f) state[i] = fmaf(values.x, factors[0], state[i]);
-        if (factors[1] != 0.0f) state[i] = fmaf(values.y, factors[1], state[i]);
-        if (factors[2] != 0.0f) state[i] = fmaf(values.z, factors[2], state[i]);
-        if (factors[3] != 0.0f) state[i] = fmaf(values.w, factors[3], state[i]);
+        if (factors[0] != 0.0f) products[i] = fmaf(values.x, factors[0], products[i]);
+        if (factors[1] != 0.0f) products[i] = fmaf(values.y, factors[1], products[i]);
+        if (factors[2] != 0.0f) products[i] = fmaf(values.z, factors[2], products[i]);
+        if (factors[3] != 0.0f) products[i] = fmaf(values.w, factors[3], products[i]);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sums[part][i][column] = products[i];
     __syncthreads();
+#pragma unroll
+    for (int other = 0; other < kParts; ++other) {
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) state[i] += sums[other][own + i][column];
+    }
   }
 }
 

@@ -26,8 +26,7 @@ int64_t chunks_of_segment(const SegmentedWork& work, const SegmentTimes& times, 
     const int64_t length = ceil_div(work.chunks, segments),
                   waves = ceil_div(blocks + (segments + rest - 2) * map_blocks, multiprocessors),
                   busy = times.busy_chunk * blocks * segments / multiprocessors,
-                  time = times.launches + (times.chunk + busy + times.map_chunk * waves) * length +
-                         (times.fold + times.fold_growth * segments) * segments;
+                  time = times.launches + (times.chunk + busy + times.map_chunk * waves) * length + times.fold * segments;
     if (time < least) {
       least = time;
       best = length;

@@ -13,15 +13,23 @@ namespace ssm_kernels::delta_rule {
 struct SegmentTimes {
   int64_t chunk, busy_chunk;  // of a chunk of the scan, and what it takes more if all multiprocessors have a block
   int64_t map_chunk;          // of a chunk of a map (segment_fold.cuh)
-  int64_t fold, fold_growth;  // of a segment in the fold, and what it takes more for each segment that there is
+  int64_t fold;               // of a segment
   int64_t launches;           // of the additional kernels
 };
-constexpr SegmentTimes kFwdTimes{20, 0, 14, 60, 0, 400}, kFwdWideTimes{40, 0, 30, 120, 0, 400};
+constexpr SegmentTimes kFwdTimes{20, 2, 16, 30, 400}, kFwdWideTimes{39, 2, 33, 100, 400};
 // Both directions in time: two folds.
-constexpr SegmentTimes kBwdTimes{22, 10, 20, 40, 25, 300}, kBwdWideTimes{40, 10, 35, 80, 50, 300};
-// The kernels with mma.sync, one direction in time after the other.
-constexpr SegmentTimes fwd_sm80_times(int64_t key_dim, int64_t element_bytes) { return {38, 0, 30, 60, 0, 400}; }
-constexpr SegmentTimes bwd_sm80_times(int64_t key_dim, int64_t element_bytes) { return {80, 10, 60, 80, 50, 400}; }
+constexpr SegmentTimes kBwdTimes{22, 10, 20, 60, 400}, kBwdWideTimes{36, 14, 38, 200, 400};
+// Those of the kernels with mma.sync, by the columns of a state tile: 64, 128 or 256. Backward takes one direction in time
+// after the other. Those of fp32 and 64 or 256 columns are estimates.
+constexpr SegmentTimes sm80_times(int64_t key_dim, int64_t element_bytes, bool is_backward) {
+  constexpr SegmentTimes kFwd[]{{28, 10, 25, 30, 400}, {38, 16, 40, 30, 400}, {66, 8, 95, 110, 400}},
+      kBwd[]{{70, 20, 65, 60, 400}, {92, 30, 95, 65, 400}, {188, 20, 190, 290, 400}},
+      kFp32Fwd[]{{100, 60, 85, 30, 1000}, {187, 110, 160, 50, 1000}, {370, 150, 330, 110, 1000}},
+      kFp32Bwd[]{{170, 90, 230, 70, 1000}, {318, 190, 436, 120, 1000}, {640, 300, 870, 290, 1000}};
+  const int columns = key_dim <= 64 ? 0 : is_wide(key_dim) ? 2 : 1;
+  if (element_bytes == 4) return is_backward ? kFp32Bwd[columns] : kFp32Fwd[columns];
+  return is_backward ? kBwd[columns] : kFwd[columns];
+}
 
 // The sequences of a launch, rows of the batch or packed ones, and their chunks: of packed ones the mean. The lines are
 // sequences of heads, and of both directions in time if these run at the same time.

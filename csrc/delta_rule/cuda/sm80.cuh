@@ -15,14 +15,15 @@ cudaError_t launch_delta_rule_sm80_matrices(const DeltaRuleSm80Params& params, c
                       /*uses_pdl=*/false, params);
 }
 
-// A block has two warpgroups if V has rows for them, there are enough blocks without those of the second, and shared memory
-// allows it.
+// A block has two warpgroups if V has rows for them, shared memory allows it, and blocks of one would not all run at the same
+// time.
 template <typename Scalar, int columns, Sm80Pass pass>
 cudaError_t launch_sm80_states(const DeltaRuleSm80Params& params, const WorkPartition& partition, int available,
                                cudaStream_t stream) {
   using Stage = Sm80Stage<Scalar, columns>;
   const bool has_pairs = partition.row_blocks > 1;
-  const bool are_pairs = has_pairs && partition.work_tiles >= params.multiprocessors && Stage::bytes(kWarpgroups) <= available;
+  const bool are_pairs =
+      has_pairs && kWarpgroups * partition.work_tiles > params.multiprocessors && Stage::bytes(kWarpgroups) <= available;
   const int warpgroups = are_pairs ? kWarpgroups : 1, blocks_of_tile = has_pairs ? kWarpgroups / warpgroups : 1;
   return launch_staged(
       delta_rule_sm80_states_kernel<Scalar, columns, pass>, partition.work_tiles * blocks_of_tile,

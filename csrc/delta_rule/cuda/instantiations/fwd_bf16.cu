@@ -17,9 +17,13 @@ cudaError_t launch_delta_rule_segments(const DeltaRuleSegmentsParams& params, cu
 }
 
 cudaError_t launch_delta_rule_fold(const DeltaRuleFoldParams& params, cudaStream_t stream) {
-  const int64_t blocks = params.sequences * params.heads * ((params.headdim + kFoldRows - 1) / kFoldRows);
-  const int threads = kFoldRowsAtOnce * (is_wide(params.dstate) ? kMaxKernelDstate : kStateColumns);
-  return cuda::launch(delta_rule_fold_kernel, blocks, threads, 0, stream, /*uses_pdl=*/false, params);
+  const auto launch = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value, kRows = kFoldRows<kColumns>;
+    const int64_t blocks = params.sequences * params.heads * ((params.headdim + kRows - 1) / kRows);
+    return cuda::launch(delta_rule_fold_kernel<kColumns>, blocks, kFoldThreads, 0, stream, /*uses_pdl=*/false, params);
+  };
+  if (is_wide(params.dstate)) return launch(std::integral_constant<int, kMaxKernelDstate>());
+  return launch(std::integral_constant<int, kStateColumns>());
 }
 
 }  // namespace ssm_kernels::delta_rule
