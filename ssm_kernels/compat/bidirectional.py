@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as own
+from .._discretizations import is_two_sample
 from ..choices import DiscretizationName, RecomputeName, StepInitialization
 from ..nn.checks import check_bools, check_choice, check_int, check_number
 from ..nn.common import conv_parameters, is_only_a_product, mark_parameters, short_convolution
@@ -67,7 +68,8 @@ class Mamba(own.Mamba, metaclass=_MambaType):
     The forks scan forwards only with ``inference_params`` or ``use_fast_path=False``; here both directions always run.
 
     Raises:
-        ValueError: an argument is not as above, or two contradict each other.
+        ValueError: an argument is not as above, two contradict each other, or a mixer of several directions has a
+            discretization that reads two input samples.
         TypeError: an argument is of another type.
 
     Example:
@@ -108,6 +110,11 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         recompute: RecomputeName = "cheap",
     ) -> None:
         kind = _read_type(bimamba_type, bimamba, nslices)
+        if kind != "none" and is_two_sample(discretization):
+            raise ValueError(
+                f"Mamba: discretization {discretization!r} reads two input samples a step, which the mixer of several "
+                f"directions does not pass on: expected bimamba_type 'none', got {kind!r}"
+            )
         check_bools("Mamba", if_divide_out=if_divide_out, if_devide_out=if_devide_out)
         if init_layer_scale is not None:
             check_number("Mamba", "init_layer_scale", init_layer_scale)
@@ -151,7 +158,7 @@ class Mamba(own.Mamba, metaclass=_MambaType):
             self.register_parameter(f"D{end}", nn.Parameter(torch.empty_like(self.D)))
         self.register_module("out_proj", out_proj)
         self._reset_directions()
-        self._no_decay = tuple(name for name in self._parameters if name.startswith(("A_", "D")))
+        self._no_decay = tuple(name for name in self._parameters if name.startswith(("A_", "D", "lam_logit")))
         mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
 
     def reset_parameters(self) -> None:

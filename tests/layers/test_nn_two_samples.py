@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssm_kernels import nn, reference
+from ssm_kernels import compat, nn, reference
 from ssm_kernels.models import MambaConfig, MambaLM
 
 RULES: dict[str, dict[str, Any]] = {
@@ -128,6 +128,11 @@ def test_state_dict_names_the_rule(rule):
         nn.Mamba(D_MODEL, d_state=5, discretization="bilinear", dtype=torch.float64).load_state_dict(state_dict)
 
 
+def test_layers_of_the_forks_decay_no_weight_of_samples():
+    layer = compat.bidirectional.Mamba(8, discretization="exp_trapezoidal")
+    assert layer.no_weight_decay() == nn.Mamba(8, discretization="exp_trapezoidal").no_weight_decay()
+
+
 @every_rule
 def test_models_generate(rule):
     name = "gbt_two_sample(0.7)" if rule == "gbt_two_sample" else rule
@@ -163,6 +168,10 @@ def test_autocast():
         (lambda: nn.Mamba(8, discretization="gbt_two_sample"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
         (lambda: nn.Mamba(8, discretization="gbt_two_sample(2)"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
         (lambda: nn.Mamba(8, discretization="foh_ramp", alpha=0.5), "Mamba: expected alpha with discretization"),
+        (
+            lambda: compat.bidirectional.Mamba(8, bimamba_type="v2", discretization="foh_ramp"),
+            "Mamba: discretization 'foh_ramp' reads two input samples a step, which the mixer of several directions",
+        ),
         (lambda: MambaConfig(mixer="Mamba2", discretization="foh_ramp"), "MambaConfig: discretization 'foh_ramp' reads two"),
     ],
 )
