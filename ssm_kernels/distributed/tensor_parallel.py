@@ -282,7 +282,8 @@ def _distribute_mamba(layer: nn.Module, how: Distribution, sequence_parallel: bo
     _localize(layer.dt_proj, how, weight=Shard(0), bias=Shard(0))
     _row_parallel(layer.out_proj, how, [ShardSpec("y", channels)], sequence_parallel)
     layer.d_inner //= how.mesh.size()
-    _localize(layer, how, ShardedLayer, A_log=Shard(0), D=Shard(0))
+    of_channels = ["A_log", "D"] + ["lam_logit"] * (layer.discretization == "exp_trapezoidal")
+    _localize(layer, how, ShardedLayer, **dict.fromkeys(of_channels, Shard(0)))
 
 
 def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:

@@ -58,6 +58,8 @@ MAMBA2_OPTIONS: dict[str, dict[str, Any]] = {
 }
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{f"Mamba, {method}": partial(mamba, discretization=method) for method in ssm_kernels.discretizations},
+    "Mamba, foh_ramp": partial(mamba, discretization="foh_ramp"),
+    "Mamba, exp_trapezoidal": partial(mamba, discretization="exp_trapezoidal"),
     "Mamba, biases": partial(mamba, bias=True),
     "Mamba, no bias": partial(mamba, conv_bias=False, d_conv=2),
     **{f"Mamba2, {method}": partial(mamba2, discretization=method) for method in METHODS},
