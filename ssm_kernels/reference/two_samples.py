@@ -12,6 +12,7 @@ from torch import Tensor
 from .._scan_state import ScanState
 from ..choices import TwoSampleDiscretizationName
 from ..ops._states_at import Positions
+from ..ops._two_samples import read_previous
 from .discretizations import decaying, phi1
 from .selective_scan import _per_step
 from .sequences import promoted_dtype, resets_of, step_sizes
@@ -130,6 +131,11 @@ def two_sample_scan(
 
     A step size of zero keeps the state, and its sample becomes the previous one.
 
+    Raises:
+        ValueError: ``states_at`` is given with ``reverse``, ``previous`` is another string, or its ``B`` is given with a
+            constant ``B`` or missing with another; also as :func:`two_sample_coefficients`.
+        TypeError: ``previous`` is not as above.
+
     Examples:
         >>> import torch
         >>> from ssm_kernels.reference.two_samples import two_sample_scan
@@ -139,7 +145,13 @@ def two_sample_scan(
         tensor([[[0.6321, 0.8647, 0.9502]]], dtype=torch.float64)
     """
     batch, dim, seqlen = u.shape
-    given: tuple[Tensor | None, ...] = previous if isinstance(previous, tuple) else (None, None)
+    previous_u, previous_B, repeats = read_previous("two_sample_scan", previous)
+    given: tuple[Tensor | None, ...] = (previous_u, previous_B)
+    if (given[1] is not None) != (given[0] is not None and B.dim() > 2):
+        raise ValueError(
+            "two_sample_scan: expected previous to have a sample of B where B changes from step to step, and None where it is "
+            f"constant, got {'None' if given[1] is None else 'a tensor'} with B of shape {[*B.shape]}"
+        )
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, lam, *given)
     if lam is not None:
         lam = lam.to(dtype).expand(batch, dim, seqlen)
@@ -180,13 +192,17 @@ def two_sample_scan(
         matrix = own_B if B_before is None else _per_step(B_before[..., None], u_before.shape[0], dim, 1)[..., 0]
         sample = matrix * u_before[..., None]
         if begin == 0:
-            at.setdefault(0, ScanState(h, u_before, B_before))
+            # The state at 0 is that of the first sequence with steps, before which its own first sample comes with "repeat".
+            if repeats and end > 0:
+                at[0] = ScanState(h, u[..., 0], None if B_before is None else own_B[..., 0])
+            elif end > 0 or 0 not in at:
+                at[0] = ScanState(h, u_before, B_before)
         for t in range(begin, end):
-            first = resets[:, t, None, None] if t > begin else torch.full_like(resets[:, t, None, None], previous == "repeat")
+            first = resets[:, t, None, None] if t > begin else torch.full_like(resets[:, t, None, None], repeats)
             if t > begin:
                 h = torch.where(first, 0, h)
             now = samples[t]
-            sample = torch.where(first, now if previous == "repeat" else 0, sample)
+            sample = torch.where(first, now if repeats else 0, sample)
             h = decays[t] * h + gains[t] * now + gains_before[t] * sample
             sample, u_before, B_before = now, u[..., t], None if B.dim() == 2 else own_B[..., t]
             outputs.append((h * Ct[..., t]).sum(-1))

@@ -280,10 +280,12 @@ def test_reverse_is_the_scan_of_flipped_inputs(rule):
         torch.testing.assert_close(found, value)
 
 
+@pytest.mark.parametrize("previous", ["zero", "repeat"])
+@pytest.mark.parametrize("B", ["per step", "groups", "constant"])
 @every_rule
-def test_states_at_positions_continue_the_scan(rule):
-    inputs = make_inputs(rule)
-    out, states = two_sample_scan(**inputs, states_at=[0, 3, 7])
+def test_states_at_positions_continue_the_scan(rule, B, previous):
+    inputs = make_inputs(rule, B=B)
+    out, states = two_sample_scan(**inputs, previous=previous, states_at=[0, 3, 7])
     for position, at in zip([0, 3, 7], states, strict=True):
         later = cut(inputs, position, 7) | {"initial_state": at.state}
         torch.testing.assert_close(two_sample_scan(**later, previous=(at.u, at.B)), out[..., position:])
@@ -353,3 +355,23 @@ def test_gradcheck(rule, previous):
 def test_messages(changed, message):
     with pytest.raises(ValueError, match=message):
         two_sample_scan(**make_inputs("trapezoidal") | changed)
+
+
+@pytest.mark.parametrize(
+    ("B", "previous", "error", "message"),
+    [
+        ("per step", "repaet", ValueError, "unknown previous 'repaet', expected 'zero', 'repeat' or a pair"),
+        ("per step", 3, TypeError, "expected previous to be 'zero', 'repeat' or a pair"),
+        ("per step", (torch.zeros(2, 4), None), ValueError, "expected previous to have a sample of B where"),
+        ("constant", (torch.zeros(2, 4), torch.zeros(2, 3)), ValueError, "expected previous to have a sample of B where"),
+    ],
+)
+def test_messages_of_previous(B, previous, error, message):
+    with pytest.raises(error, match=f"^two_sample_scan: {message}"):
+        two_sample_scan(**make_inputs("trapezoidal", B=B), previous=previous)
+
+
+def test_a_list_is_a_pair():
+    inputs = make_inputs("trapezoidal")
+    before = sample_of(inputs)
+    assert torch.equal(two_sample_scan(**inputs, previous=[*before]), two_sample_scan(**inputs, previous=before))

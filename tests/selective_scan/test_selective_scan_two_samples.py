@@ -258,20 +258,20 @@ def test_states_at_positions(rule, name, device):
         later = cut(inputs, p, 40) | {"initial_state": at.state[:, i], "previous": (at.u[:, i], at.B[:, i])}
         torch.testing.assert_close(selective_scan(**later), expected[..., p:])
         torch.testing.assert_close(at.state[:, i], expected_at[i].state)
-        if p > 0 or name != "repeat":
-            torch.testing.assert_close(at.u[:, i], expected_at[i].u)
+        torch.testing.assert_close(at.u[:, i], expected_at[i].u)
+        torch.testing.assert_close(at.B[:, i], expected_at[i].B)
     empty = selective_scan(**inputs, states_at=[])[1]
     assert [x.shape[1] for x in empty] == [0, 0, 0]
 
 
 @every_rule
 def test_states_of_packed_sequences(rule):
-    inputs = make_inputs(rule, batch=1, seqlen=12, sequences=3, previous="repeat") | {"cu_seqlens": torch.tensor([0, 5, 5, 12])}
+    inputs = make_inputs(rule, batch=1, seqlen=12, sequences=3, previous="repeat") | {"cu_seqlens": torch.tensor([0, 0, 5, 12])}
     positions = [0, 3, 5, 6, 12]
     out, at = selective_scan(**inputs, states_at=positions)
     expected, expected_at = reference.two_sample_scan(**inputs, states_at=positions)
     torch.testing.assert_close(out, expected)
-    for i, value in enumerate(expected_at[1:], start=1):
+    for i, value in enumerate(expected_at):
         torch.testing.assert_close(at.state[:, i], value.state)
         torch.testing.assert_close(at.u[:, i], value.u)
         torch.testing.assert_close(at.B[:, i], value.B)
