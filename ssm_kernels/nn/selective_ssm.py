@@ -119,6 +119,8 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
             self._no_decay = (*self._no_decay, "lam_logit")
         mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
         mark_parameters("_no_reinit", self.dt_proj.bias)
+        if is_two_sample(discretization):
+            self._state_axes = "(batch, d_inner + 1, d_state + 1)"
         self._register_discretization(device)
         self.dt_proj.reset_parameters()
         self.reset_parameters()
@@ -219,20 +221,21 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
 
     @staticmethod
     def _parts_of(state: Tensor, dtype: torch.dtype) -> ScanState:
-        """The state, in a wide dtype, and the samples, in ``dtype``, of a state with both; copies."""
+        """The state, in a wide dtype, and the samples, in ``dtype``, of a state with both: views where it has the dtype."""
         of_channels, of_states = state[:, :-1], state[:, -1, :-1]
         return ScanState(of_channels[..., :-1].to(wide_dtype(dtype)), of_channels[..., -1].to(dtype), of_states.to(dtype))
 
     def _step_two_samples(self, state: Tensor, x: Tensor, update: Callable[..., Tensor]) -> Tensor:
-        """``update`` of the parts of a state, and of the weights, into which the parts are copied back."""
-        parts = ScanState(*(part.clone() for part in self._parts_of(state, x.dtype) if part is not None))
+        """``update`` of the parts of a state, which it modifies in place, and of the weights."""
+        parts = self._parts_of(state, x.dtype)
         weights = self._weights(x.dtype)
         if weights:
             weights["lam"] = weights["lam"][:, 0]
         out = update(parts.state, previous_x=parts.u, previous_B=parts.B, **weights)
-        state[:, :-1, :-1].copy_(parts.state)
-        state[:, :-1, -1].copy_(parts.u)
-        state[:, -1, :-1].copy_(cast(Tensor, parts.B))
+        views = state[:, :-1, :-1], state[:, :-1, -1], state[:, -1, :-1]
+        for view, part in zip(views, (parts.state, parts.u, cast(Tensor, parts.B)), strict=True):
+            if part.dtype != view.dtype:
+                view.copy_(part)
         return out
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
@@ -285,11 +288,11 @@ class SelectiveSSM(SelectiveBase):
         dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_inner / 16)``.
         discretization: one of ``ssm_kernels.discretizations``; unless it is ``"zoh"`` the ``state_dict`` names it, as
             ``discretization_name``, which ``load_state_dict`` compares. ``"euler"`` is stable only while ``delta * |A| <= 2``:
-            start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with
-            ``alpha``, or ``"dirac"``; or, on the CPU, one of ``ssm_kernels.two_sample_discretizations``: the state is then
-            (batch, d_inner + 1, d_state + 1), with the last sample of ``x`` in the last column and that of ``B`` in the last
-            row. ``"exp_trapezoidal"`` weighs the current sample by the sigmoid of the parameter ``lam_logit``, (d_inner,),
-            zero at first.
+            start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. ``"gbt"`` takes
+            ``alpha``, and ``"dirac"`` reads its input as impulses. The rules of ``ssm_kernels.two_sample_discretizations`` run
+            on the CPU: their state is (batch, d_inner + 1, d_state + 1), with the last sample of ``x`` in the last column and
+            that of ``B`` in the last row. ``"exp_trapezoidal"`` weighs the current sample by the sigmoid of the parameter
+            ``lam_logit``, (d_inner,), zero at first.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.
         dt_min: smallest step size at initialization.
@@ -406,7 +409,7 @@ class SelectiveSSM(SelectiveBase):
             x: (batch, seqlen, d_inner), any strides.
             z: gate, shape and dtype of ``x``.
             initial_state: state before the first step, (batch, d_inner, d_state); zero if absent. With ``cu_seqlens``
-                (sequences, d_inner, d_state).
+                (sequences, d_inner, d_state). Rules that read two input samples have d_inner + 1 and d_state + 1 instead.
             return_last_state: also return the state after the last step, of each sequence of ``cu_seqlens``.
             seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
@@ -436,8 +439,7 @@ class SelectiveSSM(SelectiveBase):
         if z is not None:
             self._check_sequence("z", z)
         if initial_state is not None:
-            check_tensor(layer, "initial_state", initial_state)
-            check_floating(layer, "initial_state", initial_state)
+            self._check_state(layer, "initial_state", initial_state)
         for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 check_tensor(layer, name, value)
@@ -450,8 +452,8 @@ class SelectiveSSM(SelectiveBase):
 
         Args:
             x: (batch, d_inner).
-            state: (batch, d_inner, d_state), any floating-point dtype, modified in place; from :meth:`allocate_state`, or a
-                ``last_state``.
+            state: (batch, d_inner, d_state), of rules that read two input samples (batch, d_inner + 1, d_state + 1), any
+                floating-point dtype, modified in place; from :meth:`allocate_state`, or a ``last_state``.
             z: gate, shape and dtype of ``x``.
 
         Returns:
@@ -477,15 +479,23 @@ class SelectiveSSM(SelectiveBase):
             check_floating(layer, name, value, least_bytes=2)
         if z is not None and z.dtype != x.dtype and not is_autocast_enabled(x.device.type):
             raise RuntimeError(f"{layer}: expected z of dtype {x.dtype} (the dtype of x), got {z.dtype}")
-        check_tensor(layer, "state", state)
-        check_floating(layer, "state", state)
+        self._check_state(layer, "state", state)
         return self._scan_step(x, z, state)
 
     def _check_sequence(self, name: str, value: Tensor) -> None:
         check_shape(class_name(self), name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
 
+    def _check_state(self, layer: str, name: str, state: Tensor) -> None:
+        """Of rules that read one input sample the operators check the shape."""
+        check_tensor(layer, name, state)
+        check_floating(layer, name, state)
+        if is_two_sample(self.discretization):
+            check_shape(layer, name, state, self._state_axes, (None, *self._state_shape()))
+
     def allocate_state(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given.
+        """The zero state, (batch, d_inner, d_state), of rules that read two input samples (batch, d_inner + 1, d_state + 1).
+
+        It is float32 (float64 in a float64 layer) unless ``dtype`` is given.
 
         Examples:
             >>> import torch

@@ -161,6 +161,26 @@ def test_autocast():
     torch.testing.assert_close(steps.float(), out.float(), rtol=0.05, atol=0.05)
 
 
+@every_rule
+def test_states_of_other_dtypes_and_shapes(rule):
+    """A step writes into a state of its dtype, and into one of another dtype by a copy."""
+    layer, x = make_layer(nn.SelectiveSSM, rule).float(), make_x().float()
+    states = [layer.allocate_state(2, dtype) for dtype in (torch.float32, torch.float64)]
+    outs = [torch.stack([layer.step(x[:, t], state) for t in range(STEPS)], 1) for state in states]
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+    torch.testing.assert_close(states[0].double(), states[1], rtol=0, atol=0)
+    message = rf"expected {{}} of shape \(batch, d_inner \+ 1, d_state \+ 1\) with d_inner \+ 1 = {D_MODEL + 1}"
+    wrong = torch.zeros(2, D_MODEL, 5)
+    with pytest.raises(ValueError, match=f"^SelectiveSSM: {message.format('initial_state')}"):
+        layer(x, initial_state=wrong)
+    with pytest.raises(ValueError, match=rf"^SelectiveSSM.step: {message.format('state')}"):
+        layer.step(x[:, 0], wrong)
+    mamba = make_layer(nn.Mamba, rule, layer_idx=0)
+    conv_state, state = mamba.allocate_inference_cache(2, STEPS)
+    with pytest.raises(ValueError, match=r"expected ssm_state of shape \(batch, d_inner \+ 1, d_state \+ 1\)"):
+        mamba.step(make_x()[:, :1], conv_state, state[:, :-1, :-1].clone())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
