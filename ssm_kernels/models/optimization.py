@@ -23,7 +23,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     A parameter has no weight decay if one of these is true:
 
     - it has less than two dimensions, as biases and the weights of norms have;
-    - it is ``A_log``, ``D`` or ``dt_bias`` of a mixer or ``raw_tau_*`` of ``nn.Liquid``, wherever in ``model`` the layer is;
+    - it is ``A_log``, ``D``, ``dt_bias`` or ``lam_logit`` of a mixer or ``raw_tau_*`` of ``nn.Liquid``, wherever in ``model``
+      the layer is;
     - a module of ``model`` names it in a method ``no_weight_decay()``, timm's convention;
     - it has the attribute ``_no_weight_decay``, by which code written for ``mamba_ssm`` marks parameters.
 

@@ -67,13 +67,15 @@ class Mamba(SelectiveBase, SequenceMixer):
         device: where the parameters are made.
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
-            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. Or ``"gbt"`` with ``alpha``, or
-            ``"dirac"``; or, on the CPU, one of ``ssm_kernels.two_sample_discretizations``: ``ssm_state`` is then
-            (batch, d_inner + 1, d_state + 1), with the last samples beside the state, as in :class:`SelectiveSSM`.
+            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. ``"gbt"`` takes ``alpha``, and
+            ``"dirac"`` reads its input as impulses. The rules of ``ssm_kernels.two_sample_discretizations`` run on the CPU:
+            their ``ssm_state`` is (batch, d_inner + 1, d_state + 1), with the last samples beside the state, as in
+            :class:`SelectiveSSM`.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.
         recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (about 3 % more time in training)
-            or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
+            or ``"all"``. Assignable. docs/layers.md has bytes and times of each. Rules that read two input samples
+            run by operators of their own, which keep what ``"none"`` keeps.
 
     Raises:
         ValueError: the discretization or another argument is not as above.

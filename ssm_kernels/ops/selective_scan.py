@@ -81,6 +81,7 @@ def selective_scan(
             every rule first order. ``"repeat"``: the first sample itself. ``(u, B)``: (batch, dim), and (batch, dstate) or
             (batch, groups, dstate), or None if ``B`` is constant, dtypes of ``u`` and ``B``; with ``cu_seqlens`` one row for
             each sequence. Sequences that begin where ``seq_idx`` changes have no sample before them but with ``"repeat"``.
+            A sequence without steps and without a given sample returns a sample of zero.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
@@ -121,10 +122,10 @@ def selective_scan(
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
-    seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it. Otherwise
-    the scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs; rounding
-    may differ from the scan in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are shifted rows
-    of the sequential scan; the others read them element by element.
+    seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it.
+    Otherwise, and with rules that read two input samples, the scan is one call for each piece between positions, chained by
+    its states, and a copy that joins the outputs; rounding may differ from the scan in one call. On CUDA, pieces that do
+    not begin at a multiple of 16 bytes are shifted rows of the sequential scan; the others read them element by element.
 
     The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
     are float32 (float64 with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the
@@ -136,6 +137,8 @@ def selective_scan(
             ``cu_seqlens`` is not as above, or ``states_at`` is given with ``reverse``.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
+        NotImplementedError: ``states_at`` is given with ``seq_idx`` and ``previous="repeat"``, for which ``cu_seqlens`` has to
+            say where sequences begin, or the device has no kernel of a rule that reads two input samples.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 
