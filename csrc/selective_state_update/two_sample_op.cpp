@@ -57,7 +57,8 @@ void check_samples(const TwoSampleInputs& in) {
   checks.tensor("lam", in.lam, has_heads ? "(batch, heads, headdim)" : "(batch, dim)", in.x.sym_sizes(), dtype);
 }
 
-// The step writes to the samples, which may share memory with no argument but the state's checks see x, B and the others.
+// The step writes to the samples, which must share memory with no other argument. make_params checks the state against the
+// arguments of a step with one sample.
 void check_sample_writes(const TwoSampleInputs& in) {
   check_in_place(kTwoSampleStep, "previous_x", in.previous_x,
                  {NamedTensor("state", in.state),
