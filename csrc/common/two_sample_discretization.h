@@ -45,18 +45,30 @@ SSM_HOST_DEVICE T phi2(T z, T p1) {
   return Math<T>::select(near_zero, phi_series<2, kTerms>(z), (p1 - one) * Math<T>::reciprocal(away));
 }
 
-// (phi2(z) - 1/2) / z, given p2 = phi2(z).
+// phi2'(z) = phi2 - 2 phi3 = (phi1 - 2 phi2) / z, given p1 = phi1(z) and p2 = phi2(z). The difference cancels far from zero,
+// the quotient near zero.
 template <typename T>
-SSM_HOST_DEVICE T phi3(T z, T p2) {
+SSM_HOST_DEVICE T phi2_derivative(T z, T p1, T p2) {
   using Scalar = typename Math<T>::Scalar;
   constexpr int kTerms = std::is_same_v<Scalar, double> ? 20 : 12;
   const T one(Scalar(1)), border(Scalar(1.5));
   const auto near_zero = Math<T>::less(Math<T>::abs(z), border);
-  const T away = Math<T>::select(near_zero, one, z);
-  return Math<T>::select(near_zero, phi_series<3, kTerms>(z), (p2 - T(Scalar(0.5))) * Math<T>::reciprocal(away));
+  const T away = Math<T>::select(near_zero, one, z), p3 = phi_series<3, kTerms>(z);
+  return Math<T>::select(near_zero, p2 - p3 - p3, (p1 - p2 - p2) * Math<T>::reciprocal(away));
 }
 
-// True first-order hold: exact for an input that is linear over the step.
+// phi1''(z) = phi1' - phi2' = (e^z - 2 phi1') / z, given ez = e^z, d1 = phi1'(z) and d2 = phi2'(z), as above.
+template <typename T>
+SSM_HOST_DEVICE T phi1_second_derivative(T z, T ez, T d1, T d2) {
+  using Scalar = typename Math<T>::Scalar;
+  const T one(Scalar(1)), border(Scalar(1.5));
+  const auto near_zero = Math<T>::less(Math<T>::abs(z), border);
+  const T away = Math<T>::select(near_zero, one, z);
+  return Math<T>::select(near_zero, d1 - d2, (ez - d1 - d1) * Math<T>::reciprocal(away));
+}
+
+// True first-order hold: exact for an input that is linear over the step. k = phi2 and m = phi1 - phi2 = phi1', so that
+// (z k)' = phi1' and (z m)' = (e^z - phi1)' = e^z - phi1'.
 struct FohRamp : WithoutLam<FohRamp> {
   static constexpr bool kExponential = true, kInputHasDelta = true, kUsesPreviousInput = true, kUnitGain = false;
   template <typename T>
@@ -69,13 +81,13 @@ struct FohRamp : WithoutLam<FohRamp> {
   }
   template <typename T>
   SSM_HOST_DEVICE Coefficients<T> gain(T z, T ez) const {
-    const T p1 = phi1(z, ez), p2 = phi2(z, p1);
-    return {p2, p1 - p2};
+    const T p1 = phi1(z, ez);
+    return {phi2(z, p1), phi1_derivative(z, ez, p1)};
   }
   template <typename T>
   SSM_HOST_DEVICE TwoSampleDerivatives<T> derivatives(T z, T ez) const {
-    const T p1 = phi1(z, ez), p2 = phi2(z, p1), twice_p3 = phi3(z, p2) + phi3(z, p2);
-    return {ez, p2 - twice_p3, p1 - p2 - p2 + twice_p3, p1 - p2, ez - p1 + p2};
+    const T p1 = phi1(z, ez), d1 = phi1_derivative(z, ez, p1), d2 = phi2_derivative(z, p1, phi2(z, p1));
+    return {ez, d2, phi1_second_derivative(z, ez, d1, d2), d1, ez - d1};
   }
 };
 

@@ -123,6 +123,17 @@ def evaluate(function: Any, inputs: dict[str, Any], with_states: bool = True) ->
     return results | {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
 
 
+def widened(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs in float64."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(wide(each) for each in value)
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: wide(value) for name, value in inputs.items()}
+
+
 def assert_matches_reference(inputs: dict[str, Any]) -> dict[str, Tensor]:
     found = evaluate(selective_scan, inputs)
     if inputs["u"].dtype == torch.float64:
@@ -130,15 +141,7 @@ def assert_matches_reference(inputs: dict[str, Any]) -> dict[str, Tensor]:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
         return found
-    wide = {
-        name: tuple(None if x is None else x.double() for x in value)
-        if isinstance(value, tuple)
-        else value.double()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in inputs.items()
-    }
-    exact = evaluate(reference.two_sample_scan, wide)
+    exact = evaluate(reference.two_sample_scan, widened(inputs))
     for name, value in exact.items():
         actual = found[name]
         bound = 2e-6 + torch.finfo(actual.dtype).eps
@@ -182,6 +185,19 @@ def inputs_of(rule: str, options: dict[str, Any]) -> dict[str, Any]:
 @every_rule
 def test_against_the_reference(rule, options, device):
     assert_matches_reference(on(device, inputs_of(rule, options)))
+
+
+@pytest.mark.parametrize("z", [-0.7, -1.4, -3.0, -30.0, -300.0])
+@every_rule
+def test_gradients_in_float32_of_large_steps(rule, z):
+    """Of steps with delta A near z, where differences of the factors would cancel. Some vanish: they are below e^z."""
+    inputs = make_inputs(rule, seqlen=40, previous="given", dtype=torch.float32)
+    inputs |= {"A": inputs["A"].clamp(-1.2, -0.8), "delta_softplus": False, "delta_bias": None}
+    inputs["delta"] = -z * torch.sigmoid(inputs["delta"] / 4) * 2
+    found = evaluate(selective_scan, inputs)
+    for name, exact in evaluate(reference.two_sample_scan, widened(inputs)).items():
+        error = (found[name].double() - exact).norm() / max(exact.norm().item(), 1e-30)
+        assert error < 1e-6, (name, error)
 
 
 @pytest.mark.parametrize("name", ["zero", "repeat", "given"])
