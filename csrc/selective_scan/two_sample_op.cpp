@@ -210,7 +210,8 @@ struct SelectiveScanTwoSample
 
   // Sequences and samples in the autocast dtype; parameters and states in float32.
   static void cast(Inputs& in, const Autocast& to) {
-    to.to_lower(in.u, in.delta, in.z, in.lam, in.previous_u, in.previous_B);
+    to.to_lower(in.u, in.delta, in.z, in.previous_u, in.previous_B);
+    to.expanded_to_lower(in.lam);
     to.to_float(in.A, in.D, in.delta_bias, in.initial_state);
     for (at::Tensor* matrix : {&in.B, &in.C}) matrix->dim() == 2 ? to.to_float(*matrix) : to.to_lower(*matrix);
   }

@@ -146,7 +146,8 @@ struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
 
   // Inputs in the autocast dtype, parameters in float32. The state and the samples are written to and are not cast.
   static void cast(Inputs& in, const Autocast& to) {
-    to.to_lower(in.x, in.dt, in.B, in.C, in.z, in.lam);
+    to.to_lower(in.x, in.dt, in.B, in.C, in.z);
+    to.expanded_to_lower(in.lam);
     to.to_float(in.A, in.D, in.dt_bias);
   }
 

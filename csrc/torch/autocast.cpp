@@ -24,4 +24,14 @@ std::optional<at::Tensor> cast_under_autocast(at::ScalarType dtype, const std::o
 
 Autocast::Autocast(at::DeviceType device) : device(device), lower(at::autocast::get_autocast_dtype(device)) {}
 
+void Autocast::expanded_to_lower(std::optional<at::Tensor>& tensor) const {
+  if (!is_present(tensor) || tensor->layout() != at::kStrided) return to_lower(tensor);
+  at::Tensor narrow = *tensor;
+  for (int64_t axis = 0; axis < narrow.dim(); ++axis) {
+    if (narrow.sym_stride(axis) == 0 && narrow.sym_size(axis) > 1) narrow = narrow.narrow(axis, 0, 1);
+  }
+  to_lower(narrow);
+  tensor = narrow.expand_symint(tensor->sym_sizes());
+}
+
 }  // namespace ssm_kernels

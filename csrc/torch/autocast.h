@@ -39,6 +39,8 @@ struct Autocast {
   void to_float(Tensors&... tensors) const {
     to(at::kFloat, tensors...);
   }
+  // Casts an argument before its expansion, if it is expanded: its strides of zero stay.
+  void expanded_to_lower(std::optional<at::Tensor>& tensor) const;
   // Casts parameters to float32 that do not have the dtype `kept`.
   template <typename... Tensors>
   void to_float_unless(at::ScalarType kept, Tensors&... tensors) const {

@@ -446,6 +446,20 @@ def test_compile_vmap_and_autocast(rule):
     assert out.dtype == last.u.dtype == torch.bfloat16 and last.state.dtype == torch.float32
 
 
+def test_autocast_of_an_expanded_lam():
+    """It is cast before its expansion: of the same values and gradient."""
+    inputs = make_inputs("exp_trapezoidal", dtype=torch.float32)
+    lam = torch.randn(6, 1, requires_grad=True)
+    results = []
+    for given in (lam, lam.expand(2, 6, 7), lam.expand(2, 6, 7).contiguous()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = selective_scan(**inputs | {"lam": given})
+        results.append((out, *torch.autograd.grad(out.float().sum(), lam)))
+    for out, gradient in results[1:]:
+        assert torch.equal(out, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
