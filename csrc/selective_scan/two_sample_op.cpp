@@ -37,8 +37,8 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "Tensor? previous_B=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization, bool lam_sigmoid=False, "
       "bool repeats_first=False, bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor last_state)");
   schemas.refuse_nested("selective_scan_two_sample");
-  // The scan; the last sample of each sequence; and the states and samples at positions. A constant B has samples without
-  // elements.
+  // Returns the scan's results, the last sample of each sequence, and the states and samples at positions. A constant B has
+  // samples without elements.
   schemas.def("_selective_scan_two_sample_states_at(" + tensors + ", " + options +
               ", int[] states_at) -> (Tensor out, Tensor last_state, Tensor last_u, Tensor last_B, Tensor states, "
               "Tensor states_u, Tensor states_B)");
@@ -68,7 +68,8 @@ Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
   TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleOp,
                     ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
                     weighs ? " without lam" : "");
-  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleOp, ": expected lam_sigmoid with lam, got None");
+  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleOp,
+                    ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '", in.discretization, "'");
   checks.tensor("lam", in.lam, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const bool is_packed = is_present(in.cu_seqlens);
@@ -222,7 +223,8 @@ struct SelectiveScanTwoSample
   };
 };
 
-// The last steps, in the scan's time, of a tensor of steps; of sequences without steps, those of `before`, or zero.
+// Takes the last step of each sequence, in the scan's time, of a tensor of steps. A sequence without steps takes that of
+// `before`, or zero.
 at::Tensor last_steps(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& before) {
   const c10::SymInt seqlen = steps.sym_size(-1);
   c10::SymDimVector shape(steps.sym_sizes().begin(), steps.sym_sizes().end() - 1);

@@ -53,38 +53,31 @@ void check_samples(const TwoSampleInputs& in) {
   TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleStep,
                     ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
                     weighs ? " without lam" : "");
-  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleStep, ": expected lam_sigmoid with lam, got None");
-  checks.tensor("lam", in.lam, has_heads ? "(batch, heads, headdim)" : "(batch, dim)", in.x.sym_sizes(), dtype);
+  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleStep,
+                    ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '", in.discretization, "'");
+  const bool has_tokens = leading_of(in) == 2;
+  const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
+  const char* const of_channels = has_tokens ? "(batch, tokens, dim)" : "(batch, dim)";
+  checks.tensor("lam", in.lam, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
 }
 
 // The step writes to the samples, which must share memory with no other argument. make_params checks the state against the
 // arguments of a step with one sample.
 void check_sample_writes(const TwoSampleInputs& in) {
-  check_in_place(kTwoSampleStep, "previous_x", in.previous_x,
-                 {NamedTensor("state", in.state),
-                  {"previous_B", in.previous_B},
-                  {"x", in.x},
-                  {"dt", in.dt},
-                  {"A", in.A},
-                  {"B", in.B},
-                  {"C", in.C},
-                  {"D", in.D},
-                  {"z", in.z},
-                  {"dt_bias", in.dt_bias},
-                  {"lam", in.lam},
-                  {"state_batch_indices", in.state_batch_indices}});
-  check_in_place(kTwoSampleStep, "previous_B", in.previous_B,
-                 {NamedTensor("state", in.state),
-                  {"x", in.x},
-                  {"dt", in.dt},
-                  {"A", in.A},
-                  {"B", in.B},
-                  {"C", in.C},
-                  {"D", in.D},
-                  {"z", in.z},
-                  {"dt_bias", in.dt_bias},
-                  {"lam", in.lam},
-                  {"state_batch_indices", in.state_batch_indices}});
+  const NamedTensor inputs[] = {NamedTensor("state", in.state),
+                                {"x", in.x},
+                                {"dt", in.dt},
+                                {"A", in.A},
+                                {"B", in.B},
+                                {"C", in.C},
+                                {"D", in.D},
+                                {"z", in.z},
+                                {"dt_bias", in.dt_bias},
+                                {"lam", in.lam},
+                                {"state_batch_indices", in.state_batch_indices}};
+  check_in_place(kTwoSampleStep, "previous_x", in.previous_x, inputs);
+  check_in_place(kTwoSampleStep, "previous_B", in.previous_B, inputs);
+  check_in_place(kTwoSampleStep, "previous_x", in.previous_x, {NamedTensor("previous_B", in.previous_B)});
   check_in_place(kTwoSampleStep, "state", in.state, {NamedTensor("lam", in.lam)});
 }
 

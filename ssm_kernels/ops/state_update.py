@@ -187,9 +187,10 @@ def selective_state_update(
                     f"selective_state_update: {name} is not supported with discretization {discretization!r}, whose previous "
                     "samples it would have to choose too"
                 )
+        axes = "(batch, " + "tokens, " * (x.dim() == state.dim()) + ("dim)" if state.dim() == 3 else "heads, headdim)")
         return _two_sample_step(
             *(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias),
-            broadcast_lam("selective_state_update", lam, x, "(batch, dim)" if state.dim() == 3 else "(batch, heads, headdim)"),
+            broadcast_lam("selective_state_update", lam, x, axes),
             dt_softplus,
             state_batch_indices,
             discretization=discretization,

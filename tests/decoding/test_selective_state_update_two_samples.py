@@ -201,6 +201,16 @@ def test_opcheck_and_versions():
         ({"discretization": "zoh"}, ValueError, "expected previous_x with a discretization that reads two input samples only"),
         ({"discretization": "exp_trapezoidal"}, ValueError, "expected lam with discretization 'exp_trapezoidal' and no other"),
         ({"lam": torch.zeros(3, 6).double()}, ValueError, "expected lam with discretization 'exp_trapezoidal' and no other"),
+        (
+            {"lam_sigmoid": True},
+            ValueError,
+            "expected lam_sigmoid with discretization 'exp_trapezoidal' only, got 'trapezoidal'",
+        ),
+        (
+            {"x": torch.zeros(3, 2, 6).double(), "lam": torch.zeros(4, 2, 6).double()},
+            ValueError,
+            r"expected lam of shape \(batch, tokens, dim\) = \[3, 2, 6\], or one that broadcasts to it, got \[4, 2, 6\]",
+        ),
         ({"discretization": "gbt_two_sample"}, ValueError, "expected discretization 'gbt_two_sample' with alpha"),
         ({"previous_x": torch.zeros(3, 5).double()}, ValueError, r"expected previous_x of shape \(batch, dim\) = \[3, 6\]"),
         ({"previous_B": torch.zeros(3, 4).double()}, ValueError, r"expected previous_B of shape \(batch, dstate\) = \[3, 5\]"),

@@ -471,7 +471,11 @@ def test_autocast_of_an_expanded_lam():
             "expected lam with discretization 'exp_trapezoidal' and no other, got 'trap",
         ),
         ({"discretization": "exp_trapezoidal"}, ValueError, "got 'exp_trapezoidal' without lam"),
-        ({"lam_sigmoid": True}, ValueError, "expected lam_sigmoid with lam"),
+        (
+            {"lam_sigmoid": True},
+            ValueError,
+            "expected lam_sigmoid with discretization 'exp_trapezoidal' only, got 'trapezoidal'",
+        ),
         ({"discretization": "gbt_two_sample"}, ValueError, "expected discretization 'gbt_two_sample' with alpha"),
         ({"discretization": "gbt_two_sample", "alpha": 1.5}, ValueError, "expected alpha from 0 to 1"),
         ({"alpha": 0.5}, ValueError, "expected alpha with discretization 'gbt' or 'gbt_two_sample' only, got 'trapezoidal'"),
