@@ -9,6 +9,9 @@
 //   grad k  v    g       q      T      the same, row j, column i >= j
 //   grad v  k    q       g      T^T    the same
 //
+// In a forward that divides, f_i is 1: the kernel computes the divisor of step i from n before the chunk and the sum of the
+// weighted row of P, and divides the row of out by it.
+//
 // A block has all steps of a chunk and 256 columns of a result: two consumer warpgroups keep 64 rows each, in registers, and
 // their P of 64 columns on the diagonal. One of them also has the 64 columns beside it. A sum over rows' columns takes one tile
 // of 64 columns after another, of the rows, of the columns and of the state, from a ring in shared memory which one thread

@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(cuda::kWarpSize)
   }
 }
 
-// Computes p.states and, in backward, p.grad_states; not where each row is one chunk.
+// Computes p.states and, in backward, p.grad_states. A row of one chunk needs them only if they are the result, only_states.
 template <typename Scalar, int size, typename Params>
 cudaError_t launch_normalizer_states(const Params& p, int64_t warps, cudaStream_t stream) {
   if (normalizer_chunks(p.seqlen) <= 1 && !p.only_states) return cudaSuccess;
