@@ -96,11 +96,11 @@ def delta_rule_scan(
         to every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not
         supported and raise.
 
-    On compute capability 9.0 forward of float16 and bfloat16 with one gate a head and ``key_dim`` up to 128 is one kernel,
-    which rounds operands of its products. All else is PyTorch's matmuls, on every device: states, inverses and sums are float32
-    (float64 with float64 inputs). Autograd saves the inputs only. With ``cu_seqlens`` the host waits for its values.
-    Autocast casts ``q``, ``k`` and ``v`` to its dtype, parameters and states to float32. ``docs/delta_rule.md`` describes the
-    chunks, rounding and limits.
+    The CPU and CUDA have kernels; PyTorch's matmuls take the calls that these do not, such as float64 on CUDA. States, inverses
+    and sums are float32 (float64 with float64 inputs); kernels of 16 bits round operands of their products. Autograd saves the
+    inputs only. With ``cu_seqlens`` the host waits for its values. Autocast casts ``q``, ``k`` and ``v`` to its dtype,
+    parameters and states to float32. ``docs/delta_rule.md`` names the kernel of each call, and describes the chunks, rounding
+    and limits.
 
     Raises:
         ValueError: a shape, a position, the values of ``cu_seqlens`` or an option are not as above, ``states_at`` is given with

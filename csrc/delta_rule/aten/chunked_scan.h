@@ -1,4 +1,4 @@
-// The delta rule in chunks and its adjoint as PyTorch matmuls: any device, any dtype.
+// The delta rule in chunks and its adjoint: by the CPU kernels on the CPU, as PyTorch matmuls on other devices.
 #pragma once
 
 #include "delta_rule/delta_rule_op.h"

@@ -71,7 +71,8 @@ void map_row(T* target, int64_t columns, const Body& body, const Sources*... sou
   for (int64_t c = 0; c < columns; c += Vec<T>::size()) body(Vec<T>::loadu(sources + c)...).store(target + c);
 }
 
-// The decays of pairs of one gate a head: e^(c_i - c_j) for j <= i. c is fp64, and its differences are rounded once.
+// The decays of pairs of one gate a head: e^(c_i - c_j) for j <= i. c is fp64, and its differences are accurate to a few
+// roundings of T.
 template <typename T>
 class HeadDecays {
  public:
@@ -126,7 +127,8 @@ class HeadDecays {
   double *from_start_, *to_end_;
 };
 
-// Those of one gate a channel, by blocks of 2 * half steps whose halves meet (aten/pairs.h).
+// The decays of pairs of one gate a channel, by blocks of 2 * half steps: decays from and to the boundary between the halves
+// scale rows and columns (aten/pairs.h).
 template <typename T>
 class ChannelDecays {
  public:

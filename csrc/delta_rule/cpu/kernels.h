@@ -1,8 +1,8 @@
 // Parameters of delta_rule_scan's CPU kernels, and the table of kernels of one instruction set. products.cpp is compiled once,
 // kernel.cpp once per instruction set. aten/chunked_scan.cpp begins with the formulas and the names.
 //
-// A call of a kernel is the work of one matrix, that of a chunk and a value head, or of the chain of all chunks of a run for
-// some rows of a head's state.
+// A call of a kernel computes the matrices of one chunk of a value head, or takes some rows of a head's state through all
+// chunks of a run.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ namespace ssm_kernels::delta_rule {
 enum class CpuGate : int { kNone, kHead, kChannel };
 
 // Tensors of a run are contiguous: (chunks, rows, heads or value_heads, steps, ...), matrices of pairs (..., steps, steps). q,
-// out and the rows of P are those of steps after which q reads, one for `updates` of them. All are fp32 or fp64 (`kind`),
-// except where a type is named.
+// out and P have one row for `updates` steps: q reads after the last of these. All are fp32 or fp64 (`kind`), except where a
+// type is named.
 struct CpuRunParams {
   int64_t chunks = 0, rows = 0, heads = 0, value_heads = 0, steps = 0, updates = 1, key_dim = 0, value_dim = 0;
   int64_t chain_rows = 0;  // of the state, in a call for a chain
@@ -26,7 +26,7 @@ struct CpuRunParams {
   CpuGate gate = CpuGate::kNone;
   const void *q = nullptr, *k = nullptr;     // of key heads, scaled
   const void *v = nullptr, *beta = nullptr;  // (..., value_dim), (...)
-  const void* log_decay = nullptr;           // fp64, (...), or (..., key_dim)
+  const void* log_decay = nullptr;           // fp64 (...) with a gate a head, else `kind` (..., key_dim)
   const int64_t* sequence = nullptr;         // (chunks, rows, steps): begun in the chunk up to a step; null: none begins
 
   // Of value heads. The decays and `between` are those of pairs.h, and absent without a gate.

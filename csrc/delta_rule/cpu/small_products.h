@@ -45,7 +45,7 @@ struct Factor {
   Factor transposed() const { return {data, column, row}; }
 };
 
-// One whose columns follow one another, up to a whole vector.
+// A matrix whose rows are contiguous, up to a whole vector.
 template <typename T>
 struct Rows {
   T* data;

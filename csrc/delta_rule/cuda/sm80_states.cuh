@@ -166,7 +166,8 @@ struct Sm80States {
     }
   }
 
-  // In fp16 a power of two that makes a chunk's first decay from its start 1/2 or more; 1 for decays of zero.
+  // In fp16 a power of two that makes a chunk's first decay from its start 1/2 or more; 1 for decays of zero and subnormal
+  // ones. Gates are at most zero: after a strong decay, a large positive gate would take the scaled decays beyond fp16's range.
   struct DecayScale {
     static constexpr bool kIsThere = std::is_same_v<Scalar, __half> && pass == Sm80Pass::kGradients;
     static constexpr int kMantissaBits = 23, kExponentOfHalf = 126;
