@@ -61,7 +61,8 @@ def own_folder(tmp_path_factory):
     if done.returncode or not archives:
         pytest.skip(f"no source distribution of mamba_ssm: {done.stderr.strip()[-200:]}")
     with tarfile.open(archives[0]) as archive:
-        archive.extractall(folder, filter="data")
+        # Python before 3.10.12 and 3.11.4 has no filters.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return next(folder.glob("*/mamba_ssm"))
 
 
