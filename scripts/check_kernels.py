@@ -33,13 +33,14 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # backward of rare methods spills addresses, and loads about ten words for four steps of two channels. The delta rule's forward
 # has four warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
 # backward, those that make a chunk's gradients spill some words. Its kernels with mma.sync keep 256 columns of a state in half
-# of a thread's registers, and spill operands, in fp32 words of tables. mLSTM's normalizer spills doubles of the steps
-# that its backward keeps, and before 9.0a addresses of rows of any alignment.
+# of a thread's registers, and spill operands; with fewer columns, in fp32 and fp16, they spill words of tables. mLSTM's
+# normalizer spills doubles of the steps that its backward keeps, and before 9.0a addresses of rows of any alignment.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
     re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 104,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<float, (64|128), .*>@"): 176,
+    re.compile(r"delta_rule::delta_rule_sm80_states_kernel<__half, 128, .*>@"): 168,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<\w+, 256, .*>@"): 1560,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<\w+, 128, cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
     re.compile(r"cuda::chunked::state_passing_kernel<.*::StatePassing<\w+, 128, .*cuda::Sm80(Mma|Tf32), .*>@(?!sm_90a)"): 200,
