@@ -47,7 +47,7 @@ except ImportError as error:
     sys.exit(2)
 
 # `--methods all` plots "gbt" and "gbt_two_sample" with one alpha, exp_trapezoidal with lam 1/2, and leaves out "dirac", whose
-# input is no function of time.
+# input is a sum of impulses.
 METHODS = [*DISCRETIZATIONS, "gbt(0.7)", "foh_ramp", "trapezoidal", "gbt_two_sample(0.7)", "exp_trapezoidal"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # the program takes the largest that fits the time

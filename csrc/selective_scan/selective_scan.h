@@ -122,7 +122,7 @@ struct SelectiveScanParams {
   ChannelView D, delta_bias;
 };
 
-// What kernels of methods that read two input samples (common/two_sample_discretization.h) take besides:
+// Kernels of methods that read two input samples (common/two_sample_discretization.h) take these parameters besides:
 //
 //   h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1})
 //
@@ -137,8 +137,9 @@ struct TwoSampleParams {
   // stride_dim is the stride between groups. A constant B has no previous_B: the previous sample's is B itself.
   StateView previous_u, previous_B;
 
-  // Of backward; data null if not needed. The gradient of the sample B u before the first step of a row, in place `initial`,
-  // (batch or sequences, dim, dstate), contiguous, in the accumulation type. Rows without steps have zero.
+  // Backward writes these; data is null where no gradient is needed. grad_previous is that of the sample B u before the first
+  // step of a row, in place `initial`: (batch or sequences, dim, dstate), contiguous, in the accumulation type. Rows without
+  // steps have zero.
   SequenceView grad_lam;
   void* grad_previous = nullptr;
 };

@@ -22,7 +22,7 @@ struct TwoSampleInputs : Inputs {
                     discretization, lam_sigmoid, dt_limit, A_is_log);
   }
 };
-// Of calls with several tokens a row. The operator itself takes no other option of servers.
+// Calls with several tokens a row take these. The operator itself takes no other option of servers.
 using TwoSampleOutInputs = ServerInputs<TwoSampleInputs>;
 
 // As the functions of selective_state_update_op.h.

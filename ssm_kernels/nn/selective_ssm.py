@@ -486,7 +486,7 @@ class SelectiveSSM(SelectiveBase):
         check_shape(class_name(self), name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
 
     def _check_state(self, layer: str, name: str, state: Tensor) -> None:
-        """Of rules that read one input sample the operators check the shape."""
+        """The operators check the shape of a state of rules that read one input sample."""
         check_tensor(layer, name, state)
         check_floating(layer, name, state)
         if is_two_sample(self.discretization):

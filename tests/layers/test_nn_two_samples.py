@@ -105,7 +105,7 @@ def test_mamba_of_packed_sequences(rule):
 
 @every_rule
 def test_mamba_gradients(rule):
-    """Of all parameters, against differences."""
+    """The gradients of all parameters equal finite differences."""
     layer, x = make_layer(nn.Mamba, rule), make_x(1)[:, :3].requires_grad_()
     names, values = zip(*layer.named_parameters(), strict=True)
 

@@ -1,4 +1,4 @@
-"""What the tests of operators between a layer's projections share: a description of one, and comparisons."""
+"""A description of an operator between a layer's projections, and the comparisons that the tests of all of them share."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MixerSpec:
     def evaluate_both(
         self, inputs: Inputs, results: Sequence[str] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What :meth:`evaluate` returns for the operator and for the composition."""
+        """The results of :meth:`evaluate` for the operator and for the composition."""
         return self.evaluate(self.operator, inputs, results), self.evaluate(self.composition, inputs, results)
 
 

@@ -258,8 +258,8 @@ class ChunkAdjoint {
     return sum_of<T>(sum);
   }
 
-  // What passes over a step: from states to it and later ones, from earlier steps to the state after the chunk, and from state
-  // to state.
+  // A step's gradient sums the terms that pass over it: from the state before the chunk to later steps, from earlier steps to
+  // the state after the chunk, and from state to state.
   void write_head_log_decay() const {
     double* const target = at_.of<double>(p_.grad_log_decay, steps_);
     double all = 0;

@@ -29,7 +29,7 @@ struct CpuRunParams {
   const void* log_decay = nullptr;           // fp64 (...) with a gate a head, else `kind` (..., key_dim)
   const int64_t* sequence = nullptr;         // (chunks, rows, steps): begun in the chunk up to a step; null: none begins
 
-  // Of value heads. The decays and `between` are those of pairs.h, and absent without a gate.
+  // These tensors have value heads. pairs.h defines the decays and `between`, which a call without a gate lacks.
   void *kk = nullptr, *P = nullptr, *M = nullptr, *between = nullptr;
   void *from_start = nullptr, *to_end = nullptr, *all = nullptr;
   void *q_in = nullptr, *k_in = nullptr, *k_out = nullptr, *k_read = nullptr;
@@ -38,7 +38,7 @@ struct CpuRunParams {
 
   const void* grad_out = nullptr;
   void *Y = nullptr, *grad_states = nullptr;  // backward adds to grad_states
-  // Of value heads. grad_log_decay is fp64 with one gate a head; null: not needed.
+  // These gradients have value heads; null: not needed. grad_log_decay is fp64 with one gate a head.
   void *grad_v = nullptr, *grad_beta = nullptr, *grad_q = nullptr, *grad_k = nullptr, *grad_log_decay = nullptr;
 
   int64_t matrices() const { return chunks * rows * value_heads; }

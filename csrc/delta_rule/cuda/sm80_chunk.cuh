@@ -1,6 +1,6 @@
 // The delta rule with mma.sync and cp.async, for compute capability 8.0 and newer. fp32 takes these kernels on every device,
-// fp16 and bf16 take them where there is no wgmma. Chunks and their matrices are those of bwd_matrices.cuh: with A the strictly
-// lower part of diag(beta) (K K^T G),
+// fp16 and bf16 take these kernels on devices without wgmma. Chunks and their matrices are those of bwd_matrices.cuh: with A
+// the strictly lower part of diag(beta) (K K^T G),
 //
 //   (I + A)^-1 = I + diag(beta) N        P = scale (Q K^T G)
 //

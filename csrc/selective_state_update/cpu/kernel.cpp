@@ -37,7 +37,7 @@ struct Rows {
   alignas(64) Acc y[kMaxRows];      // <C, h>
   alignas(64) Acc B[kMaxDstate];
   alignas(64) Acc C[kMaxDstate];
-  // Of methods that read two samples: the previous one, and the weights of the step.
+  // Methods that read two samples use these: the previous sample, and the weights of the step.
   alignas(64) Acc x_before[kMaxRows];
   alignas(64) Acc input_before[kMaxRows];  // delta x_before
   alignas(64) Acc lam[kMaxRows];
