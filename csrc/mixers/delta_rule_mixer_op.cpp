@@ -228,8 +228,30 @@ Outputs forward(const Inputs& in) {
   return {ended.out, ssm_state, keeps_y ? y : empty_tensor({0}, y.options()), ended.rstd};
 }
 
-// Gradients that are not needed are undefined. Releases tensors of `bwd` when they have been read.
-GradTensors backward(BwdInputs& bwd) {
+// Memory for the gradients of q, k and v, if these are columns of one buffer, one after another: the same columns of a buffer
+// of gradients. A layer that projects q, k and v together then reads their gradients as one matrix. Otherwise undefined
+// tensors.
+Call::Sequences allocate_columns(const Call& call) {
+  const at::Tensor& q = call.in.q;
+  const int64_t row = q.stride(1);
+  std::array<int64_t, kSequences + 1> places{};
+  for (size_t i = 0; i < kSequences; ++i) {
+    const at::Tensor& x = call.sequence(i);
+    const bool is_next = x.is_alias_of(q) && x.storage_offset() == q.storage_offset() + places[i] && x.stride(2) == 1 &&
+                         x.stride(1) == row && x.stride(0) == x.size(1) * row;
+    if (!is_next) return {};
+    places[i + 1] = places[i] + x.size(2);
+  }
+  if (places.back() > row) return {};
+  const at::Tensor buffer = empty_tensor({q.size(0), q.size(1), row}, q.options());
+  Call::Sequences columns;
+  for (size_t i = 0; i < kSequences; ++i) columns[i] = buffer.narrow(2, places[i], places[i + 1] - places[i]);
+  return columns;
+}
+
+// Gradients that are not needed are undefined. Releases tensors of `bwd` when they have been read. With `joins_columns`
+// gradients may share memory, as results of an operator must not.
+GradTensors backward(BwdInputs& bwd, bool joins_columns = false) {
   const Inputs& in = bwd.in;
   const NeedsGrad& needs_grad = bwd.needs_grad;
   const Call call{in};
@@ -294,6 +316,10 @@ GradTensors backward(BwdInputs& bwd) {
   }
 
   static const Operator<causal_conv1d::GradTensors, causal_conv1d::BwdInputs> op("ssm_kernels::_causal_conv1d_bwd");
+  static const Operator<causal_conv1d::BwdOutGrads, causal_conv1d::BwdOutInputs> op_out("ssm_kernels::_causal_conv1d_bwd_out");
+  const auto is_written = [&](size_t i) { return needs_grad[kSequence + i] && is_present(call.weight(i)); };
+  Call::Sequences columns;
+  if (joins_columns && is_written(0) && is_written(1) && is_written(2)) columns = allocate_columns(call);
   for (size_t i = 0; i < kSequences; ++i) {
     const std::array<bool, causal_conv1d::kNumGrads> needs = {needs_grad[kSequence + i], needs_grad[kConvWeight + i],
                                                               needs_grad[kConvBias + i], needs_grad[kConvState + i]};
@@ -303,12 +329,20 @@ GradTensors backward(BwdInputs& bwd) {
       grads[kSequence + i] = grad;
       continue;
     }
-    causal_conv1d::BwdInputs convolution;
+    causal_conv1d::BwdOutInputs convolution;
     convolution.grad_out = std::move(grad);
     convolution.in = call.convolution_inputs(i);
     convolution.needs_grad = needs;
     convolution.layer = in.layer;
-    causal_conv1d::GradTensors of_convolution = op(convolution);
+    causal_conv1d::GradTensors of_convolution;
+    if (columns[i].defined()) {
+      convolution.required_grad_x = columns[i];
+      causal_conv1d::BwdOutGrads others = op_out(convolution);
+      of_convolution[causal_conv1d::kGradX] = columns[i];
+      std::move(others.begin(), others.end(), of_convolution.begin() + 1);
+    } else {
+      of_convolution = op(convolution);
+    }
     if (needs_grad[kSequence + i]) grads[kSequence + i] = of_convolution[causal_conv1d::kGradX];
     if (needs_grad[kConvWeight + i]) {
       grads[kConvWeight + i] = of_convolution[causal_conv1d::kGradWeight].view_symint(call.weight(i)->sym_sizes());
@@ -351,7 +385,7 @@ struct DeltaRuleMixer : DifferentiableOp<DeltaRuleMixer, BwdInputs, std::tuple<a
     at::AutoDispatchBelowADInplaceOrView guard;
     // The products have the dtype of forward's, wherever backward is called.
     c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(bwd.in.q.device().type()));
-    return delta_rule_mixer::backward(bwd);
+    return delta_rule_mixer::backward(bwd, /*joins_columns=*/true);
   }
 
   // As causal_conv1d, delta_rule_scan, rms_norm_gated and torch.nn.functional.linear.

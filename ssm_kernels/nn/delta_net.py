@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_choice, check_int, check_number
-from .delta_rule import DeltaRuleMixer
+from .delta_rule import DeltaRuleMixer, Projected
 from .initialization import linear
 from .naming import class_name, names_layer
 
@@ -117,9 +117,9 @@ class DeltaNet(DeltaRuleMixer):
         self.o_norm = self._make_norm(norm_eps, device, dtype, "silu" if use_gate else None)
         self.o_proj = linear(self.value_dim, hidden_size, False, device, dtype)
 
-    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
+    def _beta(self, projected: Projected, q: Tensor) -> Tensor:
         if "b_proj" in self._modules:
-            return super()._beta(u, q)
+            return super()._beta(projected, q)
         return q.new_full(q.shape[:-1], 2.0 if self.allow_neg_eigval else 1.0)
 
     @property

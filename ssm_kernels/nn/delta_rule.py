@@ -50,9 +50,10 @@ from .common import (
 )
 from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
+from .joined import join_projections
 from .naming import class_name
 
-__all__ = ["DeltaRuleMixer"]
+__all__ = ["DeltaRuleMixer", "Projected"]
 
 # The most columns of a key that delta_rule_step takes.
 _COLUMNS_OF_A_STEP = 512
@@ -94,6 +95,12 @@ def _value_columns(layer: str, head_dim: int, expand_v: float) -> int:
 # The weight, (channels, 1, conv_size), the bias and the initial state.
 _Convolution = tuple[Tensor | None, Tensor | None, Tensor | None]
 _NO_CONVOLUTION: _Convolution = (None, None, None)
+
+# Results of projections by the names of the modules, of those that a layer has.
+Projected = dict[str, Tensor]
+# Those whose products one product may compute; the sequences come first.
+_JOINED = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")
+_PROJECTIONS = (*_JOINED, "f_proj", "g_proj")
 
 
 class DeltaRuleMixer(SequenceMixer):
@@ -213,46 +220,42 @@ class DeltaRuleMixer(SequenceMixer):
         init_dt_bias(self.dt_bias, 0.001, 0.1, 1e-4)
 
     def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
-        q, k, v = self._heads(self._convolve_one(self._project(u), conv_state))
-        tensors, flags = self._gates(u)
+        projected = self._project(u)
+        q, k, v = self._heads(self._convolve_one(self._sequences(projected), conv_state))
+        tensors, flags = self._gates(projected)
         options: dict[str, Any] = {**tensors, **flags, "num_householder": self.num_householder, "qk_l2norm": self.qk_l2norm}
         update = delta_rule_step if self.head_k_dim <= _COLUMNS_OF_A_STEP else _step_by_scan
-        beta = self._beta(u, q)
+        beta = self._beta(projected, q)
         y = update_state(ssm_state, q.dtype, lambda state: update(state, q, k, v, beta, **options))
-        return self._finish(y, u)
+        return self._finish(y, projected.get("g_proj"))
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_v_heads={self.num_v_heads}"
         return f"hidden_size={self.hidden_size}, {heads}, head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
 
-    # ----- gates and betas, which a derived layer may override
+    # ----- gates and betas of the projections, which a derived layer may override
 
-    def _raw_gate(self, u: Tensor) -> Tensor | None:
+    def _raw_gate(self, projected: Projected) -> Tensor | None:
         """(..., value heads), or with one number a channel of the key (..., value heads, columns); None without decay."""
-        gate: Tensor | None = self.a_proj(u) if "a_proj" in self._modules else None
-        return gate
+        return projected.get("a_proj")
 
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The operator's arguments for gates and betas: tensors, and options. ``u`` may lack the axis of time."""
+    def _gates(self, projected: Projected) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The operator's arguments for gates and betas: tensors, and options. The projections may lack the axis of time."""
         is_raw = "b_proj" in self._modules
         options = {"beta_sigmoid": is_raw, "allow_neg_eigval": is_raw and self.allow_neg_eigval}
-        g = self._raw_gate(u)
+        g = self._raw_gate(projected)
         if g is None:
             return {}, options
         wide = wide_dtype(g.dtype)  # also after layer.half()
         dt_bias = self.dt_bias.to(wide)
-        if g.dim() > u.dim():
+        if g.dim() > projected["q_proj"].dim():
             dt_bias = dt_bias.unflatten(0, g.shape[-2:])
         return {"g": g, "A_log": self.A_log.to(wide), "dt_bias": dt_bias}, options
 
-    def _beta(self, u: Tensor, q: Tensor) -> Tensor:
+    def _beta(self, projected: Projected, q: Tensor) -> Tensor:
         """(..., updates, value heads), without the axis of updates if a step has one. ``q`` is (..., heads, columns)."""
-        beta: Tensor = self.b_proj(u)
+        beta = projected["b_proj"]
         return beta if self.num_householder == 1 else beta.unflatten(-1, (self.num_householder, self.num_v_heads))
-
-    def _gate_of_output(self, u: Tensor) -> Tensor | None:
-        """(..., value_dim), or None."""
-        return self.g_proj(u) if "g_proj" in self._modules else None
 
     # ----- one call
 
@@ -265,10 +268,11 @@ class DeltaRuleMixer(SequenceMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any, Tensor]:
         projected = self._project(hidden_states)
-        sequences, convolutions = self._prepare(projected, conv_state, seq_idx, cu_seqlens)
-        gates, flags = self._gates(hidden_states)
-        beta = self._beta(hidden_states, sequences[0].unflatten(-1, (self.num_heads, self.head_k_dim)))
-        z = self._gate_of_output(hidden_states)
+        conv_inputs = self._sequences(projected)
+        sequences, convolutions = self._prepare(conv_inputs, conv_state, seq_idx, cu_seqlens)
+        gates, flags = self._gates(projected)
+        beta = self._beta(projected, sequences[0].unflatten(-1, (self.num_heads, self.head_k_dim)))
+        z = projected.get("g_proj")
         norm = self.o_norm
         takes_norm = type(norm).forward is GatedRMSNorm.forward and is_unseen(norm)
         takes_projection = takes_norm and self.operators.is_local and keeps_less(self) and is_plain_linear(self.o_proj)
@@ -284,7 +288,7 @@ class DeltaRuleMixer(SequenceMixer):
             gates.get("dt_bias"),
             norm.weight if takes_norm else None,
             *(state for _, _, state in convolutions),
-            None if ssm_state is None else ssm_state.to(wide_dtype(projected[0].dtype)),
+            None if ssm_state is None else ssm_state.to(wide_dtype(conv_inputs[0].dtype)),
             *((self.o_proj.weight, self.o_proj.bias) if takes_projection else (None, None)),
             seq_idx,
             cu_seqlens,
@@ -306,10 +310,26 @@ class DeltaRuleMixer(SequenceMixer):
             out = y
         else:
             out = self.o_proj(y if takes_norm else self._normalize(y.unflatten(-1, (-1, self.head_v_dim)), z))
-        return out, projected, final_states
+        return out, conv_inputs, final_states
 
-    def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(u), self.k_proj(u), self.v_proj(u)
+    def _project(self, u: Tensor) -> Projected:
+        """The projections of ``u``: of a few together, or all by calls of the modules."""
+        modules = self._modules
+        projected: Projected = {}
+        if self.operators.is_local:
+            groups = [{name: modules[name] for name in _JOINED if name in modules}]
+            # The gate of the output has a buffer of its own: backward releases it before those of the convolutions.
+            if isinstance(modules.get("g_proj"), nn.Linear):
+                groups.append({"g_proj": modules["g_proj"]})
+            projected = join_projections(u, *groups)
+        for name in _PROJECTIONS:
+            if name in modules and name not in projected:
+                projected[name] = getattr(self, name)(u)
+        return projected
+
+    @staticmethod
+    def _sequences(projected: Projected) -> tuple[Tensor, Tensor, Tensor]:
+        return projected["q_proj"], projected["k_proj"], projected["v_proj"]
 
     def _prepare(
         self, projected: Sequence[Tensor], conv_state: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None
@@ -369,9 +389,9 @@ class DeltaRuleMixer(SequenceMixer):
         v = v.unflatten(-1, (*updates, self.num_v_heads, self.head_v_dim))
         return q.unflatten(-1, (self.num_heads, self.head_k_dim)), k, v
 
-    def _finish(self, y: Tensor, u: Tensor) -> Tensor:
+    def _finish(self, y: Tensor, z: Tensor | None) -> Tensor:
         """Norm, gate and projection of (..., value heads, columns)."""
-        out: Tensor = self.o_proj(self._normalize(y, self._gate_of_output(u)))
+        out: Tensor = self.o_proj(self._normalize(y, z))
         return out
 
     def _normalize(self, y: Tensor, gate: Tensor | None) -> Tensor:

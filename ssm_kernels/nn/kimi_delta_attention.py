@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .checks import check_number
-from .delta_rule import DeltaRuleMixer
+from .delta_rule import DeltaRuleMixer, Projected
 from .initialization import init_dt_bias, linear
 from .naming import class_name, names_layer
 
@@ -133,10 +133,9 @@ class KimiDeltaAttention(DeltaRuleMixer):
         """The channels of the decay."""
         return self.num_v_heads * self.head_k_dim
 
-    def _raw_gate(self, u: Tensor) -> Tensor:
-        gate: Tensor = self.f_proj(u)
-        return gate.unflatten(-1, (self.num_v_heads, self.head_k_dim))
+    def _raw_gate(self, projected: Projected) -> Tensor:
+        return projected["f_proj"].unflatten(-1, (self.num_v_heads, self.head_k_dim))
 
-    def _gates(self, u: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, options = super()._gates(u)
+    def _gates(self, projected: Projected) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, options = super()._gates(projected)
         return tensors, {**options, "gate_lower_bound": self.lower_bound}
