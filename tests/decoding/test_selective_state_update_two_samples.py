@@ -244,3 +244,21 @@ def test_shared_memory_raises():
     for changed in ({"previous_x": arguments["x"]}, {"previous_B": arguments["B"]}):
         with pytest.raises(RuntimeError, match=r"share no memory with previous_., which is updated in place"):
             selective_state_update(**arguments | changed)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [0, slice(0, 3)], ids=["one token", "three tokens"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dstate", [16, 5, 200])
+@every_rule
+def test_cuda_agrees_with_the_cpu(rule, dstate, dtype, tokens):
+    inputs = make_inputs(rule, groups=2, dtype=dtype, slots=5, dim=70, dstate=dstate)
+    slots = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32)
+    arguments = step_arguments(inputs, tokens, cache_of(inputs)) | {"state_batch_indices": slots}
+    on_cuda = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    found, expected = selective_state_update(**on_cuda), selective_state_update(**wide)
+    results = {"out": (found, expected)} | {name: (on_cuda[name], wide[name]) for name in ("state", "previous_x", "previous_B")}
+    for name, (actual, value) in results.items():
+        bound = 5e-6 + torch.finfo(actual.dtype).eps if dtype != torch.float64 else 1e-12
+        assert (actual.cpu().double() - value).norm() < bound * value.norm(), name

@@ -28,6 +28,7 @@
 #include "selective_scan/cuda/summary.h"
 #include "selective_scan/selective_scan_op.h"
 #include "selective_scan/selective_scan_summary_op.h"
+#include "selective_scan/two_sample_op.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/choices.h"
@@ -256,9 +257,9 @@ void align_reverse_rows(Inputs& in) {
   if (is_present(in.z)) align(*in.z);
 }
 
-FwdOutputs fwd_cuda(const FwdInputs& inputs) {
-  FwdInputs in = inputs;
-  const Discretization method = check_inputs(in);
+// Forward of checked inputs. `launch(scalar, params, plan, stream)` queues the plan's kernels, of the type of `scalar`.
+template <typename Launch>
+FwdOutputs run_fwd(Inputs in, Discretization method, const Launch& launch) {
   const c10::cuda::CUDAGuard guard(in.u.device());
   align_reverse_rows(in);
   if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
@@ -282,19 +283,33 @@ FwdOutputs fwd_cuda(const FwdInputs& inputs) {
       return error;
     }
     point_at_vectors<Scalar>(params, plan);
-    if (is_basic(method)) return launch_fwd<Scalar>(params, plan, stream);
-    return launch_further_fwd<Scalar>(params, parse_method_parameters(in.discretization), plan, stream);
+    return launch(scalar, params, plan, stream);
   }));
   return outputs;
 }
 
-GradTensors bwd_cuda(const BwdInputs& inputs) {
-  BwdInputs bwd = inputs;
-  Inputs& in = bwd.in;
+FwdOutputs fwd_cuda(const FwdInputs& in) {
   const Discretization method = check_inputs(in);
-  const c10::cuda::CUDAGuard guard(in.u.device());
-  align_reverse_rows(in);
-  const GradTensors grads = allocate_bwd(bwd);
+  return run_fwd(in, method, [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+    using Scalar = decltype(scalar);
+    if (is_basic(method)) return launch_fwd<Scalar>(params, plan, stream);
+    return launch_further_fwd<Scalar>(params, parse_method_parameters(in.discretization), plan, stream);
+  });
+}
+
+FwdOutputs two_sample_fwd_cuda(const TwoSampleFwdInputs& in) {
+  const Discretization method = check_two_sample_inputs(in);
+  const TwoSampleParams two = make_two_sample_params(in);
+  return run_fwd(in, method, [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+    return launch_two_sample_fwd<decltype(scalar)>(params, two, plan, stream);
+  });
+}
+
+// Backward of checked inputs, whose reverse rows are aligned, into `grads`. `launch(scalar, params, plan, partial_sums,
+// stream)` queues the plan's kernels for a span of steps.
+template <typename Launch>
+void run_bwd(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Launch& launch_span) {
+  const Inputs& in = bwd.in;
   const at::Tensor states = bwd.chunk_states.contiguous();
   const PackedRows rows = packed_rows(in);
   SelectiveScanBwdParams params = make_bwd_params(bwd, method, rows, states, grads);
@@ -303,7 +318,7 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
   if (params.dim == 0) {
     grads[kGradB].zero_();
     grads[kGradC].zero_();
-    return grads;
+    return;
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   at::Tensor arranged_grad_out;
@@ -335,8 +350,7 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
     point_at_vectors<Scalar>(params, plan);
     const auto launch = [&](const SelectiveScanBwdParams& of_span) {
       if (reuses) reuse_chunk_states(partial_sums, plan.partition(), of_span);
-      if (is_basic(method)) return launch_bwd<Scalar>(of_span, plan, partial_sums, stream);
-      return launch_further_bwd<Scalar>(of_span, parse_method_parameters(in.discretization), plan, partial_sums, stream);
+      return launch_span(scalar, of_span, plan, partial_sums, stream);
     };
     if (span == params.seqlen) return launch(params);
     cudaError_t error = cudaSuccess;
@@ -349,7 +363,35 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
     return error;
   }));
   if (arranged_grad_out.defined() && is_present(bwd.out)) bwd.out->copy_(arranged_grad_out);
+}
+
+GradTensors bwd_cuda(const BwdInputs& inputs) {
+  BwdInputs bwd = inputs;
+  const Discretization method = check_inputs(bwd.in);
+  const c10::cuda::CUDAGuard guard(bwd.in.u.device());
+  align_reverse_rows(bwd.in);
+  const GradTensors grads = allocate_bwd(bwd);
+  run_bwd(
+      bwd, method, grads,
+      [&](auto scalar, const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& sums, cudaStream_t stream) {
+        using Scalar = decltype(scalar);
+        if (is_basic(method)) return launch_bwd<Scalar>(params, plan, sums, stream);
+        return launch_further_bwd<Scalar>(params, parse_method_parameters(bwd.in.discretization), plan, sums, stream);
+      });
   return grads;
+}
+
+TwoSampleGrads two_sample_bwd_cuda(const TwoSampleBwdInputs& inputs) {
+  TwoSampleBwdInputs in = inputs;
+  const Discretization method = check_two_sample_inputs(in.in);
+  const c10::cuda::CUDAGuard guard(in.in.u.device());
+  align_reverse_rows(in.in);
+  TwoSampleBwd bwd(in);
+  const TwoSampleParams two = make_two_sample_params(in.in, bwd);
+  run_bwd(bwd.scan, method, bwd.of_scan(),
+          [&](auto scalar, const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& sums,
+              cudaStream_t stream) { return launch_two_sample_bwd<decltype(scalar)>(params, two, plan, sums, stream); });
+  return std::move(bwd).finish(in.in);
 }
 
 // As scan_all_steps, by the kernels of segment_maps.h; false where they do not support the call.
@@ -495,6 +537,7 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   register_kernels<&fwd_cuda, &bwd_cuda>(m);
+  register_two_sample_kernels<&two_sample_fwd_cuda, &two_sample_bwd_cuda>(m);
   implement<&name_cuda_kernels>(m, "_selective_scan_plan");
   register_summary_kernels<&summary_cuda, &summary_adjoint, &initial_gradient_cuda>(m);
 }

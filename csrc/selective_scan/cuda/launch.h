@@ -10,7 +10,8 @@
 //   fewer channels than the sequential scan takes.
 //
 // The methods of SSM_FURTHER_DISCRETIZATIONS have kernels of their own for the first two (further_fwd.cuh, further_bwd.cuh),
-// and no short scan.
+// and no short scan; so do those of SSM_TWO_SAMPLE_DISCRETIZATIONS (two_sample_fwd.cuh, two_sample_bwd.cuh), whose recurrence
+// reads the sample before, too: two_sample_forms.cuh has it, and two_sample.cuh says where a block finds that sample.
 //
 // In all of them a block takes a tile of neighboring channels along time, and stages the rows of B and C once for all of them.
 // No tile crosses a group: the longest range of channels that share a group of B and a group of C.
@@ -25,7 +26,8 @@
 // Backward leaves partial sums of grad_B and grad_C, one for each tile of channels. Where time is one segment, backward takes
 // spans of time one after the other, the last first, so that the partial sums of one span exist at a time, most of them in the
 // second-level cache. A span is a call on a part of the steps: it stores the adjoint of the state before its first step, from
-// which the launch for the span before it starts.
+// which the launch for the span before it starts. Methods that read two samples have one span: a sample's gradient has terms of
+// two steps.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +57,7 @@ template <typename Method>
 constexpr bool kIsCommon = std::is_same_v<Method, Zoh> || std::is_same_v<Method, ZohExact> || std::is_same_v<Method, Bilinear>;
 inline bool is_common(Discretization method) {
   bool result = false;
+  if (is_two_sample(method)) return result;
   visit_discretization(method, [&](auto rule) { result = kIsCommon<decltype(rule)>; });
   return result;
 }

@@ -311,11 +311,18 @@ bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& 
          bytes <= device.shared_bytes;
 }
 
+// Kernels of methods that read two samples have static shared memory besides (warp_scan_two_sample.cuh).
+DeviceLimits without_static_memory(const SelectiveScanParams& p, DeviceLimits device) {
+  if (is_two_sample(p.discretization)) device.shared_bytes_per_block -= warp_scan::kTwoSampleStaticBytes;
+  return device;
+}
+
 }  // namespace
 
 template <typename Scalar>
-Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, KernelChoice choice) {
+Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& limits, KernelChoice choice) {
   Plan plan;
+  const DeviceLimits device = without_static_memory(p, limits);
   if constexpr (kHasAllScans<Scalar>) {
     const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
@@ -347,8 +354,9 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
 }
 
 template <typename Scalar>
-Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, KernelChoice choice) {
+Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& limits, KernelChoice choice) {
   Plan plan;
+  const DeviceLimits device = without_static_memory(p, limits);
   plan.warp_scan = plan_warp_scan<Scalar>(p, device);
   plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
   if constexpr (kHasAllScans<Scalar>) {
@@ -398,6 +406,8 @@ int64_t span_steps(const SelectiveScanBwdParams& p, const Plan& plan) {
   const ChannelPartition& partition = plan.partition();
   // Independent of the gradients that are needed, because their bits depend on the spans.
   const auto has_partial_sums = [&](const MatrixView& matrix) { return matrix.per_step && partition.tiles != matrix.groups; };
+  // The gradient of a sample has terms of two steps, which may not be in two spans.
+  if (is_two_sample(p.discretization)) return p.seqlen;
   if (p.is_packed() || partition.segments > 1 || !(has_partial_sums(p.B) || has_partial_sums(p.C))) return p.seqlen;
   constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;
   static_assert(kTileSteps % sequential::kBwdTileSteps == 0, "a span is whole tiles of both scans");

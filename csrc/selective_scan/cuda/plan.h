@@ -99,6 +99,14 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_further_carry_pass(const SelectiveScanBwdParams& params, const MethodParameters& parameters,
                                                      const Plan& plan, cudaStream_t stream);
 
+// The same for the methods of SSM_TWO_SAMPLE_DISCRETIZATIONS.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_two_sample_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two,
+                                                 const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_two_sample_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two,
+                                                 const Plan& plan, const PartialSums& partial_sums, cudaStream_t stream);
+
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const SelectiveScanParams& params, const sequential::ScanPlan& plan);

@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
 }
 
 template <typename Scalar>
-int64_t shared_bytes(const SelectiveScanBwdParams&) {
-  return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
+int64_t shared_bytes(const SelectiveScanBwdParams& params) {
+  return is_two_sample(params.discretization) ? BwdShared<BwdTileConfig<Scalar>, true>(nullptr).bytes
+                                              : BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
 }
 
 template <typename Scalar, typename Method>

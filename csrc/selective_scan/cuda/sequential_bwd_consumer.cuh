@@ -22,7 +22,7 @@ template <typename TileConfig, typename Method>
 struct BwdConsumer : Method {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
+  using Shared = BwdShared<TileConfig, Method::kUsesPreviousInput>;
   using Step = sequential::Step<Method, Scalar>;
   using Rate = typename Step::Rate;
   using Input = typename Step::Input;
@@ -349,6 +349,11 @@ struct BwdConsumer : Method {
       }
     }
     sync_roles<TileConfig>();  // for finish() of the producers
+    store_sums();
+  }
+
+  // Stores the sums over time.
+  __device__ __forceinline__ void store_sums() {
     if (partial_sums.grad_A != nullptr) {
 #pragma unroll
       for (int k = 0; k < kLaneChannels; ++k) {

@@ -12,6 +12,7 @@
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
 #include "selective_scan/cuda/shared_arrays.cuh"
+#include "selective_scan/cuda/two_sample_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
@@ -22,7 +23,7 @@ struct BwdProducer {
   static constexpr bool along_channels = is_along_channels(access);
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
+  using Shared = BwdShared<TileConfig, kIsTwoSample<Method>>;
   using Step = sequential::Step<Method, Scalar>;
   using Vectors = ThreadVectors<TileConfig, access>;
   static constexpr int kVector = kVectorSize<Scalar>, kCount = Vectors::kCount, kPart = Vectors::kPart;
@@ -34,10 +35,18 @@ struct BwdProducer {
   const Position& at;
   const BwdRows<Scalar>& rows;
   Acc scale_of_step_sum;
+  const TwoSampleParams* two;  // null for methods that read one sample
 
   __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
-                                         const PartialSums& partial_sums_, const Shared& shared_)
-      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {
+                                         const PartialSums& partial_sums_, const Shared& shared_,
+                                         const TwoSampleParams* two_ = nullptr)
+      : p(p_),
+        plan(plan_),
+        partial_sums(partial_sums_),
+        shared(shared_),
+        at(*shared_.position),
+        rows(*shared_.rows),
+        two(two_) {
     visit_method<Method>(p, [&](auto method) {
       using Visited = sequential::Step<decltype(method), Scalar>;
       static_assert(Visited::kInputHasDelta == Step::kInputHasDelta && Visited::kInputScale == Step::kInputScale,
@@ -63,7 +72,13 @@ struct BwdProducer {
         loads[i] = M::load(p, vector, first, steps_left(t0));
       }
     }
-    put_vectors(Vectors{thread()}, t0, tile);
+    if constexpr (kIsTwoSample<Method>) {
+      const Scalar before = load_sample_before(t0);
+      put_vectors(Vectors{thread()}, t0, tile);
+      put_sample_before(before, tile);
+    } else {
+      put_vectors(Vectors{thread()}, t0, tile);
+    }
 #pragma unroll
     for (int i = 0; i < M::kCount; ++i) {
       const typename M::ThreadVector vector(plan, i);
@@ -72,6 +87,65 @@ struct BwdProducer {
         M::put(target, vector.access, loads[i].vector());
       } else {
         M::put(target, vector.access, loads[i]);
+      }
+    }
+  }
+
+  // The thread's element of u or B of the step before a tile, and its place.
+  __device__ __forceinline__ Scalar load_sample_before(int64_t t0) const {
+    const int i = thread();
+    static_assert(TileConfig::kProducers >= kTileChannels + kStates, "a thread has one element");
+    const Scalar* element = nullptr;
+    if (i < at.channels) {
+      element = u_address_before<Scalar>(p, *two, at, plan.sequences, rows.u, i, t0);
+    } else if (const int state = i - kTileChannels; state >= 0 && state < static_cast<int>(p.dstate)) {
+      element = B_address_before<Scalar>(p, *two, at, plan.B, rows.B, state, t0);
+    }
+    return load_or_zero(element);
+  }
+  __device__ __forceinline__ void put_sample_before(Scalar element, int tile) const {
+    const int i = thread();
+    if (i < kTileChannels) {
+      shared.u_before[tile % Shared::kBuffers * kTileChannels + i] = to_accumulate(element);
+    } else if (const int state = i - kTileChannels; state < kStates) {
+      shared.matrices(tile).B[state * Matrices<TileConfig>::kPitch - 1] = to_accumulate(element);
+    }
+  }
+  // Loads lam of vector i.
+  __device__ __forceinline__ Vector<Scalar, kVector> load_weights(Vectors thread_vectors, int i, int64_t t0) const {
+    const int64_t stride = along_channels ? two->lam.stride_dim : two->lam.stride_step;
+    const Scalar* const first = first_row<Scalar>(two->lam, at) + thread_vectors.channel(i) * two->lam.stride_dim +
+                                (t0 + thread_vectors.step(i)) * two->lam.stride_step;
+    const bool is_vector = stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0;
+    return load_vector<Scalar, kVector>(first, stride, is_vector, min(elements_left(thread_vectors, i, t0), kVector));
+  }
+  __device__ __forceinline__ void put_weights(Vectors thread_vectors, const Vector<Scalar, kVector>& raw, int i,
+                                              int tile) const {
+    Acc lam[kVector];
+    thread_vectors.widen(raw, 0, lam);
+    if (two->lam_sigmoid) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) lam[j] = sigmoid(lam[j]);
+    }
+    thread_vectors.put(shared.array(tile, Shared::kWeight), i, 0, lam);
+  }
+  // Stores the gradient of lam of vector i from the tile.
+  __device__ __forceinline__ void write_weights(Vectors thread_vectors, int i, int64_t t0, int tile) const {
+    Acc of_lam[kVector];
+    thread_vectors.get(shared.array(tile, Shared::kWeight), i, 0, of_lam);
+    const int64_t stride = along_channels ? two->grad_lam.stride_dim : two->grad_lam.stride_step;
+    Scalar* const first = first_row<Scalar>(two->grad_lam, at) + thread_vectors.channel(i) * two->grad_lam.stride_dim +
+                          (t0 + thread_vectors.step(i)) * two->grad_lam.stride_step;
+    const int left = elements_left(thread_vectors, i, t0);
+    if (stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0 && left >= kVector) {
+      Vector<Scalar, kVector> raw;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) raw.set(j, from_accumulate<Scalar>(of_lam[j]));
+      raw.store_once(first);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (j < left) first[j * stride] = from_accumulate<Scalar>(of_lam[j]);
       }
     }
   }
@@ -114,6 +188,10 @@ struct BwdProducer {
       typename Vectors::template Load<kVector> load_grad_out, load_z;
       if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
       if (has_gate) load_z = load(p.z, rows.z);
+      [[maybe_unused]] Loaded raw_lam;
+      if constexpr (kIsTwoSample<Method>) {
+        if (two->lam.data != nullptr) raw_lam = load_weights(thread_vectors, i, t0);
+      }
       const Loaded raw_delta = finish(load_delta), raw_u = finish(load_u);
       Loaded raw_grad_out, raw_z;
       if (has_grad) raw_grad_out = finish(load_grad_out);
@@ -134,6 +212,9 @@ struct BwdProducer {
           for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
         }
         thread_vectors.put(shared.dy(tile), i, part, dy);
+      }
+      if constexpr (kIsTwoSample<Method>) {
+        if (two->lam.data != nullptr) put_weights(thread_vectors, raw_lam, i, tile);
       }
     }
   }
@@ -208,6 +289,9 @@ struct BwdProducer {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
+      if constexpr (kIsTwoSample<Method>) {
+        if (two->grad_lam.data != nullptr) write_weights(thread_vectors, i, t0, tile);
+      }
       Acc sum_D = 0, sum_bias = 0;
       // kPart elements at a time, to save registers.
 #pragma unroll

@@ -8,8 +8,9 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// The arrays in a block's shared memory.
-template <typename TileConfig>
+// The arrays in a block's shared memory. Methods that read two samples have a fourth array of a tile, and the warps' sums then
+// take the place of states before groups that have been read: two_sample_sequential_bwd.cuh says how.
+template <typename TileConfig, bool two_samples = false>
 struct BwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
@@ -21,6 +22,7 @@ struct BwdShared {
   // A warp's sums for the gradients of B and C: (2, kStates, steps).
   static constexpr int kSumsPitch = TileConfig::kTileSteps + kGroupSteps;
   static constexpr int kSums = 2 * kStates * kSumsPitch;
+  static constexpr int kArrays = two_samples ? 4 : 3;  // of a tile
 
   Position* position;
   BwdRows<Scalar>* rows;
@@ -31,6 +33,7 @@ struct BwdShared {
   Acc* arrays;         // (buffers, delta and input and dy)
   LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
   Acc* sums;           // (consumer warps, kSums)
+  Acc* u_before;       // (buffers, channels): u before a tile. B before a tile is in the padding before a state's row
   int64_t bytes;
 
   SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
@@ -41,15 +44,18 @@ struct BwdShared {
     skip = shared.allocate<Acc>(kTileChannels);
     bias = shared.allocate<Acc>(kTileChannels);
     channel_sums = shared.allocate<Acc>(kChannelSums);
+    u_before = two_samples ? shared.allocate<Acc>(kBuffers * kTileChannels + kGroupSteps) : nullptr;
     matrix_arrays = shared.allocate<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
-    arrays = shared.allocate<Acc>(kBuffers * 3 * kArray);
+    arrays = shared.allocate<Acc>(kBuffers * kArrays * kArray);
     states = shared.allocate<LaneStates>(kGroups * kLaneChannels * TileConfig::kConsumers);
-    sums = shared.allocate<Acc>(kConsumerWarps * kSums);
+    sums = two_samples ? nullptr : shared.allocate<Acc>(kConsumerWarps * kSums);
     bytes = shared.bytes();
   }
   // The values of a tile, and the sums over states that overwrite them: y, and the sums `input` and `step` of GradientSums.
   static constexpr int kDelta = 0, kInput = 1, kDy = 2;
   static constexpr int kY = 0, kStep = 2;
+  // The weight of two samples, and the gradient of lam, which overwrites it.
+  static constexpr int kWeight = 3;
   __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, kDelta); }
   __device__ __forceinline__ TileArray<TileConfig> input(int tile) const { return array(tile, kInput); }
   __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, kDy); }
@@ -58,7 +64,7 @@ struct BwdShared {
     return {B, B + Matrices<TileConfig>::kCapacity};
   }
   __device__ __forceinline__ TileArray<TileConfig> array(int tile, int i) const {
-    return {arrays + (tile % kBuffers * 3 + i) * kArray};
+    return {arrays + (tile % kBuffers * kArrays + i) * kArray};
   }
 };
 

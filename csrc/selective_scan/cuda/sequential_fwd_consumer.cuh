@@ -31,6 +31,8 @@ struct FwdConsumer {
   // Zero for channels and states that do not exist.
   typename Step::Rate rates[kLaneChannels][kLaneStates];
   Acc h[kLaneChannels][kLaneStates];
+  // B before the next step, of methods that read two samples.
+  Acc b_before[Method::kUsesPreviousInput ? kLaneStates : 1];
 
   __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Method& method_, const Shared& shared_)
       : p(p_), method(method_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
@@ -39,9 +41,17 @@ struct FwdConsumer {
       h[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
-      rates[k][i] = typename Step::Rate(load_state<Acc>(p.A, 0, d, state) * Step::kScaleOfA);
+      const Acc rate = Method::kUsesPreviousInput ? load_bounded_A<Acc>(p, d, state) : load_state<Acc>(p.A, 0, d, state);
+      rates[k][i] = typename Step::Rate(rate * Step::kScaleOfA);
       h[k][i] = load_optional_state<Acc>(p.initial_state, at.initial, d, state);
     });
+  }
+
+  // To be called before run() for methods that read two samples.
+  template <typename ReadB>
+  __device__ __forceinline__ void set_samples_before(const ReadB& read_B) {
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) b_before[i] = lane.state(i) < dstate && at.end > 0 ? read_B(lane.state(i)) : Acc(0);
   }
 
   __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
@@ -50,11 +60,13 @@ struct FwdConsumer {
   struct Tile {
     LaneRows<TileConfig> deltas, parts;
     uint32_t matrices;  // B's row of the first state
+    int to_previous;    // the bytes from delta to the factors of B_{t-1}
 
     __device__ __forceinline__ Tile(const ConsumerLane<TileConfig, false>& lane, const Shared& shared, int tile)
         : deltas(lane, shared.delta(tile)),
           parts(lane, shared.part(tile, lane.state_lane)),
-          matrices(cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(0) * Matrices<TileConfig>::kPitch)) {}
+          matrices(cuda::opaque_shared_address(shared.matrices(tile).B + lane.state(0) * Matrices<TileConfig>::kPitch)),
+          to_previous(static_cast<int>(shared.previous(tile).data - shared.delta(tile).data) * kBytes) {}
   };
 
   // Scans a group of steps; if not full, only its first `count` steps and the states that exist. Padding with zeros would not
@@ -62,10 +74,12 @@ struct FwdConsumer {
   template <bool is_full>
   __device__ __forceinline__ void scan_group(int t, int count, const Tile& tile) {
     Group delta[kLaneChannels], v[kLaneChannels], b[kLaneStates], c[kLaneStates];
+    [[maybe_unused]] Group w[kLaneChannels];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
       delta[k] = Group::load_shared(tile.deltas.at(k, t));
       v[k] = Group::load_shared(tile.deltas.at(k, t) + Shared::kArray * kBytes);
+      if constexpr (Method::kUsesPreviousInput) w[k] = Group::load_shared(tile.deltas.at(k, t) + tile.to_previous);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
@@ -80,14 +94,29 @@ struct FwdConsumer {
       for (int k = 0; k < kLaneChannels; ++k) {
         y[k][j] = 0;
         if (!is_full && j >= count) continue;
-        const auto input = make_input<Step>(method, delta[k][j], v[k][j]);
+        const auto input = [&] {
+          if constexpr (Method::kUsesPreviousInput) {
+            return typename Step::Input(method, delta[k][j], v[k][j], w[k][j]);
+          } else {
+            return make_input<Step>(method, delta[k][j], v[k][j]);
+          }
+        }();
 #pragma unroll
         for (int i = 0; i < kLaneStates; ++i) {
           if (!is_full && lane.state(i) >= dstate) continue;
-          h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j]);
+          if constexpr (Method::kUsesPreviousInput) {
+            const Acc earlier = j > 0 ? b[i][j > 0 ? j - 1 : 0] : b_before[i];
+            h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j], earlier);
+          } else {
+            h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j]);
+          }
           y[k][j] = is_full && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
         }
       }
+    }
+    if constexpr (Method::kUsesPreviousInput) {
+#pragma unroll
+      for (int i = 0; i < kLaneStates; ++i) b_before[i] = b[i][kGroupSteps - 1];
     }
     __syncwarp();  // partial outputs overwrite delta and the input
 #pragma unroll
@@ -103,6 +132,7 @@ struct FwdConsumer {
       if (dstate < kStates) {
         bool finite = is_finite(shared.input(tile), lane, t);
         if (!Step::kInputHasDelta) finite &= is_finite(shared.delta(tile), lane, t);
+        if (Method::kUsesPreviousInput) finite &= is_finite(shared.previous(tile), lane, t);
         end = min(end, finite ? t + kGroupSteps : t);
       }
       if (t >= end) {

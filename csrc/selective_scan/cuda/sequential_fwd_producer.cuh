@@ -9,8 +9,28 @@
 #include "common/activations.h"
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
+#include "selective_scan/cuda/two_sample_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
+
+// What put() needs besides of methods that read two samples, of the next tile: a thread loads it after the copies of the tile's
+// rows have started.
+template <typename TileConfig, typename Method>
+struct FwdSamples {
+  __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams*) {}
+};
+template <typename TileConfig>
+struct FwdSamples<TileConfig, TwoSampleMethod> {
+  using Scalar = typename TileConfig::Scalar;
+  using Vectors = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
+  using Raw = typename Vectors::Raw;
+
+  const TwoSampleParams* two;
+  // lam, and u before the vector's first step or, along the channels, before its step.
+  Raw lam[Vectors::kCount], u_before[Vectors::kCount];
+
+  __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams* two_) : two(two_) {}
+};
 
 // Global memory -> delta, inputs, B and C; partial outputs -> out.
 template <typename TileConfig, typename Method>
@@ -41,14 +61,17 @@ struct FwdProducer {
   int64_t matrix_stride[kMatrixVectors];
   int matrix_place[kMatrixVectors], matrix_target[kMatrixVectors];
   bool is_matrix_vector[kMatrixVectors];
+  FwdSamples<TileConfig, Method> samples;
 
-  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_)
+  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_,
+                                         const TwoSampleParams* two = nullptr)
       : p(p_),
         plan(plan_),
         shared(shared_),
         at(*shared_.position),
         rows(*shared_.rows),
-        thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
+        thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers),
+        samples(two) {
     const auto set_addresses = [&](auto thread_vectors) {
       delta = thread_vectors.address(p.delta, rows.delta, 0);
       u = thread_vectors.address(p.u, rows.u, 0);
@@ -114,6 +137,37 @@ struct FwdProducer {
     }
     cuda::cp_async_commit();
   }
+  // Loads lam and u before the thread's vectors, in steps and channels that exist.
+  template <typename P>
+  __device__ __forceinline__ void read_samples(P thread_vectors, int64_t t0) {
+    const TwoSampleParams& two = *samples.two;
+    const int steps = steps_from(t0);
+    const auto load = [&](const Scalar* first, int64_t stride, int count) {
+      const bool is_vector = stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0;
+      return load_vector<Scalar, kVector>(first, stride, is_vector, min(count, kVector));
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int channel = thread_vectors.channel(i), step = thread_vectors.step(i);
+      const int left = thread_vectors.left(i, at.channels, steps);
+      if (two.lam.data != nullptr) {
+        const Scalar* const first =
+            first_row<Scalar>(two.lam, at) + channel * two.lam.stride_dim + (t0 + step) * two.lam.stride_step;
+        samples.lam[i] = load(first, P::kAlongChannels ? two.lam.stride_dim : two.lam.stride_step, left);
+      }
+      if (left <= 0) continue;
+      if (P::kAlongChannels && t0 + step > 0) {
+        samples.u_before[i] = load(rows.u + channel * p.u.stride_dim + (t0 + step - 1) * p.u.stride_step, p.u.stride_dim, left);
+      } else {
+#pragma unroll
+        for (int j = 0; j < (P::kAlongChannels ? kVector : 1); ++j) {
+          if (j >= left) continue;
+          samples.u_before[i].set(
+              j, load_or_zero(u_address_before<Scalar>(p, two, at, plan.sequences, rows.u, channel + j, t0 + step)));
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void read_gate(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     if (p.z.data == nullptr || t0 >= at.end) return;
@@ -170,11 +224,45 @@ struct FwdProducer {
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
+      if constexpr (kIsTwoSample<Method>) {
+        put_previous<P::kAlongChannels>(thread_vectors, tile, i, delta[i], u[i]);
+      } else {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) u[i][j] = input_of<Step>(delta[i][j], u[i][j]);
+        for (int j = 0; j < kVector; ++j) u[i][j] = input_of<Step>(delta[i][j], u[i][j]);
+      }
       thread_vectors.put(deltas, i, 0, delta[i]);
       thread_vectors.put(inputs, i, 0, u[i]);
     }
+  }
+
+  // Stores the factors of B_{t-1} of vector i, and replaces u by those of B_t.
+  template <bool along_channels, typename P>
+  __device__ __forceinline__ void put_previous(P thread_vectors, int tile, int i, const Acc (&delta)[kVector],
+                                               Acc (&u)[kVector]) const {
+    const TwoSampleParams& two = *samples.two;
+    const bool is_weighted = p.discretization != Discretization::kFohRamp;
+    Acc weight[kVector], previous[kVector];
+    if (two.lam.data != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) weight[j] = samples.lam[i].accumulate(j);
+      if (two.lam_sigmoid) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) weight[j] = sigmoid(weight[j]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) weight[j] = constant_weight<Acc>(p, two);
+    }
+    Acc earlier = samples.u_before[i].accumulate(0);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (along_channels) earlier = samples.u_before[i].accumulate(j);
+      const SampleSteps<Acc> sizes(is_weighted, delta[j], weight[j]);
+      previous[j] = sizes.previous * earlier;
+      earlier = u[j];
+      u[j] *= sizes.current;
+    }
+    thread_vectors.put(shared.previous(tile), i, 0, previous);
   }
 
   // Waits for a tile's copies and stores what the consumers read of it. Only the next tile's copies are then still in flight.
@@ -241,8 +329,8 @@ struct FwdProducer {
   __device__ __forceinline__ void run() {
     const int tiles = static_cast<int>((at.end + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps);
     if (tiles == 0) return;
-    // The consumers scan `tile` meanwhile, from 0 on. write() before read(): the stage of tile - 1 is reused for tile + 2. One
-    // loop, so that each part is compiled once.
+    // The consumers scan `tile` meanwhile, from 0 on. write() before read(): the stage of tile - 1 is reused for tile + 2.
+    // One loop, so that each part is compiled once.
 #pragma unroll 1
     for (int tile = -2;; ++tile) {
       const bool is_end = tile == tiles;
@@ -255,6 +343,10 @@ struct FwdProducer {
       read(tile + 2);
       if (tile + 1 >= 0 && tile + 1 < tiles) put(tile + 1);
       read_matrices(tile + 2);
+      if constexpr (kIsTwoSample<Method>) {
+        const int64_t t0 = int64_t(tile + 2) * TileConfig::kTileSteps;
+        if (t0 < at.end) by_access(t0, [&](auto thread_vectors) { read_samples(thread_vectors, t0); });
+      }
       if (tile > -2) sync_roles<TileConfig>();
     }
   }

@@ -55,6 +55,8 @@ struct FwdShared {
     const int buffer = tile % kBuffers;
     return {arrays + (state_lane < 2 ? buffer * 2 + state_lane : 4 + (1 - buffer) * 2 + state_lane - 2) * kArray};
   }
+  // The factors w of B_{t-1}, of methods that read two samples. A partial sum overwrites them, too.
+  __device__ __forceinline__ TileArray<TileConfig> previous(int tile) const { return part(tile, 2); }
   __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
     Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
     return {B, B + Matrices<TileConfig>::kCapacity};

@@ -6,6 +6,7 @@
 #include "common/discretization.h"
 #include "cuda/opaque.cuh"
 #include "selective_scan/cuda/launch.h"
+#include "selective_scan/cuda/two_sample_forms.cuh"
 
 namespace ssm_kernels::selective_scan {
 
@@ -17,10 +18,14 @@ constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 
 // A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RuntimeMethod: one of
 // SSM_BASIC_DISCRETIZATIONS. RareMethod: one of them that is not common. FurtherMethod: one of SSM_FURTHER_DISCRETIZATIONS,
-// whose kernels also take its MethodParameters.
+// whose kernels also take its MethodParameters. TwoSampleMethod: one of SSM_TWO_SAMPLE_DISCRETIZATIONS, in the forms of
+// two_sample_forms.cuh.
 struct RuntimeMethod {};
 struct RareMethod {};
 struct FurtherMethod {};
+struct TwoSampleMethod {};
+template <typename Method>
+constexpr bool kIsTwoSample = std::is_same_v<Method, TwoSampleMethod>;
 // The method itself if it is common, else RareMethod.
 template <typename Method>
 using OwnOrRareMethod = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
@@ -37,6 +42,8 @@ __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const
     });
   } else if constexpr (std::is_same_v<Method, FurtherMethod>) {
     visit_further_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
+  } else if constexpr (std::is_same_v<Method, TwoSampleMethod>) {
+    visit_two_sample_form(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
   } else {
     visit(Method{});
   }
@@ -95,6 +102,11 @@ struct Transition : Method {
   // delta u k(z), given delta u.
   __device__ __forceinline__ Acc input(Acc delta_u) const {
     return Method::kUnitGain ? delta_u : delta_u * current_gain(static_cast<const Method&>(*this), z, basis);
+  }
+  // The same of two samples, given a_t B_t and w_t B_{t-1} (two_sample_forms.cuh).
+  __device__ __forceinline__ Acc inputs(Acc current, Acc previous) const {
+    const SampleFactors<Acc> factors = Method::factors(z, basis);
+    return Math<Acc>::fma(factors.previous, previous, factors.current * current);
   }
 };
 

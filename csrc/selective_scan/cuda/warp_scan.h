@@ -16,7 +16,8 @@
 
 namespace ssm_kernels::selective_scan {
 
-struct FurtherMethod;  // transition.cuh
+struct FurtherMethod;    // transition.cuh
+struct TwoSampleMethod;  // transition.cuh
 
 namespace warp_scan {
 
@@ -60,9 +61,10 @@ enum class Pass : int { kPerStep, kAny, kCarry };
 // Doubles have kAny alone.
 template <typename Scalar>
 constexpr bool kHasCommonPasses = !std::is_same_v<Scalar, double>;
-// Whether a launch of kAny may be a carry pass. FurtherMethod has no kernels but kAny.
+// Whether a launch of kAny may be a carry pass. FurtherMethod and TwoSampleMethod have no kernels but kAny.
 template <typename Scalar, typename Method>
-constexpr bool kAnyCarries = !kHasCommonPasses<Scalar> || std::is_same_v<Method, FurtherMethod>;
+constexpr bool kAnyCarries =
+    !kHasCommonPasses<Scalar> || std::is_same_v<Method, FurtherMethod> || std::is_same_v<Method, TwoSampleMethod>;
 
 // A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
 // the slices shrink too. Backward also halves its slices where more blocks then fit into a multiprocessor.
@@ -77,6 +79,9 @@ struct ScanPlan : ChannelPartition {
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
   bool has_shifted_vectors = false;  // of any tensor
 };
+
+// More than the static shared memory of the kernels of methods that read two samples: 8 warps of float or 4 of double sums.
+constexpr int64_t kTwoSampleStaticBytes = 8 * kMaxDstate * static_cast<int64_t>(sizeof(float)) + 1024;
 
 // Bytes of shared memory of a block.
 template <typename Scalar>

@@ -14,6 +14,9 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
+// Methods that read two samples add a term of step t + 1 to the gradients of u_t and B_t, which passes from the lane after to
+// the lane before, and from tile to tile (two_sample_forms.cuh, warp_scan_two_sample.cuh).
+//
 // If the caller wants them, it also writes the outputs out_t again.
 //
 // warp_scan.h describes tiles and lanes. A block loops over its tiles from the last to the first; each tile starts from a state
@@ -30,296 +33,16 @@
 #include "common/activations.h"
 #include "selective_scan/cuda/states.cuh"
 #include "selective_scan/cuda/transition.cuh"
-#include "selective_scan/cuda/warp_scan_bwd_shared.cuh"
+#include "selective_scan/cuda/warp_scan_bwd_tile.cuh"
+#include "selective_scan/cuda/warp_scan_two_sample.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
-
-// Loads the states before a tile from (channels, dstate), zeros if `source` is null, with several loads in flight: the block
-// waits for them.
-template <typename TileConfig>
-__device__ __forceinline__ void load_states_before(const SelectiveScanParams& p, const ScanPlan& plan,
-                                                   const BwdShared<TileConfig>& shared, const typename TileConfig::Acc* source,
-                                                   int channels) {
-  using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
-  constexpr int kInFlight = 4;
-  const int dstate = static_cast<int>(p.dstate), count = channels * dstate;
-#pragma unroll 1
-  for (int first = opaque_thread(); first < count; first += kInFlight * TileConfig::kThreads) {
-    Acc states[kInFlight];
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = first + j * TileConfig::kThreads;
-      states[j] = source != nullptr && i < count ? source[i] : Acc(0);
-    }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = first + j * TileConfig::kThreads;
-      const int channel = static_cast<int>(plan.dstate.divide(static_cast<uint32_t>(i)));
-      const int index = channel * state_pitch(p) + i - channel * dstate;
-      if (i < count) shared.states[index * Shared::kPerState + Shared::kBefore] = states[j];
-    }
-  }
-}
-
-// Sums each step's values over the warp's channels and stores the sums, (2, steps of the tile).
-template <typename TileConfig>
-__device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to_B)[TileConfig::kSteps],
-                                                   typename TileConfig::Acc (&to_C)[TileConfig::kSteps],
-                                                   const Lane<TileConfig>& lane, typename TileConfig::Acc* target) {
-  using Acc = typename TileConfig::Acc;
-  static_assert(TileConfig::kSteps == 8 && TileConfig::kLanesPerStep == 4, "four lanes share two times eight sums");
-  const int quarter = lane.channel_in_warp;
-  Vector<Acc, 4> mine;
-  Acc half[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    half[j] = (quarter & 2 ? to_C[j] : to_B[j]) + __shfl_xor_sync(kAllLanes, quarter & 2 ? to_B[j] : to_C[j], 2);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Acc sent = quarter & 1 ? half[i] : half[4 + i];
-    mine.set(i, (quarter & 1 ? half[4 + i] : half[i]) + __shfl_xor_sync(kAllLanes, sent, 1));
-  }
-  mine.store(target);
-}
-
-// The offset of a lane's four sums.
-template <typename TileConfig>
-__device__ __forceinline__ int sums_of_lane(const Lane<TileConfig>& lane) {
-  return lane.channel_in_warp / 2 * TileConfig::kTileSteps + lane.time * TileConfig::kSteps + lane.channel_in_warp % 2 * 4;
-}
-
-template <typename TileConfig>
-__device__ __forceinline__ typename TileConfig::Acc sum_over_time_lanes(typename TileConfig::Acc value) {
-#pragma unroll
-  for (int distance = TileConfig::kLanesPerStep; distance < kWarpSize; distance *= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, distance);
-  }
-  return value;
-}
-
-// Sums grad_B and grad_C of a slice of states over the block's warps and stores the block's partial sums. Called by the whole
-// block.
-template <typename TileConfig>
-__device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const ScanPlan& plan,
-                                          const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
-                                          const Position& at, int first_state, int64_t first_step, int steps) {
-  using Scalar = typename TileConfig::Scalar;
-  using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
-  constexpr int kVector = kVectorSize<Acc>;
-  __syncthreads();
-  const int count = min(plan.slice, static_cast<int>(p.dstate) - first_state) * Shared::kSums;
-#pragma unroll 1
-  for (int i = opaque_thread() * kVector; i < count; i += TileConfig::kThreads * kVector) {
-    const Acc* const sums = shared.warp_sums + i / Shared::kSums * Shared::kSumsPerState + i % Shared::kSums;
-    auto sum = Vector<Acc, kVector>::load(sums);
-#pragma unroll
-    for (int warp = 1; warp < TileConfig::kWarps; ++warp) {
-      const auto part = Vector<Acc, kVector>::load(sums + warp * Shared::kSums);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) sum.set(j, sum[j] + part[j]);
-    }
-    const int state = first_state + i / Shared::kSums, step = i % TileConfig::kTileSteps;
-    const bool is_B = i / TileConfig::kTileSteps % 2 == 0;
-    store_matrix_sum<Scalar>(p, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
-  }
-}
-
-// Tiles in shared memory: of the inputs, or of the results that overwrite them (the gradients of u, delta and z, and out in
-// place of grad_out).
-template <typename TileConfig>
-struct BwdTiles {
-  SequenceTile<TileConfig> u, delta, z, grad_out;
-};
-
-// A block of the backward kernel: its functions share these members.
-template <typename TileConfig>
-struct BwdBlock {
-  using Scalar = typename TileConfig::Scalar;
-  using Sequence = SequenceTile<TileConfig>;
-
-  const SelectiveScanBwdParams& p;
-  const ScanPlan& plan;
-  const BwdShared<TileConfig>& shared;
-  const Position& at;
-  const BwdRows<Scalar>& rows;
-  int arguments;  // their place in shared memory
-  bool carry_pass;
-
-  __device__ __forceinline__ Sequence u() const { return {shared.u, plan.u}; }
-  __device__ __forceinline__ Sequence delta() const { return {shared.delta, plan.delta}; }
-  __device__ __forceinline__ Sequence z() const { return {shared.z, plan.z}; }
-  __device__ __forceinline__ Sequence grad_out() const { return {shared.grad_out, plan.grad_out}; }
-};
-
-// Writes the scaled A of each state, and its adjoint after the block's steps: the gradient of the last state, and the maps of
-// the segments after this one. A carry pass begins with the identity.
-template <typename Method, typename TileConfig>
-__device__ __forceinline__ void begin_states(const SelectiveScanBwdParams& p, const ScanPlan& plan,
-                                             const BwdShared<TileConfig>& shared, const Position& at, bool carry_pass) {
-  using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
-  constexpr int kA = Shared::kA, kAdjoint = Shared::kAdjoint, kPerState = Shared::kPerState;
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
-    const int64_t d = at.first_channel + channel;
-    Acc g = 0;
-    if (carry_pass) {
-      shared.decay[index] = 1;
-    } else {
-      g = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
-      for (int64_t s = plan.segments - 1; s > at.segment; --s) {
-        g = fold_segment(plan, state_offset(p, at.row * plan.segments + s, d, state), g);
-      }
-      if (!p.B.per_step) shared.grad_constant_B[index] = 0;
-      if (!p.C.per_step) shared.grad_constant_C[index] = 0;
-    }
-    shared.states[index * kPerState + kA] = load_bounded_A<Acc>(p, d, state) * scale_of_A<Method, Acc>(p);
-    shared.states[index * kPerState + kAdjoint] = g;
-  });
-}
-
-// Starts the copies of a tile's sequences, and loads the states before it.
-template <typename TileConfig>
-__device__ __forceinline__ void load_tile(const BwdBlock<TileConfig>& block, int64_t t0, int steps) {
-  using Scalar = typename TileConfig::Scalar;
-  using Acc = typename TileConfig::Acc;
-  using AnyTile = AnyBwdTile<TileConfig>;
-  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
-  if (has_shifted_vectors<Scalar>(plan)) {
-    AnyTile::load(arguments, t0);
-  } else {
-    block.delta().load(p.delta, rows.delta, t0, at.channels, steps);
-    if (p.grad_out.data != nullptr) block.grad_out().load(p.grad_out, rows.grad_out, t0, at.channels, steps);
-    if (p.z.data != nullptr) block.z().load(p.z, rows.z, t0, at.channels, steps);
-    if (!carry_pass) block.u().load(p.u, rows.u, t0, at.channels, steps);
-  }
-  if (!carry_pass) {
-    const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
-    const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
-    load_states_before<TileConfig>(p, plan, shared, source, at.channels);
-  }
-}
-
-// Starts the copies of B and C of a slice of states.
-template <typename TileConfig>
-__device__ __forceinline__ void stage_slice(const BwdBlock<TileConfig>& block,
-                                            const MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>& B,
-                                            const MatrixSlice<TileConfig, BwdShared<TileConfig>::kMaxSlice>& C,
-                                            bool has_B_steps, bool has_C_steps, int first_state, int64_t t0, int slice_states,
-                                            int steps) {
-  using Scalar = typename TileConfig::Scalar;
-  using AnyTile = AnyBwdTile<TileConfig>;
-  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
-  if (has_shifted_vectors<Scalar>(plan)) {
-    AnyTile::stage(arguments, first_state, t0);
-  } else {
-    if (has_B_steps && !carry_pass) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
-    if (has_C_steps) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
-  }
-}
-
-// Waits for the copies of a tile's sequences. The block synchronizes next.
-template <typename TileConfig>
-__device__ __forceinline__ void finish_load(const BwdBlock<TileConfig>& block, int64_t t0) {
-  using Scalar = typename TileConfig::Scalar;
-  using AnyTile = AnyBwdTile<TileConfig>;
-  const auto& [p, plan, shared, at, rows, arguments, carry_pass] = block;
-  cuda::cp_async_wait();
-  if (has_shifted_vectors<Scalar>(plan)) {
-    AnyTile::finish_load(arguments, t0);
-  } else {
-    block.delta().finish_load();
-    if (p.grad_out.data != nullptr) block.grad_out().finish_load();
-    if (p.z.data != nullptr) block.z().finish_load();
-    if (!carry_pass) block.u().finish_load();
-  }
-}
-
-// Reads a lane's steps from the tiles, and begins the sums over the states. A carry pass has no u.
-template <typename Method, typename TileConfig, typename OfChannel>
-__device__ __forceinline__ void read_steps(const SelectiveScanBwdParams& p, const BwdTiles<TileConfig>& tiles,
-                                           const Lane<TileConfig>& lane, const OfChannel& of_channel, int first_step, int valid,
-                                           bool carry_pass, typename TileConfig::Acc (&delta)[TileConfig::kSteps],
-                                           typename TileConfig::Acc (&u_or_delta_u)[TileConfig::kSteps],
-                                           typename TileConfig::Acc (&dy)[TileConfig::kSteps],
-                                           typename TileConfig::Acc (&y)[TileConfig::kSteps],
-                                           typename TileConfig::Acc (&grad_input)[TileConfig::kSteps],
-                                           typename TileConfig::Acc (&grad_step)[TileConfig::kSteps],
-                                           typename TileConfig::Acc& sum_of_delta) {
-  using Acc = typename TileConfig::Acc;
-  constexpr int K = TileConfig::kSteps;
-  const Acc bias = of_channel(p.delta_bias);
-  tiles.delta.read(lane.channel, first_step, delta);
-  if (!carry_pass) tiles.u.read(lane.channel, first_step, u_or_delta_u);
-  if (p.grad_out.data != nullptr) {
-    tiles.grad_out.read(lane.channel, first_step, dy);
-    if (p.z.data != nullptr) {
-      tiles.z.read(lane.channel, first_step, y);
-#pragma unroll
-      for (int j = 0; j < K; ++j) dy[j] *= silu(y[j]);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < K; ++j) dy[j] = 0;
-  }
-  make_step_sizes(delta, bias, p.delta_softplus, valid);
-  const bool has_delta = input_has_delta<Method>(p), multiplies = has_unit_gain<Method>(p) && has_delta;
-#pragma unroll
-  for (int j = 0; j < K; ++j) {
-    // An infinite step leaves the states of methods without delta finite: its gradient is zero, not the NaN of zero times
-    // infinity.
-    if (!has_delta) delta[j] = Math<Acc>::min(delta[j], kLargestRate<Acc>);
-    if (multiplies) u_or_delta_u[j] *= delta[j];
-    y[j] = grad_input[j] = grad_step[j] = 0;
-    sum_of_delta += delta[j];
-  }
-}
-
-// Stores the block's sums over time: the gradients of A, constant B and C, D, delta_bias and the initial state; or the map of
-// the segment.
-template <typename TileConfig>
-__device__ __forceinline__ void store_sums(const SelectiveScanBwdParams& p, const ScanPlan& plan,
-                                           const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
-                                           const Position& at, const Lane<TileConfig>& lane, bool is_channel, bool carry_pass) {
-  using Acc = typename TileConfig::Acc;
-  using Shared = BwdShared<TileConfig>;
-  constexpr int kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA, kPerState = Shared::kPerState;
-  const int64_t segment_row = at.row * plan.segments + at.segment;
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
-    const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
-    if (carry_pass) {
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
-      static_cast<Acc*>(plan.offset)[target] = shared.states[index * kPerState + kAdjoint];
-      return;
-    }
-    const auto store = [&](void* sums, Acc sum) {
-      if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
-    };
-    store(partial_sums.grad_A, shared.states[index * kPerState + kGradA]);
-    store(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[index]);
-    store(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[index]);
-    if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {
-      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.initial, at.first_channel + channel, state)] =
-          shared.states[index * kPerState + kAdjoint];
-    }
-  });
-  if (!carry_pass) {
-    const Acc grad_D = sum_over_time_lanes<TileConfig>(shared.grad_channel[threadIdx.x]);
-    const Acc grad_bias = sum_over_time_lanes<TileConfig>(shared.grad_channel[TileConfig::kThreads + threadIdx.x]);
-    if (lane.is_first() && is_channel) {
-      const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
-      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
-      if (partial_sums.grad_delta_bias != nullptr) static_cast<Acc*>(partial_sums.grad_delta_bias)[target] = grad_bias;
-    }
-  }
-}
 
 template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory,
-                                          const MethodParameters& parameters = {}) {
+                                          const MethodParameters& parameters = {},
+                                          const TwoSampleBlock<TileConfig>& samples = {}) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
@@ -339,6 +62,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate);
   const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar, Method> && plan.carry_pass);
+  constexpr bool kTwoSample = kIsTwoSample<Method>;
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
   const bool sums_channels = !carry_pass && (p.grad_B.per_step || p.grad_C.per_step);
 
@@ -359,11 +83,23 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const MatrixSlice<TileConfig, Shared::kMaxSlice> B{shared.B}, C{shared.C};
   const BwdBlock<TileConfig> block{p, plan, shared, at, rows, arguments, carry_pass};
   const BwdTiles<TileConfig> inputs{block.u(), block.delta(), block.z(), block.grad_out()};
+  // The gradient of u that the step after the tile adds to its last step, of the lane's channel.
+  [[maybe_unused]] Acc carry_of_u = 0;
+  if constexpr (kTwoSample) samples.clear_carry();
 
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
-  for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    load_tile(block, t0, steps);
+  // Two samples: warp_scan_two_sample.cuh says what a block does with the first step of the next segment.
+  const int later_tiles = kTwoSample && at.segment + 1 < plan.segments ? 1 : 0;
+  [[maybe_unused]] const int64_t end = at.end;
+  if constexpr (kTwoSample) {
+    // Whole tiles are loaded: vectors of descending steps have no parts.
+    if (later_tiles > 0) samples.set_end(shared.position, min(end + TileConfig::kTileSteps, p.seqlen));
+  }
+  for (int64_t t0 = at.begin + (tiles - 1 + later_tiles) * TileConfig::kTileSteps; t0 >= at.begin;
+       t0 -= TileConfig::kTileSteps) {
+    const bool is_later = kTwoSample && t0 >= end;
+    const int loaded = at.steps_from(t0, TileConfig::kTileSteps), steps = is_later ? 1 : loaded;
+    load_tile(block, t0, loaded);
 
     const int valid = is_channel ? steps - first_step : 0;
     // u itself if the gain is not one: the gradient needs it.
@@ -371,16 +107,33 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     // Sums over the states.
     Acc y[K], grad_input[K], grad_step[K];
     Acc sum_of_delta = 0;
+    // Of methods with two samples: the factors of B_{t-1}, the sums that `grad_input` has for the current sample, and the step
+    // size of the previous sample of the lane's first step.
+    [[maybe_unused]] Acc of_previous[K], grad_previous[K], first_size = 0;
+    [[maybe_unused]] const bool repeats = kTwoSample && t0 == 0 && is_first && samples.repeats(at);
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      stage_slice(block, B, C, has_B_steps, has_C_steps, first_state, t0, slice_states, steps);
+      stage_slice(block, B, C, has_B_steps, has_C_steps, first_state, t0, slice_states, loaded);
+      if constexpr (kTwoSample) {
+        if (has_B_steps && !carry_pass) samples.stage_B_before(p, plan, at, rows.B, first_state, slice_states, t0);
+      }
       if (first_state == 0) finish_load(block, t0);
       __syncthreads();
 
       if (first_state == 0) {
         read_steps<Method>(p, inputs, lane, of_channel, first_step, valid, carry_pass, delta, u_or_delta_u, dy, y, grad_input,
                            grad_step, sum_of_delta);
+        if constexpr (kTwoSample) {
+          if (is_later) samples.zero_from(valid, dy);
+          if (carry_pass) {
+            if (t0 == at.begin && is_first) samples.skip_first(delta, dy, sum_of_delta);
+          } else {
+            samples.weigh(p, plan, at, lane, rows.u, t0, valid, delta, u_or_delta_u, of_previous, first_size);
+#pragma unroll
+            for (int j = 0; j < K; ++j) grad_previous[j] = 0;
+          }
+        }
       }
 
       const auto run_states = [&](auto tail, auto method) {
@@ -408,6 +161,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             if (!Known::kExponential || is_tail) decay *= transition(j).abar();
           }
           const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
+          [[maybe_unused]] Acc b_before = 0, carry_of_B = 0;  // of the lane's first step, and from the step after its last
 
           // The lane's maps: from the state before its first step to the state after its last (end), and from the adjoint after
           // its last step to the adjoint before its first (through).
@@ -418,7 +172,12 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             b = read_matrix<pass, K>(p.B, B_steps, channel(), is_channel, state);
 #pragma unroll
             for (int j = 0; j < K; ++j) {
-              h[j] = transition(j).input(delta_u(j)) * b[j];
+              if constexpr (kTwoSample) {
+                if (j == 0) b_before = has_B_steps ? samples.B_before(B_steps, s, is_first, is_channel) : b[0];
+                h[j] = transition(j).inputs(u_or_delta_u[j] * b[j], of_previous[j] * (j > 0 ? b[j > 0 ? j - 1 : 0] : b_before));
+              } else {
+                h[j] = transition(j).input(delta_u(j)) * b[j];
+              }
               end = Math<Acc>::fma(transition(j).abar(), end, h[j]);
             }
           }
@@ -468,14 +227,28 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             const Acc previous = j > 0 ? h[j - 1] : h_before;
             through = step.abar() * g;
             Acc q, to_A;
-            if constexpr (Known::kExponential) {
+            if constexpr (kTwoSample) {
+              const auto terms = samples.terms(step, g, previous, u_or_delta_u[j], of_previous[j], b_at(j),
+                                               j > 0 ? b_at(j > 0 ? j - 1 : 0) : b_before);
+              q = terms.of_z;
+              grad_input[j] = Math<Acc>::fma(terms.current, b_at(j), grad_input[j]);
+              grad_previous[j] = Math<Acc>::fma(terms.previous, j > 0 ? b_at(j > 0 ? j - 1 : 0) : b_before, grad_previous[j]);
+              to_B[j] = terms.current * u_or_delta_u[j];
+              const Acc before = terms.previous * of_previous[j];
+              if (j + 1 < K) to_B[j] += carry_of_B;
+              carry_of_B = before;
+              if (j == 0)
+                samples.store_first(p, at, lane.channel, state, t0, is_first && is_channel, terms.previous * first_size);
+            } else if constexpr (Known::kExponential) {
               q = through * previous;
             } else {
               q = method.derivatives(step.z, step.basis, current_gain(method, step.z, step.basis)).abar * (g * previous);
             }
             // Past the end, zero times an infinite state would be NaN.
             if (is_tail && j >= opaque(valid)) q = 0;
-            if constexpr (Known::kUnitGain) {
+            if constexpr (kTwoSample) {
+              to_A = q;
+            } else if constexpr (Known::kUnitGain) {
               to_A = q;
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
               to_B[j] = g * delta_u(j);
@@ -492,6 +265,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             to_C[j] = dy[j] * h[j];
           }
 
+          if constexpr (kTwoSample)
+            samples.move_to_step_before(lane, state, has_B_steps, t0 > 0 || !is_first, repeats, carry_of_B, to_B);
+          if (is_later) continue;
           grad_A = sum_over_time_lanes<TileConfig>(grad_A);
           if (is_first && is_channel) entry[kGradA] += grad_A;
           if constexpr (pass == Pass::kAny) {
@@ -509,10 +285,19 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         }
       };
       visit_tile<TileConfig, Method, pass>(p, parameters, steps, run_states);
-      if (sums_channels) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
+      if (sums_channels && !is_later) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
-    if (!carry_pass) {
+    if constexpr (kTwoSample) {
+      if (is_later && !carry_pass) {
+        Acc u[K], of_u[K];
+        inputs.u.read(lane.channel, first_step, u);
+        samples.finish(p, plan, at, lane, rows.u, t0, valid, false, false, delta, u, grad_input, grad_previous, of_u,
+                       carry_of_u);
+      }
+      if (is_later) samples.set_end(shared.position, end);
+    }
+    if (!carry_pass && !is_later) {
       // The input tiles are intact. The gradients overwrite them once every lane has read its steps.
       const BwdTiles<TileConfig> gradients{
           {shared.u, plan.grad_u}, {shared.delta, plan.grad_delta}, {shared.z, plan.grad_z}, {shared.grad_out, plan.grad_out}};
@@ -546,16 +331,26 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       const bool has_delta = input_has_delta<Method>(p), multiplies = has_unit_gain<Method>(p) && has_delta;
       const Acc scale = scale_of_A<Method, Acc>(p);
       Acc grad_D = 0, grad_bias = 0;
+      [[maybe_unused]] Acc of_u[K];
+      if constexpr (kTwoSample) {
+        samples.finish(p, plan, at, lane, rows.u, t0, valid, repeats, true, delta, u, grad_input, grad_previous, of_u,
+                       carry_of_u);
+      }
 #pragma unroll
       for (int j = 0; j < K; ++j) {
         Acc grad_delta = grad_step[j] * (1 / scale);
+        if constexpr (kTwoSample) grad_delta += grad_previous[j];
         if (multiplies) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
         if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
         if (j < valid) {
           grad_bias += grad_delta;
           grad_D = Math<Acc>::fma(dy[j], u[j], grad_D);
         }
-        grad_input[j] = Math<Acc>::fma(has_delta ? delta[j] : Acc(1), grad_input[j], skip * dy[j]);
+        if constexpr (kTwoSample) {
+          grad_input[j] = Math<Acc>::fma(skip, dy[j], of_u[j]);
+        } else {
+          grad_input[j] = Math<Acc>::fma(has_delta ? delta[j] : Acc(1), grad_input[j], skip * dy[j]);
+        }
         grad_step[j] = grad_delta;
       }
       Acc* const grad_channel = shared.grad_channel + opaque_thread();
@@ -597,6 +392,20 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
+                                  kBwdResidentWarps<Scalar, Pass::kAny> / BwdTileConfig<Scalar>::kWarps)
+    warp_scan_two_sample_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params,
+                                    const __grid_constant__ ScanPlan plan, const __grid_constant__ PartialSums partial_sums,
+                                    const __grid_constant__ TwoSampleParams two) {
+  using C = BwdTileConfig<Scalar>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  __shared__ typename C::Acc before[BwdSizes::kMaxSlice];
+  __shared__ typename C::Acc carry_of_B[C::kWarps * kMaxDstate];
+  bwd_block<C, TwoSampleMethod, Pass::kAny>(params, plan, partial_sums, memory, two.method,
+                                            {&two, before, carry_of_B, static_cast<int>(params.dstate)});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
 }
@@ -615,6 +424,13 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
   }
   return launch_blocks(kernel, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params, plan), stream, params, plan,
                        partial_sums);
+}
+
+template <typename Scalar>
+cudaError_t launch_two_sample_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
+                                  const PartialSums& partial_sums, cudaStream_t stream) {
+  return launch_blocks(warp_scan_two_sample_bwd_kernel<Scalar>, BwdTileConfig<Scalar>::kThreads,
+                       shared_bytes<Scalar>(params, plan), stream, params, plan, partial_sums, two);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -2,6 +2,8 @@
 //
 //   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
+// Methods that read two samples add a term in B_{t-1} u_{t-1} (two_sample_forms.cuh, warp_scan_two_sample.cuh).
+//
 // u, delta, z, out: (batch, dim, seqlen); h: (batch, dim, dstate). Saved for backward: the state at every chunk boundary.
 // warp_scan.h describes tiles and lanes. A block loops over its tiles in time. It loads u, delta and z into shared memory, and
 // each lane keeps the step sizes, delta u and the partial outputs of its steps in registers. Then, for each state:
@@ -24,6 +26,7 @@
 #include "selective_scan/cuda/states.cuh"
 #include "selective_scan/cuda/transition.cuh"
 #include "selective_scan/cuda/warp_scan_matrix.cuh"
+#include "selective_scan/cuda/warp_scan_two_sample.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
 
@@ -143,7 +146,8 @@ struct AnyFwdTile {
 
 template <typename TileConfig, int slice, typename Method, Pass pass>
 __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory,
-                                          const MethodParameters& parameters = {}) {
+                                          const MethodParameters& parameters = {},
+                                          const TwoSampleBlock<TileConfig>& samples = {}) {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig, slice>;
@@ -204,6 +208,10 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     return read_matrix<pass, K>(view, staged, at.first_channel + lane.channel, is_channel, state);
   };
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
+  [[maybe_unused]] Acc u_before = 0;  // the tile, of the lane's channel
+  if constexpr (kIsTwoSample<Method>) {
+    if (is_channel) u_before = samples.u_before(p, plan, at, rows.u, lane.channel, at.begin);
+  }
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     if (has_shifted_vectors<Scalar>(plan)) {
@@ -216,7 +224,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 
     const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
-    Acc early_sum = 0, late_sum = 0;  // of delta over the two halves
+    [[maybe_unused]] Acc of_previous[K];  // the factors of B_{t-1}, of methods with two samples
+    Acc early_sum = 0, late_sum = 0;      // of delta over the two halves
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
@@ -234,6 +243,9 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           if (has_B_steps) B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
           if (has_C_steps && !carry_pass) C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
         }
+      }
+      if constexpr (kIsTwoSample<Method>) {
+        if (has_B_steps) samples.stage_B_before(p, plan, at, rows.B, first_state, slice_states, t0);
       }
       if (first_state == 0) {
         cuda::cp_async_wait();
@@ -254,9 +266,14 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         make_step_sizes(delta, bias, p.delta_softplus, valid);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          delta_u[j] = has_delta ? delta[j] * out[j] : out[j];
-          out[j] *= skip;
+          if constexpr (!kIsTwoSample<Method>) delta_u[j] = has_delta ? delta[j] * out[j] : out[j];
+          if constexpr (!kIsTwoSample<Method>) out[j] *= skip;
           (j < kHalf ? early_sum : late_sum) += delta[j];
+        }
+        if constexpr (kIsTwoSample<Method>) {
+          samples.weigh(p, at, lane, t0 + first_step, valid, delta, out, u_before, delta_u, of_previous);
+#pragma unroll
+          for (int j = 0; j < K; ++j) out[j] *= skip;
         }
       }
 
@@ -280,7 +297,12 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           for (int j = 0; j < K; ++j) {
             const Transition<Known, Acc> transition(method, delta[j], !is_tail || j < valid ? A : Acc(0));
             abar[j] = transition.abar();
-            input[j] = transition.input(delta_u[j]) * b[j];
+            if constexpr (Known::kUsesPreviousInput) {
+              const Acc b_before = j > 0 ? b[j > 0 ? j - 1 : 0] : has_B_steps ? samples.B_before(B_steps, s, is_first) : b[0];
+              input[j] = transition.inputs(delta_u[j] * b[j], of_previous[j] * b_before);
+            } else {
+              input[j] = transition.input(delta_u[j]) * b[j];
+            }
             if (!Known::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
           }
           Acc early = input[0], late = input[kHalf];
@@ -392,6 +414,17 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads, 1)
+    warp_scan_two_sample_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params,
+                                    const __grid_constant__ ScanPlan plan, const __grid_constant__ TwoSampleParams two) {
+  using C = FwdTileConfig<Scalar, FwdConfig::kFewChannels>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  __shared__ typename C::Acc before[FwdSizes<FwdConfig::kFewChannels>::kSlice];
+  fwd_block<C, FwdSizes<FwdConfig::kFewChannels>::kSlice, TwoSampleMethod, Pass::kAny>(params, plan, memory, two.method,
+                                                                                       {&two, before});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
   const auto of = [&](auto config) {
     return FwdShared<FwdTileConfig<Scalar, config()>, FwdSizes<config()>::kSlice>(nullptr, params, plan).bytes;
@@ -439,6 +472,13 @@ cudaError_t launch_further_fwd(const SelectiveScanFwdParams& params, const Metho
                                cudaStream_t stream) {
   return launch_blocks(warp_scan_further_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
                        shared_bytes<Scalar>(params, plan), stream, params, plan, parameters);
+}
+
+template <typename Scalar>
+cudaError_t launch_two_sample_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
+                                  cudaStream_t stream) {
+  return launch_blocks(warp_scan_two_sample_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
+                       shared_bytes<Scalar>(params, plan), stream, params, plan, two);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

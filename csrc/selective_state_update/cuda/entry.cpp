@@ -22,6 +22,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "selective_state_update/two_sample_op.h"
 #include "torch/decoding_op.h"
 #include "torch/dispatch.h"
 
@@ -282,8 +283,16 @@ void run(const StateUpdateParams& params, const MethodParameters& parameters, To
   C10_CUDA_CHECK(launch(params, parameters, tokens, make_tiling(params, tokens, multiprocessors), stream));
 }
 
+void run_two_samples(const StateUpdateParams& params, const TwoSampleParams& two, const TokenParams* tokens) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(visit_types(params, [&](auto input, auto state) {
+    return launch_two_sample_update<decltype(input), decltype(state)>(params, two, tokens, stream);
+  }));
+}
+
+template <typename Step>
 struct Cuda {
-  using Inputs = selective_state_update::Inputs;
+  using Inputs = Step;
   using TokenParams = selective_state_update::TokenParams;
   struct Guard {
     c10::cuda::CUDAGuard device;
@@ -296,15 +305,20 @@ struct Cuda {
   static void check_values(const Arguments&...) {}
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
-    selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
+    if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
+      run_two_samples(params, make_two_sample_params(in), tokens);
+    } else {
+      selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
+    }
   }
 };
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  implement<&DecodingKernels<Cuda>::step>(m, "selective_state_update");
-  implement<&DecodingKernels<Cuda>::out>(m, "selective_state_update_out");
+  implement<&DecodingKernels<Cuda<Inputs>>::step>(m, "selective_state_update");
+  implement<&DecodingKernels<Cuda<Inputs>>::out>(m, "selective_state_update_out");
+  implement<&DecodingKernels<Cuda<TwoSampleInputs>>::step>(m, "selective_state_update_two_sample");
 }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -121,6 +121,11 @@ template <typename Input, typename State>
 SSM_KERNEL_API cudaError_t launch_further_state_update(const StateUpdateParams& params, const MethodParameters& parameters,
                                                        const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream);
 
+// The same for the methods of SSM_TWO_SAMPLE_DISCRETIZATIONS, which have kernels of their own (two_sample.cuh).
+template <typename Input, typename State>
+SSM_KERNEL_API cudaError_t launch_two_sample_update(const StateUpdateParams& params, const TwoSampleParams& two,
+                                                    const TokenParams* tokens, cudaStream_t stream);
+
 SSM_KERNEL_STRUCT(Tiling, 128);
 SSM_KERNEL_STRUCT(StepParams, 240);
 SSM_KERNEL_STRUCT(StepTiling, 16);
