@@ -169,6 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one_step": {"seqlen": 1, "previous": "given"},
     "one_step_repeat": {"seqlen": 1, "previous": "repeat"},
     "no_steps": {"seqlen": 0, "previous": "given"},
+    "no_steps_repeat": {"seqlen": 0, "previous": "repeat"},
     "reverse": {"reverse": True, "previous": "given", "B": "groups"},
     "reverse_repeat": {"reverse": True, "previous": "repeat", "seqlen": 70},
     "float32": {"dtype": torch.float32, "previous": "given", "seqlen": 40},

@@ -54,7 +54,8 @@ def transposed(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: arrange(name, value) for name, value in inputs.items()}
 
 
-def assert_agrees_with_cpu(inputs: dict[str, Any]) -> None:
+def assert_agrees_with_cpu(inputs: dict[str, Any], scales: dict[str, float] | None = None) -> None:
+    """Errors are relative to the norm of the result, or to that of `scales`."""
     found = evaluate(selective_scan, {name: on_cuda(value) for name, value in inputs.items()})
     expected = evaluate(selective_scan, {name: wide(value) for name, value in inputs.items()})
     for name, value in expected.items():
@@ -62,7 +63,8 @@ def assert_agrees_with_cpu(inputs: dict[str, Any]) -> None:
         bound = 5e-6 + 2 * torch.finfo(actual.dtype).eps if actual.dtype != torch.float64 else 1e-11
         # Parameters' gradients of 16-bit calls are sums of rounded numbers.
         bound = max(bound, 2 * torch.finfo(inputs["u"].dtype).eps if inputs["u"].element_size() == 2 else 0)
-        error = (actual.double() - value).norm() / max(value.norm().item(), 1e-30)
+        scale = (scales or {}).get(name, value.norm().item())
+        error = (actual.double() - value).norm() / max(scale, 1e-30)
         assert error < bound, (name, error.item(), bound)
 
 
@@ -114,7 +116,13 @@ def test_borders_of_tiles_and_segments(rule, length):
 @pytest.mark.parametrize("shape", [(), (6, 1), (2, 1, 70), (1, 6, 1)])
 @pytest.mark.parametrize("chosen", [WARP_SCAN, SEQUENTIAL])
 def test_lam_broadcasts(chosen, shape):
-    """By strides of zero; its gradient is the sum over the axes that it lacks."""
-    inputs = make_inputs("exp_trapezoidal", seqlen=70, dstate=16, dtype=torch.float32) | {"lam": torch.randn(shape)}
+    """By strides of zero. Its gradient is the sum over the axes that it lacks, where terms cancel: the rounding errors of the
+    terms, and with them that of the sum, are relative to the norm of the terms.
+    """
+    inputs = make_inputs("exp_trapezoidal", seqlen=70, dstate=16, dtype=torch.float32)
+    lam = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expanded = inputs | {"lam": lam.expand(inputs["u"].shape).contiguous()}
+    terms = evaluate(selective_scan, {name: wide(value) for name, value in expanded.items()})["grad_lam"]
     with debug_option("selective_scan_kernel", chosen):
-        assert_agrees_with_cpu(inputs)
+        assert_agrees_with_cpu(expanded)
+        assert_agrees_with_cpu(inputs | {"lam": lam}, {"grad_lam": terms.norm().item()})

@@ -24,8 +24,8 @@ __device__ __forceinline__ bool repeats_first(const TwoSample& two, const Positi
   return two.repeats_first && (two.previous_u.data == nullptr || at.initial < 0);
 }
 
-// The address of u before step t0 of the row, of a channel of the block, or null if it is zero. `row` is that of the block's
-// first channel.
+// The address of u before step t0 of the row, which exists, of a channel of the block; null if it is zero. `row` is that of the
+// block's first channel.
 template <typename Scalar>
 __device__ __forceinline__ const Scalar* u_address_before(const SelectiveScanParams& p, const TwoSample& two,
                                                           const Position& at, VectorAccess access, const Scalar* row,

@@ -210,7 +210,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
   [[maybe_unused]] Acc u_before = 0;  // the tile, of the lane's channel
   if constexpr (kIsTwoSample<Method>) {
-    if (is_channel) u_before = samples.u_before(p, plan, at, rows.u, lane.channel, at.begin);
+    if (is_channel && at.begin < at.end) u_before = samples.u_before(p, plan, at, rows.u, lane.channel, at.begin);
   }
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
