@@ -68,8 +68,8 @@ class Mamba(SelectiveBase, SequenceMixer):
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
         discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
             with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. ``"gbt"`` takes ``alpha``, and
-            ``"dirac"`` reads its input as impulses. The rules of ``ssm_kernels.two_sample_discretizations`` run on the CPU:
-            their ``ssm_state`` is (batch, d_inner + 1, d_state + 1), with the last samples beside the state, as in
+            ``"dirac"`` reads its input as impulses. Rules of ``ssm_kernels.two_sample_discretizations`` have an
+            ``ssm_state`` of (batch, d_inner + 1, d_state + 1), with the last samples beside the state, as in
             :class:`SelectiveSSM`.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.

@@ -289,10 +289,10 @@ class SelectiveSSM(SelectiveBase):
         discretization: one of ``ssm_kernels.discretizations``; unless it is ``"zoh"`` the ``state_dict`` names it, as
             ``discretization_name``, which ``load_state_dict`` compares. ``"euler"`` is stable only while ``delta * |A| <= 2``:
             start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training. ``"gbt"`` takes
-            ``alpha``, and ``"dirac"`` reads its input as impulses. The rules of ``ssm_kernels.two_sample_discretizations`` run
-            on the CPU: their state is (batch, d_inner + 1, d_state + 1), with the last sample of ``x`` in the last column and
-            that of ``B`` in the last row. ``"exp_trapezoidal"`` weighs the current sample by the sigmoid of the parameter
-            ``lam_logit``, (d_inner,), zero at first.
+            ``alpha``, and ``"dirac"`` reads its input as impulses. Rules of ``ssm_kernels.two_sample_discretizations`` have a
+            state of (batch, d_inner + 1, d_state + 1): the last sample of ``x`` in the last column, that of ``B`` in the last
+            row. ``"exp_trapezoidal"`` weighs the current sample by the sigmoid of the parameter ``lam_logit``, (d_inner,),
+            zero at first.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.
         dt_min: smallest step size at initialization.

@@ -118,7 +118,7 @@ def selective_scan(
     tensors of contiguous steps take the warp scan or the short scan (``docs/cuda.md``).
 
     **Two input samples.** A step of size zero keeps the state, and its sample becomes the previous one. Kernels read the step
-    before a tile; no tensor is shifted. The rules run on the CPU.
+    before a tile; no tensor is shifted.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
@@ -138,7 +138,7 @@ def selective_scan(
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
         NotImplementedError: ``states_at`` is given with ``seq_idx`` and ``previous="repeat"``, for which ``cu_seqlens`` has to
-            say where sequences begin, or the device has no kernel of a rule that reads two input samples.
+            say where sequences begin.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 

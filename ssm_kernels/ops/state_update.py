@@ -96,8 +96,8 @@ def selective_state_update(
         lam: of ``"exp_trapezoidal"``, as for :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to it.
         previous_x, previous_B: the samples of the step before, for rules that read two, beside ``state`` and in the same slots:
             (batch, dim) or (batch, heads, headdim), and (batch, dstate) or (batch, groups, dstate) as ``B``, dtype of ``x``;
-            modified in place. Zero before the first step. Steps of these rules run on the CPU, and take none of the
-            arguments from ``out`` on.
+            modified in place. Zero before the first step. Steps of these rules take none of the arguments from
+            ``out`` on.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
