@@ -9,6 +9,13 @@ are trained one after another and compared in one table and one plot:
     python examples/train_sequence.py --model mamba mamba2 mingru minlstm --plot curves.png
     python examples/train_sequence.py --discretization zoh zoh_exact bilinear
 
+``--discretization all`` trains classifiers of signals with every rule, five seeds each, and tests them at half, equal and twice
+the sampling rate, with step sizes scaled with the rate and not scaled; sampling_rates.py has the signals and the model.
+``--task signals`` does so with some rules:
+
+    python examples/train_sequence.py --discretization all --device cuda --results rates.json --plot rates.png
+    python examples/train_sequence.py --task signals --discretization zoh foh_ramp --seeds 1 --steps 200
+
 Ctrl-C saves the run and prints the command that resumes it. Batches, learning rate and tests depend only on the seed and the
 number of steps, so the result equals a run that was never stopped. A larger ``--epochs`` lengthens a run, also a finished one.
 No file is replaced without ``--overwrite``.
@@ -33,18 +40,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import ssm_kernels
-from ssm_kernels.choices import DiscretizationName
+from ssm_kernels.choices import DiscretizationName, TwoSampleDiscretizationName
 from ssm_kernels.nn import Mamba, Mamba2, MinGRU, MinLSTM
+from ssm_kernels.reference import ALIASES
 
 try:
+    import sampling_rates
     import training
     from matplotlib.figure import Figure
+    from sampling_rates import RULES
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
     from training import RULED, Diverged, Mistake, Session, describe, number
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install scikit-learn tqdm matplotlib")
+
+
+RuleName = DiscretizationName | TwoSampleDiscretizationName
 
 
 class MinRNNMixer(nn.Module):
@@ -93,7 +105,7 @@ class Block(nn.Module):
 class SequenceClassifier(nn.Module):
     """Classifies sequences of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
 
-    def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: DiscretizationName) -> None:
+    def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: RuleName) -> None:
         super().__init__()
         self.embedding = nn.Linear(1, d_model)
         self.blocks = nn.Sequential(*(Block(d_model, MIXERS[model](d_model, discretization)) for _ in range(n_layers)))
@@ -172,17 +184,41 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", default=["mamba"], choices=MIXERS, metavar="NAME", help=f"{', '.join(MIXERS)}; default: mamba"
     )
-    parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")
-    parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=16, help="default: 16")
-    training.add_options(
-        parser, ssm_kernels.discretizations, lr=4e-3, d_model=48, checkpoint="after every epoch", several_rules=True
+    parser.add_argument(
+        "--task",
+        choices=["digits", "signals"],
+        help="what to classify; default: digits, and with --discretization all signals",
     )
+    parser.add_argument("--epochs", type=number(int, 1, 10_000), help="of digits; default: 25")
+    parser.add_argument("--steps", type=number(int, 1, 10**7), help="of signals; default: 2000")
+    parser.add_argument("--seeds", type=number(int, 1, 100), help="models of each rule on signals, from --seed on; default: 5")
+    parser.add_argument("--batch-size", type=number(int, 1, 10_000), help="default: 16 digits or 32 signals")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE.json",
+        help="of signals: receives the accuracies after each rule; with --resume its rules are not trained again",
+    )
+    checkpoint = "after every epoch of digits, and after the steps of signals"
+    training.add_options(parser, [*RULES, "all"], lr=4e-3, d_model=48, checkpoint=checkpoint, several_rules=True)
     args = parser.parse_args(argv)
 
+    if args.task is None:
+        args.task = "signals" if "all" in (args.discretization or ()) else "digits"
+    of_signals = args.task == "signals"
+    training.check_effect(parser, args, ["epochs"] if of_signals else ["steps", "seeds", "results"], f"--task {args.task}")
+    defaults = {"epochs": 25, "batch_size": 16} if not of_signals else {"steps": 2000, "seeds": 5, "batch_size": 32}
+    for option, value in defaults.items():
+        if getattr(args, option) is None:
+            setattr(args, option, value)
     args.model = list(dict.fromkeys(args.model))
+    if of_signals and args.model != ["mamba"]:
+        parser.error("argument --model: has no effect with --task signals: leave out one of them")
     training.check_rule(parser, args, args.model)
-    args.discretization = list(dict.fromkeys(args.discretization or ["zoh"]))
-    training.check_paths(parser, args, labels_of(runs_of(args)))
+    args.discretization = chosen_rules(args)
+    training.check_paths(
+        parser, args, labels_of(args), continued=args.results, **({"results": args.results} if of_signals else {})
+    )
 
     def attempt(device: torch.device) -> None:
         for model, rule in runs_of(args):
@@ -197,16 +233,25 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [(model, rule) for model in args.model for rule in (args.discretization if model in RULED else ["zoh"])]
 
 
-def labels_of(runs: list[tuple[str, str]]) -> list[str]:
+def chosen_rules(args: argparse.Namespace) -> list[str]:
+    """The rules of ``--discretization``; on signals each has one name."""
+    rules = args.discretization or ["zoh"]
+    if args.task == "signals":
+        rules = [ALIASES.get(rule, rule) for rule in rules]
+    return list(RULES if "all" in rules else dict.fromkeys(rules))
+
+
+def labels_of(args: argparse.Namespace) -> list[str]:
     """Parts of the names of the runs' checkpoints."""
+    if args.task == "signals":
+        return args.discretization
+    runs = runs_of(args)
     if len(runs) == 1:
         return [""]
     return [f"{model}-{rule}" if model in RULED else model for model, rule in runs]
 
 
-def train(
-    model_name: str, discretization: DiscretizationName, label: str, args: argparse.Namespace, session: Session
-) -> Result:
+def train(model_name: str, discretization: RuleName, label: str, args: argparse.Namespace, session: Session) -> Result:
     """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):
@@ -273,14 +318,16 @@ def main(argv: list[str] | None = None) -> None:
     with Session(__file__, argv) as session:
         args = parse_arguments(argv)
         torch.set_num_threads(args.threads)
-        session.outputs = [args.plot]
-        runs = runs_of(args)
+        session.outputs = [args.plot, args.results]
         if args.checkpoint is not None and not args.resume:
             # With --overwrite. A resumed run would take the older checkpoints of its later models for its own.
-            for label in labels_of(runs):
+            for label in labels_of(args):
                 training.labelled(args.checkpoint, label).unlink(missing_ok=True)
-        results = {}
-        for (model, rule), label in zip(runs, labels_of(runs), strict=True):
+        if args.task == "signals":
+            sampling_rates.run(args, session)
+            return
+        runs, results = runs_of(args), {}
+        for (model, rule), label in zip(runs, labels_of(args), strict=True):
             both = label if len(args.model) > 1 and len(args.discretization) > 1 else ""
             name = both or (model if len(args.discretization) == 1 else rule)
             results[name] = train(model, rule, label, args, session)

@@ -284,6 +284,7 @@ class Run(NamedTuple):
         length: the setting that may grow in a later part; the option that sets the number of steps.
         label: part of the checkpoint's name if the script trains several runs, otherwise empty.
         loss_format, test_format: format the progress bar's loss and result.
+        clip: limits the gradients; by default their norm to 1.
     """
 
     name: str
@@ -299,6 +300,7 @@ class Run(NamedTuple):
     label: str
     loss_format: Callable[[float], str]
     test_format: Callable[[Any], str]
+    clip: Callable[[], None] | None = None
 
 
 def train(run: Run, args: argparse.Namespace, history_type: type, session: Session) -> tuple[Any, float]:
@@ -347,7 +349,10 @@ def train(run: Run, args: argparse.Namespace, history_type: type, session: Sessi
             loss = run.loss(step)
             run.optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+            if run.clip is None:
+                nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+            else:
+                run.clip()
             run.optimizer.step()
             run.schedule.step()
 
@@ -454,19 +459,29 @@ def add_options(
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the learning curve there")
 
 
-def check_paths(parser: Parser, args: argparse.Namespace, labels: Sequence[str] = ("",), **outputs: Path | None) -> None:
+def check_paths(
+    parser: Parser,
+    args: argparse.Namespace,
+    labels: Sequence[str] = ("",),
+    *,
+    continued: Path | None = None,
+    **outputs: Path | None,
+) -> None:
     """Ends the script if ``--checkpoint``, ``--resume`` or an output cannot work, or would overwrite a file.
 
     Args:
         labels: of the runs; see :func:`labelled`.
+        continued: an output that ``--resume`` continues, as it does checkpoints.
         outputs: files that the script writes besides the checkpoint and the plot, by option.
     """
     outputs = {"plot": args.plot, **outputs}
     for option, path in {"checkpoint": args.checkpoint, **outputs}.items():
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             parser.error(f"argument --{option.replace('_', '-')}: cannot write {path}")
-    check_outputs(parser, args, outputs)
+    is_kept = args.resume and continued is not None
+    check_outputs(parser, args, {option: path for option, path in outputs.items() if not (is_kept and path == continued)})
     files = [] if args.checkpoint is None else [labelled(args.checkpoint, label) for label in labels]
+    files += [continued] if is_kept else []
     found = [path for path in files if path.exists()]
     if args.resume and not found:
         parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FILE'}")
