@@ -30,15 +30,29 @@ FORMATS = ("png", "pdf", "svg")
 class _Look(NamedTuple):
     color: str
     marker: str
+    fill: str
+    dashes: str
+
+    @property
+    def points(self) -> dict[str, str]:
+        return {"color": self.color, "marker": self.marker, "markerfacecolor": self.fill}
+
+    @property
+    def line(self) -> dict[str, str]:
+        return self.points | {"ls": self.dashes}
 
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 
 
 def _look(index: int) -> _Look:
-    """Each pass through the colors shifts the markers by one: 64 looks before the first repeats."""
+    """The first pass through the colors has full markers and lines, the next ones have open markers and dashed lines.
+
+    Each pass shifts the markers by one: 64 looks before the first repeats.
+    """
     shift, place = divmod(index, len(COLORS))
-    return _Look(COLORS[place], _MARKERS[(place + shift) % len(_MARKERS)])
+    color = COLORS[place]
+    return _Look(color, _MARKERS[(place + shift) % len(_MARKERS)], "white" if shift else color, "--" if shift else "-")
 
 
 def _looks(methods: Sequence[str], known: Sequence[str]) -> dict[str, _Look]:
@@ -91,7 +105,7 @@ def _speed_against_error(axes: Axes, report: Report, looks: dict[str, _Look]) ->
     for scan, time, error in zip(scans, times, errors, strict=True):
         look = looks[scan.method]
         whiskers = [[time - 1e3 * scan.step.p20], [1e3 * scan.step.p80 - time]]
-        axes.errorbar(time, error, xerr=whiskers, fmt=look.marker, color=look.color, elinewidth=0.7, capsize=1.5, zorder=3)
+        axes.errorbar(time, error, xerr=whiskers, **look.points, ls="", elinewidth=0.7, capsize=1.5, zorder=3)
     axes.set_yscale("log")
     low, high = min(errors), max(errors)
     margin = max(1.35, (high / low) ** 0.1)
@@ -116,7 +130,11 @@ def _speed_against_error(axes: Axes, report: Report, looks: dict[str, _Look]) ->
             fontsize=7,
             color=look.color,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": look.color, "lw": 0.4, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3},
+            # From the label's left edge, so that no line crosses a label.
+            arrowprops={
+                **{"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3},
+                **{"color": look.color, "lw": 0.4, "alpha": 0.7},
+            },
         )
     axes.set_xlabel("forward + backward [ms]" if scans[0].training else "forward [ms]")
     axes.set_ylabel(f"relative error at step {step:.3g},\ninput at {_PLACES[report.sampling]}")
@@ -151,7 +169,7 @@ def _error_against_step(axes: Axes, report: Report, looks: dict[str, _Look]) -> 
     visible = []
     for index, accuracy in enumerate(accuracies):
         look = looks[accuracy.method]
-        for place, style in ((other, {"color": "#BBBBBB", "lw": 0.7, "zorder": 1}), (sampling, {"color": look.color})):
+        for place, style in ((other, {"color": "#BBBBBB", "lw": 0.7, "zorder": 1}), (sampling, look.line)):
             errors = [error if error <= _LARGEST_ERROR else math.nan for error in accuracy.convergence[place].errors]
             errors = [max(error, 1e-16) for error in errors]
             finite = [error for error in errors if math.isfinite(error)]
@@ -160,9 +178,8 @@ def _error_against_step(axes: Axes, report: Report, looks: dict[str, _Look]) -> 
                 axes.plot(steps, errors, **style)
             elif finite:
                 # Each curve has its markers at other steps, so that coinciding curves stay legible.
-                marked = {"marker": look.marker, "markevery": (index % 3, 3) if len(finite) > 3 else 1}
-                axes.plot(steps, errors, **style, **marked)
-                visible.append(Line2D([], [], color=look.color, marker=look.marker, label=label(accuracy.method)))
+                axes.plot(steps, errors, **style, markevery=(index % 3, 3) if len(finite) > 3 else 1)
+                visible.append(Line2D([], [], **look.line, label=label(accuracy.method)))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(min(shown, default=1e-3) / 3, 2 * max(shown, default=1.0))
