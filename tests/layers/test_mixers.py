@@ -1,4 +1,4 @@
-"""The operators between the projections of mLSTM and of the delta rules: comparison with the composed operators."""
+"""The operators between the projections of mLSTM, the delta rules and Mamba-2: comparison with the composed operators."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_mixer_helpers import DELTA_RULE_MIXER
+from mamba2_mixer_helpers import MAMBA2_MIXER, MAMBA2_PROJECTED
 from mixer_spec import MixerSpec, assert_close, assert_vmap_is_a_loop, leaves_of
 from mlstm_mixer_helpers import MLSTM_MIXER
 
 OPERATOR = "every operator"
-MIXERS = (MLSTM_MIXER, DELTA_RULE_MIXER)
+MIXERS = (MLSTM_MIXER, DELTA_RULE_MIXER, MAMBA2_MIXER, MAMBA2_PROJECTED)
 every_mixer = pytest.mark.parametrize("mixer", MIXERS, ids=repr)
 
 
@@ -55,17 +56,21 @@ def test_low_precision(mixer, options, dtype, device):
 
 @for_each("name", lambda mixer: mixer.of_opcheck)
 def test_opcheck(mixer, name, device):
-    inputs = mixer.make_inputs(device=device, **mixer.options[name])
-    needing = {leaf: inputs[leaf].detach().requires_grad_() for leaf in leaves_of(inputs)}
-    torch.library.opcheck(mixer.operator.default, tuple((inputs | needing).values()))
-    torch.library.opcheck(mixer.forward_operator.default, tuple(inputs.values()))
-    torch.library.opcheck(mixer.backward_operator.default, mixer.backward_arguments(inputs))
+    """Traces the operator of a mixer's first and last case, and forward and backward alone of the first."""
+    traced = {mixer.of_opcheck[-1]: [""], mixer.of_opcheck[0]: ["", "_fwd", "_bwd"]}.get(name, [])
+    mixer.opcheck(mixer.make_inputs(device=device, **mixer.options[name]), traced)
+
+
+@pytest.mark.exhaustive
+@for_each("name", lambda mixer: mixer.of_opcheck)
+def test_opcheck_traced(mixer, name, device):
+    mixer.opcheck(mixer.make_inputs(device=device, **mixer.options[name]), ["", "_fwd", "_bwd"])
 
 
 @every_mixer
 def test_gradcheck(mixer, device):
     options, results = mixer.of_gradcheck
-    inputs = mixer.make_inputs(batch=1, seqlen=4, key_dim=2, value_dim=2, projects=True, device=device, **options)
+    inputs = mixer.make_inputs(batch=1, seqlen=4, device=device, **mixer.whole | options)
     leaves = leaves_of(inputs)
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -77,13 +82,13 @@ def test_gradcheck(mixer, device):
 
 @every_mixer
 def test_vmap(mixer, device):
-    assert_vmap_is_a_loop(mixer.operator, mixer.make_inputs(projects=True, device=device))
+    assert_vmap_is_a_loop(mixer.operator, mixer.make_inputs(device=device, **mixer.whole))
 
 
 @every_mixer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast(mixer, dtype, device):
-    inputs = mixer.make_inputs(projects=True, dtype=torch.float32, device=device)
+    inputs = mixer.make_inputs(dtype=torch.float32, device=device, **mixer.whole)
     with torch.autocast(device, dtype=dtype):
         actual, expected = mixer.evaluate_both(inputs)
     assert actual["out"].dtype == dtype and torch.equal(actual["out"], expected["out"])
@@ -94,7 +99,7 @@ def test_autocast(mixer, dtype, device):
 @every_mixer
 def test_second_derivatives_raise(mixer, device):
     inputs = mixer.make_inputs(device=device)
-    inputs["q"].requires_grad_()
+    first = next(iter(inputs.values())).requires_grad_()
     out, *_ = mixer.operator(*inputs.values())
     with pytest.raises((NotImplementedError, RuntimeError), match=mixer.layer):
-        torch.autograd.grad(out.sum(), inputs["q"], create_graph=True)[0].sum().backward()
+        torch.autograd.grad(out.sum(), first, create_graph=True)[0].sum().backward()

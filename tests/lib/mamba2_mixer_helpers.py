@@ -1,14 +1,17 @@
-"""Arguments of the operator between Mamba-2's projections."""
+"""The operators between Mamba-2's projections for their tests: arguments, options and results."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from mixer_spec import MixerSpec
 from torch import Tensor
 
+from ssm_kernels.rules.mixers import composed_mamba2, composed_mamba2_projected
+
+D_MODEL = 7
 SEQUENCES = ("projected", "conv_state")
-TENSORS = ("projected", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight", "conv_state", "ssm_state")
 RESULTS = ("out", "final_conv_state", "final_ssm_state")
 
 # Options of make_inputs.
@@ -88,3 +91,62 @@ def make_inputs(
         "norm_before_gate": norm_before_gate,
         "discretization": discretization,
     }
+
+
+def make_projected_inputs(
+    *, weight: bool = True, bias: bool = True, recomputes: bool = False, **options: Any
+) -> dict[str, Any]:
+    """The arguments of the operator with the out-projection, in its order."""
+    inputs = make_inputs(**options)
+    of_rows, generator = inputs["projected"], torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(of_rows)
+
+    inputs["out_proj_weight"] = draw(D_MODEL, inputs["dt_bias"].numel() * inputs["headdim"]) if weight else None
+    inputs["out_proj_bias"] = draw(D_MODEL) if weight and bias else None
+    return inputs | {"recomputes_scan": recomputes}
+
+
+MAMBA2_MIXER = MixerSpec(
+    name="_mamba2_mixer",
+    composition=composed_mamba2,
+    make_inputs=make_inputs,
+    results=RESULTS,
+    all_results=RESULTS,
+    options=OPTIONS,
+    of_one_result=("states", "no_norm_states"),
+    of_a_subset=("states", "no_norm_states"),
+    of_opcheck=("default", "no_norm_states", "cu_seqlens"),
+    whole={},
+    of_gradcheck=({"heads": 2, "headdim": 2, "dstate": 2}, ("out",)),
+    sizes={"seqlen": 80, "heads": 4, "headdim": 16, "dstate": 16},
+    of_low_precision=({}, {"resets": True}, {"norm": False}),
+    layer="Mamba2",
+)
+
+WITHOUT_PROJECTION: dict[str, dict[str, Any]] = {
+    "no_projection_bias": {"states": True, "bias": False},
+    "no_projection": {"states": True, "weight": False},
+    "no_projection_no_norm": {"states": True, "weight": False, "norm": False},
+}
+RECOMPUTED = {f"recomputed_{name}": options | {"recomputes": True} for name, options in (OPTIONS | WITHOUT_PROJECTION).items()}
+MAMBA2_PROJECTED = MixerSpec(
+    name="_mamba2_mixer_projected",
+    composition=composed_mamba2_projected,
+    make_inputs=make_projected_inputs,
+    results=RESULTS,
+    all_results=RESULTS,
+    options=OPTIONS | WITHOUT_PROJECTION | RECOMPUTED,
+    of_one_result=("states", "recomputed_states"),
+    of_a_subset=("states", "no_norm_states", "recomputed_states", "recomputed_no_norm_states"),
+    of_opcheck=(
+        *("default", "no_norm_states", "cu_seqlens"),
+        *("recomputed_default", "recomputed_no_norm_states", "recomputed_cu_seqlens"),
+    ),
+    whole={},
+    of_gradcheck=({"heads": 2, "headdim": 2, "dstate": 2}, ("out",)),
+    sizes={"seqlen": 80, "heads": 4, "headdim": 16, "dstate": 16},
+    of_low_precision=({}, {"norm_before_gate": True}, {"recomputes": True}, {"recomputes": True, "norm": False}),
+    layer="Mamba2",
+)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from operator_spec import TRACED, UNTRACED
 from torch import Tensor
 
 Inputs = dict[str, Any]
@@ -26,6 +27,7 @@ class MixerSpec:
         of_one_result: names of options with which gradients come through one result at a time.
         of_a_subset: those with which one argument at a time needs a gradient.
         of_opcheck: those for ``torch.library.opcheck``.
+        whole: options of a call with every part that the operator can have, the projection after it too.
         of_gradcheck: options for ``torch.autograd.gradcheck``, and the results whose gradients are those of finite differences.
         sizes: options of a call that kernels of fp16 and bf16 take.
         of_low_precision: options beside these.
@@ -41,6 +43,7 @@ class MixerSpec:
     of_one_result: tuple[str, ...]
     of_a_subset: tuple[str, ...]
     of_opcheck: tuple[str, ...]
+    whole: Inputs
     of_gradcheck: tuple[Inputs, tuple[str, ...]]
     sizes: Inputs
     of_low_precision: tuple[Inputs, ...]
@@ -66,10 +69,19 @@ class MixerSpec:
         plain = tuple(inputs.values())
         found = self.forward_operator(*plain)
         saved, absent = found[len(self.all_results) :], [None] * (len(self.results) - 1)
-        schema = {argument.name: argument for argument in self.backward_operator.default._schema.arguments}
-        size = schema["needs_grad"].N
-        assert size is not None
-        return (found[0], *absent, *saved, [tensor is not None for tensor in plain[:size]], *plain)
+        gradients = [result.name.removeprefix("grad_") for result in self.backward_operator.default._schema.returns]
+        return (found[0], *absent, *saved, [inputs[name] is not None for name in gradients], *plain)
+
+    def opcheck(self, inputs: Inputs, traced: Sequence[str] = ()) -> None:
+        """Checks the operators whose names end in ``traced`` also by a trace with symbolic sizes, which takes seconds."""
+        needing = {leaf: inputs[leaf].detach().requires_grad_() for leaf in leaves_of(inputs)}
+        calls: dict[str, tuple[torch._ops.OpOverloadPacket, tuple]] = {
+            "": (self.operator, tuple((inputs | needing).values())),
+            "_fwd": (self.forward_operator, tuple(inputs.values())),
+            "_bwd": (self.backward_operator, self.backward_arguments(inputs)),
+        }
+        for name, (operator, arguments) in calls.items():
+            torch.library.opcheck(operator.default, arguments, test_utils=TRACED if name in traced else UNTRACED)
 
     def evaluate(
         self, function: Callable, inputs: Inputs, results: Sequence[str] | None = None, leaves: Sequence[str] | None = None

@@ -31,6 +31,10 @@ Results = dict[str, Tensor]
 Cotangents = Sequence[Tensor | None]
 
 
+# Checks of torch.library.opcheck without its trace with symbolic sizes, which takes forty times as long, and with it.
+UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*UNTRACED, "test_aot_dispatch_dynamic")
+
 # By argument: expected shapes, with the sizes where other arguments set them, and wrong ones.
 Shapes = Mapping[str, list[tuple[str, list[tuple[int, ...]]]]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal, on_meta
-from operator_spec import OperatorSpec, tensor_names, with_gradients
+from operator_spec import TRACED, UNTRACED, OperatorSpec, tensor_names, with_gradients
 from operators import (
     ALL_SCANS,
     OPERATORS,
@@ -31,11 +31,6 @@ low_precision = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], 
 
 
 # ----- opcheck and Meta
-
-
-# opcheck without its trace with symbolic sizes, which takes forty times as long as the rest.
-UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
-TRACED = (*UNTRACED, "test_aot_dispatch_dynamic")
 
 
 def is_traced(operator: OperatorSpec, options: dict[str, Any]) -> bool:
