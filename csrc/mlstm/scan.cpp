@@ -3,8 +3,8 @@
 // With m_t = max(log sigmoid(f_t) + m_{t-1}, i_t), C and n in units of e^m decay by e^(log sigmoid(f_t) + m_{t-1} - m_t) <= 1
 // and take in k_t with the gain e^(i_t - m_t) <= 1. ssd_chunk_scan computes the numerators C q, with the keys as B and the
 // queries as C. Blocks of kMaxHeaddim rows of a head's C are heads of their own, which share k and q as a group. The normalizer
-// and the products n q are kernels of their own (cuda/normalizer.cuh, cpu/normalizer.cpp). Their adjoint on the CPU is that of
-// one more chunked scan, with a column of ones in place of the values. The CPU computes fp16 and bf16 inputs as fp32.
+// and the products n q are kernels of their own (cuda/normalizer.cuh, cpu/normalizer_kernel.cpp). Their adjoint on the CPU is
+// that of one more chunked scan, with a column of ones in place of the values. The CPU computes fp16 and bf16 inputs as fp32.
 //
 // Calls that takes_chunks() names go to this operator's own chunked kernels (cuda/chunks.cpp) for numerators, division and
 // their gradients, and for the divisor of forward; the gates and the rest of the normalizer are the same.
