@@ -198,10 +198,15 @@ def test_states_at_positions_of_packed_sequences(updates):
 
 
 @pytest.mark.parametrize("positions", [[0], [64], [1, 64, 100, 299], [0, 300], [300]], ids=str)
-@pytest.mark.parametrize("kind", ["one gate", "seq_idx", "wide keys", "channels", "two updates"])
+@pytest.mark.parametrize("kind", ["one gate", "seq_idx", "packed", "wide keys", "channels", "two updates"])
 def test_gradients_of_states_at_positions(kind, positions):
     updates = 2 if kind == "two updates" else 1
-    inputs = make_inputs(2, 300, 2, 4, 200 if kind == "wide keys" else 128, 64, updates=updates)
+    sizes: dict[str, int] = {"batch": 1, "sequences": 5} if kind == "packed" else {"batch": 2}
+    inputs: dict[str, Tensor] = make_inputs(
+        seqlen=300, heads=2, value_heads=4, key_dim=200 if kind == "wide keys" else 128, value_dim=64, updates=updates, **sizes
+    )
+    if kind == "packed":  # one begins at a position, one has no steps
+        inputs["cu_seqlens"] = torch.tensor([0, 64, 64, 130, 200, 300])
     if kind == "seq_idx":  # one begins at a position
         inputs["seq_idx"] = torch.arange(300).ge(64).int().add(torch.arange(300).ge(130).int()).expand(2, 300)
     if kind == "channels":
@@ -210,16 +215,20 @@ def test_gradients_of_states_at_positions(kind, positions):
 
 
 @pytest.mark.usefixtures("needs_wgmma")
-def test_states_at_positions_run_kernels():
-    """Those of forward once more to the last position, those of backward for each piece, and none of a fallback's products."""
+@pytest.mark.parametrize("positions", [[100], [100, 200], [200]], ids=str)
+def test_states_at_positions_run_kernels(positions):
+    """Those of forward once more to the last position before seqlen, those of backward for each piece, and none of a fallback's
+    products.
+    """
     leaves = {name: tensor.cuda().requires_grad_() for name, tensor in make_inputs(1, 200, 2, 2, 64, 64).items()}
-    _, _, states = delta_rule_scan(**leaves, states_at=[100], return_final_states=True)
+    _, _, states = delta_rule_scan(**leaves, states_at=positions, return_final_states=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.autograd.grad(states.sum(), list(leaves.values()))
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
-    pieces = {"chunk_matrices": 1, "fwd": 1, "bwd_matrices": 2, "bwd_states": 2, "bwd_chunks": 2}
-    for kernel, count in pieces.items():
+    spans = 1 if 100 in positions else 0
+    kernels = {"chunk_matrices": spans, "fwd": spans} | dict.fromkeys(("bwd_matrices", "bwd_states", "bwd_chunks"), spans + 1)
+    for kernel, count in kernels.items():
         assert sum(f"delta_rule_{kernel}" in name for name in names) == count, kernel
     assert not [name for name in names if re.search("gemm|cutlass|bmm", name)]
 

@@ -24,7 +24,8 @@ int sm80_shared_bytes(const Inputs& in);
 FwdOutputs fwd_cuda(const Inputs& in);
 
 // For a plain call (plain_calls.h) with states_at: the states at each of these positions, of all rows of the batch, or with
-// cu_seqlens of sequence_before() alone, (1, ...). Undefined states are zeros. Computes nothing after the last position.
+// cu_seqlens of sequence_before() alone, (1, ...). Undefined states are zeros; those of a position at seqlen are undefined too.
+// Computes nothing after the last position before seqlen.
 std::vector<at::Tensor> states_at_positions(const Inputs& in);
 // The index (1,) of the packed sequence of the step before a position, of which states_at has the state. The host does not read
 // cu_seqlens.

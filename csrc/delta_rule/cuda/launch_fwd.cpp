@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -530,7 +531,9 @@ at::Tensor sequence_before(const Inputs& in, int64_t position) {
 
 std::vector<at::Tensor> states_at_positions(const Inputs& in) {
   std::vector<at::Tensor> result(in.states_at.size());
-  run_spans(in, in.states_at.back(), [&](const FwdOutputs&, size_t i, const at::Tensor& states) {
+  const auto last = std::lower_bound(in.states_at.begin(), in.states_at.end(), in.v.size(1));
+  if (last == in.states_at.begin()) return result;
+  run_spans(in, *std::prev(last), [&](const FwdOutputs&, size_t i, const at::Tensor& states) {
     if (!states.defined()) return;
     result[i] = is_present(in.cu_seqlens) ? states.index_select(0, sequence_before(in, in.states_at[i]))
                                           : states.clone(at::MemoryFormat::Contiguous);
