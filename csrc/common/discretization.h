@@ -305,70 +305,45 @@ SSM_HOST_DEVICE Method make_method(const MethodParameters& parameters) {
   }
 }
 
-// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: turns the run-time method, one of the first two tables, into a type. The
-// visitor may be host or device code.
+// Defines `function`, which calls visitor(Zoh{}), visitor(ZohExact{}), ...: it turns the run-time method, one of the table
+// `ROWS`, into a type. The visitor may be host or device code. `count` is that of the first method that the library does not
+// know.
 #if defined(__CUDACC__)
-#pragma nv_exec_check_disable
+#define SSM_NO_EXEC_CHECK _Pragma("nv_exec_check_disable")
+#else
+#define SSM_NO_EXEC_CHECK
 #endif
-template <typename Visitor>
-SSM_HOST_DEVICE void visit_discretization(Discretization method, const MethodParameters& parameters, Visitor&& visitor) {
-  switch (method) {
-#define SSM_ROW(enumerator, name, type)     \
-  case Discretization::enumerator:          \
-    visitor(make_method<type>(parameters)); \
+#define SSM_VISIT_DISCRETIZATION(enumerator, name, type) \
+  case Discretization::enumerator:                       \
+    visitor(make_method<type>(parameters));              \
     return;
-    SSM_ONE_SAMPLE_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    default:
-      break;
+#define SSM_DEFINE_DISCRETIZATION_VISITOR(function, ROWS, count)                                                \
+  SSM_NO_EXEC_CHECK                                                                                             \
+  template <typename Visitor>                                                                                   \
+  SSM_HOST_DEVICE void function(Discretization method, const MethodParameters& parameters, Visitor&& visitor) { \
+    switch (method) {                                                                                           \
+      ROWS(SSM_VISIT_DISCRETIZATION)                                                                            \
+      default:                                                                                                  \
+        break;                                                                                                  \
+    }                                                                                                           \
+    SSM_UNKNOWN_ENUMERATOR("a discretization", count, method);                                                  \
   }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", kOneSampleDiscretizations, method);
-}
-// The same for visitors that need the type alone.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
+
+SSM_DEFINE_DISCRETIZATION_VISITOR(visit_discretization, SSM_ONE_SAMPLE_DISCRETIZATIONS, kOneSampleDiscretizations)
+SSM_DEFINE_DISCRETIZATION_VISITOR(visit_basic_discretization, SSM_BASIC_DISCRETIZATIONS,
+                                  static_cast<int>(Discretization::kBackwardEuler) + 1)
+SSM_DEFINE_DISCRETIZATION_VISITOR(visit_further_discretization, SSM_FURTHER_DISCRETIZATIONS, kOneSampleDiscretizations)
+
+// For visitors that need the type alone, and for methods without parameters.
+SSM_NO_EXEC_CHECK
 template <typename Visitor>
 SSM_HOST_DEVICE void visit_discretization(Discretization method, Visitor&& visitor) {
   visit_discretization(method, MethodParameters(), visitor);
 }
-
-// The same for the methods of the first table.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
+SSM_NO_EXEC_CHECK
 template <typename Visitor>
 SSM_HOST_DEVICE void visit_basic_discretization(Discretization method, Visitor&& visitor) {
-  switch (method) {
-#define SSM_ROW(enumerator, name, type) \
-  case Discretization::enumerator:      \
-    visitor(type{});                    \
-    return;
-    SSM_BASIC_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    default:
-      break;
-  }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(Discretization::kBackwardEuler) + 1, method);
-}
-// The same for those of the second.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
-template <typename Visitor>
-SSM_HOST_DEVICE void visit_further_discretization(Discretization method, const MethodParameters& parameters,
-                                                  Visitor&& visitor) {
-  switch (method) {
-#define SSM_ROW(enumerator, name, type)     \
-  case Discretization::enumerator:          \
-    visitor(make_method<type>(parameters)); \
-    return;
-    SSM_FURTHER_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    default:
-      break;
-  }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", kOneSampleDiscretizations, method);
+  visit_basic_discretization(method, MethodParameters(), visitor);
 }
 
 // Throws if the method is unknown: for launches of kernels that read it at run time. Host code.

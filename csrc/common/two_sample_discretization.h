@@ -153,25 +153,8 @@ struct ExpTrapezoidalRule {
   }
 };
 
-// Calls visitor(FohRamp{}), visitor(Trapezoidal{}), ...: turns the run-time method, one of the third table, into a type. The
-// visitor may be host or device code.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
-template <typename Visitor>
-SSM_HOST_DEVICE void visit_two_sample_discretization(Discretization method, const MethodParameters& parameters,
-                                                     Visitor&& visitor) {
-  switch (method) {
-#define SSM_ROW(enumerator, name, type)     \
-  case Discretization::enumerator:          \
-    visitor(make_method<type>(parameters)); \
-    return;
-    SSM_TWO_SAMPLE_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    default:
-      break;
-  }
-  SSM_UNKNOWN_ENUMERATOR("a discretization", static_cast<int>(std::size(kDiscretizationTable)), method);
-}
+// Calls visitor(FohRamp{}), visitor(Trapezoidal{}), ...
+SSM_DEFINE_DISCRETIZATION_VISITOR(visit_two_sample_discretization, SSM_TWO_SAMPLE_DISCRETIZATIONS,
+                                  static_cast<int>(std::size(kDiscretizationTable)))
 
 }  // namespace ssm_kernels
