@@ -64,12 +64,7 @@ c10::SymInt count_sequences(const TwoSampleInputs& in) { return count_states(in.
 Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
   const Discretization method = check_inputs_of(kTwoSampleOp, in, &is_two_sample, /*lists_all=*/true);
   const ArgumentChecks checks(kTwoSampleOp, "u", in.u);
-  const bool weighs = method == Discretization::kExpTrapezoidal;
-  TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleOp,
-                    ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
-                    weighs ? " without lam" : "");
-  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleOp,
-                    ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '", in.discretization, "'");
+  check_lam_options(kTwoSampleOp, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
   checks.tensor("lam", in.lam, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const bool is_packed = is_present(in.cu_seqlens);

@@ -10,7 +10,6 @@
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/decoding_op.h"
-#include "torch/memory_overlap.h"
 #include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
@@ -228,7 +227,8 @@ void set_slots(StateUpdateParams& params, const OptionalTensor& indices) {
     params.indices = {indices->const_data_ptr(), indices->scalar_type() == at::kLong, indices->stride(0)};
 }
 
-// The arguments that a step reads.
+}  // namespace
+
 std::array<NamedTensor, 9> read_arguments(const Inputs& in) {
   return {NamedTensor("x", in.x),
           {"dt", in.dt},
@@ -240,8 +240,6 @@ std::array<NamedTensor, 9> read_arguments(const Inputs& in) {
           {"dt_bias", in.dt_bias},
           {"state_batch_indices", in.state_batch_indices}};
 }
-
-}  // namespace
 
 StateUpdateParams make_params(const Inputs& in, const at::Tensor& out) {
   check_in_place(kOp, "state", in.state, read_arguments(in));

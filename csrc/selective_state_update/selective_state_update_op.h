@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -11,6 +12,7 @@
 #include "selective_state_update/selective_state_update.h"
 #include "torch/decoding_op.h"
 #include "torch/dispatch.h"
+#include "torch/memory_overlap.h"
 
 namespace ssm_kernels::selective_state_update {
 
@@ -43,6 +45,9 @@ void check_out_inputs(const OutInputs& in);
 
 // Uninitialized, contiguous, of the shape, dtype and device of x (the Meta device included).
 at::Tensor allocate_out(const Inputs& in);
+
+// The arguments that a step reads, the state apart.
+std::array<NamedTensor, 9> read_arguments(const Inputs& in);
 
 // Also raises if two elements of the state share memory, or the state shares memory with another input.
 StateUpdateParams make_params(const Inputs& in, const at::Tensor& out);

@@ -6,7 +6,6 @@
 
 #include "torch/checks.h"
 #include "torch/decoding_op.h"
-#include "torch/memory_overlap.h"
 #include "torch/schemas.h"
 #include "torch/tensor_data.h"
 
@@ -48,13 +47,8 @@ void check_samples(const TwoSampleInputs& in) {
   if (has_groups) shape.push_back(in.B.sym_size(-2));
   shape.push_back(in.B.sym_size(-1));
   checks.tensor("previous_B", in.previous_B, has_groups ? "(batch, groups, dstate)" : "(batch, dstate)", shape, dtype);
-  const bool weighs =
-      parse_discretization(kTwoSampleStep, in.discretization, &is_two_sample) == Discretization::kExpTrapezoidal;
-  TORCH_CHECK_VALUE(is_present(in.lam) == weighs, kTwoSampleStep,
-                    ": expected lam with discretization 'exp_trapezoidal' and no other, got '", in.discretization, "'",
-                    weighs ? " without lam" : "");
-  TORCH_CHECK_VALUE(weighs || !in.lam_sigmoid, kTwoSampleStep,
-                    ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '", in.discretization, "'");
+  const Discretization method = parse_discretization(kTwoSampleStep, in.discretization, &is_two_sample);
+  check_lam_options(kTwoSampleStep, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
   const bool has_tokens = leading_of(in) == 2;
   const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
   const char* const of_channels = has_tokens ? "(batch, tokens, dim)" : "(batch, dim)";
@@ -64,21 +58,13 @@ void check_samples(const TwoSampleInputs& in) {
 // The step writes to the samples, which must share memory with no other argument. make_params checks the state against the
 // arguments of a step with one sample.
 void check_sample_writes(const TwoSampleInputs& in) {
-  const NamedTensor inputs[] = {NamedTensor("state", in.state),
-                                {"x", in.x},
-                                {"dt", in.dt},
-                                {"A", in.A},
-                                {"B", in.B},
-                                {"C", in.C},
-                                {"D", in.D},
-                                {"z", in.z},
-                                {"dt_bias", in.dt_bias},
-                                {"lam", in.lam},
-                                {"state_batch_indices", in.state_batch_indices}};
-  check_in_place(kTwoSampleStep, "previous_x", in.previous_x, inputs);
-  check_in_place(kTwoSampleStep, "previous_B", in.previous_B, inputs);
-  check_in_place(kTwoSampleStep, "previous_x", in.previous_x, {NamedTensor("previous_B", in.previous_B)});
-  check_in_place(kTwoSampleStep, "state", in.state, {NamedTensor("lam", in.lam)});
+  const NamedTensor state("state", in.state), lam("lam", in.lam), previous_B("previous_B", in.previous_B);
+  for (const NamedTensor& sample : {NamedTensor("previous_x", in.previous_x), previous_B}) {
+    check_in_place(kTwoSampleStep, sample.name, *sample.tensor, read_arguments(in));
+    check_in_place(kTwoSampleStep, sample.name, *sample.tensor, {state, lam});
+  }
+  check_in_place(kTwoSampleStep, "previous_x", in.previous_x, {previous_B});
+  check_in_place(kTwoSampleStep, "state", in.state, {lam});
 }
 
 }  // namespace

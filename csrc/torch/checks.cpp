@@ -170,6 +170,14 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
 
 MethodParameters parse_method_parameters(std::string_view name) { return {alpha_of(name).value_or(MethodParameters().alpha)}; }
 
+void check_lam_options(const char* op, Discretization method, std::string_view name, bool has_lam, bool lam_sigmoid) {
+  const bool weighs = method == Discretization::kExpTrapezoidal;
+  TORCH_CHECK_VALUE(has_lam == weighs, op, ": expected lam with discretization 'exp_trapezoidal' and no other, got '", name,
+                    "'", weighs ? " without lam" : "");
+  TORCH_CHECK_VALUE(weighs || !lam_sigmoid, op, ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '",
+                    name, "'");
+}
+
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {
   constexpr double kLargest = std::numeric_limits<double>::max();
   if (!dt_limit.has_value()) return {-kLargest, kLargest};

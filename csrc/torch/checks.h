@@ -40,6 +40,9 @@ Discretization parse_discretization(const char* op, std::string_view name,
                                     bool (*is_supported)(Discretization) = &is_one_sample, bool lists_all = false);
 // The numbers in a name that parse_discretization() has accepted.
 MethodParameters parse_method_parameters(std::string_view name);
+// Raises unless a method that reads two input samples has lam, and lam_sigmoid, if and only if it is exp_trapezoidal. `name` is
+// for the messages.
+void check_lam_options(const char* op, Discretization method, std::string_view name, bool has_lam, bool lam_sigmoid);
 
 // The smallest and the largest step size.
 using DtLimit = std::array<double, 2>;
