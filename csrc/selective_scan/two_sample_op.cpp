@@ -283,8 +283,6 @@ struct TwoSampleStatesAt {
               has_B ? no_positions(in, last_B) : none};
     }
     check_states_at(kTwoSampleOp, in.states_at, seqlen, in.reverse);
-    TORCH_CHECK_NOT_IMPLEMENTED(!in.repeats_first || !is_present(in.seq_idx), kTwoSampleOp,
-                                ": states_at with seq_idx and previous='repeat' is not supported: pass cu_seqlens");
     // The states of each piece, of sequences that have not begun too, are h, u and B.
     std::vector<at::Tensor> first;
     const c10::SymDimVector state_shape = {count_sequences(in), in.u.sym_size(1), in.A.sym_size(1)};
@@ -300,8 +298,12 @@ struct TwoSampleStatesAt {
       return results;
     };
     const std::vector<double> empty(first.size(), 0);
+    const auto first_sample = [&](size_t i, int64_t step) -> OptionalTensor {
+      if (i == 0 || !in.repeats_first) return std::nullopt;
+      return (i == 1 ? in.u : in.B).select(-1, step);
+    };
     SeveralStatesAt found =
-        scan_pieces({seqlen, 2, is_transposed, first, in.seq_idx, in.cu_seqlens, scan, empty}, in.states_at);
+        scan_pieces({seqlen, 2, is_transposed, first, in.seq_idx, in.cu_seqlens, scan, empty, first_sample}, in.states_at);
     return {found.out,
             found.last[0],
             found.last[1],
@@ -332,7 +334,6 @@ struct TwoSampleStatesAt {
     part.initial_state = piece.state();
     part.previous_u = piece.state(1);
     if (in.B.dim() > 2) part.previous_B = piece.state(2);
-    part.repeats_first = false;
     part.cu_seqlens = piece.cu_seqlens;
     return part;
   }

@@ -5,6 +5,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <set>
@@ -56,7 +57,7 @@ at::Tensor sequence_of(const at::Tensor& cu_seqlens, int64_t step) {
   return cu_seqlens.slice(0, 1).le(step).sum(at::IntArrayRef{0}, /*keepdim=*/true);
 }
 
-// The states before a piece: empty where seq_idx changes there.
+// The states before a piece: where seq_idx changes there, those of a sequence that begins.
 void reset_states(const ScanCall& call, Piece& piece) {
   if (!is_present(call.seq_idx) || piece.begin == 0 || piece.states.empty()) return;
   at::Tensor resets = call.seq_idx->select(1, piece.begin).ne(call.seq_idx->select(1, piece.begin - 1));
@@ -69,7 +70,10 @@ void reset_states(const ScanCall& call, Piece& piece) {
   for (size_t i = 0; i < piece.states.size(); ++i) {
     std::vector<int64_t> one_each(piece.states[i].dim(), 1);
     one_each[0] = -1;
-    piece.states[i] = piece.states[i].masked_fill(resets.view(one_each), call.empty[i]);
+    const at::Tensor begins = resets.view(one_each);
+    const std::optional<at::Tensor> first = call.first ? call.first(i, piece.begin) : std::nullopt;
+    piece.states[i] =
+        is_present(first) ? at::where(begins, *first, piece.states[i]) : piece.states[i].masked_fill(begins, call.empty[i]);
   }
 }
 

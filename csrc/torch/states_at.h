@@ -69,6 +69,8 @@ struct ScanCall {
   std::optional<at::Tensor> seq_idx, cu_seqlens;
   std::function<std::vector<at::Tensor>(const Piece&)> scan;  // returns the output and the last states
   std::vector<double> empty = {0};                            // each state of a sequence that begins
+  // The i-th state, (batch, ...), of sequences that begin at a step of seq_idx, where it is not `empty`.
+  std::function<std::optional<at::Tensor>(size_t i, int64_t step)> first;
 };
 SeveralStatesAt scan_pieces(const ScanCall& call, at::IntArrayRef positions);
 
