@@ -63,7 +63,7 @@ def results(layer: nn.Module, x: Tensor, **packed: Any) -> dict[str, Tensor]:
     layer.zero_grad()
     x = x.detach().requires_grad_()
     out = layer(x, **packed)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).to(out.device))
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out))
     return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
 
