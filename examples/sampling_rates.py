@@ -44,10 +44,10 @@ SAMPLES_PER_SECOND = 100
 SAMPLES = 128
 """Of a signal, at the rate of the training."""
 
-FREQUENCIES = (3.0, 5.0, 8.0, 12.0)
+FREQUENCIES = tuple(3.0 * 4 ** (place / 7) for place in range(8))
 DAMPINGS = (0.05, 0.3)
 CLASSES = [(frequency, damping) for frequency in FREQUENCIES for damping in DAMPINGS]
-"""Frequency of the undamped oscillator in hertz, and damping ratio."""
+"""Frequency of the undamped oscillator in hertz, 3 to 12, and damping ratio."""
 
 TEST_SIGNALS = 2048
 STEPS_OF_A_BLOCK = 64
@@ -142,21 +142,25 @@ class Mixer(nn.Module):
         if rule == "exp_trapezoidal":
             self.lam_logit = nn.Parameter(torch.zeros(models, d_inner))
 
-    def forward(self, hidden: Tensor, step_scale: float) -> Tensor:
+    def projections(self, hidden: Tensor, step_scale: float) -> tuple[Tensor, ...]:
+        """``u``, ``delta``, ``A``, ``B``, ``C`` and ``z`` of the scan, with a first axis over models."""
         x, z = product(hidden, self.in_proj).chunk(2, dim=-1)
-        x = F.silu(x)
-        dt, B, C = product(x, self.x_proj).split(self.sizes, dim=-1)
+        u = F.silu(x)
+        dt, B, C = product(u, self.x_proj).split(self.sizes, dim=-1)
         delta = step_scale * F.softplus(product(dt, self.dt_proj) + self.dt_bias[:, None, None])
+        return u, delta, -self.A_log.exp(), B, C, z
+
+    def forward(self, hidden: Tensor, step_scale: float) -> Tensor:
+        u, delta, A, B, C, z = self.projections(hidden, step_scale)
         options: dict[str, Any] = {"discretization": self.rule}
         if self.rule.startswith(ssm_kernels.two_sample_discretizations):
             options["previous"] = "repeat"
         if self.rule == "exp_trapezoidal":
             options |= {"lam": self.lam_logit.flatten()[:, None], "lam_sigmoid": True}
-        A = -self.A_log.exp().flatten(0, 1)
         # Channels of all models side by side, (batch, models * d_inner, seqlen), and a group of B and C for each model.
-        u, delta, z = (each.permute(1, 2, 0, 3).flatten(2).mT for each in (x, delta, z))
+        u, delta, z = (each.permute(1, 2, 0, 3).flatten(2).mT for each in (u, delta, z))
         B, C = (each.permute(1, 0, 3, 2) for each in (B, C))
-        y = selective_scan(u, delta, A, B, C, self.D.flatten(), z, **options)
+        y = selective_scan(u, delta, A.flatten(0, 1), B, C, self.D.flatten(), z, **options)
         return product(y.mT.unflatten(2, self.D.shape).permute(2, 0, 1, 3), self.out_proj)
 
 
@@ -224,6 +228,27 @@ class SignalClassifiers(nn.Module):
                 correct.append((logits.argmax(dim=-1) == label) & logits.isfinite().all(dim=-1))
             found[name] = torch.cat(correct, dim=1).double().mean(dim=1).tolist()
         return found
+
+    @torch.no_grad()
+    def reach(self, signals: Tensor, share: float = 0.9) -> list[float | None]:
+        """The |delta * A| that a share of all steps and states of each model is below, on signals (batch, seqlen).
+
+        None for a model that diverged.
+        """
+        found: list[list[Tensor]] = [[] for _ in self.head]
+
+        def record(mixer: Mixer, inputs: tuple[Tensor, float]) -> None:
+            _, delta, A, *_ = mixer.projections(*inputs)
+            for values, steps, rates in zip(found, delta, A, strict=True):
+                values.append((steps[..., None] * rates.abs()).flatten())
+
+        hooks = [mixer.register_forward_pre_hook(record) for mixer in self.mixers]
+        self(signals.expand(len(self.head), -1, -1))
+        for hook in hooks:
+            hook.remove()
+        values = [torch.cat(each).sort().values for each in found]
+        reached = [each[int(share * (len(each) - 1))].item() for each in values]
+        return [value if math.isfinite(value) else None for value in reached]
 
     def diverged(self) -> int:
         """The number of models with a weight that is not finite."""
@@ -293,6 +318,7 @@ def train_rule(rule: str, args: Any, session: Session) -> dict[str, Any]:
         "loss": statistics.mean(recent),
         "steps": len(history.losses),
         "diverged": models.diverged(),
+        "reach": models.reach(paths[1][:16]),
         "seconds": round(seconds, 1),
     }
 
@@ -338,7 +364,7 @@ def machine_name(device: torch.device) -> str:
 def run(args: Any, session: Session) -> None:
     """Trains the models of every rule, prints a table, and writes the results and the figure."""
     settings = settings_of(args)
-    machine = {"machine": machine_name(args.device), "torch": torch.__version__}
+    machine = {"machine": machine_name(args.device), "torch": torch.__version__, "classes": len(CLASSES)}
     results: dict[str, Any] = {**machine, "settings": settings, "rules": {}}
     if args.resume and args.results is not None and args.results.is_file():
         results = read_results(args.results, settings)
@@ -350,7 +376,8 @@ def run(args: Any, session: Session) -> None:
         except training.Diverged as reason:
             print(f"{rule}: {reason}")
             nothing = {name: [0.0] * args.seeds for name in CONDITIONS}
-            results["rules"][rule] = {"accuracies": nothing, "loss": None, "diverged": args.seeds, "steps": args.steps}
+            lost = {"loss": None, "steps": args.steps, "diverged": args.seeds, "reach": [None] * args.seeds}
+            results["rules"][rule] = {"accuracies": nothing, **lost}
         if args.results is not None:
             write_results(args.results, results)
     results["rules"] = {rule: results["rules"][rule] for rule in RULES if rule in results["rules"]}

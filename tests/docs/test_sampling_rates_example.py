@@ -92,6 +92,12 @@ def test_models_do_not_depend_on_each_other(rule):
     for (name, ours), theirs in zip(both.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad[1:2], theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert both.diverged() == 1
+    # A and the steps before training: -1 to -8 times a step of at most about 0.1, so that 90 % of the products are below it.
+    (reached,) = alone.reach(signals[1])
+    assert both.reach(signals[1])[1] == pytest.approx(reached, rel=1e-4) and 0.1 < reached < 0.8
+    with torch.no_grad():
+        both.mixers[0].dt_bias[2].fill_(math.nan)
+    assert both.reach(signals[1])[2] is None
     paths, labels = sampling_rates.test_set(torch.device("cpu"))
     found = both.accuracies(paths, labels)
     assert {name: shares[2] for name, shares in found.items()} == dict.fromkeys(sampling_rates.CONDITIONS, 0.0)
@@ -115,6 +121,7 @@ def test_trains_all_rules_and_tests_them_at_every_rate(run):
     for rule, entry in results["rules"].items():
         assert f"\n{rule} " in printed
         assert [*entry["accuracies"]] == [*sampling_rates.CONDITIONS] and entry["steps"] == 3 and entry["diverged"] == 0
+        assert len(entry["reach"]) == 1 and entry["reach"][0] > 0
         assert all(len(shares) == 1 and 0 <= shares[0] <= 1 for shares in entry["accuracies"].values())
     assert Path("rates.png").read_bytes().startswith(b"\x89PNG") and results["settings"]["seeds"] == 1
 
