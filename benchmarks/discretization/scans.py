@@ -171,6 +171,18 @@ def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
     return reference.discretization_of(method).coefficients(z)
 
 
+def _loop_coefficients_of_two(method: str, step: Tensor, A: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``Abar`` and the factors of both samples; foh_ramp without the reference's series, whose terms autograd would keep."""
+    name, alpha = split_name(method)
+    if name == "foh_ramp":
+        z = step * A
+        phi1 = torch.expm1(z) / z
+        phi2 = (phi1 - 1) / z
+        return torch.exp(z), step * phi2, step * (phi1 - phi2)
+    weight = None if lam is None else lam.to(A.dtype)[..., None]
+    return reference.two_sample_coefficients(name, step, A, alpha=alpha, lam=weight)
+
+
 def loop_scan(
     u: Tensor,
     delta: Tensor,
@@ -194,9 +206,7 @@ def loop_scan(
     step = F.softplus(step) if delta_softplus else step
     B, C = (matrix.to(A.dtype).mT[:, None] for matrix in (B, C))
     if is_two_sample(discretization):
-        name, alpha = split_name(discretization)
-        weight = None if lam is None else lam.to(A.dtype)[..., None]
-        Abar, now, before = reference.two_sample_coefficients(name, step[..., None], A[:, None], alpha=alpha, lam=weight)
+        Abar, now, before = _loop_coefficients_of_two(discretization, step[..., None], A[:, None], lam)
         samples = u[..., None] * B
         inputs = now * samples + before * F.pad(samples[:, :, :-1], (0, 0, 1, 0))
     else:
