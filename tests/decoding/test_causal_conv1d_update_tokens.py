@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoding_helpers import SLOTS, WRITTEN, convolve_by_rows, decode, make_conv_token_inputs
 from helpers import DTYPES, LAYOUTS, arrange, assert_as_accurate, captured, says, split
-from operator_spec import as_float64
+from operator_spec import TRACED, UNTRACED, as_float64
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d_update, reference
@@ -263,10 +263,21 @@ def test_nothing_to_do(options, device):
     assert results["out"].shape == inputs["x"].shape and torch.equal(results["conv_state"], inputs["conv_state"])
 
 
+def opcheck(call: str, device: str, checks: tuple[str, ...]) -> None:
+    inputs = make_conv_token_inputs(**CALLS[call], device=device) | {"disable_state_update": False}
+    torch.library.opcheck(operator.default, *split(operator, inputs), test_utils=checks)
+
+
 @every_call
 def test_opcheck(call, device):
-    inputs = make_conv_token_inputs(**CALLS[call], device=device) | {"disable_state_update": False}
-    torch.library.opcheck(operator.default, *split(operator, inputs))
+    """Traces the first call and the last one."""
+    opcheck(call, device, TRACED if call in (next(iter(CALLS)), [*CALLS][-1]) else UNTRACED)
+
+
+@pytest.mark.exhaustive
+@every_call
+def test_opcheck_traced(call, device):
+    opcheck(call, device, TRACED)
 
 
 def test_versions_are_counted(device):

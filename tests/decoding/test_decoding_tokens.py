@@ -10,6 +10,7 @@ import pytest
 import torch
 from decoding_helpers import CALLS, SERVER_STEPS, SLOTS, ServerStep
 from helpers import LAYOUTS, arrange, captured, says, split
+from operator_spec import TRACED, UNTRACED
 from selective_scan_helpers import STEP_DTYPES
 from torch import Tensor
 
@@ -386,11 +387,23 @@ def test_nothing_to_do(step, options, device):
 # ----- as an operator of PyTorch
 
 
+def opcheck(step: ServerStep, call: str, device: str, checks: tuple[str, ...]) -> None:
+    inputs = {"dt_limit": None, "A_is_log": False} | step.make_token_inputs(**CALLS[call], **step.sizes[1], device=device)
+    torch.library.opcheck(step.operator.default, *split(step.operator, inputs), test_utils=checks)
+
+
 @every_call
 @every_step
 def test_opcheck(step, call, device):
-    inputs = {"dt_limit": None, "A_is_log": False} | step.make_token_inputs(**CALLS[call], **step.sizes[1], device=device)
-    torch.library.opcheck(step.operator.default, *split(step.operator, inputs))
+    """Traces the first call and the last one."""
+    opcheck(step, call, device, TRACED if call in (next(iter(CALLS)), [*CALLS][-1]) else UNTRACED)
+
+
+@pytest.mark.exhaustive
+@every_call
+@every_step
+def test_opcheck_traced(step, call, device):
+    opcheck(step, call, device, TRACED)
 
 
 @every_step
