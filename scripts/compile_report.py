@@ -36,7 +36,7 @@ KERNEL_LIMITS = {
     "linear_scan": 198,
     "mixers": 4,
     "mlstm": 73,
-    "norm": 70,
+    "norm": 72,
     "selective_scan": 122,
     "selective_state_update": 169,
     "ssd": 169,

@@ -267,7 +267,7 @@ def test_backward_into_slices(norm, columns, dtype, norm_before_gate, has_bias, 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("columns", "groups"), [(64, 2), (768, 2), (771, 1)])
+@pytest.mark.parametrize(("columns", "groups"), [(64, 2), (104, 1), (768, 2), (771, 1)])
 @every_gated
 def test_backward_writes_the_output_once_more(norm, columns, groups, dtype, norm_before_gate, has_bias, device):
     """With the bits of forward, and without another bit in the gradients."""

@@ -17,8 +17,9 @@ ops = torch.ops.ssm_kernels
 ROWS = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual"), (-1,))
 LAYOUTS = (Layout(1), Layout(2), Layout(4), Layout(7), Layout(8), Layout(3, odd=True))
 
-# The kernels compiled for RMSNorm take groups of more than 256 columns without bias, the general kernels all others. 12296 and
-# 12291 columns take clusters of blocks, 770 to 776 columns several rows for each block.
+# The kernels compiled for RMSNorm take groups of more than 256 columns without bias, and in backward aligned rows of one
+# smaller group with the gate after the norm; the general kernels take all others. 12296 and 12291 columns take clusters of
+# blocks, 770 to 776 columns several rows for each block.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gate before": ("rms_norm_gated", {"bias": False, "columns": 776}),
     "gate before, odd": ("rms_norm_gated", {"bias": False, "columns": 2561}),
@@ -29,6 +30,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "no gate": ("rms_norm_gated", {"bias": False, "columns": 771, "z": False}),
     "gelu": ("rms_norm_gated", {"bias": False, "columns": 776, "activation": "gelu", "weight": False}),
     "few columns": ("rms_norm_gated", {"bias": False, "columns": 104}),
+    "few columns, gate after": ("rms_norm_gated", {"bias": False, "columns": 104, "norm_before_gate": True}),
+    "heads": ("rms_norm_gated", {"bias": False, "columns": 128, "norm_before_gate": True, "activation": "sigmoid"}),
     "small odd groups": ("layer_norm_gated", {"columns": 93, "group_size": 31}),
     "layer norm": ("layer_norm_gated", {"columns": 776, "norm_before_gate": True}),
     "layer norm, long": ("layer_norm_gated", {"columns": 12291}),

@@ -1,5 +1,6 @@
 // Backward of the norms: the general kernels, which take every option. norm.h has the formulas of forward, launch.h the mapping
-// to teams, rms_bwd.cuh faster kernels for the most frequent cases. With y = norm(v) and gy the gradient of y weight:
+// to teams, rms_bwd.cuh and rms_short_bwd.cuh faster kernels for the most frequent cases. With y = norm(v) and gy the gradient
+// of y weight:
 //
 //   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean for LayerNorm alone
 //   grad_weight = sum over rows of gy y,  grad_bias = sum over rows of gy
@@ -23,6 +24,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "norm/cuda/bwd_inputs.cuh"
 #include "norm/cuda/rms_bwd.cuh"
+#include "norm/cuda/rms_short_bwd.cuh"
 #include "norm/cuda/row_values.cuh"
 #include "norm/cuda/team_sum.cuh"
 
@@ -438,6 +440,9 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
     if (plan.teams.is_aligned) {
       kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
     }
+  }
+  if constexpr (kHasVectorKernels<Scalar> && sizeof(Scalar) == 2) {
+    if (takes_short_rows(params, plan.teams)) kernel = norm_rms_short_bwd_kernel<Scalar>;
   }
   const int shared_bytes = plan.shared_bytes();
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;

@@ -301,9 +301,11 @@ void fwd_cuda(const NormFwdParams& p) {
 
 int64_t count_partials_cuda(const NormBwdParams& p) { return plan_bwd(p).partials; }
 
-// The RMSNorm kernels for aligned rows with a gate do.
+// The RMSNorm kernels for aligned rows with a gate do, and that for short rows.
 bool bwd_writes_out_cuda(const NormBwdParams& p) {
-  const RmsPlan plan = plan_bwd(p).rms;
+  const BwdPlan whole = plan_bwd(p);
+  const RmsPlan& plan = whole.rms;
+  if (plan.rms_case == RmsCase::kNone) return takes_short_rows(p, whole.teams);
   return !plan.is_any && (plan.rms_case == RmsCase::kGateBefore || plan.rms_case == RmsCase::kGateAfter);
 }
 

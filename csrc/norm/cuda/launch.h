@@ -99,6 +99,17 @@ struct BwdPlan {
   int shared_bytes() const { return sums_offset() + (teams.cluster > 1 ? kBwdClusterBytes : 0); }
 };
 
+// Whether norm_rms_short_bwd_kernel takes a call with these teams: RMSNorm in fp16 or bf16 before a silu or sigmoid gate, of
+// aligned rows of one group that the lanes of a part of a warp have.
+inline bool takes_short_rows(const NormBwdParams& p, const Teams& teams) {
+  const bool has_type = p.kind == ScalarKind::kHalf || p.kind == ScalarKind::kBFloat16;
+  const bool has_gate = !p.is_add && p.z.data != nullptr && p.norm_before_gate &&
+                        (p.activation == GateActivation::kSilu || p.activation == GateActivation::kSigmoid);
+  const bool is_plain = !p.subtract_mean && p.bias.data == nullptr && p.sums == nullptr && p.group_mean == nullptr;
+  const bool has_one_stride = p.outer == 1 && p.groups == 1;
+  return has_type && has_gate && is_plain && has_one_stride && teams.is_aligned && teams.lanes < kWarpSize && teams.chunks == 1;
+}
+
 // 16-byte accesses that backward copies per thread and row. With a float32 residual, a vector of a float32 tensor takes twice
 // as many as one of an fp16 or bf16 tensor.
 inline int bwd_accesses(const NormBwdParams& p, int vectors) {
