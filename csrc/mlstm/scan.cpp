@@ -7,7 +7,8 @@
 // that of one more chunked scan, with a column of ones in place of the values. The CPU computes fp16 and bf16 inputs as fp32.
 //
 // Calls that takes_chunks() names go to this operator's own chunked kernels (cuda/chunks.cpp) for numerators, division and
-// their gradients, and for the divisor of forward; the gates and the rest of the normalizer are the same.
+// their gradients, and for the divisor of forward unless sequences are packed; the gates and the rest of the normalizer are the
+// same.
 //
 // Kernels of fp16 and bf16 take the reciprocal of the divisor as a factor of each output: numerators are not rounded.
 //
@@ -286,7 +287,8 @@ FwdOutputs scan(const Inputs& given) {
   const Split split(in);
   outputs.final_m = gates.final_m;
   if (in.normalize) {
-    if (!has_chunks(in)) normalize(in, gates, outputs);
+    // The chunked kernels compute the divisors of sequences that are not packed.
+    if (!has_chunks(in) || is_present(in.cu_seqlens)) normalize(in, gates, outputs);
   } else if (is_present(in.initial_n)) {
     outputs.final_n.copy_(*in.initial_n);
   } else {
@@ -325,7 +327,8 @@ GradTensors scan_bwd(const BwdInputs& bwd) {
                               (needs[kGradQ] || needs[kGradK] || needs_gates || needs[kGradN]);
 
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (has_out && has_chunks(in)) {
+  const bool has_final_gradients = is_present(in.cu_seqlens) && is_present(bwd.grad_final_C);
+  if (has_out && has_chunks(in) && !has_final_gradients) {
     const ChunkGrads found = chunks_bwd(bwd, in, gates, grads);
     NormalizerGrads of_normalizer;
     if (has_normalizer) of_normalizer = normalizer_bwd(in, bwd, gates, found.out_products, grads);

@@ -29,8 +29,8 @@ def make_long_memories(**options: Any) -> dict[str, Any]:
     return inputs | {"f": inputs["f"] + 2}
 
 
-def evaluate(inputs: dict[str, Any], device: str, double: bool) -> dict[str, torch.Tensor]:
-    """All results, and the gradients of all tensors, given random gradients of out, C and n."""
+def evaluate(inputs: dict[str, Any], device: str, double: bool, through_ends: bool = True) -> dict[str, torch.Tensor]:
+    """All results, and the gradients of all tensors, given random gradients of out and, with `through_ends`, of C and n."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -43,12 +43,13 @@ def evaluate(inputs: dict[str, Any], device: str, double: bool) -> dict[str, tor
     found = SCAN(**arguments, return_final_states=True)
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(one.shape, generator=generator).to(inputs["v"].dtype).to(one.device, one.dtype) for one in found[:3]]
-    of_leaves = torch.autograd.grad(found[:3], list(leaves.values()), grads)
+    differentiated = 3 if through_ends else 1
+    of_leaves = torch.autograd.grad(found[:differentiated], list(leaves.values()), grads[:differentiated])
     return dict(zip(RESULTS, found, strict=True)) | {f"grad_{n}": g for n, g in zip(names, of_leaves, strict=True)}
 
 
-def assert_accurate(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found, expected = evaluate(inputs, "cuda", False), evaluate(inputs, "cpu", True)
+def assert_accurate(inputs: dict[str, Any], through_ends: bool = True) -> dict[str, torch.Tensor]:
+    found, expected = (evaluate(inputs, *where, through_ends) for where in (("cuda", False), ("cpu", True)))
     for name, value in found.items():
         wanted = expected[name].detach()
         assert value.isfinite().all(), name
@@ -106,6 +107,52 @@ def test_lengths(seqlen):
 
 def test_long_sequences_are_split_into_segments():
     assert_accurate(make_long_memories(batch=1, heads=1, seqlen=2100))
+
+
+# Ends of sequences inside chunks of 128 steps, several in one, at their first and last steps, and without steps.
+PACKED = {
+    "inside": (300, 128, 84, 5, 0, 1, 130, 376),
+    "whole_chunks": (128, 256, 0, 0, 640),
+    "short": (*[3] * 60, 1, 2, 0, 700, 127, 129),
+    "segments": (2000, 100, 1),
+}
+
+
+def make_packed(lengths: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    inputs = make_long_memories(batch=1, seqlen=sum(lengths), heads=1, initial_states=False, **options)
+    return inputs | {"cu_seqlens": torch.tensor((0, *lengths)).cumsum(0)}
+
+
+@pytest.mark.parametrize("through_ends", [False, True])
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=list(PACKED))
+def test_packed_sequences(lengths, through_ends):
+    """With gradients of the final states, backward takes the kernels of ssd_chunk_scan."""
+    assert_accurate(make_packed(lengths), through_ends)
+
+
+@pytest.mark.parametrize(
+    "options", [{"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}, {"reverse": True}]
+)
+def test_options_of_packed_sequences(options):
+    assert_accurate(make_packed(PACKED["inside"], **options), through_ends=False)
+
+
+def test_no_step_reaches_another_sequence():
+    """Packed sequences are those of calls one by one: the same weights and sums, but other chunks."""
+    inputs = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in make_packed((300, 84)).items()}
+    changed = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    for name in ("k", "v"):
+        changed[name][:, :300] *= 2
+    with torch.no_grad():
+        (out, final_C, *_), (out_2, final_C_2, *_) = (SCAN(**each, return_final_states=True) for each in (inputs, changed))
+    assert torch.equal(out[:, 300:], out_2[:, 300:]) and torch.equal(final_C[1], final_C_2[1])
+    assert not torch.equal(final_C[0], final_C_2[0])
+
+
+@pytest.mark.parametrize("initial_states", [False, True])
+def test_sequences_by_number(initial_states):
+    resets = ((1, 64, 100, 128, 200, 201), (129,))
+    assert_accurate(make_long_memories(resets=resets, initial_states=initial_states))
 
 
 def test_parts_of_a_call_give_the_same_bits():

@@ -14,6 +14,9 @@
 // If there are fewer blocks than multiprocessors, a line's chunks are split into segments, with a block for each. A launch
 // before (is_summary) computes the state after each segment, begun with zero, and the decay over it. Each block then begins
 // with the composition of those before its own.
+//
+// Of packed sequences, forward in time also leaves the memory after each. A chunk in which sequences end before its last step
+// is loaded once more for each of them, with other scales: the memory before the chunk counts for the first one alone.
 #pragma once
 
 #include "cuda/chunked/state.cuh"
@@ -22,6 +25,7 @@
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "mlstm/cuda/chunks.h"
+#include "mlstm/cuda/sequences.cuh"
 
 namespace ssm_kernels::mlstm {
 
@@ -102,34 +106,47 @@ struct ChunkStates {
   __device__ __forceinline__ int64_t entry() const { return p.first_entry + line / p.part_heads; }
   __device__ __forceinline__ int64_t head() const { return p.first_head + line % p.part_heads; }
 
+  // Whether the memory after each packed sequence is to be written.
+  __device__ __forceinline__ bool has_ends() const { return p.end_tables != nullptr && !is_reverse && !is_summary; }
+  __device__ __forceinline__ SequenceEnds ends_in(int position) const {
+    const int first = chunk_at(position) * kMatrixChunk, last = min(first + kMatrixChunk, static_cast<int>(p.seqlen));
+    return SequenceEnds(p.cu_seqlens, has_ends() ? static_cast<int>(p.sequences) : 0, first, last);
+  }
+  __device__ __forceinline__ int64_t place_of_end(const SequenceEnds& ends) const { return line * p.sequences + ends.number(); }
+
   __device__ __forceinline__ void load() const {
-    const cuda::TmaDescriptor &values = is_reverse ? p.grad_out : p.v, &keys = is_reverse ? p.q : p.k;
-    const int of_entry = static_cast<int>(entry()), of_head = static_cast<int>(head());
     PipelineState at;
 #pragma unroll 1
     for (int position = begin; position < end; ++position) {
-      const float* const scales =
-          p.tables + (number(position) * kChunkTables + (is_reverse ? kTableFromStart : kTableToEnd)) * kMatrixChunk;
-#pragma unroll 1
-      for (int half = 0; half < kMatrixChunk / kTile; ++half) {
-        StateStage& stage = shared.stages[at.stage];
-        Mbarrier& full = shared.full[at.stage];
-        if (at.phase > 0) shared.empty[at.stage].wait(at.phase - 1);
-        full.arrive_and_expect_tx(sizeof(stage.values) + sizeof(stage.keys) + sizeof(stage.scales));
-        const int step = chunk_at(position) * kMatrixChunk + half * kTile;
-#pragma unroll
-        for (int i = 0; i < kConsumers; ++i) {
-          cuda::tma_load_tile(&stage.values[i], values, static_cast<int>(slice) * kStateValues + i * kTile, of_head, step,
-                              of_entry, full);
-        }
-#pragma unroll
-        for (int i = 0; i < kMatrixKeys / kTile; ++i) {
-          cuda::tma_load_tile(reinterpret_cast<SmemTile<kTile>*>(stage.keys) + i, keys, i * kTile, of_head, step, of_entry,
-                              full);
-        }
-        cuda::tma_load(stage.scales, scales + half * kTile, sizeof(stage.scales), full);
-        at.advance(StatesShared::kStages);
+      for (SequenceEnds ends = ends_in(position); ends.find_inside(); ends.advance()) {
+        load_chunk(position, p.end_tables + place_of_end(ends) * kMatrixChunk, at);
       }
+      load_chunk(position,
+                 p.tables + (number(position) * kChunkTables + (is_reverse ? kTableFromStart : kTableToEnd)) * kMatrixChunk,
+                 at);
+    }
+  }
+  __device__ __forceinline__ void load_chunk(int position, const float* scales, PipelineState& at) const {
+    const cuda::TmaDescriptor &values = is_reverse ? p.grad_out : p.v, &keys = is_reverse ? p.q : p.k;
+    const int of_entry = static_cast<int>(entry()), of_head = static_cast<int>(head());
+#pragma unroll 1
+    for (int half = 0; half < kMatrixChunk / kTile; ++half) {
+      StateStage& stage = shared.stages[at.stage];
+      Mbarrier& full = shared.full[at.stage];
+      if (at.phase > 0) shared.empty[at.stage].wait(at.phase - 1);
+      full.arrive_and_expect_tx(sizeof(stage.values) + sizeof(stage.keys) + sizeof(stage.scales));
+      const int step = chunk_at(position) * kMatrixChunk + half * kTile;
+#pragma unroll
+      for (int i = 0; i < kConsumers; ++i) {
+        cuda::tma_load_tile(&stage.values[i], values, static_cast<int>(slice) * kStateValues + i * kTile, of_head, step,
+                            of_entry, full);
+      }
+#pragma unroll
+      for (int i = 0; i < kMatrixKeys / kTile; ++i) {
+        cuda::tma_load_tile(reinterpret_cast<SmemTile<kTile>*>(stage.keys) + i, keys, i * kTile, of_head, step, of_entry, full);
+      }
+      cuda::tma_load(stage.scales, scales + half * kTile, sizeof(stage.scales), full);
+      at.advance(StatesShared::kStages);
     }
   }
 
@@ -138,10 +155,10 @@ struct ChunkStates {
     return static_cast<Scalar*>(states) +
            ((number(position) * (p.value_dim / kTile)) + slice * kConsumers + index) * kStateTileElements;
   }
-  // The warpgroup's rows of a (batch, heads, value_dim, key_dim) tensor.
+  // The warpgroup's rows of a sequence in a (sequences, heads, value_dim, key_dim) tensor.
   template <typename Float>
-  __device__ __forceinline__ Float* rows_of(Float* states, int index, const FragmentLane& lane) const {
-    const int64_t row = (entry() * p.heads + head()) * p.value_dim + slice * kStateValues + index * kTile + lane.row;
+  __device__ __forceinline__ Float* rows_of(Float* states, int64_t sequence, int index, const FragmentLane& lane) const {
+    const int64_t row = (sequence * p.heads + head()) * p.value_dim + slice * kStateValues + index * kTile + lane.row;
     return states + row * kMatrixKeys + 2 * lane.pair;
   }
   static __device__ __forceinline__ int offset_in_rows(int h, int n, int half) {
@@ -161,7 +178,7 @@ struct ChunkStates {
     for_each_pair(state, [](float& low, float& high, int, int, int) { low = high = 0; });
     const float* const given = is_reverse ? p.grad_final_states : p.initial_states;
     if (given != nullptr && (segment == 0)) {
-      const float* const rows = rows_of(given, index, lane);
+      const float* const rows = rows_of(given, entry(), index, lane);
       for_each_pair(state, [&](float& low, float& high, int h, int n, int half) {
         const float2 pair = *reinterpret_cast<const float2*>(rows + offset_in_rows(h, n, half));
         low = pair.x;
@@ -234,40 +251,15 @@ struct ChunkStates {
         cuda::tma_store(tile_of(is_reverse ? p.grad_states : p.states, position, index), &rounded, sizeof(rounded),
                         starts_copies);
       }
-      for_each_pair(state, [&](float& low, float& high, int, int, int) {
-        low *= decay;
-        high *= decay;
-      });
+      SequenceEnds ends = ends_in(position);
+      bool is_end;
 #pragma unroll 1
-      for (int half = 0; half < kMatrixChunk / kTile; ++half) {
-        shared.full[at.stage].wait(at.phase);
-        StateStage& stage = shared.stages[at.stage];
-        uint32_t x[4][4], scaled[4][4], lo[4][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          cuda::chunked::load_inputs(x[j], stage.values[index], j, lane);
-          cuda::chunked::scale_inputs<Scalar>(x[j], stage.scales, j, lane, scaled[j], lo[j]);
-        }
-        const uint64_t keys[2] = {cuda::make_operand(stage.keys[0]), cuda::make_operand(stage.keys[1])};
-        // Without any decay left, the state is dropped: zero times Inf would be NaN.
-        const bool adds = half > 0 || decay != 0;
-        cuda::warpgroup_arrive();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) cuda::gemm<Scalar, true>(state[h], scaled[j], cuda::rows_of(keys[h], j), adds || j > 0);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) cuda::gemm<Scalar, true>(state[h], lo[j], cuda::rows_of(keys[h], j), true);
-        }
-        cuda::warpgroup_commit();
-        cuda::warpgroup_wait<0>(state[0]);
-        cuda::warpgroup_wait<0>(state[1]);
-        release(shared.empty[at.stage], lane);
-        at.advance(StatesShared::kStages);
-      }
+      do {
+        is_end = ends.find_inside();
+        add_chunk(state, is_end ? p.end_decays[place_of_end(ends)] : decay, index, lane, at);
+        if (is_end || ends.ends_with_chunk()) write(state, p.final_states, ends.number(), index, lane);
+        ends.advance();
+      } while (is_end);
       if (!is_summary) {
         // TMA has read the tile, which load_other() or the next chunk overwrites.
         cuda::tma_store_wait_read<0>();
@@ -292,11 +284,54 @@ struct ChunkStates {
       return;
     }
     float* const final = is_reverse ? p.grad_initial_states : p.final_states;
-    if (final != nullptr && segment + 1 == p.segments) {
-      float* const rows = rows_of(final, index, lane);
-      for_each_pair(state, [&](float& low, float& high, int h, int n, int half) {
-        *reinterpret_cast<float2*>(rows + offset_in_rows(h, n, half)) = {low, high};
-      });
+    if (final != nullptr && segment + 1 == p.segments && !has_ends()) write(state, final, entry(), index, lane);
+  }
+
+  // Writes the state to a sequence's rows.
+  __device__ __forceinline__ void write(KeyAccumulator& state, float* target, int64_t sequence, int index,
+                                        const FragmentLane& lane) const {
+    float* const rows = rows_of(target, sequence, index, lane);
+    for_each_pair(state, [&](float& low, float& high, int h, int n, int half) {
+      *reinterpret_cast<float2*>(rows + offset_in_rows(h, n, half)) = {low, high};
+    });
+  }
+
+  // Moves the state over a loaded chunk: state <- decay state + the chunk's scaled products.
+  __device__ __forceinline__ void add_chunk(KeyAccumulator& state, float decay, int index, const FragmentLane& lane,
+                                            PipelineState& at) const {
+    for_each_pair(state, [&](float& low, float& high, int, int, int) {
+      low *= decay;
+      high *= decay;
+    });
+#pragma unroll 1
+    for (int half = 0; half < kMatrixChunk / kTile; ++half) {
+      shared.full[at.stage].wait(at.phase);
+      StateStage& stage = shared.stages[at.stage];
+      uint32_t x[4][4], scaled[4][4], lo[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        cuda::chunked::load_inputs(x[j], stage.values[index], j, lane);
+        cuda::chunked::scale_inputs<Scalar>(x[j], stage.scales, j, lane, scaled[j], lo[j]);
+      }
+      const uint64_t keys[2] = {cuda::make_operand(stage.keys[0]), cuda::make_operand(stage.keys[1])};
+      // Without any decay left, the state is dropped: zero times Inf would be NaN.
+      const bool adds = half > 0 || decay != 0;
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) cuda::gemm<Scalar, true>(state[h], scaled[j], cuda::rows_of(keys[h], j), adds || j > 0);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) cuda::gemm<Scalar, true>(state[h], lo[j], cuda::rows_of(keys[h], j), true);
+      }
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<0>(state[0]);
+      cuda::warpgroup_wait<0>(state[1]);
+      release(shared.empty[at.stage], lane);
+      at.advance(StatesShared::kStages);
     }
   }
 };

@@ -8,6 +8,7 @@
 #include "common/math.h"
 #include "mlstm/cuda/chunks.h"
 #include "mlstm/cuda/divisor.cuh"
+#include "mlstm/cuda/sequences.cuh"
 #include "mlstm/cuda/warps.cuh"
 
 namespace ssm_kernels::mlstm {
@@ -106,6 +107,28 @@ __global__ void __launch_bounds__(kTableWarps* cuda::kWarpSize)
   store(kTableFloor, floor);
   store(kTableToEnd, to_end);
   store(kTableFromStart, from_start);
+
+  if (p.end_tables == nullptr) return;
+  const int begin = static_cast<int>(chunk.begin);
+  SequenceEnds ends(p.cu_seqlens, static_cast<int>(p.sequences), begin, min(begin + kMatrixChunk, static_cast<int>(p.seqlen)));
+  for (; ends.find_inside(); ends.advance()) {
+    const int last = ends.last_step();
+    float log2_end = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneSteps; ++i) {
+      const float of_step = __shfl_sync(cuda::kAllLanes, log2_decay[i], last / kLaneSteps);
+      if (i == last % kLaneSteps) log2_end = of_step;
+    }
+    float to_this_end[kLaneSteps];
+#pragma unroll
+    for (int i = 0; i < kLaneSteps; ++i) {
+      to_this_end[i] = chunk.step(i) <= last ? gain[i] * Math<float>::exp2(log2_end - log2_decay[i]) : 0.0f;
+    }
+    const int64_t place = chunk.number / p.chunks * p.sequences + ends.number();
+    float* const target = p.end_tables + place * kMatrixChunk + kLaneSteps * chunk.lane;
+    *reinterpret_cast<float4*>(target) = {to_this_end[0], to_this_end[1], to_this_end[2], to_this_end[3]};
+    if (chunk.lane == 0) p.end_decays[place] = Math<float>::exp2(log2_end);
+  }
 }
 
 // The gradients of the log decays: of a step t, the sum over the pairs (j, i) with j < t <= i.

@@ -103,6 +103,13 @@ struct Call {
     params.initial_states = floats_of(initial_C);
   }
 
+  // Forward of packed sequences, with the final states of each.
+  void set_sequences(const at::Tensor& cu_seqlens, const at::Tensor& final_C) {
+    final_C.zero_();  // of sequences without steps
+    params.cu_seqlens = cu_seqlens.const_data_ptr<int64_t>();
+    params.sequences = cu_seqlens.size(0) - 1;
+  }
+
   // Runs the call in parts of some rows of the batch, or of some heads of one, whose states take as much memory as those of
   // ssd_chunk_scan may.
   void run() {
@@ -155,6 +162,10 @@ struct Call {
     params.tables = floats(chunks * kChunkTables * kMatrixChunk);
     params.decays = floats(chunks);
     params.states = states();
+    if (params.cu_seqlens != nullptr) {
+      params.end_tables = floats(lines * params.sequences * kMatrixChunk);
+      params.end_decays = floats(lines * params.sequences);
+    }
     if (segments_of(1) > 1) {
       // The blocks of all segments are at most as many as the multiprocessors.
       params.segment_states = floats(params.multiprocessors * 2 * kTileSide * kMatrixKeys);
@@ -172,7 +183,9 @@ struct Call {
 
 bool takes_chunks(const Inputs& in) {
   const int64_t value_dim = in.v.size(3);
-  if (!in.q.is_cuda() || in.q.scalar_type() != at::kBFloat16 || is_present(in.cu_seqlens) || is_present(in.seq_idx))
+  if (!in.q.is_cuda() || in.q.scalar_type() != at::kBFloat16) return false;
+  // The kernels begin packed sequences with an empty memory.
+  if (is_present(in.cu_seqlens) && (is_present(in.initial_C) || in.q.size(1) > std::numeric_limits<int>::max() / 2))
     return false;
   if (in.q.size(3) != kMatrixKeys || value_dim == 0 || value_dim % kMatrixValues != 0 || in.v.numel() == 0) return false;
   if (debug_option(DebugOption::kSsdMma) != 0) return false;
@@ -184,12 +197,14 @@ bool takes_chunks(const Inputs& in) {
 
 void chunks_fwd(const Inputs& in, const Gates& gates, FwdOutputs& outputs) {
   const c10::cuda::CUDAGuard guard(in.q.device());
-  Call call(in, gates, at::Tensor(), /*is_backward=*/false);
+  const bool is_packed = is_present(in.cu_seqlens);
+  Call call(in, gates, is_packed && in.normalize ? outputs.divisor : at::Tensor(), /*is_backward=*/false);
   const Target out(outputs.out);
   out.describe(call.params.out);
   call.params.final_states = outputs.final_C.data_ptr<float>();
+  if (is_packed) call.set_sequences(*in.cu_seqlens, outputs.final_C);
   at::Tensor normalizers, initial_n;
-  if (in.normalize) {
+  if (in.normalize && !is_packed) {
     normalizers = normalizer_states_cuda(in, gates, outputs.final_n);
     initial_n = contiguous_floats(in.initial_n);
     call.params.normalizers = floats_of(normalizers);

@@ -61,6 +61,13 @@ struct ChunkParams {
   float* products = nullptr;        // (lines, chunks, value_dim / 16): parts of the product of `states` and `grad_states`
   float* segment_states = nullptr;  // (segments, lines, value_dim / 128) blocks of states, in the order of registers
   float* segment_decays = nullptr;  // (segments, lines, value_dim / 128)
+  // Forward of packed sequences, whose first steps have no decay: the memory after each sequence with steps goes to its row of
+  // `final_states`, (sequences, heads, value_dim, key_dim). For sequences that end before the last step of a chunk, the tables
+  // have the gains times the decay to that end, (lines, sequences, kMatrixChunk), and the decay from the chunk's start to it,
+  // (lines, sequences).
+  const int64_t* cu_seqlens = nullptr;
+  int64_t sequences = 0;
+  float *end_tables = nullptr, *end_decays = nullptr;
   // (batch, seqlen, heads): gradients of the log decays and, times the gain, of the gains, and out times its gradient.
   float *grad_log_decay = nullptr, *gain_times_grad = nullptr, *out_products = nullptr;
 
