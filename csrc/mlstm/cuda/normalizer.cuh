@@ -25,7 +25,7 @@
 namespace ssm_kernels::mlstm {
 
 constexpr int kLaneChannels = 8, kPieceSteps = 4, kPieces = kNormalizerChunk / kPieceSteps;
-constexpr int kSumsWarps = 4, kScanThreads = 64;
+constexpr int kSumsWarps = 4, kScanThreads = 64, kMaxScanSegments = 8, kLeastSegmentChunks = 32;
 static_assert(kNormalizerChunk == 2 * cuda::kWarpSize, "a lane keeps the gates of two steps");
 
 // A row of key_dim elements in the lanes of a warp, in vectors of `size`.
@@ -239,36 +239,65 @@ __global__ void __launch_bounds__(kSumsWarps* cuda::kWarpSize)
   if (chunk.lane() == 0) static_cast<Sum*>(p.decays)[number] = decay;
 }
 
-// Replaces what each chunk adds by n before it, or by the gradient of n after it. A thread has a channel.
+// Replaces what each chunk adds by n before it, or by the gradient of n after it. A thread has a channel of a segment of the
+// chunks; segments after the first begin with the composition of those before, which their threads leave in shared memory.
 template <typename Sum, typename Acc>
-__global__ void __launch_bounds__(kScanThreads)
+__global__ void __launch_bounds__(kScanThreads* kMaxScanSegments)
     mlstm_normalizer_scan_kernel(const __grid_constant__ NormalizerParams p, int64_t blocks_of_direction) {
+  // Loads in flight; float64 takes twice the registers.
+  constexpr int kAtOnce = sizeof(Sum) == 8 ? 8 : 32;
+  __shared__ Sum sums[kMaxScanSegments][kScanThreads], decays_of_segments[kMaxScanSegments][kScanThreads];
   const bool is_reverse = blockIdx.x >= blocks_of_direction;
   const int64_t chunks = normalizer_chunks(p.seqlen), channels = p.heads * p.key_dim;
-  const int64_t thread = (blockIdx.x - (is_reverse ? blocks_of_direction : 0)) * kScanThreads + threadIdx.x;
-  const int64_t row = thread / channels, channel = thread - row * channels, head = channel / p.key_dim;
-  if (row >= p.batch) return;
+  const int segments = blockDim.x / kScanThreads, segment = threadIdx.x / kScanThreads, lane = threadIdx.x % kScanThreads;
+  const int64_t place = (blockIdx.x - (is_reverse ? blocks_of_direction : 0)) * kScanThreads + lane;
+  const int64_t row = place / channels, channel = place - row * channels, head = channel / p.key_dim;
+  const bool has_channel = row < p.batch;
+  const int64_t length = (chunks + segments - 1) / segments, begin = min(segment * length, chunks),
+                end = has_channel ? min(begin + length, chunks) : begin;
   Sum* const states = static_cast<Sum*>(is_reverse ? p.grad_states : p.states) + row * chunks * channels + channel;
   const Sum* const decays = static_cast<const Sum*>(p.decays) + row * chunks * p.heads + head;
-  constexpr int kAtOnce = 32;
+  const auto chunk_at = [&](int64_t position) { return is_reverse ? chunks - 1 - position : position; };
+  const auto after = [](Sum carried, Sum decay, Sum added) {
+    return decay == Sum(0) ? added : Math<Sum>::fma(decay, carried, added);
+  };
+  // Calls body(place in `states`, what the chunk adds, its decay) in the order of the scan.
+  const auto visit = [&](const auto& body) {
+    for (int64_t first = begin; first < end; first += kAtOnce) {
+      Sum added[kAtOnce], decay[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= end) break;
+        added[i] = states[chunk_at(first + i) * channels];
+        decay[i] = decays[chunk_at(first + i) * p.heads];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= end) break;
+        body(chunk_at(first + i) * channels, added[i], decay[i]);
+      }
+    }
+  };
   Sum carried = 0;
-  for (int64_t chunk = 0; chunk < chunks; chunk += kAtOnce) {
-    Sum added[kAtOnce], decay[kAtOnce];
-    const auto chunk_at = [&](int i) { return is_reverse ? chunks - 1 - chunk - i : chunk + i; };
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (chunk + i >= chunks) break;
-      added[i] = states[chunk_at(i) * channels];
-      decay[i] = decays[chunk_at(i) * p.heads];
+  if (segments > 1) {
+    Sum decay_of_segment = 1;
+    if (segment + 1 < segments) {
+      visit([&](int64_t, Sum added, Sum decay) {
+        carried = after(carried, decay, added);
+        decay_of_segment *= decay;
+      });
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (chunk + i >= chunks) break;
-      states[chunk_at(i) * channels] = carried;
-      carried = decay[i] == Sum(0) ? added[i] : Math<Sum>::fma(decay[i], carried, added[i]);
-    }
+    sums[segment][lane] = carried;
+    decays_of_segments[segment][lane] = decay_of_segment;
+    __syncthreads();
+    carried = 0;
+    for (int i = 0; i < segment; ++i) carried = after(carried, decays_of_segments[i][lane], sums[i][lane]);
   }
-  if (p.only_states) static_cast<Acc*>(p.final_n)[thread] = static_cast<Acc>(carried);
+  visit([&](int64_t at, Sum added, Sum decay) {
+    states[at] = carried;
+    carried = after(carried, decay, added);
+  });
+  if (p.only_states && has_channel && segment + 1 == segments) static_cast<Acc*>(p.final_n)[place] = static_cast<Acc>(carried);
 }
 
 template <typename Scalar, int size>
@@ -433,8 +462,9 @@ cudaError_t launch_normalizer_states(const Params& p, int64_t warps, cudaStream_
   if (error != cudaSuccess) return error;
   const int64_t blocks = (p.batch * p.heads * p.key_dim + kScanThreads - 1) / kScanThreads;
   const int directions = std::is_same_v<Params, NormalizerBwdParams> ? 2 : 1;
+  const int segments = normalizer_chunks(p.seqlen) >= kLeastSegmentChunks * kMaxScanSegments ? kMaxScanSegments : 1;
   return cuda::launch(mlstm_normalizer_scan_kernel<SumType<Scalar, Params>, cuda::AccumulateType<Scalar>>, directions * blocks,
-                      kScanThreads, 0, stream, false, static_cast<const NormalizerParams&>(p), blocks);
+                      segments * kScanThreads, 0, stream, false, static_cast<const NormalizerParams&>(p), blocks);
 }
 
 template <typename Scalar, int size, typename Params>
