@@ -137,8 +137,6 @@ def selective_scan(
             ``cu_seqlens`` is not as above, or ``states_at`` is given with ``reverse``.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
-        NotImplementedError: ``states_at`` is given with ``seq_idx`` and ``previous="repeat"``, for which ``cu_seqlens`` has to
-            say where sequences begin.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 
