@@ -91,7 +91,7 @@ def signature(name: str, arguments: list[tuple[str, str]], returned: str) -> str
     return f"def {name}(\n{''.join(lines)}) -> {returned}: ...\n"
 
 
-TWO_SAMPLES = " | TwoSampleDiscretizationName"
+TWO_SAMPLES = re.compile(r" \| (\w*TwoSampleDiscretizationName)")
 
 
 def function_stub(source: str, function: ast.FunctionDef) -> str:
@@ -100,8 +100,8 @@ def function_stub(source: str, function: ast.FunctionDef) -> str:
     names = {name for name, _ in arguments}
     of_flags = overloads(names, states[1] if states else "Tensor")
     rule = dict(arguments).get("discretization", "")
-    if TWO_SAMPLES in rule:
-        kinds = {"discretization": rule.replace(TWO_SAMPLES, "")}, {"discretization": TWO_SAMPLES[3:]}
+    if found := TWO_SAMPLES.search(rule):
+        kinds = {"discretization": rule.replace(found[0], "")}, {"discretization": found[1]}
         both = (of_flags, kinds[0]), (overloads(names, "ScanState"), kinds[1])
         of_flags = [(types | kind, result) for found, kind in both for types, result in found]
     if len(of_flags) == 1 or returned == "Any":

@@ -13,8 +13,8 @@ class ScanState(NamedTuple):
     """The state and the last samples, from which a scan of later steps continues.
 
     Attributes:
-        state: (batch, dim, dstate), or (sequences, dim, dstate).
-        u: the last input sample, (batch, dim).
+        state: (batch, dim, dstate), or (sequences, dim, dstate); of ``ssd_chunk_scan`` (batch, heads, headdim, dstate).
+        u: the last input sample, (batch, dim); of ``ssd_chunk_scan`` (batch, heads, headdim).
         B: the input matrix of that sample, (batch, dstate) or (batch, groups, dstate); None if B is constant.
 
     Examples:

@@ -22,6 +22,7 @@ __all__ = [
     "DiscretizationName",
     "Exchange",
     "ExponentialDiscretizationName",
+    "ExponentialTwoSampleDiscretizationName",
     "GateActivation",
     "LiquidActivation",
     "MixerName",
@@ -43,8 +44,13 @@ TwoSampleDiscretizationName = Literal["foh_ramp", "trapezoidal", "gbt_two_sample
 """``discretization`` of :func:`ssm_kernels.selective_scan`: rules that read two input samples a step. ``"gbt_two_sample"``
 takes ``alpha``, ``"exp_trapezoidal"`` ``lam``."""
 
+ExponentialTwoSampleDiscretizationName = Literal["foh_ramp", "exp_trapezoidal"]
+"""``discretization`` of :func:`ssm_kernels.ssd_chunk_scan` and :class:`ssm_kernels.nn.Mamba2`: the rules with two input samples
+whose decay is :math:`e^z`. ``"exp_trapezoidal"`` takes ``lam``."""
+
 PreviousSample = Literal["zero", "repeat"]
-"""``previous`` of :func:`ssm_kernels.selective_scan`, where it is not a pair ``(u, B)``."""
+"""``previous`` of :func:`ssm_kernels.selective_scan` and :func:`ssm_kernels.ssd_chunk_scan`, where it is not a pair of
+samples."""
 
 ExponentialDiscretizationName = Literal["zoh", "zoh_exact", "foh", "poly", "highorder", "rk4"]
 """``discretization`` of :func:`ssm_kernels.ssd_chunk_scan` and :class:`ssm_kernels.nn.Mamba2`: the rules whose decay is

@@ -131,7 +131,7 @@ void check_form(const char* op, const Inputs& in) {
 
 }  // namespace
 
-Discretization check_inputs_of(const char* op, const Inputs& in) {
+Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization)) {
   const ArgumentChecks checks(op, "x", in.x);
   checks.rank("x", in.x, 4, kSequence);
   checks.rank("B", in.B, 4, kMatrix);
@@ -146,6 +146,7 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   checks.tensor("A", in.A, "(heads,)", {heads}, accumulate);
   checks.parameter("log_decay", in.log_decay, "(batch, seqlen, heads)", {batch, seqlen, heads});
   checks.parameter("gain", in.gain, "(batch, seqlen, heads)", {batch, seqlen, heads});
+  checks.parameter("diagonal_gain", in.diagonal_gain, "(batch, seqlen, heads)", {batch, seqlen, heads});
   checks.tensor("B", in.B, kMatrix, {batch, seqlen, groups, dstate}, dtype);
   TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, op, ": expected the groups of B and C to divide heads = ", heads,
                     ", got ", groups);
@@ -164,10 +165,24 @@ Discretization check_inputs_of(const char* op, const Inputs& in) {
   check_options(op, in);
   check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, seqlen);
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), accumulate);
-  return parse_discretization(op, in.discretization, &is_exponential);
+  return parse_discretization(op, in.discretization, is_supported);
 }
 
-Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
+bool is_exponential_two_sample(Discretization method) {
+  return method == Discretization::kFohRamp || method == Discretization::kExpTrapezoidal;
+}
+
+void check_decay(std::string_view discretization) {
+  parse_discretization(kOp, discretization,
+                       [](Discretization method) { return is_exponential(method) || is_exponential_two_sample(method); });
+}
+
+Discretization check_inputs_of(const char* op, const Inputs& in) { return check_inputs_of(op, in, &is_exponential); }
+
+Discretization check_inputs(const Inputs& in) {
+  check_decay(in.discretization);
+  return check_inputs_of(kOp, in);
+}
 
 FwdOutputs allocate_fwd(const Inputs& in) {
   return {empty_tensor_like(in.x), empty_tensor(states_shape(in), wide_options(in.x))};

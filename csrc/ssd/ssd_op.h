@@ -39,6 +39,10 @@ struct Inputs {
   // that takes_out_factors() names. Log decays, gains and factors are contiguous.
   OptionalTensor out_factor;
   bool are_cu_seqlens_checked = false;  // the values
+  // The gain on the diagonal, (batch, seqlen, heads), like the given gates. The output of a step then reads the state before
+  // the step, without its decay, and the step's own input by this gain: y_t = S_{t-1} C_t + diagonal_gain_t (B_t . C_t) x_t.
+  // Rules with two input samples (two_sample_op.cpp) have their shifted weights as gains: no division by a decay.
+  OptionalTensor diagonal_gain;
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
@@ -51,6 +55,12 @@ inline at::TensorOptions wide_options(const at::Tensor& x) { return x.options().
 
 // Raises unless the inputs are as ssm_kernels.ssd_chunk_scan documents, the values of cu_seqlens apart; returns the method.
 // Messages begin with `op`.
+Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization));
+// Raises an error that lists the rules of ssd_chunk_scan with one input sample and with two, unless it is one of them.
+void check_decay(std::string_view discretization);
+// Rules with two samples whose state decays by e^zeta.
+bool is_exponential_two_sample(Discretization method);
+// The same for the rules of ssd_chunk_scan with one input sample.
 Discretization check_inputs_of(const char* op, const Inputs& in);
 Discretization check_inputs(const Inputs& in);
 
@@ -102,6 +112,8 @@ struct BwdInputs {
   // Memory for the inner product of each step's output, before D x and the gate, with its gradient: (batch, seqlen, heads),
   // fp32. For calls with given gates that writes_out_products() names.
   OptionalTensor out_products;
+  // Memory for the gradient of Inputs::diagonal_gain, likewise, of the accumulation type; absent if it is not needed.
+  OptionalTensor grad_diagonal_gain;
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
   auto saved() { return std::tie(); }
@@ -118,7 +130,7 @@ struct StatesBwdInputs {
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 
   // The inputs for backward of a scan without states.
-  BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}, {}}; }
+  BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}, {}, {}}; }
 };
 
 // Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence is its target or has

@@ -26,16 +26,23 @@ at::Tensor sum_across(const at::Tensor& V) {
   return at::mm(V.view({-1, length}), is_later).view(V.sizes()).tril_().sum(-2);
 }
 
-at::Tensor exp_of_differences(const at::Tensor& cs, const at::TensorOptions& options) {
-  const auto differences = [](const at::Tensor& values) { return values.unsqueeze(-1) - values.unsqueeze(-2); };
-  const at::Tensor high = cs.to(options.dtype().toScalarType());
-  at::Tensor result = differences(high);
-  if (high.scalar_type() != at::kDouble) {
-    const at::Tensor low = (cs - high).to(high.scalar_type());
-    result.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2));
+// Above the diagonal the exponential may overflow: callers overwrite the result there, and do not multiply it by zero.
+static at::Tensor exp_of_all_differences(const at::Tensor& a, const at::Tensor& b, const at::TensorOptions& options) {
+  const at::ScalarType dtype = options.dtype().toScalarType();
+  const at::Tensor high_a = a.to(dtype), high_b = b.to(dtype);
+  at::Tensor result = high_a.unsqueeze(-1) - high_b.unsqueeze(-2);
+  if (dtype != at::kDouble) {
+    result.add_((a - high_a).to(dtype).unsqueeze(-1)).sub_((b - high_b).to(dtype).unsqueeze(-2));
   }
-  // Above the diagonal the exponential may overflow: the result is overwritten there, not multiplied by zero.
-  return result.exp_().tril_();
+  return result.exp_();
+}
+
+at::Tensor exp_of_differences(const at::Tensor& cs, const at::TensorOptions& options) {
+  return exp_of_all_differences(cs, cs, options).tril_();
+}
+
+at::Tensor exp_of_differences(const at::Tensor& a, const at::Tensor& b, const at::TensorOptions& options) {
+  return exp_of_all_differences(a, b, options).tril_(-1);
 }
 
 ChunkRuns::ChunkRuns(const at::Tensor& like, int64_t chunk_length, int64_t bytes_per_chunk, bool reverse)

@@ -28,6 +28,8 @@ at::Tensor sum_across(const at::Tensor& V);
 // e^(cs_i - cs_j) for i >= j and zero above, in the dtype of `options`, of sums cs, (..., steps), float64. The differences are
 // as exact as ones in float64 that are rounded.
 at::Tensor exp_of_differences(const at::Tensor& cs, const at::TensorOptions& options);
+// e^(a_i - b_j) for i > j and zero elsewhere, likewise.
+at::Tensor exp_of_differences(const at::Tensor& a, const at::Tensor& b, const at::TensorOptions& options);
 
 // Its exponential is zero even in float64. Lower values would cost the differences of sums their accuracy, and those of minus
 // infinity are NaN.

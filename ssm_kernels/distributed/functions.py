@@ -166,6 +166,11 @@ def ssd_chunk_scan(
         torch.Size([2, 100, 4, 16])
         >>> dist.destroy_process_group()
     """
+    if is_two_sample(discretization):
+        raise NotImplementedError(
+            f"ssd_chunk_scan: discretization {discretization!r} reads two input samples a step, and ranks exchange "
+            "states without samples: send a ScanState of ssm_kernels.ssd_chunk_scan to the next rank"
+        )
     return operators_of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
         x,
         dt,

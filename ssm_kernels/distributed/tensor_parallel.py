@@ -314,7 +314,8 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
     layer.d_inner //= ranks
     layer.d_ssm //= ranks
     layer.nheads, layer.ngroups = heads, len(groups)
-    _localize(layer, how, _TensorParallelMamba2, A_log=Shard(0), D=Shard(0), dt_bias=Shard(0))
+    of_heads = ["A_log", "D", "dt_bias"] + ["lam_logit"] * (layer.discretization == "exp_trapezoidal")
+    _localize(layer, how, _TensorParallelMamba2, **dict.fromkeys(of_heads, Shard(0)))
 
 
 def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:

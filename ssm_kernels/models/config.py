@@ -131,7 +131,7 @@ class MambaConfig(MambaSsmFields):
         self.ssm_cfg = dict(self.ssm_cfg)
         self.mixer = self._resolve_mixer(self.ssm_cfg.pop("layer", None))
         self._check_ssm_cfg(self.mixer)
-        check_discretization(name, self.discretization, takes_two_samples=self.mixer == "Mamba")
+        check_discretization(name, self.discretization, takes_two_samples=self.mixer in ("Mamba", "Mamba2"))
         if self.discretization != "zoh" and self.mixer not in ("Mamba", "Mamba2"):
             raise ValueError(
                 f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"

@@ -87,6 +87,11 @@ def check_discretization(layer: str, value: Any, supported: Sequence[str] = (), 
         raise ValueError(
             f"{layer}: expected discretization {stem!r} with alpha from 0 to 1, as in '{stem}(0.7)', got {value!r}"
         )
+    if stem in two_sample_discretizations and stem not in listed and set(listed) & {*two_sample_discretizations}:
+        raise ValueError(
+            f"{layer}: discretization {value!r} has a decay that is no exponential, which this layer needs, expected one of "
+            f"{[*listed]}"
+        )
     if stem in two_sample_discretizations and stem not in listed:
         raise ValueError(
             f"{layer}: discretization {value!r} reads two input samples a step, which this layer does not, expected one of "

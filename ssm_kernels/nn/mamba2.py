@@ -16,17 +16,25 @@ Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), sections 7 and 8
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._discretizations import is_two_sample
 from .._dtypes import readable, wide_dtype
-from ..choices import ConvActivation, ExponentialDiscretizationName, RecomputeName
+from .._scan_state import ScanState
+from ..choices import (
+    ConvActivation,
+    ExponentialDiscretizationName,
+    ExponentialTwoSampleDiscretizationName,
+    RecomputeName,
+)
 from ..ops import selective_state_update
 from ..ops._arguments import finite_dt_limit
 from ..ops.ssd import ssd_chunk_scan
@@ -67,15 +75,18 @@ from .discretized import DiscretizedModule
 from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
 from .naming import name_for_operator, names_layer
+from .two_samples import KeepsSamples
 
 __all__ = ["Mamba2"]
+
+_RULES = (*get_args(ExponentialDiscretizationName), *get_args(ExponentialTwoSampleDiscretizationName))
 
 _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
 _mamba2_mixer_projected = torch.ops.ssm_kernels._mamba2_mixer_projected.default
 
 
 @names_layer
-class Mamba2(DiscretizedModule, PackedMixer):
+class Mamba2(KeepsSamples, DiscretizedModule, PackedMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
     Positional arguments, parameters (names, shapes, order), ``forward``, ``step``, ``allocate_inference_cache`` and
@@ -117,7 +128,11 @@ class Mamba2(DiscretizedModule, PackedMixer):
         sequence_parallel: ignored.
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
-        discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
+        discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes. With ``"foh_ramp"`` and ``"exp_trapezoidal"``, which
+            read two input samples a step, operators of their own take the place of the one between the projections, and
+            ``recompute`` changes nothing. The state of :meth:`step` is then (batch, nheads, headdim + 1, d_state + 1), with the
+            last samples, and a sequence begins with a sample of zero. ``"exp_trapezoidal"`` has a parameter ``lam_logit``,
+            (nheads,), the logit of the current sample's weight, 0 at initialization.
         recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (up to 3 % more time in training)
             or ``"all"``. Assignable. docs/layers.md has bytes and times of each.
 
@@ -166,7 +181,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        discretization: ExponentialDiscretizationName = "zoh",
+        discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = "zoh",
         recompute: RecomputeName = "cheap",
     ) -> None:
         super().__init__()
@@ -192,7 +207,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         check_pair("Mamba2", "A_init_range", A_init_range)
         check_pair("Mamba2", "dt_limit", dt_limit)
         check_step_sizes("Mamba2", dt_min, dt_max, dt_init_floor)
-        check_discretization("Mamba2", discretization, get_args(ExponentialDiscretizationName))
+        check_discretization("Mamba2", discretization, _RULES)
         check_recompute("Mamba2", recompute)
         check_dtype("Mamba2", dtype)
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
@@ -207,7 +222,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         )
         self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, dt_limit
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
-        self.discretization: ExponentialDiscretizationName = discretization
+        self.discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = discretization
         self.recompute = recompute
         self.activation: ConvActivation | None = "silu"
         if process_group is not None:
@@ -235,7 +250,12 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
-        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in Mamba2._no_decay))
+        if discretization == "exp_trapezoidal":
+            self.lam_logit = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
+            self._no_decay = (*self._no_decay, "lam_logit")
+        if is_two_sample(discretization):
+            self._state_axes = "(batch, nheads, headdim + 1, d_state + 1)"
+        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
         self._register_discretization(device)
         if conv_init is not None:
             uniform_(self.conv1d.weight, -conv_init, conv_init)
@@ -246,10 +266,12 @@ class Mamba2(DiscretizedModule, PackedMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_bias``, ``A_log`` and ``D``; the submodules have their own ``reset_parameters``."""
+        """Initializes ``dt_bias``, ``A_log``, ``D`` and ``lam_logit``; the submodules have their own ``reset_parameters``."""
         init_dt_bias(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         uniform_(self.A_log, *self.A_init_range).log_()
         self.D.fill_(1)
+        if self.discretization == "exp_trapezoidal":
+            self.lam_logit.zero_()
         self._reset_discretization()
 
     def forward(
@@ -309,10 +331,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
         z, xBC, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
         D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
-        y = update_state(
-            ssm_state,
-            x.dtype,
-            lambda state: selective_state_update(
+
+        def update(state: Tensor, **samples: Any) -> Tensor:
+            return selective_state_update(
                 state,
                 x,
                 dt[..., None].expand(x.shape),
@@ -326,8 +347,13 @@ class Mamba2(DiscretizedModule, PackedMixer):
                 dt_limit=self.dt_limit,
                 discretization=self.discretization,
                 A_is_log=True,
-            ),
-        )
+                **samples,
+            )
+
+        if is_two_sample(self.discretization):
+            y = self._step_two_samples(ssm_state, x.dtype, functools.partial(update, **self._weights(x.dtype, 1)))
+        else:
+            y = update_state(ssm_state, x.dtype, update)
         y = y.flatten(-2)
         if self.rmsnorm:
             y = self.norm(y, z)
@@ -347,6 +373,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if is_two_sample(self.discretization):
+            return self._mix_two_samples(hidden_states, conv_state, ssm_state, seq_idx, cu_seqlens)
         aligned_dtype = self._dtype_to_align(hidden_states)
         if aligned_dtype is not None:
             headdim = self._aligned_headdim(aligned_dtype, hidden_states)
@@ -385,6 +413,59 @@ class Mamba2(DiscretizedModule, PackedMixer):
         )
         out = first_columns(y, self.d_model) if is_projected else self._finish(y, mlp, aligned_dtype)
         return out, mixed, final_states
+
+    def _mix_two_samples(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``_mix``. The final states have the last samples, as :meth:`_views_of` finds them."""
+        if not self.operators.is_local:
+            self._refuse_ranks()
+        mlp, mixed = self._project(hidden_states)
+        z, inputs, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
+        weight, bias = conv_parameters("Mamba2", self.conv1d)
+        convolved = self.operators.causal_conv1d(
+            inputs,
+            weight.squeeze(1),
+            bias,
+            activation="silu",
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            initial_state=self._initial_state(conv_state, mixed.dtype),
+        )
+        x, B, C = self._split_heads(convolved)
+        wide = wide_dtype(x.dtype)
+        first = None if ssm_state is None else self._parts_of(ssm_state, x.dtype)
+        y, last = ssd_chunk_scan(
+            *(x, dt, -torch.exp(self.A_log.to(wide)), B, C),
+            chunk_size=self.chunk_size,
+            D=self._D_of_heads().to(wide),
+            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
+            dt_bias=self.dt_bias.to(wide),
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            initial_states=None if first is None else first.state,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_final_states=True,
+            discretization=cast(ExponentialTwoSampleDiscretizationName, self.discretization),
+            **self._weights(x.dtype, 0),
+            previous="zero" if first is None else (first.u, cast(Tensor, first.B)),
+        )
+        y = y.flatten(-2)
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        of_rows = torch.cat([last.state, last.u.to(wide)[..., None]], -1)
+        of_groups = F.pad(cast(Tensor, last.B).to(wide), (0, 1, 0, self.nheads - self.ngroups))
+        return self._finish(y, mlp), mixed, torch.cat([of_rows, of_groups[:, :, None]], 2)
+
+    def _views_of(self, state: Tensor) -> ScanState:
+        """A head has its sample of x in a further column. The further row of head ``g`` has the sample of B of group ``g``."""
+        return ScanState(state[:, :, :-1, :-1], state[:, :, :-1, -1], state[:, : self.ngroups, -1, :-1])
 
     def _mixer_options(self, headdim: int) -> tuple[Any, ...]:
         """The operator's arguments after the tensors. Heads of ``headdim`` rows end with zeros, which the mean counts, too."""
@@ -540,7 +621,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
             BC,
             BC,
             chunk_size=self.chunk_size,
-            discretization=self.discretization,
+            discretization="zoh" if is_two_sample(self.discretization) else self.discretization,
         )
 
     # In messages of the operator between the projections.
@@ -548,4 +629,5 @@ class Mamba2(DiscretizedModule, PackedMixer):
     _state_axes = "(batch, nheads, headdim, d_state)"
 
     def _state_shape(self) -> tuple[int, ...]:
-        return self.nheads, self.headdim, self.d_state
+        samples = int(is_two_sample(self.discretization))
+        return self.nheads, self.headdim + samples, self.d_state + samples

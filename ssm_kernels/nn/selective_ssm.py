@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -48,11 +47,12 @@ from .common import is_only_a_product, mark_parameters, update_state
 from .discretized import DiscretizedModule
 from .initialization import fill_, initialized, linear, reset_step_projection
 from .naming import class_name, name_for_operator, names_layer
+from .two_samples import KeepsSamples
 
 __all__ = ["SelectiveSSM"]
 
 
-class SelectiveBase(DiscretizedModule, CallsOperators):
+class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
     """Base class: the parameters of the selective SSM, its scan and its step. Derived layers add the rest of the mixer.
 
     Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
@@ -191,17 +191,14 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
     ) -> tuple[Tensor, Tensor]:
         """As ``_scan``, after its projections."""
         if not self.operators.is_local:
-            raise NotImplementedError(
-                f"{class_name(self)}: discretization {self.discretization!r} reads two input samples a step, which ranks that "
-                "share a sequence do not exchange"
-            )
+            self._refuse_ranks()
         wide = wide_dtype(x.dtype)
         first = None if initial_state is None else self._parts_of(initial_state, x.dtype)
         out, last = selective_scan(
             *(x.mT, delta.mT, -torch.exp(self.A_log.to(wide)), B.mT, C.mT, self.D.to(wide), None if z is None else z.mT),
             None if delta_bias is None else delta_bias.to(wide),
             discretization=cast(TwoSampleDiscretizationName, self.discretization),
-            **self._weights(x.dtype),
+            **self._weights(x.dtype, 1),
             previous="zero" if first is None else (first.u, first.B),
             delta_softplus=True,
             initial_state=None if first is None else first.state,
@@ -213,30 +210,8 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
         of_channels = torch.cat([last.state, last.u.to(wide)[..., None]], -1)
         return out.mT, torch.cat([of_channels, F.pad(last.B.to(wide), (0, 1))[:, None]], 1)
 
-    def _weights(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The options of a scan that weigh its samples; ``lam`` (d_inner, 1)."""
-        if self.discretization != "exp_trapezoidal":
-            return {}
-        return {"lam": self.lam_logit.to(dtype)[:, None], "lam_sigmoid": True}
-
-    @staticmethod
-    def _parts_of(state: Tensor, dtype: torch.dtype) -> ScanState:
-        """The state, in a wide dtype, and the samples, in ``dtype``, of a state with both: views where it has the dtype."""
-        of_channels, of_states = state[:, :-1], state[:, -1, :-1]
-        return ScanState(of_channels[..., :-1].to(wide_dtype(dtype)), of_channels[..., -1].to(dtype), of_states.to(dtype))
-
-    def _step_two_samples(self, state: Tensor, x: Tensor, update: Callable[..., Tensor]) -> Tensor:
-        """``update`` of the parts of a state, which it modifies in place, and of the weights."""
-        parts = self._parts_of(state, x.dtype)
-        weights = self._weights(x.dtype)
-        if weights:
-            weights["lam"] = weights["lam"][:, 0]
-        out = update(parts.state, previous_x=parts.u, previous_B=parts.B, **weights)
-        views = state[:, :-1, :-1], state[:, :-1, -1], state[:, -1, :-1]
-        for view, part in zip(views, (parts.state, parts.u, cast(Tensor, parts.B)), strict=True):
-            if part.dtype != view.dtype:
-                view.copy_(part)
-        return out
+    def _views_of(self, state: Tensor) -> ScanState:
+        return ScanState(state[:, :-1, :-1], state[:, :-1, -1], state[:, -1, :-1])
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
@@ -262,7 +237,7 @@ class SelectiveBase(DiscretizedModule, CallsOperators):
             )
 
         if is_two_sample(self.discretization):
-            return self._step_two_samples(state, x, update)
+            return self._step_two_samples(state, x.dtype, functools.partial(update, **self._weights(x.dtype, 0)))
         return update_state(state, x.dtype, update)
 
     # In messages of the operator between the projections.

@@ -1,7 +1,10 @@
-"""Calls of :func:`ssm_kernels.selective_scan` with a discretization that reads two input samples a step."""
+"""Calls of :func:`ssm_kernels.selective_scan` and :func:`ssm_kernels.ssd_chunk_scan` with a discretization that reads two input
+samples a step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +12,10 @@ from torch import Tensor
 
 from .._discretizations import with_alpha
 from .._scan_state import ScanState
-from ..choices import PreviousSample, TwoSampleDiscretizationName
+from ..choices import ExponentialTwoSampleDiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._states_at import Positions, read_positions
 
-__all__ = ["refuse_one_sample", "two_sample_scan"]
+__all__ = ["refuse_one_sample", "two_sample_chunk_scan", "two_sample_scan"]
 
 
 def refuse_one_sample(operator: str, discretization: str, lam: Any, lam_sigmoid: bool, previous: Any) -> None:
@@ -27,20 +30,23 @@ def refuse_one_sample(operator: str, discretization: str, lam: Any, lam_sigmoid:
         )
 
 
-def read_previous(operator: str, previous: Any) -> tuple[Tensor | None, Tensor | None, bool]:
-    """``previous`` as operators take it: the samples of u and B, and whether the first sample repeats."""
+def read_previous(
+    operator: str, previous: Any, input: str = "u", *, may_lack_B: bool = True
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """``previous`` as operators take it: the samples of the input and B, and whether the first sample repeats."""
     if isinstance(previous, str):
         if previous not in ("zero", "repeat"):
-            raise ValueError(f"{operator}: unknown previous {previous!r}, expected 'zero', 'repeat' or a pair (u, B)")
+            raise ValueError(f"{operator}: unknown previous {previous!r}, expected 'zero', 'repeat' or a pair ({input}, B)")
         return None, None, previous == "repeat"
     if not isinstance(previous, (tuple, list)) or len(previous) != 2:
         got = f"{len(previous)} values" if isinstance(previous, (tuple, list)) else type(previous).__name__
-        raise TypeError(f"{operator}: expected previous to be 'zero', 'repeat' or a pair (u, B), got {got}")
-    for name, value in zip(("u", "B"), previous, strict=True):
+        raise TypeError(f"{operator}: expected previous to be 'zero', 'repeat' or a pair ({input}, B), got {got}")
+    for name, value in zip((input, "B"), previous, strict=True):
         is_tensor = torch.overrides.is_tensor_like(value) and not isinstance(value, type)
-        if not is_tensor and (name == "u" or value is not None):
+        may_be_none = may_lack_B and name == "B"
+        if not is_tensor and not (may_be_none and value is None):
             raise TypeError(
-                f"{operator}: expected the {name} of previous to be a tensor{' or None' if name == 'B' else ''}, "
+                f"{operator}: expected the {name} of previous to be a tensor{' or None' if may_be_none else ''}, "
                 f"got {type(value).__name__}"
             )
     return previous[0], previous[1], False
@@ -103,3 +109,42 @@ def two_sample_scan(
     last, at = (ScanState(state, u, matrix if B.dim() > 2 else None) for state, u, matrix in (found[:3], found[3:]))
     results = [out] + [last] * return_last_state + [at] * (states_at is not None)
     return tuple(results)
+
+
+def two_sample_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: Sequence[float] | None,
+    initial_states: Tensor | None,
+    reverse: bool,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_final_states: bool,
+    discretization: ExponentialTwoSampleDiscretizationName,
+    lam: Tensor | None,
+    lam_sigmoid: bool,
+    previous: PreviousSample | tuple[Tensor, Tensor],
+    states_at: Positions | None,
+) -> Any:
+    previous_x, previous_B, repeats = read_previous("ssd_chunk_scan", previous, "x", may_lack_B=False)
+    lam = broadcast_lam("ssd_chunk_scan", lam, dt, "(batch, seqlen, heads)")
+    tensors = (D, z, dt_bias, initial_states, lam, previous_x, previous_B, seq_idx, cu_seqlens)
+    options = (discretization, lam_sigmoid, repeats, chunk_size, dt_softplus, dt_limit, reverse)
+    if not return_final_states and states_at is None:
+        operator = torch.ops.ssm_kernels.ssd_chunk_scan_two_sample
+        names = [argument.name for argument in operator.default._schema.arguments[5:]]
+        out, _ = operator(x, dt, A, B, C, **dict(zip(names, (*tensors, *options), strict=True)))
+        return out
+    positions = [] if states_at is None else read_positions("ssd_chunk_scan", states_at)
+    out, *found = torch.ops.ssm_kernels._ssd_chunk_scan_two_sample_states_at(x, dt, A, B, C, *tensors, *options, positions)
+    last, at = ScanState(*found[:3]), ScanState(*found[3:])
+    return (out, *[last] * return_final_states, *[at] * (states_at is not None))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..choices import ExponentialDiscretizationName
+from .._discretizations import is_two_sample
+from .._scan_state import ScanState
+from ..choices import ExponentialDiscretizationName, ExponentialTwoSampleDiscretizationName, PreviousSample
 from ._arguments import names_arguments, read_dt_limit
 from ._states_at import Positions, is_transformed, read_positions
+from ._two_samples import refuse_one_sample, two_sample_chunk_scan
 
 __all__ = ["ssd_chunk_scan"]
 
@@ -38,11 +41,14 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: ExponentialDiscretizationName = "zoh",
+    discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = "zoh",
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor] = "zero",
     states_at: Positions | None = None,
     log_decay: Tensor | None = None,
     gain: Tensor | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor | ScanState, ...]:
     r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.
 
     Each head is a selective scan whose :math:`A` is one number, with a state of headdim times dstate:
@@ -54,8 +60,13 @@ def ssd_chunk_scan(
         S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
         y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
 
-    The discretization defines the function :math:`k`: see ``docs/discretizations.md``. ``log_decay`` and ``gain`` take the
-    place of ``dt`` and ``A`` where the decay of each step and head is given:
+    The discretization defines the function :math:`k`: see ``docs/discretizations.md``. ``"foh_ramp"`` and ``"exp_trapezoidal"``
+    read two input samples a step:
+
+    .. math:: S_t = e^{z_t} S_{t-1} + \Delta_t \left(k(z_t)\, x_t B_t^\top + m(z_t)\, x_{t-1} B_{t-1}^\top\right), \quad
+        z_t = \Delta_t A
+
+    ``log_decay`` and ``gain`` take the place of ``dt`` and ``A`` where the decay of each step and head is given:
 
     .. math:: S_t = e^{\mathrm{log\_decay}_t} S_{t-1} + \mathrm{gain}_t\, x_t B_t^\top
 
@@ -94,7 +105,17 @@ def ssd_chunk_scan(
             so, from their initial states, and the state starts again from zero where ``seq_idx`` changes inside a sequence.
         return_final_states: also return the states after the last step.
         discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"zoh_exact"`` (alias ``"foh"``),
-            ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
+            ``"poly"``, ``"highorder"`` or ``"rk4"``, which differ in the input's factor; or, with two input samples,
+            ``"foh_ramp"`` or ``"exp_trapezoidal"``. A chunk's decay is the exponential of a sum, which rational rules such as
+            ``"bilinear"`` and ``"trapezoidal"`` do not have.
+        lam: of ``"exp_trapezoidal"``, the weight of the current sample, (batch, seqlen, heads) or a shape that broadcasts to
+            it, dtype of ``x``, from 0 to 1; the previous sample has the weight :math:`(1 - \lambda) e^z`.
+        lam_sigmoid: take the sigmoid of ``lam``.
+        previous: the sample before the first step of each sequence, for rules with two samples. ``"zero"``: none, which makes
+            every rule first order. ``"repeat"``: the first sample itself. ``(x, B)``: (batch, heads, headdim) and (batch,
+            groups, dstate), dtype of ``x``; with ``cu_seqlens`` one row for each sequence. Sequences that begin where
+            ``seq_idx`` changes have no sample before them but with ``"repeat"``. With ``reverse`` the sample after a
+            sequence's last step, which the scan reads first.
         states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
             a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
@@ -109,7 +130,10 @@ def ssd_chunk_scan(
     Returns:
         ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,
         dstate), dtype of ``D``; a sequence without steps returns its initial state. With ``states_at`` then ``states``,
-        (batch, positions, heads, headdim, dstate), dtype of ``D``. All are differentiable with respect to every
+        (batch, positions, heads, headdim, dstate), dtype of ``D``. Rules with two samples return a
+        :class:`~ssm_kernels.reference.ScanState` in place of each of the two: the states with the last sample of x and B, from
+        which ``initial_states`` and ``previous`` continue the scan. A step size of 0 keeps the state, and its sample becomes
+        the previous one. All are differentiable with respect to every
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
 
@@ -134,6 +158,7 @@ def ssd_chunk_scan(
     values of ``cu_seqlens`` are checked.
 
     Raises:
+        NotImplementedError: ``states_at`` with ``seq_idx`` and ``previous="repeat"``.
         ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
             not as above, ``states_at`` is given with ``reverse``, or the call has both or neither of ``log_decay`` and ``dt``
             with ``A``, or an argument of the other form.
@@ -153,10 +178,41 @@ def ssd_chunk_scan(
         >>> states.shape
         torch.Size([2, 4, 16, 32])
         >>> more = ssd_chunk_scan(x, dt, A, B, C, initial_states=states)  # continues
+        >>> out, last = ssd_chunk_scan(x, dt, A, B, C, discretization="foh_ramp", return_final_states=True)
+        >>> later = ssd_chunk_scan(
+        ...     x, dt, A, B, C, discretization="foh_ramp", initial_states=last.state, previous=(last.u, last.B)
+        ... )
         >>> gates = torch.nn.functional.logsigmoid(torch.randn(batch, seqlen, heads))
         >>> ssd_chunk_scan(x, None, None, B, C, log_decay=gates).shape  # simple gated linear attention
         torch.Size([2, 100, 4, 16])
     """
+    if discretization != "zoh" and log_decay is None and is_two_sample(discretization):
+        if dt is None or A is None or gain is not None:
+            raise ValueError("ssd_chunk_scan: expected dt and A, without gain, with a discretization that reads two samples")
+        return cast(
+            "Tensor | tuple[Tensor | ScanState, ...]",
+            two_sample_chunk_scan(
+                *(x, dt, A, B, C),
+                chunk_size=chunk_size,
+                D=D,
+                z=z,
+                dt_bias=dt_bias,
+                dt_softplus=dt_softplus,
+                dt_limit=read_dt_limit("ssd_chunk_scan", dt_limit),
+                initial_states=initial_states,
+                reverse=reverse,
+                seq_idx=seq_idx,
+                cu_seqlens=cu_seqlens,
+                return_final_states=return_final_states,
+                discretization=cast(ExponentialTwoSampleDiscretizationName, discretization),
+                lam=lam,
+                lam_sigmoid=lam_sigmoid,
+                previous=previous,
+                states_at=states_at,
+            ),
+        )
+    if lam is not None or lam_sigmoid is not False or previous != "zero":
+        refuse_one_sample("ssd_chunk_scan", discretization, lam, lam_sigmoid, previous)
     if states_at is not None:
         out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states_at(
             *(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, read_dt_limit("ssd_chunk_scan", dt_limit)),

@@ -29,7 +29,7 @@ from .recurrences import *  # noqa: F403
 from .selective_scan import selective_scan
 from .ssd import ssd_chunk_scan
 from .state_update import selective_state_update
-from .two_samples import ScanState, phi2, two_sample_coefficients, two_sample_scan
+from .two_samples import ScanState, phi2, two_sample_chunk_scan, two_sample_coefficients, two_sample_scan
 
 __all__ = [
     "ALIASES",
@@ -54,6 +54,7 @@ __all__ = [
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",
+    "two_sample_chunk_scan",
     "two_sample_coefficients",
     "two_sample_scan",
 ]

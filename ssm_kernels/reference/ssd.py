@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .._discretizations import is_two_sample
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
-from ..choices import ExponentialDiscretizationName
+from ..choices import DiscretizationName, ExponentialDiscretizationName, ExponentialTwoSampleDiscretizationName, PreviousSample
 from ..ops._states_at import Positions
+from ..ops._two_samples import refuse_one_sample
 from .discretizations import coefficients
 from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes, typed_like
+from .two_samples import two_sample_chunk_scan
 
 __all__ = ["ssd_chunk_scan"]
 
@@ -44,7 +47,7 @@ def step_coefficients(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_limit: tuple[float, float] | None,
-    discretization: ExponentialDiscretizationName,
+    discretization: DiscretizationName,
     log_decay: Tensor | None,
     gain: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,10 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: ExponentialDiscretizationName = "zoh",
+    discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = "zoh",
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor] = "zero",
     states_at: Positions | None = None,
     log_decay: Tensor | None = None,
     gain: Tensor | None = None,
@@ -90,7 +96,8 @@ def ssd_chunk_scan(
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
 
     ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
-    ``final_states`` have that dtype. With ``reverse``, the scan of flipped arguments.
+    ``final_states`` have that dtype. With ``reverse``, the scan of flipped arguments. Rules with two input samples are those of
+    :func:`two_sample_chunk_scan`.
 
     Examples:
         >>> import torch
@@ -101,6 +108,28 @@ def ssd_chunk_scan(
         torch.Size([2, 10, 4, 8])
     """
     refuse_tracing("ssd_chunk_scan", REFERENCE_LOOPS)
+    if is_two_sample(discretization):
+        if dt is None or A is None or log_decay is not None or gain is not None:
+            raise ValueError("ssd_chunk_scan: expected dt and A, without gain, with a discretization that reads two samples")
+        return two_sample_chunk_scan(
+            *(x, dt, A, B, C),
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            initial_states=initial_states,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_final_states=return_final_states,
+            discretization=cast(ExponentialTwoSampleDiscretizationName, discretization),
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            previous=previous,
+            states_at=states_at,
+        )
+    refuse_one_sample("ssd_chunk_scan", discretization, lam, lam_sigmoid, previous)
     batch, seqlen, heads, headdim = x.shape
     dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states, log_decay, gain)
     if reverse:
@@ -113,7 +142,8 @@ def ssd_chunk_scan(
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_states = None if initial_states is None else initial_states.flip(0)
     x = x.to(dtype)
-    a, c = step_coefficients(dtype, dt, A, dt_bias, dt_softplus, dt_limit, discretization, log_decay, gain)
+    rule = cast(DiscretizationName, discretization)
+    a, c = step_coefficients(dtype, dt, A, dt_bias, dt_softplus, dt_limit, rule, log_decay, gain)
     Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)

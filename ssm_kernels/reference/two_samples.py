@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, Literal
 
 import torch
@@ -10,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._scan_state import ScanState
-from ..choices import TwoSampleDiscretizationName
+from ..choices import ExponentialTwoSampleDiscretizationName, TwoSampleDiscretizationName
 from ..ops._states_at import Positions
 from ..ops._two_samples import read_previous
 from .discretizations import decaying, phi1
 from .selective_scan import _per_step
 from .sequences import promoted_dtype, resets_of, step_sizes
 
-__all__ = ["ScanState", "phi2", "two_sample_coefficients", "two_sample_scan"]
+__all__ = ["ScanState", "phi2", "two_sample_chunk_scan", "two_sample_coefficients", "two_sample_scan"]
 
 
 def phi2(z: Tensor) -> Tensor:
@@ -224,3 +225,78 @@ def two_sample_scan(
     if states_at is not None:
         results.append([at[int(p)] for p in states_at])
     return tuple(results) if len(results) > 1 else out
+
+
+def two_sample_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    reverse: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: ExponentialTwoSampleDiscretizationName,
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: Literal["zero", "repeat"] | tuple[Tensor, Tensor] = "zero",
+    states_at: Positions | None = None,
+) -> Any:
+    """The scan of the state-space dual form with two input samples a step.
+
+    It is :func:`two_sample_scan` of channels that share the step size, the weight and the rate of their head. Arguments and
+    results as :func:`ssm_kernels.ssd_chunk_scan`; ``states_at`` returns a list.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.reference.two_samples import two_sample_chunk_scan
+        >>> x, dt = torch.randn(2, 10, 4, 8, dtype=torch.float64), torch.rand(2, 10, 4, dtype=torch.float64)
+        >>> A, B, C = -torch.rand(4, dtype=torch.float64), *torch.randn(2, 2, 10, 1, 16, dtype=torch.float64)
+        >>> two_sample_chunk_scan(x, dt, A, B, C, discretization="foh_ramp").shape
+        torch.Size([2, 10, 4, 8])
+    """
+    batch, seqlen, heads, headdim = x.shape
+    previous_x, previous_B, _ = read_previous("two_sample_chunk_scan", previous, "x", may_lack_B=False)
+    given = () if previous_x is None else (previous_x, previous_B)
+    dtype = promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, *given)
+
+    def of_channels(values: Tensor) -> Tensor:  # (batch, seqlen, heads) to (batch, channels, seqlen)
+        return values.repeat_interleave(headdim, dim=2).transpose(1, 2)
+
+    steps = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
+    out, last, *at = two_sample_scan(
+        x.flatten(2).transpose(1, 2),
+        of_channels(steps),
+        A.repeat_interleave(headdim)[:, None].expand(-1, B.shape[3]),
+        B.permute(0, 2, 3, 1),
+        C.permute(0, 2, 3, 1),
+        None if D is None else (D if D.dim() == 2 else D[:, None].expand(heads, headdim)).flatten(),
+        None if z is None else z.flatten(2).transpose(1, 2),
+        discretization=discretization,
+        lam=None if lam is None else of_channels(lam.expand(batch, seqlen, heads)),
+        lam_sigmoid=lam_sigmoid,
+        initial_state=None if initial_states is None else initial_states.flatten(1, 2),
+        previous=previous if isinstance(previous, str) else (previous[0].flatten(1), previous[1]),
+        reverse=reverse,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        return_last_state=True,
+        states_at=states_at,
+    )
+
+    def of_heads(state: ScanState) -> ScanState:
+        h, u, matrix = state
+        return ScanState(h.unflatten(1, (heads, headdim)), u.unflatten(1, (heads, headdim)), matrix)
+
+    results: list[Any] = [out.transpose(1, 2).unflatten(2, (heads, headdim))]
+    results += [of_heads(last)] * return_final_states
+    results += [[of_heads(state) for state in states] for states in at]
+    return tuple(results) if len(results) > 1 else results[0]

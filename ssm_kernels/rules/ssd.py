@@ -26,6 +26,13 @@ AXES = {
     "seq_idx": "batch seqlen",
     "states": "batch positions channels headdim dstate",
 }
+TWO_SAMPLE_AXES = AXES | {
+    "lam": "batch seqlen channels",
+    **dict.fromkeys(("previous_x", "last_x"), "batch channels headdim"),
+    **dict.fromkeys(("previous_B", "last_B"), "batch groups dstate"),
+    "states_x": "batch positions channels headdim",
+    "states_B": "batch positions groups dstate",
+}
 _HEADS = dict.fromkeys(("x", "dt", "B", "C", "z", "log_decay", "gain"), 2) | {"initial_states": 1}
 
 DEFAULT_CHUNK = 64
@@ -97,6 +104,9 @@ def decomposed_scan(
 
 _STATES = ("_ssd_chunk_scan_states_at", "_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd")
 _FORWARD = ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", *_STATES)
+_TWO_SAMPLES = tuple(f"{name}_two_sample" for name in ("ssd_chunk_scan", "_ssd_chunk_scan"))
+_TWO_SAMPLES += ("_ssd_chunk_scan_two_sample_states_at", "_ssd_chunk_scan_two_sample_fwd")
+_BACKWARD_TWO_SAMPLES = "_ssd_chunk_scan_two_sample_bwd"
 _BACKWARD = ("_ssd_chunk_scan_bwd", "_ssd_chunk_scan_states_bwd")
 _SUMMARY = ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_scan_summary_fwd")
 
@@ -105,10 +115,13 @@ ROWS = {
         batching={
             **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan_states_at"), Composed()),
             "_ssd_chunk_scan": fold("_ssd_chunk_scan", _HEADS, ("A", "D", "dt_bias"), (2, 1)),
-            **{name: each_sample(name) for name in _BACKWARD},
+            **dict.fromkeys(("ssd_chunk_scan_two_sample", "_ssd_chunk_scan_two_sample_states_at"), Composed()),
+            **{name: each_sample(name) for name in (*_BACKWARD, "_ssd_chunk_scan_two_sample", _BACKWARD_TWO_SAMPLES)},
         },
-        flops=dict.fromkeys(_FORWARD, _flops) | dict.fromkeys(_BACKWARD, partial(_flops, backward=True)),
-        axes=dict.fromkeys((*_FORWARD, *_BACKWARD), AXES),
+        flops=dict.fromkeys((*_FORWARD, *_TWO_SAMPLES), _flops)
+        | dict.fromkeys((*_BACKWARD, _BACKWARD_TWO_SAMPLES), partial(_flops, backward=True)),
+        axes=dict.fromkeys((*_FORWARD, *_BACKWARD), AXES)
+        | dict.fromkeys((*_TWO_SAMPLES, _BACKWARD_TWO_SAMPLES), TWO_SAMPLE_AXES),
         decompositions={"ssd_chunk_scan": decomposed_scan},
     ),
     "ssd_chunk_scan_summary": Row(

@@ -91,7 +91,7 @@ def test_schemas_of_the_page_are_those_registered():
             assert len(schema.returns) == (1 if name in (*DECODING_STEPS, "mlstm_step") else len(results) + has_states)
         else:
             forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan(_two_sample)?_states_at|"
-            forms += "_ssd_chunk_scan_states|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
+            forms += "_ssd_chunk_scan_(states|two_sample)|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_(mamba2?|delta_rule|mlstm)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_(two_sample_)?discretizations|_discretization_aliases|_recurrences|_nearest_choice"
             forms += "|_(ssd_chunk_scan|linear_recurrence)_summary|_(selective|ssd_chunk)_scan_initial_gradient"

@@ -147,6 +147,116 @@ def test_models_generate(rule):
             assert torch.equal(logits.argmax(-1), tokens[:, t])
 
 
+MAMBA2: dict[str, dict[str, Any]] = {
+    "foh_ramp": {"discretization": "foh_ramp"},
+    "exp_trapezoidal": {"discretization": "exp_trapezoidal"},
+    "groups": {"discretization": "exp_trapezoidal", "ngroups": 2, "D_has_hdim": True},
+    "no_norm": {"discretization": "foh_ramp", "rmsnorm": False, "d_ssm": 16},
+}
+every_mamba2 = pytest.mark.parametrize("options", MAMBA2.values(), ids=list(MAMBA2))
+
+
+def make_mamba2(**options: Any) -> nn.Mamba2:
+    torch.manual_seed(0)
+    layer = nn.Mamba2(D_MODEL, d_state=5, headdim=4, chunk_size=4, layer_idx=0, dtype=torch.float64, **options)
+    for parameter in (layer.D, *([layer.lam_logit] if layer.discretization == "exp_trapezoidal" else [])):
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def test_mamba2_is_the_reference():
+    layer, u = make_mamba2(**MAMBA2["groups"]), make_x()
+    z, xBC, dt = layer.in_proj(u).split([24, 24 + 20, 6], -1)
+    convolved = torch.nn.functional.silu(layer.conv1d(xBC.mT)[..., :STEPS].mT)
+    x, B, C = convolved.split([24, 10, 10], -1)
+    y = reference.two_sample_chunk_scan(
+        *(x.unflatten(-1, (6, 4)), dt, -layer.A_log.exp(), B.unflatten(-1, (2, 5)), C.unflatten(-1, (2, 5))),
+        D=layer.D.view(6, 4),
+        dt_bias=layer.dt_bias,
+        dt_softplus=True,
+        discretization="exp_trapezoidal",
+        lam=layer.lam_logit,
+        lam_sigmoid=True,
+    )
+    gated = (y.flatten(2) * torch.nn.functional.silu(z)).unflatten(-1, (2, 12))
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + layer.norm.eps)
+    torch.testing.assert_close(layer(u), layer.out_proj(normed.flatten(2) * layer.norm.weight))
+
+
+@every_mamba2
+def test_mamba2_in_pieces_and_in_steps(options):
+    layer, x = make_mamba2(**options), make_x()
+    whole = layer(x)
+    cache = layer.allocate_inference_cache(2, STEPS)
+    assert cache[1].shape == (2, layer.nheads, 5, 6)
+    with torch.no_grad():
+        steps = [layer.step(x[:, t : t + 1], *cache)[0] for t in range(STEPS)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole.detach())
+        params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+        found = []
+        for begin, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
+            params.seqlen_offset = begin
+            found.append(layer(x[:, begin:end], inference_params=params))
+    torch.testing.assert_close(torch.cat(found, 1), whole.detach())
+    torch.testing.assert_close(params.key_value_memory_dict[0][1], cache[1])
+
+
+@every_mamba2
+def test_mamba2_of_packed_sequences(options):
+    layer, x = make_mamba2(**options), make_x(1)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    expected = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
+    torch.testing.assert_close(layer(x, cu_seqlens=ends), expected)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    torch.testing.assert_close(layer(x, seq_idx=seq_idx), expected)
+    with torch.no_grad():
+        params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+        layer(x[:, :7], cu_seqlens=torch.tensor([0, 4, 7]), inference_params=params)
+        params.seqlen_offset = 7
+        more = layer(torch.cat([make_x(1)[:, :1], x[:, 7:8]]), inference_params=params)
+    torch.testing.assert_close(more[1:], expected[:, 7:8].detach())
+
+
+@every_mamba2
+def test_mamba2_gradients(options):
+    """The gradients of all parameters equal finite differences."""
+    layer, x = make_mamba2(**options), make_x(1)[:, :3].requires_grad_()
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *values), fast_mode=True)
+
+
+@every_mamba2
+def test_state_dict_of_mamba2_names_the_rule(options):
+    layer, other = make_mamba2(**options), make_mamba2(**options)
+    torch.nn.init.normal_(other.A_log)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(make_x()), other(make_x()))
+    assert ("lam_logit" in layer.no_weight_decay()) == (layer.discretization == "exp_trapezoidal")
+    narrower = make_mamba2(**options | {"discretization": "zoh"})
+    state_dict = {name: value for name, value in layer.state_dict().items() if name != "lam_logit"}
+    with pytest.raises(RuntimeError, match="expected a checkpoint of discretization 'zoh'"):
+        narrower.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("rule", ["foh_ramp", "exp_trapezoidal"])
+def test_models_of_mamba2_generate(rule):
+    torch.manual_seed(0)
+    config = MambaConfig(
+        d_model=16, n_layer=2, vocab_size=24, mixer="Mamba2", ssm_cfg={"headdim": 8, "d_state": 4}, discretization=rule
+    )
+    model = MambaLM(config).double()
+    prompt = torch.randint(0, 20, (2, 5))
+    with torch.no_grad():
+        tokens = model.generate(prompt, max_length=9, top_k=1)
+        for t in range(5, 9):
+            logits = model(tokens[:, :t]).logits[:, -1]
+            assert torch.equal(logits.argmax(-1), tokens[:, t])
+
+
 def test_autocast():
     torch.manual_seed(0)
     layer = nn.Mamba(D_MODEL, discretization="exp_trapezoidal")
@@ -184,7 +294,10 @@ def test_states_of_other_dtypes_and_shapes(rule):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: nn.Mamba2(64, headdim=16, discretization="foh_ramp"), "Mamba2: discretization 'foh_ramp' reads two input"),
+        (
+            lambda: nn.Mamba2(64, headdim=16, discretization="trapezoidal"),
+            "Mamba2: discretization 'trapezoidal' has a decay that is no exponential, which this layer needs, expected one of",
+        ),
         (lambda: nn.Mamba(8, discretization="gbt_two_sample"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
         (lambda: nn.Mamba(8, discretization="gbt_two_sample(2)"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
         (lambda: nn.Mamba(8, discretization="foh_ramp", alpha=0.5), "Mamba: expected alpha with discretization"),
@@ -192,7 +305,7 @@ def test_states_of_other_dtypes_and_shapes(rule):
             lambda: compat.bidirectional.Mamba(8, bimamba_type="v2", discretization="foh_ramp"),
             "Mamba: discretization 'foh_ramp' reads two input samples a step, which the mixer of several directions",
         ),
-        (lambda: MambaConfig(mixer="Mamba2", discretization="foh_ramp"), "MambaConfig: discretization 'foh_ramp' reads two"),
+        (lambda: MambaConfig(mixer="MinGRU", discretization="foh_ramp"), "MambaConfig: discretization 'foh_ramp' reads two"),
     ],
 )
 def test_messages(call, message):

@@ -343,7 +343,7 @@ def test_function_and_schema_have_the_same_arguments(operator):
     of_operator = {argument.name for argument in operator.operator._schema.arguments}
     # In most operators states_at is several calls. alpha becomes a part of the name of the discretization.
     own = {operator.all_results, "states_at", "alpha"} - of_operator
-    if operator.name == "selective_scan":  # of selective_scan_two_sample
+    if operator.name in ("selective_scan", "ssd_chunk_scan"):  # of selective_scan_two_sample and ssd_chunk_scan_two_sample
         own |= {"lam", "lam_sigmoid", "previous"}
     of_function = [name for name in inspect.signature(operator.function).parameters if name not in own]
     assert sorted(of_function) == sorted(of_operator)

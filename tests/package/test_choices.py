@@ -49,7 +49,7 @@ def test_names_of_discretizations_are_those_of_the_table():
             lambda **name: nn.Mamba(8, **name),
         ),
         (
-            choices.ExponentialDiscretizationName,
+            Literal[choices.ExponentialDiscretizationName, choices.ExponentialTwoSampleDiscretizationName],
             "discretization",
             lambda **name: ssm_kernels.ssd_chunk_scan(X[..., None], X, -X[0, 0], X[..., None], X[..., None], **name),
         ),

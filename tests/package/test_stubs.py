@@ -61,7 +61,7 @@ def test_typed_functions_have_the_arguments_of_the_schema(name):
     of_schema = {each.name for each in schema}
     # alpha becomes a part of the name of the discretization.
     options = {*parameters} - (FLAGS - of_schema) - {"alpha"}
-    if name == "selective_scan":  # of selective_scan_two_sample
+    if name in ("selective_scan", "ssd_chunk_scan"):  # of selective_scan_two_sample and ssd_chunk_scan_two_sample
         options -= {"lam", "lam_sigmoid", "previous"}
     # Steps and summaries have Python options, such as reset, that their operators do not see.
     assert options == of_schema if name in FLAGGED else options >= of_schema

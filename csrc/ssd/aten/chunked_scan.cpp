@@ -21,6 +21,10 @@
 // their W are summed before the products with B and C.
 //
 // The sums cs are fp64 and their differences are rounded once, so that no exponent loses accuracy to a long or a strong decay.
+// With a diagonal gain d the output of a step reads the state before the step, and the step's own input by d:
+// y_i = S_{i-1} C_i + d_i (C_i . B_i) x_i. Sums up to i, as exponents of what y_i reads, then end at i - 1, and pairs (j, i)
+// have j < i. The pairs (i, i) have no decay: they are products of rows.
+//
 // Where seq_idx begins a sequence, the decay between steps before and after is zero, and contributions through a state are
 // masked. That stops NaN too, except in the products of its own chunk.
 //
@@ -34,6 +38,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
@@ -52,11 +57,13 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// sum_{i >= t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64: products with triangles of ones.
+// sum_{i >= t}, sum_{i > t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64: products with
+// triangles of ones.
 at::Tensor ones_for(const at::Tensor& values) {
   return at::ones({values.size(2), values.size(2)}, values.options().dtype(at::kDouble));
 }
 at::Tensor sum_from(const at::Tensor& values) { return at::matmul(ones_for(values).triu_(), values.to(at::kDouble)); }
+at::Tensor sum_after(const at::Tensor& values) { return at::matmul(ones_for(values).triu_(1), values.to(at::kDouble)); }
 at::Tensor sum_before(const at::Tensor& values) { return at::matmul(ones_for(values).tril_(-1), values.to(at::kDouble)); }
 
 // The pairs of steps inside chunks.
@@ -83,9 +90,16 @@ at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor&
   return zero_where_(products.mul_(chunks.exp_cumsum), chunks.is_after_beginning);
 }
 
+// C_i . B_i, by step with 1 for the heads of a group and for headdim.
+at::Tensor own_products(const Scan& scan, const Run& run, const Pairs& pairs) {
+  const at::Tensor diagonal = pairs.products.diagonal(0, 1, 2);
+  return diagonal.reshape({run.chunks, run.rows, scan.groups, run.length}).transpose(2, 3).unsqueeze(-1).unsqueeze(-1);
+}
+
 // y with D x, by step, given the result of read_states.
 at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
   at::Tensor y = from_states + scan.head_by_step(at::bmm(pairs.M, pairs.input), chunks.run);
+  if (chunks.diagonal.defined()) y.addcmul_(chunks.x, chunks.diagonal * own_products(scan, chunks.run, pairs));
   if (is_present(scan.in.D)) y.addcmul_(chunks.x, scan.D());
   return y;
 }
@@ -228,6 +242,13 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
 
   at::Tensor W = at::bmm(g, transposed(pairs.input)).view(pairs.decay.sizes()).mul_(pairs.decay);
   const at::Tensor grad_products = W.sum(1);
+  at::Tensor own, own_outputs;  // C_i . B_i, and g_i . x_i by step
+  if (chunks.diagonal.defined()) {
+    own = own_products(scan_, run, pairs);
+    own_outputs = row_products(grad_y, chunks.x);
+    const at::Tensor of_groups = (own_outputs * chunks.diagonal.squeeze(-1)).sum(-1).transpose(2, 3);
+    grad_products.diagonal(0, 1, 2).add_(of_groups.reshape({-1, run.length}));
+  }
   if (needs(kGradB)) {
     write_matrices(kGradB, run, at::bmm(scan_.weighted_input(chunks), T), chunks.is_before_beginning, transposed(grad_products),
                    chunks.C);
@@ -241,16 +262,24 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
   if (needs(kGradX)) {
     at::Tensor grad_x = grad_input * chunks.gain;
+    if (own.defined()) grad_x.addcmul_(grad_y, chunks.diagonal * own);
     if (is_present(bwd_.in.D)) grad_x.addcmul_(grad_y, scan_.D());
     scan_.write_by_step(grads_[kGradX], run, grad_x);
   }
 
+  if (is_present(bwd_.grad_diagonal_gain)) {
+    scan_.write(*bwd_.grad_diagonal_gain, run, scan_.merge_heads(own_outputs * own.squeeze(-1)));
+  }
   if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias) || needs(kGradLogDecay) || needs(kGradGain)) {
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
-    const at::Tensor within = sum_across(W.mul_(pairs.products.unsqueeze(1)));
+    W.mul_(pairs.products.unsqueeze(1));
+    // With a diagonal gain y_i reads what step i - 1 left.
+    if (own.defined()) W = at::constant_pad_nd(W.narrow(-2, 1, run.length - 1), {0, 0, 0, 1});
+    const at::Tensor within = sum_across(W);
+    const at::Tensor read = scan_.merge_heads(row_products(from_states, grad_y));
     const at::Tensor through =
         zero_where_(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
-    const at::Tensor grad_zeta = sum_from(scan_.merge_heads(row_products(from_states, grad_y))) +
+    const at::Tensor grad_zeta = (own.defined() ? sum_after(read) : sum_from(read)) +
                                  sum_before(scan_.merge_heads(input_to_end)) +
                                  within.view({run.chunks, run.rows, scan_.heads, run.length}).transpose(2, 3) +
                                  (through * chunks.decay.flatten(2)).unsqueeze(2);
@@ -277,7 +306,9 @@ std::vector<SequencesOfLength> packed_by_length(const Inputs& in) {
 Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
   Inputs batch = call;
   for (at::Tensor* sequence : {&batch.x, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
-  for (OptionalTensor* sequence : {&batch.dt, &batch.z, &batch.log_decay, &batch.gain}) *sequence = of.steps.take(*sequence);
+  for (OptionalTensor* sequence : {&batch.dt, &batch.z, &batch.log_decay, &batch.gain, &batch.diagonal_gain}) {
+    *sequence = of.steps.take(*sequence);
+  }
   batch.initial_states = of.states.take(call.initial_states);
   batch.seq_idx = of.steps.take(call.seq_idx);
   batch.cu_seqlens.reset();
@@ -344,8 +375,10 @@ GradTensors bwd_aten(const BwdInputs& bwd) {
         }
       };
       for_each_grad([&](const auto& rows, Grad grad) { grads_of_batch[grad] = rows.place(grads[grad]); });
+      if (is_present(bwd.grad_diagonal_gain)) batch.grad_diagonal_gain = of.steps.place(*bwd.grad_diagonal_gain);
       Adjoint(batch, method, grads_of_batch, sums).compute();
       for_each_grad([&](const auto& rows, Grad grad) { rows.put(grads_of_batch[grad], grads[grad]); });
+      if (is_present(bwd.grad_diagonal_gain)) of.steps.put(*batch.grad_diagonal_gain, *bwd.grad_diagonal_gain);
     }
   }
   sums.write(bwd, grads);

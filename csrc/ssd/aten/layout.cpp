@@ -92,7 +92,13 @@ Chunks Scan::load(const Run& run) const {
   const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestLogDecay);
   chunks.cs = cumsum_of_steps(zeta);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
-  const at::Tensor from_start = chunks.cs.exp();
+  if (is_present(in.diagonal_gain)) {
+    chunks.read_cs = at::constant_pad_nd(chunks.cs.narrow(2, 0, run.length - 1), {0, 0, 1, 0});
+    chunks.diagonal = factor(read(*in.diagonal_gain, run));
+  } else {
+    chunks.read_cs = chunks.cs;
+  }
+  const at::Tensor from_start = chunks.read_cs.exp();
   at::Tensor to_end, decay = cs_last.exp();
   if (starts_.defined()) {
     chunks.sequence = run_of(starts_, run).cumsum(2);
@@ -166,7 +172,9 @@ at::Tensor Scan::weighted_input(const Chunks& chunks) const {
 }
 
 at::Tensor Scan::decay_between(const Chunks& chunks) const {
-  at::Tensor result = exp_of_differences(chunks.cs.transpose(2, 3).contiguous(), options);
+  const auto by_head = [](const at::Tensor& cs) { return cs.transpose(2, 3).contiguous(); };
+  at::Tensor result = chunks.diagonal.defined() ? exp_of_differences(by_head(chunks.read_cs), by_head(chunks.cs), options)
+                                                : exp_of_differences(by_head(chunks.cs), options);
   if (chunks.sequence.defined()) {
     result.masked_fill_(chunks.sequence.unsqueeze(-1).ne(chunks.sequence.unsqueeze(-2)).unsqueeze(2), 0);
   }

@@ -30,14 +30,17 @@ struct Chunks {
   Run run;
   Steps steps;    // (chunks, rows, steps, heads)
   at::Tensor cs;  // (chunks, rows, steps, heads), float64
+  // cs of what an output reads of earlier steps: cs_i, or with a diagonal gain cs_{i-1}.
+  at::Tensor read_cs;
   // With seq_idx, (chunks, rows, steps): the number of sequences that begin in the chunk up to a step, whether there is one,
   // and whether one begins after the step. (chunks, rows, 1): whether any sequence begins in the chunk.
   at::Tensor sequence, is_after_beginning, is_before_beginning, is_cut;
   at::Tensor x;     // by step, accumulation type
   at::Tensor B, C;  // matrices (steps, dstate) of each group; C undefined if the call has none
-  // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim
+  // c_j, e^(cs_i) of read_cs and e^(cs_last - cs_j), by step with 1 for headdim
   at::Tensor gain, exp_cumsum, decay_to_chunk_end;
-  at::Tensor decay;  // e^cs_last, zero if a sequence begins in the chunk, (chunks, rows, heads, 1, 1)
+  at::Tensor diagonal;  // the diagonal gain, by step with 1 for headdim; undefined if the call has none
+  at::Tensor decay;     // e^cs_last, zero if a sequence begins in the chunk, (chunks, rows, heads, 1, 1)
 };
 
 // The scan of a batch. Packed sequences become batches before (torch/sequence_batches.h).
@@ -66,8 +69,8 @@ class Scan : public ChunkRuns {
   // e^cs_i g_i, and c_j e^(cs_last - cs_j) x_j, by group.
   at::Tensor decayed(const at::Tensor& g, const Chunks& chunks) const;
   at::Tensor weighted_input(const Chunks& chunks) const;
-  // e^(cs_i - cs_j), zero for j > i and where a sequence begins in between: a matrix (i, j) of each head, in front of them
-  // (groups of all chunks, heads of a group).
+  // e^(cs_i - cs_j), with cs_i of read_cs, zero for j > i and where a sequence begins in between: a matrix (i, j) of each head,
+  // in front of them (groups of all chunks, heads of a group). With a diagonal gain zero for j = i too.
   at::Tensor decay_between(const Chunks& chunks) const;
 
   // by_step: a run of a (batch, seqlen, heads, headdim) argument, ordered by step, in the accumulation type. write_by_step:

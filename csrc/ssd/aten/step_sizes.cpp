@@ -28,8 +28,9 @@ DtLimit limits_of(const Inputs& in, at::ScalarType dtype) {
   return {limit(min), limit(max)};
 }
 
-// The size in the accumulation type; without zeta and the gain.
-Steps load_sizes(const Inputs& in, const at::Tensor& dt) {
+}  // namespace
+
+Steps make_step_sizes(const Inputs& in, const at::Tensor& dt) {
   Steps steps;
   steps.biased = dt.to(accumulate_type(dt.scalar_type()));
   if (is_present(in.dt_bias)) steps.biased = steps.biased + *in.dt_bias;
@@ -39,11 +40,24 @@ Steps load_sizes(const Inputs& in, const at::Tensor& dt) {
   return steps;
 }
 
-}  // namespace
+at::Tensor biased_grads(const Inputs& in, const Steps& steps, at::Tensor grad_size) {
+  const auto [dt_min, dt_max] = limits_of(in, steps.unclamped.scalar_type());
+  const at::Tensor is_clamped = steps.unclamped.lt(dt_min).logical_or_(steps.unclamped.gt(dt_max));
+  const at::Tensor grad = grad_size.masked_fill_(is_clamped, 0);
+  if (!in.dt_softplus) return grad;
+  return at::softplus_backward(grad, steps.biased.to(at::kDouble), kSoftplusBeta, kSoftplusThreshold);
+}
+
+at::Tensor through_decay(const Inputs& in, const at::Tensor& grad_zeta) {
+  // From this rate on every state has decayed to zero, and so is the gradient through the decay.
+  const at::Tensor A = in.A->to(at::kDouble);
+  const double largest = in.A->scalar_type() == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
+  return (grad_zeta * A).masked_fill_(A.abs() >= largest, 0);
+}
 
 at::Tensor log_decay_of_all_steps(const Inputs& in) {
   if (is_present(in.log_decay)) return in.log_decay->sum(1, /*keepdim=*/false, at::kDouble);
-  return load_sizes(in, *in.dt).size.sum(1, /*keepdim=*/false, at::kDouble) * in.A->to(at::kDouble);
+  return make_step_sizes(in, *in.dt).size.sum(1, /*keepdim=*/false, at::kDouble) * in.A->to(at::kDouble);
 }
 
 Steps make_steps(const Inputs& in, Discretization method, c10::function_ref<at::Tensor(const at::Tensor&)> read) {
@@ -55,7 +69,7 @@ Steps make_steps(const Inputs& in, Discretization method, c10::function_ref<at::
     return steps;
   }
   const at::Tensor dt = read(*in.dt);
-  Steps steps = load_sizes(in, dt);
+  Steps steps = make_step_sizes(in, dt);
   steps.size = steps.size.to(at::kDouble);
   steps.zeta = steps.size * in.A->to(at::kDouble);
   visit_discretization(method, [&](auto rule) {
@@ -79,19 +93,11 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
     const TensorValue zeta(steps.zeta), basis = rule.basis(zeta);
     const auto derivatives = rule.derivatives(zeta, basis, current_gain(rule, zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
-    // From this rate on every state has decayed to zero, and so is the gradient through the decay.
-    const at::Tensor A = in.A->to(at::kDouble);
-    const double largest = in.A->scalar_type() == at::kDouble ? kLargestRate<double> : kLargestRate<float>;
-    grad_size = (grad_zeta * A).masked_fill_(A.abs() >= largest, 0) + grad_gain * derivatives.z_gain.tensor;
+    grad_size = through_decay(in, grad_zeta) + grad_gain * derivatives.z_gain.tensor;
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
     grads.A = grad_A.flatten(0, -2).sum(0);
   });
-  const auto [dt_min, dt_max] = limits_of(in, steps.unclamped.scalar_type());
-  const at::Tensor is_clamped = steps.unclamped.lt(dt_min).logical_or_(steps.unclamped.gt(dt_max));
-  grads.biased = grad_size.masked_fill_(is_clamped, 0);
-  if (in.dt_softplus) {
-    grads.biased = at::softplus_backward(grads.biased, steps.biased.to(at::kDouble), kSoftplusBeta, kSoftplusThreshold);
-  }
+  grads.biased = biased_grads(in, steps, grad_size);
   return grads;
 }
 

@@ -22,6 +22,13 @@ struct Steps {
   at::Tensor zeta;  // the logarithm of the state's decay, float64
   at::Tensor gain;  // c, the input's factor, accumulation type
 };
+// The step size in the accumulation type, `biased` and `unclamped`, without zeta and the gain.
+Steps make_step_sizes(const Inputs& in, const at::Tensor& dt);
+// The gradient of dt, from that of the step size, float64, which it overwrites.
+at::Tensor biased_grads(const Inputs& in, const Steps& steps, at::Tensor grad_size);
+// The gradient of the step size through the decay, from that of zeta.
+at::Tensor through_decay(const Inputs& in, const at::Tensor& grad_zeta);
+
 // `read` returns some steps of in.dt, in.log_decay or in.gain; heads are the last axis.
 Steps make_steps(const Inputs& in, Discretization method, c10::function_ref<at::Tensor(const at::Tensor&)> read);
 

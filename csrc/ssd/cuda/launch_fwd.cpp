@@ -129,7 +129,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
-  if (dtype == at::kDouble) return false;
+  if (dtype == at::kDouble || is_present(in.diagonal_gain)) return false;
   if (is_backward && (in.x.numel() == 0 || in.B.numel() == 0)) return false;
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);

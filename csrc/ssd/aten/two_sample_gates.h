@@ -1,0 +1,55 @@
+// The gates of a scan that reads two input samples a step, and their adjoint.
+//
+// With zeta = d A, d the step size, k and m the factors of the rule, and U_t = x_t B_t^T, such a rule is
+//
+//   S_t = e^zeta_t S_{t-1} + k_t d_t U_t + m_t d_t U_{t-1},      y_t = S_t C_t
+//
+// U_t enters S_t and S_{t+1}. With P_t the state that step t + 1 reads before its own input,
+//
+//   P_t = e^zeta_{t+1} S_t + m_{t+1} d_{t+1} U_t = e^zeta_{t+1} P_{t-1} + w_t U_t
+//   w_t = e^zeta_{t+1} k_t d_t + m_{t+1} d_{t+1},      y_t = P_{t-1} C_t + k_t d_t (B_t . C_t) x_t
+//
+// This is the chunked scan with the log decays zeta_{t+1}, the gains w_t and the diagonal gains k_t d_t
+// (Inputs::diagonal_gain). No weight is divided by a decay. After the last step of a sequence zeta_{t+1} = 0 and m_{t+1} = 0,
+// so that the last P is the last state. The scan starts from P_0 = e^zeta_1 S_0 + m_1 d_1 U_0, with U_0 the sample before the
+// sequence. If the first sample repeats, U_0 = U_1, and m_1 is added to k_1 instead.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "ssd/aten/step_sizes.h"
+#include "ssd/two_sample_op.h"
+
+namespace ssm_kernels::ssd {
+
+struct TwoSampleGates {
+  at::Tensor log_decay, gain, diagonal_gain;  // (batch, seqlen, heads), accumulation type
+  // Of the first step of each sequence, (sequences, heads), float64: zeta and m d. Undefined if the scan starts from zero.
+  at::Tensor first_zeta, first_previous;
+
+  // (batch, seqlen, ...), float64: what the adjoint reads.
+  Steps steps;
+  at::Tensor zeta, current, previous, lam;  // current and previous: k d, without a repeated sample, and m d
+  at::Tensor next_decay;                    // e^zeta of the next step
+  at::Tensor is_first, is_last;             // of a sequence, (batch, seqlen, 1), in the scan's order
+  at::Tensor first_steps;                   // (sequences,), where each sequence begins in the scan's order; with cu_seqlens
+  at::Tensor has_steps;                     // (sequences, 1), bool; with cu_seqlens
+};
+
+// Whether a scan starts from states that are not zero.
+inline bool has_first_states(const TwoSampleInputs& in) { return is_present(in.initial_states) || is_present(in.previous_x); }
+
+TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method);
+
+// P_0, (sequences, heads, headdim, dstate), of a call that has_first_states().
+at::Tensor first_states(const TwoSampleInputs& in, const TwoSampleGates& gates);
+
+// The gradients of dt, A, dt_bias, lam, initial_states, previous_x and previous_B, where they have elements.
+// grad_gates: of log_decay, gain and diagonal_gain. grad_first_states: of first_states(), undefined if there are none.
+struct GateGrads {
+  at::Tensor log_decay, gain, diagonal_gain;
+};
+void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, const TwoSampleGates& gates,
+                              const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads);
+
+}  // namespace ssm_kernels::ssd

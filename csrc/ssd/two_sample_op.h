@@ -1,0 +1,50 @@
+// Shared by the dispatcher's side of ssd_chunk_scan_two_sample (two_sample_op.cpp), the chunked scan with a discretization that
+// reads two input samples a step, and its gates. What it shares with ssd_chunk_scan is in ssd_op.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "ssd/ssd_op.h"
+
+namespace ssm_kernels::ssd {
+
+struct TwoSampleInputs {
+  at::Tensor x, dt, A, B, C;
+  OptionalTensor D, z, dt_bias, initial_states, lam, previous_x, previous_B, seq_idx, cu_seqlens;
+  std::string_view discretization;  // of the caller's string
+  bool lam_sigmoid = false, repeats_first = false;
+  std::optional<c10::SymInt> chunk_size;
+  bool dt_softplus = false;
+  double dt_min = 0, dt_max = 0;  // as those of Inputs
+  bool reverse = false;
+
+  auto tensors() { return std::tie(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, previous_x, previous_B); }
+  auto fields() {
+    return std::tuple_cat(tensors(), std::tie(seq_idx, cu_seqlens, discretization, lam_sigmoid, repeats_first, chunk_size,
+                                              dt_softplus, dt_min, dt_max, reverse));
+  }
+
+  // The arguments that ssd_chunk_scan has too.
+  Inputs of_scan() const;
+};
+
+// In the order of tensors(): the first are those of Grad.
+enum TwoSampleGrad { kGradLam = kGradInitialStates + 1, kGradPreviousX, kGradPreviousB, kNumTwoSampleGrads };
+using TwoSampleGrads = std::array<at::Tensor, kNumTwoSampleGrads>;
+
+struct TwoSampleBwdInputs {
+  OptionalTensor grad_out, grad_final_states;
+  TwoSampleInputs in;
+  std::array<bool, kNumTwoSampleGrads> needs_grad = {};
+
+  auto grads() { return std::tie(grad_out, grad_final_states); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+};
+
+}  // namespace ssm_kernels::ssd
