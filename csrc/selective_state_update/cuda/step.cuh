@@ -21,11 +21,14 @@
 #include "cuda/index_math.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/prefetch.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_state_update/cuda/launch.h"
 #include "selective_state_update/cuda/rows.cuh"
 
 namespace ssm_kernels::selective_state_update {
+
+using cuda::prefetch;
 
 // Returns the value unchanged, after all loads before: without it the compiler converts one of the first values, and so waits
 // for it, before it issues the loads of branches that follow.
@@ -50,8 +53,6 @@ template <typename T>
 __device__ __forceinline__ const T* at(const void* data, uint32_t offset) {
   return static_cast<const T*>(data) + offset;
 }
-
-__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Four elements of 2 bytes, loaded as words: two where the first element is at a multiple of a word, else one between two
 // halves. combine() is the first to wait for them.
