@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,11 +65,24 @@ def every_input_of(key: str) -> dict[str, Inputs]:
     return {name: inputs for name, inputs in every.items() if inputs.get("cu_seqlens") is None}
 
 
+def covering(options: dict[str, dict[str, Any]]) -> list[str]:
+    """The defaults, and options with every pair of values that one of the options has: those with most values first."""
+    found, seen = [], set()
+    for name in sorted(options, key=lambda name: -len(options[name])):
+        values = [(argument, repr(value)) for argument, value in options[name].items()]
+        pairs = {*itertools.combinations_with_replacement(sorted(values), 2)}
+        if not pairs or not pairs <= seen:
+            found.append(name)
+            seen |= pairs
+    return found
+
+
 def inputs_of(key: str) -> dict[str, Inputs]:
-    """The options that each run tries: all for the first recurrence, two for each other one, because they share their scan."""
+    """The options that each run tries: two for each recurrence after the first, because they share their scan."""
     every, recurrences = every_input_of(key), [name for name in SPECS if SPECS[name].family == "linear_scan"]
     first = 2 * (recurrences.index(key) - 1) if key in recurrences else -1
-    return every if first < 0 else {name: every[name] for name in ([*every] * 2)[first % len(every) :][:2]}
+    names = covering({name: SPECS[key].options[name] for name in every})
+    return {name: every[name] for name in (names if first < 0 else ([*every] * 2)[first % len(every) :][:2])}
 
 
 @functools.cache
