@@ -58,8 +58,13 @@ def decode_twice(**inputs):
     return second * 2 + inputs["states"].sum()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("slots", [None, 4])
+@pytest.mark.parametrize(
+    ("slots", "backend"),
+    [
+        *((None, "aot_eager"), (4, "aot_eager"), pytest.param(4, "inductor", marks=pytest.mark.slow)),
+        pytest.param(None, "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compile(slots, backend, device, fresh_dynamo):
     compiled = torch.compile(decode_twice, fullgraph=True, backend=backend)
     inputs = make_inputs(slots=slots, qk_l2norm=True, device=device)

@@ -231,7 +231,10 @@ def test_bad_calls_with_a_packed_sequence(name):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("Liquid", "indices"), ("Liquid", "hx"), ("Liquid", "sizes"), ("MinGRU", "indices"), ("MinLSTM", "sizes")],
+    [
+        *(("Liquid", "hx"), ("MinGRU", "indices"), ("MinLSTM", "sizes")),
+        *(pytest.param("Liquid", form, marks=pytest.mark.exhaustive) for form in ("indices", "sizes")),
+    ],
 )
 def test_packed_sequences_compile_into_one_graph(name, form):
     """The number of sequences comes from the indices or from hx, and without these from a value, a symbol of the graph.
