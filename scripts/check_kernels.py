@@ -39,8 +39,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # 9.0a addresses of rows of any alignment.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
-    re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 56,
-    re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 104,
+    re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 48,
+    re.compile(r"delta_rule::delta_rule_bwd_wide_chunks_kernel<\w+, \w+>@sm_90a"): 48,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<float, (64|128), .*>@"): 176,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<__half, 128, .*>@"): 168,
     re.compile(r"delta_rule::delta_rule_sm80_states_kernel<\w+, 256, .*>@"): 1560,

@@ -31,7 +31,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 71,
     "cuda": 11,
-    "delta_rule": 109,
+    "delta_rule": 101,
     "delta_rule_step": 21,
     "linear_scan": 198,
     "mixers": 4,

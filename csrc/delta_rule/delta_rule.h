@@ -144,24 +144,28 @@ struct DeltaRuleFoldParams {
   float* starts = nullptr;        // (places, heads, headdim, dstate)
 };
 
-// Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: two matrices and the tables, which
-// take 17 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns and two tiles of steps.
-constexpr int64_t kBwdMatricesBytes = 2 * kChunk * kChunk * 2 + 17 * 128;
-// Those of keys with more than kStateColumns columns have another matrix, and the states a second part of kStateColumns
+// Bytes of backward's workspaces (cuda/bwd_workspace.cuh) for each chunk of a value head: a matrix and the tables, which take
+// 17 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns, two tiles of steps and four bits of each
+// element of a tile of steps.
+constexpr int64_t kBwdMatricesBytes = kChunk * kChunk * 2 + 17 * 128;
+// Those of keys with more than kStateColumns columns have two more matrices, and the states a second part of kStateColumns
 // columns.
-constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + kChunk * kChunk * 2;
+constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + 2 * kChunk * kChunk * 2;
 constexpr int64_t kBwdStatePartBytes = 2 * kStateRows * kStateColumns * 2;
-constexpr int64_t bwd_states_bytes(int64_t columns) { return 2 * kStateRows * (columns + kChunk) * 2; }
+constexpr int64_t bwd_states_bytes(int64_t columns) {
+  return 2 * kStateRows * (columns + kChunk) * 2 + kStateRows * kChunk / 2;
+}
 
 // Parameters of backward's kernels. grad_q and grad_k have rows of key heads, of fp32 and times row_factors with has_fp32_rows,
-// else of the inputs' type. grad_log_decay and grad_beta are fp32. Gradients that are not needed are null, except grad_q
-// and grad_k.
+// else of the inputs' type. grad_log_decay is fp32, grad_beta without rounds_grad_beta. Gradients that are not needed are null,
+// except grad_q, grad_k and grad_v.
 struct DeltaRuleBwdParams : ChunkedGeometry {
   int value_heads_per_key_head = 1;
   float scale = 1;
   int log2_updates = 0;  // as in DeltaRuleFwdParams
   bool has_fp32_rows = false;
   bool beta_is_fp32 = true;               // else of the inputs' type
+  bool rounds_grad_beta = false;          // grad_beta has the inputs' type
   RowsView log_decay, beta, row_factors;  // as in DeltaRuleFwdParams
   RowsView grad_q, grad_k, grad_v, grad_log_decay, grad_beta;
   const int64_t* cu_seqlens = nullptr;
@@ -179,7 +183,8 @@ struct DeltaRuleBwdParams : ChunkedGeometry {
   // As in DeltaRuleFwdParams. With several updates a step q_of_updates and grad_out_of_updates describe tiles that have a row
   // for each update (cuda/step_tiles.cuh).
   cuda::TmaDescriptor q_descriptor = {}, k_descriptor = {}, v_descriptor = {}, grad_out_descriptor = {}, q_of_updates = {},
-                      grad_out_of_updates = {};
+                      grad_out_of_updates = {}, grad_v_descriptor = {};
+  cuda::TmaDescriptor grad_q_descriptor = {}, grad_k_descriptor = {};  // without has_fp32_rows
 };
 
 // For keys of more than kStateColumns columns: the parameters of the gradients' kernel for each part of the columns.
@@ -188,8 +193,8 @@ struct DeltaRuleBwdParts {
   DeltaRuleBwdParams of[kColumnParts];
 };
 
-SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1280);
-SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 2560);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParams, 1664);
+SSM_KERNEL_STRUCT(DeltaRuleBwdParts, 3328);
 SSM_KERNEL_STRUCT(DeltaRuleFactorsParams, 304);
 SSM_KERNEL_STRUCT(DeltaRuleFoldParams, 64);
 SSM_KERNEL_STRUCT(DeltaRuleFwdParams, 896);

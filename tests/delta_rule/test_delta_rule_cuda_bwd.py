@@ -138,6 +138,26 @@ def test_beta_of_the_dtype(key_dim, dtype):
         assert grad.equal(expected[name].to(grad.dtype)), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_dim", [64, 192])
+def test_small_betas(key_dim, dtype):
+    """Backward divides gradients of v by larger ones alone."""
+    inputs = make_inputs(1, 150, 2, 4, key_dim, 72, dtype=dtype, sequences=3)
+    inputs["beta"][:, ::3] *= 1e-3
+    inputs["beta"][:, 1::9] = 0
+    inputs["beta"][:, 2::9] = 1e-15
+    assert_accurate({**inputs, "cu_seqlens": torch.tensor([0, 70, 70, 150], dtype=torch.int32)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_rounded_betas(dtype):
+    """The kernels round it to the type of beta."""
+    inputs = make_inputs(2, 150, 2, 4, 64, 64, dtype=dtype)
+    inputs["beta"] = inputs["beta"].to(dtype)
+    found = assert_accurate(inputs)
+    assert found["beta"].dtype == dtype
+
+
 def test_packed_sequences_are_those_alone():
     """Empty ones, at the ends too, pass the gradient of their states on. NaN of a sequence does not reach the others."""
     bounds = [0, 0, 1, 17, 17, 80, 144, 273, 400, 400]

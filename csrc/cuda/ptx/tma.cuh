@@ -20,6 +20,13 @@ __device__ __forceinline__ void tma_load(void* shared, const void* global, int b
 #endif
 }
 
+// Copies to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+#endif
+}
+
 // The same for a tile of a tensor, at the given coordinates, innermost first. The tile begins at a multiple of 1024 bytes of
 // shared memory. Elements outside of the tensor become zeros, and count as copied.
 __device__ __forceinline__ void tma_load_tile(void* shared, const TmaDescriptor& map, int first, int second, int third,

@@ -25,7 +25,7 @@ cudaError_t launch_bwd_chunks(const DeltaRuleBwdParams& params, int multiprocess
   const auto kernel = params.value_heads_per_key_head > 1 ? delta_rule_bwd_chunks_kernel<Scalar, columns, true>
                                                           : delta_rule_bwd_chunks_kernel<Scalar, columns, false>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, Chunks::kThreads, kBytes, stream, /*uses_pdl=*/false, params);
+  return cuda::launch(kernel, blocks, Chunks::kThreads, kBytes, stream, /*uses_pdl=*/true, params);
 }
 
 template <typename Scalar>
@@ -45,42 +45,37 @@ cudaError_t launch_delta_rule_gate_grads(const DeltaRuleGateGradsParams& params,
 template <typename Scalar>
 cudaError_t launch_delta_rule_bwd(const DeltaRuleBwdParams& params, const WorkPartition& partition, bool has_matrices,
                                   int multiprocessors, cudaStream_t stream) {
-  const auto launch_columns = [&](auto columns, auto makes_pairs, auto has_updates) {
+  const auto launch_columns = [&](auto columns, auto has_updates) {
     constexpr int kColumns = decltype(columns)::value;
-    constexpr bool kMakesPairs = decltype(makes_pairs)::value;
     constexpr bool kHasUpdates = decltype(has_updates)::value;
-    using Matrices = BwdMatrices<Scalar, kColumns, !kMakesPairs>;
-    using States = BwdStates<Scalar, kColumns, kMakesPairs, kHasUpdates>;
+    using Matrices = BwdMatrices<Scalar, kColumns>;
+    using States = BwdStates<Scalar, kColumns, kHasUpdates>;
     static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                   "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
     static_assert(States::Shared::bytes() <= kSm90SharedBytes, "a block has that much shared memory");
-    const auto launch = [&](auto kernel, int64_t blocks, int threads, int bytes, const auto&... arguments) {
+    const auto launch = [&](auto kernel, int64_t blocks, int threads, int bytes, bool uses_pdl, const auto&... arguments) {
       if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-      return cuda::launch(kernel, blocks, threads, bytes, stream, /*uses_pdl=*/false, arguments...);
+      return cuda::launch(kernel, blocks, threads, bytes, stream, uses_pdl, arguments...);
     };
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
     if (!has_matrices) {
-      const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns, !kMakesPairs>, chunks,
-                                       Matrices::kThreads, Matrices::Shared::bytes(), params);
+      const cudaError_t error = launch(delta_rule_bwd_matrices_kernel<Scalar, kColumns>, chunks, Matrices::kThreads,
+                                       Matrices::Shared::bytes(), /*uses_pdl=*/false, params);
       if (error != cudaSuccess) return error;
     }
     if (const cudaError_t error =
-            launch(delta_rule_bwd_states_kernel<Scalar, kColumns, kMakesPairs, kHasUpdates>, kDirections * partition.work_tiles,
-                   States::kThreads, States::Shared::bytes(), params, partition);
+            launch(delta_rule_bwd_states_kernel<Scalar, kColumns, kHasUpdates>, kDirections * partition.work_tiles,
+                   States::kThreads, States::Shared::bytes(), /*uses_pdl=*/true, params, partition);
         error != cudaSuccess || params.states == nullptr) {
       return error;
     }
     return launch_bwd_chunks<Scalar, kColumns>(params, multiprocessors, stream);
   };
-  // The maps of segments, computed first and without a workspace of states, share the matrices with the states.
-  const bool makes_pairs = !has_matrices && params.states != nullptr && kDirections * partition.work_tiles > multiprocessors;
-  const auto launch_pairs = [&](auto columns) {
-    if (params.log2_updates > 0) return launch_columns(columns, std::false_type(), std::true_type());
-    return makes_pairs ? launch_columns(columns, std::true_type(), std::false_type())
-                       : launch_columns(columns, std::false_type(), std::false_type());
+  const auto launch_updates = [&](auto columns) {
+    return params.log2_updates > 0 ? launch_columns(columns, std::true_type()) : launch_columns(columns, std::false_type());
   };
-  if (params.dstate <= 64) return launch_pairs(std::integral_constant<int, 64>());
-  return launch_pairs(std::integral_constant<int, kStateColumns>());
+  if (params.dstate <= 64) return launch_updates(std::integral_constant<int, 64>());
+  return launch_updates(std::integral_constant<int, kStateColumns>());
 }
 
 }  // namespace ssm_kernels::delta_rule

@@ -1,6 +1,7 @@
 // The sums from which one warp computes the gradients of a chunk's log decays (bwd_chunks.cuh).
 #pragma once
 
+#include "cuda/mma_tf32x3.cuh"
 #include "delta_rule/cuda/bwd_workspace.cuh"
 #include "delta_rule/cuda/step_updates.cuh"
 
@@ -21,41 +22,31 @@ __device__ __forceinline__ void put_row_sums(float (&sums)[2], float (&target)[k
     if (lane.pair == 0) target[lane.row + 8 * half] = sums[half];
   }
 }
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-  return value;
-}
 
 // For each step t the sum over the warp's rows i >= t of the elements in columns before t; elements above the diagonal are
-// zero. Products with ones of a hi/lo split in bf16 are the sums along rows. Then lanes exchange halves of what they have, so
-// that each ends with two steps.
+// zero. Products with ones are the sums along rows, of elements as TF32: rounded for fp16, and else
+// truncated. Then lanes exchange halves of what they have,
+// so that each ends with two steps.
+template <typename Scalar>
 __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], float (&target)[kChunk],
                                           const FragmentLane& lane) {
-  using Half = __nv_bfloat16;
-  constexpr uint32_t kLowOne = 0x3f80, kHighOne = kLowOne << 16, kOnes = kHighOne | kLowOne;
-  uint32_t hi[kStepGroups][4], lo[kStepGroups][4];
-#pragma unroll
-  for (int k = 0; k < kStepGroups; ++k) {
-    pack_operand<Half>(terms, k, hi[k]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float (&block)[4] = terms[2 * k + i / 2];
-      lo[k][i] = cuda::pack_lo<Half>(block[i % 2 * 2], block[i % 2 * 2 + 1], hi[k][i]);
-    }
-  }
-  // Column `quad` of 8 columns has ones in the rows before it.
-  const uint32_t before = (2 * lane.pair < lane.quad ? kLowOne : 0) | (2 * lane.pair + 1 < lane.quad ? kHighOne : 0);
-  float sums[kStepBlocks][2];
+  const uint32_t one = __float_as_uint(1.0f), ones[2] = {one, one},
+                 before[2] = {2 * lane.pair < lane.quad ? one : 0, 2 * lane.pair + 1 < lane.quad ? one : 0};
+  float sums[kStepBlocks][2], of_blocks_before[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int n = 0; n < kStepBlocks; ++n) {
-    float of_rows[4] = {0, 0, 0, 0};
+    const float elements[4] = {terms[n][0], terms[n][2], terms[n][1], terms[n][3]};
+    uint32_t block[4];
 #pragma unroll
-    for (int k = 0; k <= n / 2; ++k) {
-      const uint32_t first = 2 * k < n ? kOnes : before, second = 2 * k + 1 < n ? kOnes : 2 * k + 1 == n ? before : 0;
-      cuda::mma<Half>(of_rows, hi[k], first, second);
-      cuda::mma<Half>(of_rows, lo[k], first, second);
+    for (int i = 0; i < 4; ++i) {
+      block[i] = __float_as_uint(elements[i]);
+      if (std::is_same_v<Scalar, __half>) block[i] = cuda::add_half_unit(block[i]);
     }
+    float of_rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of_rows[i] = of_blocks_before[i];
+    cuda::mma_tf32(of_rows, block, before);
+    cuda::mma_tf32(of_blocks_before, block, ones);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int distance = lane.row - (kBlockSteps * n + 2 * lane.pair + i);

@@ -83,8 +83,12 @@ void launch_bwd_wide(const Inputs& in, const GradOperands& of, const DeltaRuleBw
     describe_tiles(of_part.k_descriptor, columns(rows_for(params, range.of_key_heads(of.k))));
     of_part.grad_q = rows_view(columns(grads.q), grads.is_reversed);
     of_part.grad_k = rows_view(columns(grads.k), grads.is_reversed);
+    if (!params.has_fp32_rows) {
+      describe_tiles(of_part.grad_q_descriptor, columns(grads.q));
+      describe_tiles(of_part.grad_k_descriptor, columns(grads.k));
+    }
     if (part == 0) continue;
-    of_part.grad_v = of_part.grad_beta = {};
+    of_part.grad_beta = {};
     if (!of.grad_log_decay.defined()) continue;
     terms = empty_tensor({range.entries, in.q.size(1), range.heads}, in.q.options().dtype(at::kFloat));
     of_part.grad_log_decay = view_of(rows_for(params, terms.unsqueeze(3)));

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
+#include "delta_rule/cuda/bwd_low_bits.cuh"
+#include "delta_rule/cuda/bwd_value_gradients.cuh"
 #include "delta_rule/cuda/scan_blocks.cuh"
 #include "delta_rule/cuda/wide_state.cuh"
 
@@ -15,9 +17,9 @@ struct BwdWideStatesShared {
   SmemTile<kWideColumns> k[kStages], q;    // q backward in time alone, as p
   SmemTile<kStateRows> rows[kWarpgroups];  // of v or g
   SmemTile<kChunk> n, n_lo, p;
-  SmemTile<kWideColumns> states[kWarpgroups];  // S or D, and E^T or Y^T, on their way to memory
-  SmemTile<kChunk> steps[kWarpgroups];
-  DeltaRuleTables tables[kStages];
+  SmemTile<kWideColumns> states[kWarpgroups];  // S or D on their way to memory
+  SmemTile<kChunk> steps[kWarpgroups];         // E^T or the gradients of v
+  BwdTables tables[kStages];
   TmaBuffer<kStages> keys;  // of k and tables
   TmaBuffer<1> queries, values, inverse, pairs;
 
@@ -58,10 +60,11 @@ struct BwdWideStates {
     for (int use = 0; use < at.chunks; ++use) {
       const int stage = use % Shared::kStages, chunk = chunk_at(use), step = static_cast<int>(at.start) + chunk * kChunk;
       const auto& matrices = *matrices_of_chunk(p, chunk_number(chunk), head);
-      Mbarrier& keys_full = shared.keys.expect(use, sizeof(shared.k[0]) + sizeof(DeltaRuleTables));
+      const auto& wide = *wide_matrices_of_chunk(p, chunk_number(chunk), head);
+      Mbarrier& keys_full = shared.keys.expect(use, sizeof(shared.k[0]) + sizeof(BwdTables));
       load_wide_rows(shared.k[stage], p.k_descriptor, key_head, step, batch, keys_full);
-      cuda::tma_load(&shared.tables[stage], &matrices.tables, sizeof(DeltaRuleTables), keys_full);
-      if (is_reverse) cuda::tma_load(&shared.p, &matrices.p, sizeof(shared.p), shared.pairs.expect(use, sizeof(shared.p)));
+      cuda::tma_load(&shared.tables[stage], &matrices.tables, sizeof(BwdTables), keys_full);
+      if (is_reverse) cuda::tma_load(&shared.p, &wide.p, sizeof(shared.p), shared.pairs.expect(use, sizeof(shared.p)));
       const auto load_values = [&] {
         Mbarrier& values_full = shared.values.expect(use, sizeof(shared.rows));
 #pragma unroll
@@ -73,7 +76,7 @@ struct BwdWideStates {
       if (!is_reverse) load_values();
       Mbarrier& inverse_full = shared.inverse.expect(use, sizeof(shared.n) + sizeof(shared.n_lo));
       cuda::tma_load(&shared.n, &matrices.n, sizeof(shared.n), inverse_full);
-      cuda::tma_load(&shared.n_lo, low_part_of_chunk(p, chunk_number(chunk), head), sizeof(shared.n_lo), inverse_full);
+      cuda::tma_load(&shared.n_lo, &wide.n_lo, sizeof(shared.n_lo), inverse_full);
       if (!is_reverse) continue;
       load_values();
       load_wide_rows(shared.q, p.q_descriptor, key_head, step, batch, shared.queries.expect(use, sizeof(shared.q)));
@@ -105,7 +108,7 @@ struct BwdWideStates {
     for (int use = 0; use < at.chunks; ++use) {
       const int chunk = chunk_at(use), stage = use % Shared::kStages, steps = at.steps_of(chunk);
       const bool is_cut = is_packed(p) && steps < kChunk;
-      const DeltaRuleTables& tables = shared.tables[stage];
+      const BwdTables& tables = shared.tables[stage];
       // Addresses are recomputed: kept through the loop, they would spill.
       const FragmentLane lane = kept_lane.opaque();
       const FragmentPairs<> pairs(lane);
@@ -191,11 +194,28 @@ struct BwdWideStates {
       cuda::warpgroup_wait<0>(u);
       shared.inverse.release(use);
 
+      auto& to_send = shared.steps[index];
+      if constexpr (backward) {
+        const ValueGradients<Scalar> value_gradients{p, state_tile, index, lane};
+        if (is_cut) value_gradients.write_cut(to_send, u, tables, at, chunk);
+        if (tables.has_small_beta) {
+          value_gradients.write_undivided(target_of(chunk, state_tile)->y, to_send, u, pairs);
+          cuda::tma_store_wait_read<0>();
+          sync_warpgroup(index);
+        }
+        value_gradients.put(to_send, u, tables);
+      } else {
 #pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
+        for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          pairs.at(shared.steps[index], n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          for (int half = 0; half < 2; ++half) {
+            pairs.at(to_send, n, half) = cuda::pack<Scalar>(u[n][2 * half], u[n][2 * half + 1]);
+          }
+        }
+        if constexpr (kHasLowBits<Scalar>) {
+          if (p.states != nullptr && state_tile.is_there()) {
+            target_of(chunk, state_tile)->low_bits[threadIdx.x % kWarpgroupThreads] = pack_low_bits(u);
+          }
         }
       }
       // The chunk adds E or Y, scaled by the steps' factors, to the state. Forward in time the operand is a hi/lo split.
@@ -239,7 +259,7 @@ struct BwdWideStates {
         add_to_state<Scalar>(state, scaled_lo[j], rows_of(backward ? q_rows : k_rows, j), true);
       }
       cuda::warpgroup_commit();
-      send_steps<backward>(chunk, state_tile, index);
+      send_steps<backward>(chunk, state_tile, index, lane, is_cut);
       cuda::warpgroup_wait<0>(state.values);
       if constexpr (backward) shared.queries.release(use);
       shared.keys.release(use);
@@ -262,10 +282,14 @@ struct BwdWideStates {
     cuda::tma_store(backward ? &second->d : &second->s, &panels[SmemTile<kStateColumns>::kPanels], sizeof(second->s), starts);
   }
   template <bool backward>
-  __device__ __forceinline__ void send_steps(int chunk, const StateTile& state_tile, int index) {
+  __device__ __forceinline__ void send_steps(int chunk, const StateTile& state_tile, int index, const FragmentLane& lane,
+                                             bool is_cut) {
     const bool starts = publish(state_tile, index);
-    StatesOfChunk* const target = target_of(chunk, state_tile);
-    cuda::tma_store(backward ? &target->y : &target->e, &shared.steps[index], sizeof(target->e), starts);
+    if constexpr (backward) {
+      ValueGradients<Scalar>{p, state_tile, index, lane}.send(shared.steps[index], at, chunk, starts && !is_cut);
+    } else {
+      cuda::tma_store(&target_of(chunk, state_tile)->e, &shared.steps[index], sizeof(shared.steps[index]), starts);
+    }
   }
   __device__ __forceinline__ bool publish(const StateTile& state_tile, int index) {
     cuda::tma_store_wait_read<0>();

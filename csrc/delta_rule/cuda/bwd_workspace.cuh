@@ -8,25 +8,39 @@
 
 namespace ssm_kernels::delta_rule {
 
+// The last kernel divides the gradients of v, diag(beta) Y, by betas from this one on. The quotient is as accurate as Y,
+// rounded to the inputs' type: in fp16, products with a smaller beta could be subnormal.
+template <typename Scalar>
+constexpr float kLeastDivisor = std::is_same_v<Scalar, __half> ? 0x1p-6f : 0x1p-40f;
+
+// NaN is not small.
+template <typename Scalar>
+__device__ __forceinline__ bool is_small_beta(float beta) {
+  return fabsf(beta) < kLeastDivisor<Scalar>;
+}
+
+struct alignas(16) BwdTables : DeltaRuleTables {
+  bool has_small_beta;  // whether any step's is below kLeastDivisor
+};
+
 // With A the strictly lower part of diag(beta) (K K^T G), the inverse of I + A is I + diag(beta) N: N is without the factor
 // beta of its row, so that a step with beta = 0 is as any other.
 struct alignas(128) BwdMatricesOfChunk {
   SmemTile<kChunk> n;  // N^T, of which rows are steps j
-  SmemTile<kChunk> p;  // scale (Q K^T G), of which rows are steps i, or rows of q (step_tiles.cuh)
-  DeltaRuleTables tables;
+  BwdTables tables;
 };
 static_assert(sizeof(BwdMatricesOfChunk) == kBwdMatricesBytes, "the host allocates the matrices");
 
-// The bytes of p that have rows of q: with several updates a step the first half.
-__device__ __forceinline__ constexpr int query_matrix_bytes(bool has_updates) {
-  return static_cast<int>(sizeof(SmemTile<kChunk>)) / (has_updates ? 2 : 1);
-}
-
 // For kStateRows rows of V: S before the chunk, D after it, and E^T and Y^T, of which columns are steps.
 template <int columns>
-struct alignas(128) BwdStatesOfChunk {
+struct alignas(128) StatesOfChunk {
   SmemTile<columns> s, d;
-  SmemTile<kChunk> e, y;
+  SmemTile<kChunk> e, y;  // with gates of a head Y^T of chunks with a small beta alone
+};
+// With gates of a head and bf16 the low bits of E, too (bwd_low_bits.cuh).
+template <int columns>
+struct BwdStatesOfChunk : StatesOfChunk<columns> {
+  uint4 low_bits[kWarpgroupThreads];
 };
 static_assert(sizeof(BwdStatesOfChunk<kStateColumns>) == bwd_states_bytes(kStateColumns), "the host allocates the states");
 
@@ -34,11 +48,17 @@ template <typename Params>
 __device__ __forceinline__ BwdMatricesOfChunk* matrices_of_chunk(const Params& p, int64_t chunk_number, int head) {
   return static_cast<BwdMatricesOfChunk*>(p.matrices) + chunk_number * p.heads + head;
 }
-// For keys of more than kStateColumns columns: the low part of a hi/lo split of N^T. These follow the matrices of all chunks.
+// For keys of more than kStateColumns columns. These follow the matrices of all chunks.
+struct alignas(128) WideMatricesOfChunk {
+  SmemTile<kChunk> n_lo;  // the low part of a hi/lo split of N^T
+  SmemTile<kChunk> p;     // scale (Q K^T G), of which rows are steps i
+};
+static_assert(sizeof(WideMatricesOfChunk) == kWideMatricesBytes - kBwdMatricesBytes, "the host allocates the matrices");
+
 template <typename Params>
-__device__ __forceinline__ SmemTile<kChunk>* low_part_of_chunk(const Params& p, int64_t chunk_number, int head) {
+__device__ __forceinline__ WideMatricesOfChunk* wide_matrices_of_chunk(const Params& p, int64_t chunk_number, int head) {
   const int64_t count = chunk_numbers(p.batch, p.seqlen, is_packed(p)) * p.heads;
-  return reinterpret_cast<SmemTile<kChunk>*>(static_cast<BwdMatricesOfChunk*>(p.matrices) + count) + chunk_number * p.heads +
+  return reinterpret_cast<WideMatricesOfChunk*>(static_cast<BwdMatricesOfChunk*>(p.matrices) + count) + chunk_number * p.heads +
          head;
 }
 template <int columns>

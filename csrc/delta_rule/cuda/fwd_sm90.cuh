@@ -225,7 +225,7 @@ struct FwdSm90 {
   __device__ __forceinline__ void make_matrix(int stage, SmemTile<kChunk>& target, const FragmentLane& lane) {
     const auto& tiles = shared.stages[stage];
     const ScanTables& tables = shared.tables[stage];
-    if constexpr (has_updates) return make_query_matrix<Scalar>(p, tiles.q, tiles.k, tables, target, lane);
+    if constexpr (has_updates) return make_query_matrix<Scalar>(p, tiles.q, tiles.k, tables, target, kChunk, lane);
     float products[kStepBlocks][4];
     multiply_by_keys<Scalar>(tiles.q, tiles.k, products);
     const FragmentPairs<> pairs(lane);

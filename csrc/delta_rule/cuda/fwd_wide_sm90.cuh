@@ -81,6 +81,7 @@ struct FwdWide {
       for (int chunk = 0; chunk < at.chunks; ++chunk, ++use) {
         const int stage = use % Shared::kStages, step = static_cast<int>(at.start) + chunk * kChunk;
         const auto& matrices = *matrices_of_chunk(p, first_number + chunk, at.group);
+        const auto& wide = *wide_matrices_of_chunk(p, first_number + chunk, at.group);
         Mbarrier& keys_full = shared.keys.expect(use, sizeof(shared.k[0]) + sizeof(DeltaRuleTables));
         load_wide_rows(shared.k[stage], p.k_descriptor, key_head, step, batch, keys_full);
         cuda::tma_load(&shared.tables[stage], &matrices.tables, sizeof(DeltaRuleTables), keys_full);
@@ -93,8 +94,8 @@ struct FwdWide {
         }
         Mbarrier& inverse_full = shared.inverse.expect(use, sizeof(shared.n) + sizeof(shared.n_lo));
         cuda::tma_load(&shared.n, &matrices.n, sizeof(shared.n), inverse_full);
-        cuda::tma_load(&shared.n_lo, low_part_of_chunk(p, first_number + chunk, at.group), sizeof(shared.n_lo), inverse_full);
-        cuda::tma_load(&shared.p, &matrices.p, sizeof(shared.p), shared.pairs.expect(use, sizeof(shared.p)));
+        cuda::tma_load(&shared.n_lo, &wide.n_lo, sizeof(shared.n_lo), inverse_full);
+        cuda::tma_load(&shared.p, &wide.p, sizeof(shared.p), shared.pairs.expect(use, sizeof(shared.p)));
       }
     });
   }

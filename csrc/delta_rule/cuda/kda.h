@@ -49,7 +49,7 @@ struct KdaBwdParams : DeltaRuleBwdParams {
   float* gate_sums = nullptr;
 };
 
-SSM_KERNEL_STRUCT(KdaBwdParams, 1408);
+SSM_KERNEL_STRUCT(KdaBwdParams, 1792);
 SSM_KERNEL_STRUCT(KdaChunksParams, 248);
 SSM_KERNEL_STRUCT(KdaFwdParams, 896);
 

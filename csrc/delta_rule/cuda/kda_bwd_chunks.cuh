@@ -39,7 +39,7 @@ struct KdaBwdChunksShared {
   // The lengths of rows put pairs of elements in eight rows into different banks.
   using Terms = float[kChunk][kStateColumns + 8];
   struct alignas(kOperandAlignment) Stage {
-    BwdStatesOfChunk<kStateColumns> states;
+    StatesOfChunk<kStateColumns> states;
     SmemTile<kStateRows> grad_out;
   };
   union {
@@ -163,7 +163,7 @@ struct KdaBwdChunks {
   }
 
   // A thread has two channels, and an eighth of the rows.
-  __device__ __forceinline__ void add_states_products(BwdStatesOfChunk<kStateColumns>& states, float2& sum) const {
+  __device__ __forceinline__ void add_states_products(StatesOfChunk<kStateColumns>& states, float2& sum) const {
     constexpr int kPairs = kStateColumns / 2, kRows = kStateRows / Shared::kParts;
     const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs * kRows;
 #pragma unroll

@@ -59,6 +59,11 @@ class Backward {
   // Whether the host applies the norms to gradients: the last kernel has some columns of wide rows at a time.
   bool applies_norms() const { return in_.qk_l2norm && (is_wide() || is_sm80_ || has_normalized_rows()); }
   bool has_normalized_rows() const { return delta_rule::has_normalized_rows(in_); }
+  // Whether the kernels write the gradient of beta in the inputs' type.
+  bool rounds_grad_beta() const {
+    return needs(kGradBeta) && !in_.beta_sigmoid && !has_channels() && !is_sm80_ &&
+           grads_[kGradBeta].scalar_type() == in_.q.scalar_type();
+  }
   bool is_packed() const { return is_present(in_.cu_seqlens); }
   bool has_channels() const { return in_.has_gate_per_channel(); }
   // Whether the kernels write gradients of q and k of value heads, which the host adds up.
@@ -70,6 +75,8 @@ class Backward {
     return at::zeros({in_.q.size(0), in_.q.size(1), in_.v.size(2), in_.v.size(3)}, in_.v.options());
   }
 
+  // With gates of a head the kernel of the states writes the gradients of v by TMA, which has no opposite order: finish() has.
+  bool reverses_values() const { return reverses_rows_ && (has_channels() || is_sm80_); }
   // Whether the last kernel writes gradients of q and k in the opposite order; finish_key_heads() does so for fp32 rows.
   bool reverses_key_rows() const { return reverses_rows_ && !has_fp32_rows_; }
 
@@ -103,7 +110,7 @@ class Backward {
       of_.grad_q = place(kGradQ, in_.q);
       of_.grad_k = place(kGradK, in_.k);
     }
-    of_.grad_v = place(kGradV, in_.v);
+    of_.grad_v = reverses_rows_ && !reverses_values() ? empty_vectors(in_.v) : place(kGradV, in_.v);
     // The gradient itself if the kernels can write it, else what finish_gate_grads() makes it of.
     const auto of_steps = [&](Grad grad, bool is_argument, int64_t steps) {
       if (is_argument && needs(grad) && grads_[grad].scalar_type() == at::kFloat) return grads_[grad];
@@ -113,7 +120,11 @@ class Backward {
       allocate_channels();
     } else {
       if (needs_gate()) of_.grad_log_decay = of_steps(kGradG, !in_.has_raw_gate(), in_.q.size(1));
-      if (needs(kGradBeta)) of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid, seqlen());
+      if (rounds_grad_beta()) {
+        of_.grad_beta = grads_[kGradBeta];
+      } else if (needs(kGradBeta)) {
+        of_.grad_beta = of_steps(kGradBeta, !in_.beta_sigmoid, seqlen());
+      }
     }
     if (needs(kGradInitialStates)) {
       const at::Tensor& target = grads_[kGradInitialStates];
@@ -251,6 +262,7 @@ class Backward {
       describe_tiles(params.k_descriptor, of_key_heads(of_.k));
       describe_tiles(params.v_descriptor, of_heads(of_.v));
       describe_tiles(params.grad_out_descriptor, of_heads(of_.grad_out), kChunk / updates);
+      describe_tiles(params.grad_v_descriptor, of_heads(of_.grad_v));
       if (updates > 1) {
         describe_update_tiles(params.q_of_updates, of_key_heads(of_.q), updates);
         describe_update_tiles(params.grad_out_of_updates, of_heads(of_.grad_out), updates);
@@ -268,9 +280,10 @@ class Backward {
     params.grad_final_states = of_states(of_.grad_final_states);
     params.grad_initial_states = of_states(of_.grad_initial_states);
 
-    params.grad_v = rows_view(of_heads(of_.grad_v), reverses_rows_);
+    params.grad_v = rows_view(of_heads(of_.grad_v), reverses_values());
     if (of_.grad_log_decay.defined()) params.grad_log_decay = of_steps(of_.grad_log_decay);
     if (of_.grad_beta.defined()) params.grad_beta = of_steps(of_.grad_beta);
+    params.rounds_grad_beta = rounds_grad_beta();
     at::Tensor parts_q, parts_k, grad_q, grad_k;
     params.has_fp32_rows = has_fp32_rows_;
     if (has_fp32_rows_) {
@@ -286,6 +299,10 @@ class Backward {
     }
     params.grad_q = rows_view(grad_q, reverses_key_rows());
     params.grad_k = rows_view(grad_k, reverses_key_rows());
+    if (!has_fp32_rows_ && !has_channels() && !is_sm80_) {
+      describe_tiles(params.grad_q_descriptor, grad_q);
+      describe_tiles(params.grad_k_descriptor, grad_k);
+    }
 
     const int64_t chunks = chunk_numbers(params.batch, params.seqlen, cu_seqlens.defined()) * range.heads;
     TORCH_CHECK_VALUE(chunks <= std::numeric_limits<int32_t>::max(),
@@ -444,13 +461,14 @@ class Backward {
   }
 
   void finish() {
-    const auto write = [&](Grad grad, const at::Tensor& written) {
+    const auto write = [&](Grad grad, const at::Tensor& written, bool reverses = false) {
       if (!needs(grad) || !written.defined() || written.is_same(grads_[grad])) return;
-      grads_[grad].copy_(written.narrow(-1, 0, grads_[grad].size(-1)));
+      const at::Tensor result = written.narrow(-1, 0, grads_[grad].size(-1));
+      grads_[grad].copy_(reverses ? result.flip(1) : result);
     };
     write(kGradQ, of_.grad_q);
     write(kGradK, of_.grad_k);
-    write(kGradV, of_.grad_v);
+    write(kGradV, of_.grad_v, reverses_rows_ && !reverses_values());
     write(kGradInitialStates, of_.grad_initial_states);
     if (!has_channels()) return finish_gate_grads(in_, of_.grad_log_decay, of_.grad_beta, grads_);
     write(kGradG, of_.grad_log_decay);

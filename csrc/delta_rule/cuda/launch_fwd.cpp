@@ -70,7 +70,7 @@ Operands prepare(const Inputs& in, const FwdOutputs& outputs) {
   result.k = in.k.is_same(in.q) ? result.q : vectors(in.k);
   result.v = as_vectors(in.v);
   result.out = are_vectors(outputs.out) ? outputs.out : empty_vectors(outputs.out);
-  const bool keeps_beta = fwd_kernels_for(in) == Kernels::kSm90 && !is_wide(in.q.size(3));
+  const bool keeps_beta = fwd_kernels_for(in) == Kernels::kSm90;
   const StepFactors factors = step_factors(in, result.q, result.k, keeps_beta);
   result.log_decay = factors.log_decay;
   result.beta = factors.beta;
@@ -137,13 +137,14 @@ DeltaRuleMatricesParams matrices_parameters_of(const DeltaRuleFwdParams& fwd, vo
 }
 
 // The parameters of the kernel that makes the matrices of keys with more than kStateColumns columns.
-DeltaRuleBwdParams wide_matrices_parameters_of(const DeltaRuleFwdParams& fwd, void* matrices) {
+DeltaRuleBwdParams wide_matrices_parameters_of(const DeltaRuleFwdParams& fwd, bool beta_is_fp32, void* matrices) {
   DeltaRuleBwdParams params;
   static_cast<ChunkedGeometry&>(params) = fwd;
   params.value_heads_per_key_head = fwd.value_heads_per_key_head;
   params.scale = fwd.scale;
   params.log_decay = fwd.log_decay;
   params.beta = fwd.beta;
+  params.beta_is_fp32 = beta_is_fp32;
   params.row_factors = fwd.row_factors;
   params.cu_seqlens = fwd.cu_seqlens;
   params.resets = fwd.resets;
@@ -336,18 +337,19 @@ class WideKernels {
       : operands_(operands),
         value_dim_(in.v.size(3)),
         is_half_(in.q.scalar_type() == at::kHalf),
+        beta_is_fp32_(operands.beta.scalar_type() == at::kFloat),
         params_(parameters_of(in, operands)) {
     const int64_t chunks = chunk_numbers(params_.batch, params_.seqlen, params_.cu_seqlens != nullptr) * params_.heads;
     matrices_ = empty_tensor({chunks * kWideMatricesBytes}, in.q.options().dtype(at::kByte));
     params_.matrices = matrices_.data_ptr();
     work_ = divide(params_, in.q.options());
-    const DeltaRuleBwdParams of_matrices = wide_matrices_parameters_of(params_, params_.matrices);
+    const DeltaRuleBwdParams of_matrices = wide_matrices_parameters_of(params_, beta_is_fp32_, params_.matrices);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(is_half_ ? launch_delta_rule_wide_matrices<__half>(of_matrices, stream)
                             : launch_delta_rule_wide_matrices<__nv_bfloat16>(of_matrices, stream));
   }
   void queue_maps(const Segments& segments, const at::Tensor& starts, const at::Tensor& maps) {
-    DeltaRuleBwdParams of_maps = wide_matrices_parameters_of(params_, params_.matrices);
+    DeltaRuleBwdParams of_maps = wide_matrices_parameters_of(params_, beta_is_fp32_, params_.matrices);
     describe_maps(of_maps, segments, value_dim_, starts, maps);
     describe_tiles(of_maps.v_descriptor, operands_.v);
     WorkPartition partition = partition_states(of_maps);
@@ -365,7 +367,7 @@ class WideKernels {
  private:
   const Operands& operands_;
   const int64_t value_dim_;
-  const bool is_half_;
+  const bool is_half_, beta_is_fp32_;
   DeltaRuleFwdParams params_;
   Work work_;
   at::Tensor matrices_;

@@ -14,7 +14,7 @@ struct DeltaRuleSm80Params : DeltaRuleBwdParams {
   int64_t grad_log_decay_stride_part = 0;
   int multiprocessors = 1;  // of the device
 };
-SSM_KERNEL_STRUCT(DeltaRuleSm80Params, 1536);
+SSM_KERNEL_STRUCT(DeltaRuleSm80Params, 1920);
 
 // Columns of the keys that a block of the gradients' kernel takes, and how many parts these make.
 SSM_HOST_DEVICE constexpr int sm80_gradient_columns(int64_t dstate, int64_t element_bytes) {

@@ -8,6 +8,7 @@
 // host adds up both. The blocks of the first part also write the gradients of v and beta.
 #pragma once
 
+#include "cuda/lane_sums.cuh"
 #include "cuda/vector_io.cuh"
 #include "delta_rule/cuda/bwd_decay_sums.cuh"
 #include "delta_rule/cuda/sm80_chunk.cuh"
@@ -111,7 +112,7 @@ struct Sm80Gradients {
                      }
                      of_states += dot(*state_of(block, 0), shared.state);
                    });
-    of_states = warp_sum(of_states);
+    of_states = cuda::sum_over_warp(of_states);
     if (lane.index == 0) shared.sums.states[lane.warp] = of_states;
     scale_rows(
         added, [&](int row) { return shared.tables.beta[row] * shared.tables.gain_to_chunk_end[row]; }, shared.k,
@@ -232,7 +233,7 @@ struct Sm80Gradients {
     if constexpr (kIsFp32<Scalar>) {
       sum_pairs_of_fp32(f, shared.sums.pairs[lane.warp], lane);
     } else {
-      sum_pairs(f, shared.sums.pairs[lane.warp], lane);
+      sum_pairs<Scalar>(f, shared.sums.pairs[lane.warp], lane);
     }
   }
 

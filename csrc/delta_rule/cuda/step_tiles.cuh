@@ -25,7 +25,7 @@ __device__ __forceinline__ float2 query_pair(const Params& p, const StepTable& t
 // chunk's last one are zeros. By one warpgroup, whose warps hold 16 keys each of the transposed products.
 template <typename Scalar, int columns, typename Params>
 __device__ __forceinline__ void make_query_matrix(const Params& p, const SmemTile<columns>& q, const SmemTile<columns>& k,
-                                                  const ScanTables& tables, SmemTile<kChunk>& target,
+                                                  const ScanTables& tables, SmemTile<kChunk>& target, int updates,
                                                   const FragmentLane& lane) {
   constexpr int kBlocks = kChunkRows<true> / kBlockSteps;
   const uint64_t q_operand = make_operand(q), k_operand = make_operand(k);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void make_query_matrix(const Params& p, const SmemTil
   }
   cuda::warpgroup_commit();
   cuda::warpgroup_wait<0>(products);
-  const int rows = rows_of_updates(p, kChunk);
+  const int rows = rows_of_updates(p, updates);
   const float log2_of_keys[2] = {tables.log2_cumsum[lane.row], tables.log2_cumsum[lane.row + 8]};
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {

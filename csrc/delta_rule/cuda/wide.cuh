@@ -12,10 +12,10 @@ namespace ssm_kernels::delta_rule {
 
 template <typename Scalar>
 cudaError_t launch_delta_rule_wide_matrices(const DeltaRuleBwdParams& params, cudaStream_t stream) {
-  using Matrices = BwdMatrices<Scalar, kWideColumns, /*has_pairs=*/true>;
+  using Matrices = BwdMatrices<Scalar, kWideColumns>;
   static_assert(Matrices::kBlocksOfMultiprocessor * (Matrices::Shared::bytes() + 1024) <= kSm90SharedBytes + 1024,
                 "a multiprocessor has that much shared memory, of which each block takes 1 KiB more");
-  const auto kernel = delta_rule_bwd_matrices_kernel<Scalar, kWideColumns, /*has_pairs=*/true>;
+  const auto kernel = delta_rule_bwd_matrices_kernel<Scalar, kWideColumns>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, Matrices::Shared::bytes()); error != cudaSuccess) return error;
   const int64_t chunks = chunk_numbers(params.batch, params.seqlen, params.cu_seqlens != nullptr) * params.heads;
   return cuda::launch(kernel, chunks, Matrices::kThreads, Matrices::Shared::bytes(), stream, /*uses_pdl=*/false, params);
