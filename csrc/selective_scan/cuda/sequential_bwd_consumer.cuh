@@ -98,7 +98,7 @@ struct BwdConsumer : Method {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
-      A[k][i] = load_bounded_A<Acc>(p, d, state) * Step::kScaleOfA;
+      A[k][i] = load_bounded_A<Acc>(p, d, state, Step::kLargestA) * Step::kScaleOfA;
       adjoint[k][i] = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
     });
 #pragma unroll 1

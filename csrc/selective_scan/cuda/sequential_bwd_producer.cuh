@@ -111,18 +111,29 @@ struct BwdProducer {
       shared.matrices(tile).B[state * Matrices<TileConfig>::kPitch - 1] = to_accumulate(element);
     }
   }
-  // Loads lam of vector i.
-  __device__ __forceinline__ Vector<Scalar, kVector> load_weights(Vectors thread_vectors, int i, int64_t t0) const {
+  // Loads lam of vector i. Elements that do not exist have any value.
+  using Weights = cuda::ShiftedPieces<Scalar, kVector>;
+  __device__ __forceinline__ Weights load_weights(Vectors thread_vectors, int i, int64_t t0) const {
     const int64_t stride = along_channels ? two->lam.stride_dim : two->lam.stride_step;
     const Scalar* const first = first_row<Scalar>(two->lam, at) + thread_vectors.channel(i) * two->lam.stride_dim +
                                 (t0 + thread_vectors.step(i)) * two->lam.stride_step;
-    const bool is_vector = stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0;
-    return load_vector<Scalar, kVector>(first, stride, is_vector, min(elements_left(thread_vectors, i, t0), kVector));
+    const int left = elements_left(thread_vectors, i, t0);
+    Weights weights(first, stride == 1 ? left : 0);
+    if (stride != 1) {
+      auto vector = Vector<Scalar, kVector>::zero();
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (left > 0) vector.set(j, first[min(j, left - 1) * stride]);
+      }
+      weights = Weights(vector);
+    }
+    return weights;
   }
-  __device__ __forceinline__ void put_weights(Vectors thread_vectors, const Vector<Scalar, kVector>& raw, int i,
-                                              int tile) const {
+  __device__ __forceinline__ void put_weights(Vectors thread_vectors, const Weights& weights, int i, int tile) const {
     Acc lam[kVector];
-    thread_vectors.widen(raw, 0, lam);
+    const auto raw = weights.vector();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) lam[j] = raw.accumulate(j);
     if (two->lam_sigmoid) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) lam[j] = sigmoid(lam[j]);
@@ -137,11 +148,15 @@ struct BwdProducer {
     Scalar* const first = first_row<Scalar>(two->grad_lam, at) + thread_vectors.channel(i) * two->grad_lam.stride_dim +
                           (t0 + thread_vectors.step(i)) * two->grad_lam.stride_step;
     const int left = elements_left(thread_vectors, i, t0);
-    if (stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0 && left >= kVector) {
+    if (stride == 1) {
       Vector<Scalar, kVector> raw;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) raw.set(j, from_accumulate<Scalar>(of_lam[j]));
-      raw.store_once(first);
+      if (reinterpret_cast<uint64_t>(first) % kVectorBytes == 0 && left >= kVector) {
+        raw.store_once(first);
+      } else {
+        cuda::store_shifted(first, raw, left);
+      }
     } else {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -188,7 +203,7 @@ struct BwdProducer {
       typename Vectors::template Load<kVector> load_grad_out, load_z;
       if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
       if (has_gate) load_z = load(p.z, rows.z);
-      [[maybe_unused]] Loaded raw_lam;
+      [[maybe_unused]] std::conditional_t<kIsTwoSample<Method>, Weights, int> raw_lam;
       if constexpr (kIsTwoSample<Method>) {
         if (two->lam.data != nullptr) raw_lam = load_weights(thread_vectors, i, t0);
       }

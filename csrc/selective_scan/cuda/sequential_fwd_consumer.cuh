@@ -31,8 +31,8 @@ struct FwdConsumer {
   // Zero for channels and states that do not exist.
   typename Step::Rate rates[kLaneChannels][kLaneStates];
   Acc h[kLaneChannels][kLaneStates];
-  // B before the next step, of methods that read two samples.
-  Acc b_before[Method::kUsesPreviousInput ? kLaneStates : 1];
+  // Of methods that read two samples: B before the next step, and Step::kConstant.
+  Acc b_before[Method::kUsesPreviousInput ? kLaneStates : 1], constant;
 
   __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Method& method_, const Shared& shared_)
       : p(p_), method(method_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
@@ -41,7 +41,10 @@ struct FwdConsumer {
       h[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
-      const Acc rate = Method::kUsesPreviousInput ? load_bounded_A<Acc>(p, d, state) : load_state<Acc>(p.A, 0, d, state);
+      const Acc rate = [&] {
+        if constexpr (Method::kUsesPreviousInput) return load_bounded_A<Acc>(p, d, state, Step::kLargestA);
+        return load_state<Acc>(p.A, 0, d, state);
+      }();
       rates[k][i] = typename Step::Rate(rate * Step::kScaleOfA);
       h[k][i] = load_optional_state<Acc>(p.initial_state, at.initial, d, state);
     });
@@ -52,6 +55,8 @@ struct FwdConsumer {
   __device__ __forceinline__ void set_samples_before(const ReadB& read_B) {
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) b_before[i] = lane.state(i) < dstate && at.end > 0 ? read_B(lane.state(i)) : Acc(0);
+    // From the thread's number, which has no sign: a constant would be moved to a register at each use.
+    constant = __uint_as_float(__float_as_uint(Step::kConstant) + (static_cast<uint32_t>(opaque_thread()) >> 31));
   }
 
   __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
@@ -96,7 +101,7 @@ struct FwdConsumer {
         if (!is_full && j >= count) continue;
         const auto input = [&] {
           if constexpr (Method::kUsesPreviousInput) {
-            return typename Step::Input(method, delta[k][j], v[k][j], w[k][j]);
+            return typename Step::Advance(method, delta[k][j], v[k][j], w[k][j], constant);
           } else {
             return make_input<Step>(method, delta[k][j], v[k][j]);
           }
@@ -106,7 +111,7 @@ struct FwdConsumer {
           if (!is_full && lane.state(i) >= dstate) continue;
           if constexpr (Method::kUsesPreviousInput) {
             const Acc earlier = j > 0 ? b[i][j > 0 ? j - 1 : 0] : b_before[i];
-            h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j], earlier);
+            h[k][i] = input(rates[k][i], h[k][i], b[i][j], earlier);
           } else {
             h[k][i] = Step(input, rates[k][i]).advance(input, rates[k][i], h[k][i], b[i][j]);
           }

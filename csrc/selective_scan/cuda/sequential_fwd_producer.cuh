@@ -7,14 +7,14 @@
 #pragma once
 
 #include "common/activations.h"
+#include "cuda/ptx/prefetch.cuh"
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
 #include "selective_scan/cuda/sequential_step.cuh"
 #include "selective_scan/cuda/two_sample_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// What put() needs besides of methods that read two samples, of the next tile: a thread loads it after the copies of the tile's
-// rows have started.
+// What producers need besides of methods that read two samples.
 template <typename TileConfig, typename Method>
 struct FwdSamples {
   __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams*) {}
@@ -22,14 +22,22 @@ struct FwdSamples {
 template <typename TileConfig>
 struct FwdSamples<TileConfig, TwoSampleMethod> {
   using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
   using Vectors = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
-  using Raw = typename Vectors::Raw;
+  using Pieces = cuda::ShiftedPieces<Scalar, kVectorSize<Scalar>>;
 
   const TwoSampleParams* two;
-  // lam, and u before the vector's first step or, along the channels, before its step.
-  Raw lam[Vectors::kCount], u_before[Vectors::kCount];
+  const Scalar* lam;  // of the thread's first vector in the next tile to put
+  // Along the steps, the last u of the thread's vectors in the tile before.
+  Acc last_u[Vectors::kCount];
 
-  __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams* two_) : two(two_) {}
+  __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams* two_) : two(two_), lam(nullptr), last_u{} {}
+
+  // Of a tile: lam and, along the channels, u before the step of the vector, in lanes that do not find it in the warp's part of
+  // the tile. The loads are in flight while delta is computed.
+  struct Loads {
+    Pieces lam[Vectors::kCount], u_before[Vectors::kCount];
+  };
 };
 
 // Global memory -> delta, inputs, B and C; partial outputs -> out.
@@ -77,6 +85,9 @@ struct FwdProducer {
       u = thread_vectors.address(p.u, rows.u, 0);
       z = thread_vectors.address(p.z, rows.z, 0);
       out = thread_vectors.address(p.out, rows.out, 0);
+      if constexpr (kIsTwoSample<Method>) {
+        if (two->lam.data != nullptr) samples.lam = thread_vectors.address(two->lam, first_row<Scalar>(two->lam, at), 0);
+      }
     };
     if (is_along_channels(plan.sequences)) {
       set_addresses(AlongChannels{thread});
@@ -97,7 +108,7 @@ struct FwdProducer {
   // Calls visit(ThreadVectors) for the tile that starts at t0.
   template <typename Visitor>
   __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit) const {
-    const bool is_whole = sequential::is_whole<TileConfig>(at, t0);
+    const bool is_whole = kHasWholeTiles<Method, Scalar> && sequential::is_whole<TileConfig>(at, t0);
     if (plan.sequences == VectorAccess::kAlongChannels && is_whole) {
       visit(AlongChannels{thread});
     } else if (plan.sequences == VectorAccess::kAlongSteps && is_whole) {
@@ -137,36 +148,42 @@ struct FwdProducer {
     }
     cuda::cp_async_commit();
   }
-  // Loads lam and u before the thread's vectors, in steps and channels that exist.
+  // Fetches lam of a tile into the second-level cache.
   template <typename P>
-  __device__ __forceinline__ void read_samples(P thread_vectors, int64_t t0) {
+  __device__ __forceinline__ void prefetch_samples(P thread_vectors, int64_t t0) const {
     const TwoSampleParams& two = *samples.two;
-    const int steps = steps_from(t0);
-    const auto load = [&](const Scalar* first, int64_t stride, int count) {
-      const bool is_vector = stride == 1 && reinterpret_cast<uint64_t>(first) % kVectorBytes == 0;
-      return load_vector<Scalar, kVector>(first, stride, is_vector, min(count, kVector));
-    };
+    if (two.lam.data == nullptr) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int channel = thread_vectors.channel(i), step = thread_vectors.step(i);
-      const int left = thread_vectors.left(i, at.channels, steps);
-      if (two.lam.data != nullptr) {
-        const Scalar* const first =
-            first_row<Scalar>(two.lam, at) + channel * two.lam.stride_dim + (t0 + step) * two.lam.stride_step;
-        samples.lam[i] = load(first, P::kAlongChannels ? two.lam.stride_dim : two.lam.stride_step, left);
-      }
-      if (left <= 0) continue;
-      if (P::kAlongChannels && t0 + step > 0) {
-        samples.u_before[i] = load(rows.u + channel * p.u.stride_dim + (t0 + step - 1) * p.u.stride_step, p.u.stride_dim, left);
-      } else {
+      const Scalar* const first = samples.lam + i * thread_vectors.stride(two.lam);
+      if (thread_vectors.left(i, at.channels, steps_from(t0)) > 0) cuda::prefetch(first);
+    }
+  }
+  template <typename P>
+  __device__ __forceinline__ int64_t lam_stride(P) const {
+    return P::kAlongChannels ? samples.two->lam.stride_dim : samples.two->lam.stride_step;
+  }
+  // Elements that do not exist have any value.
+  template <typename Loads, typename P>
+  __device__ __forceinline__ void load_samples(Loads& loads, P thread_vectors, int64_t t0) const {
+    const TwoSampleParams& two = *samples.two;
+    const int64_t stride = lam_stride(thread_vectors);
 #pragma unroll
-        for (int j = 0; j < (P::kAlongChannels ? kVector : 1); ++j) {
-          if (j >= left) continue;
-          samples.u_before[i].set(
-              j, load_or_zero(u_address_before<Scalar>(p, two, at, plan.sequences, rows.u, channel + j, t0 + step)));
-        }
+    for (int i = 0; i < kCount; ++i) {
+      const int left = thread_vectors.left(i, at.channels, steps_from(t0));
+      if (two.lam.data != nullptr) {
+        loads.lam[i] = {samples.lam + i * thread_vectors.stride(two.lam), stride == 1 ? left : min(left, 1)};
+      }
+      if constexpr (P::kAlongChannels) {
+        const int64_t before = t0 + thread_vectors.step(i) - 1;
+        const bool loads_before = thread % kWarpSize < P::kPerStep && before >= 0;
+        loads.u_before[i] = {rows.u + thread_vectors.channel(i) * p.u.stride_dim + before * p.u.stride_step,
+                             loads_before ? left : 0};
       }
     }
+  }
+  __device__ __forceinline__ Acc sample_before_row(int channel) const {
+    return to_accumulate(load_or_zero(u_address_before<Scalar>(p, *samples.two, at, plan.sequences, rows.u, channel, 0)));
   }
   __device__ __forceinline__ void read_gate(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
@@ -205,9 +222,18 @@ struct FwdProducer {
   // All vectors of a thread at once: producers have one warp a scheduler, which waits for each chain of instructions, and the
   // branches over softplus and the gate would put one vector's chain after the other's.
   template <typename P>
-  __device__ __forceinline__ void put_vectors(P thread_vectors, int tile) const {
+  __device__ __forceinline__ void put_vectors(P thread_vectors, int tile) {
     const TileArray<TileConfig> deltas = shared.delta(tile), inputs = shared.input(tile);
     Acc delta[kCount][kVector], u[kCount][kVector];
+    [[maybe_unused]] const auto loads = [&] {
+      if constexpr (kIsTwoSample<Method>) {
+        typename FwdSamples<TileConfig, Method>::Loads loads;
+        load_samples(loads, thread_vectors, int64_t(tile) * TileConfig::kTileSteps);
+        return loads;
+      } else {
+        return 0;
+      }
+    }();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const auto raw_delta =
@@ -222,11 +248,10 @@ struct FwdProducer {
         for (int j = 0; j < kVector; ++j) delta[i][j] = softplus(delta[i][j]);
       }
     }
+    if constexpr (kIsTwoSample<Method>) put_previous(thread_vectors, tile, loads, delta, u);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (kIsTwoSample<Method>) {
-        put_previous<P::kAlongChannels>(thread_vectors, tile, i, delta[i], u[i]);
-      } else {
+      if constexpr (!kIsTwoSample<Method>) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) u[i][j] = input_of<Step>(delta[i][j], u[i][j]);
       }
@@ -235,38 +260,98 @@ struct FwdProducer {
     }
   }
 
-  // Stores the factors of B_{t-1} of vector i, and replaces u by those of B_t.
-  template <bool along_channels, typename P>
-  __device__ __forceinline__ void put_previous(P thread_vectors, int tile, int i, const Acc (&delta)[kVector],
-                                               Acc (&u)[kVector]) const {
-    const TwoSampleParams& two = *samples.two;
-    const bool is_weighted = p.discretization != Discretization::kFohRamp;
-    Acc weight[kVector], previous[kVector];
-    if (two.lam.data != nullptr) {
+  // u before each step of vector i, where `u` is that of each step.
+  template <typename P, typename Loads>
+  __device__ __forceinline__ void get_before(P thread_vectors, int tile, const Loads& loads, int i, const Acc (&u)[kVector],
+                                             Acc (&before)[kVector]) {
+    const int lane = thread % kWarpSize;
+    if constexpr (P::kAlongChannels) {
+      auto raw = loads.u_before[i].vector();
+      if (lane >= P::kPerStep) {
+        const P vectors_before{thread - P::kPerStep};
+        raw = vectors_before.get_raw(p.u, this->u - p.u.stride_step, shared.u + stage_of<Shared::kStagesOfU>(tile), i);
+      }
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) weight[j] = samples.lam[i].accumulate(j);
-      if (two.lam_sigmoid) {
+      for (int j = 0; j < kVector; ++j) before[j] = raw.accumulate(j);
+      if (tile == 0 && thread_vectors.step(i) == 0) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) weight[j] = sigmoid(weight[j]);
+        for (int j = 0; j < kVector; ++j) {
+          if (thread_vectors.channel(i) + j < at.channels) before[j] = sample_before_row(thread_vectors.channel(i) + j);
+        }
       }
     } else {
+      // The first vector of a row follows its last one in the tile before.
+      constexpr int kLast = P::kPerRow - 1;
+      const Acc own = lane % P::kPerRow == kLast ? samples.last_u[i] : u[kVector - 1];
+      before[0] = __shfl_sync(kAllLanes, own, lane % P::kPerRow == 0 ? lane + kLast : lane - 1);
+      samples.last_u[i] = u[kVector - 1];
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) weight[j] = constant_weight<Acc>(p, two);
+      for (int j = 1; j < kVector; ++j) before[j] = u[j - 1];
     }
-    Acc earlier = samples.u_before[i].accumulate(0);
+  }
+
+  // Stores the factors of B_{t-1} of a tile, replaces u by those of B_t, and delta by what consumers read in its place. Called
+  // by the whole warp.
+  template <typename P, typename Loads>
+  __device__ __forceinline__ void put_previous(P thread_vectors, int tile, const Loads& loads, Acc (&delta)[kCount][kVector],
+                                               Acc (&u)[kCount][kVector]) {
+    const TwoSampleParams& two = *samples.two;
+    Acc previous[kCount][kVector];
+    const auto for_each = [](const auto& visit) {
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      if (along_channels) earlier = samples.u_before[i].accumulate(j);
-      const SampleSteps<Acc> sizes(is_weighted, delta[j], weight[j]);
-      previous[j] = sizes.previous * earlier;
-      earlier = u[j];
-      u[j] *= sizes.current;
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) visit(i, j);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) get_before(thread_vectors, tile, loads, i, u[i], previous[i]);
+    if (two.lam.data != nullptr) {
+      const int64_t stride = lam_stride(thread_vectors);
+      Acc lam[kCount][kVector];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const auto raw = loads.lam[i].vector();
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) lam[i][j] = raw.accumulate(j);
+      }
+      if (stride == 0) {
+        for_each([&](int i, int j) { lam[i][j] = lam[i][0]; });
+      } else if (stride != 1) {
+        const int steps = steps_from(int64_t(tile) * TileConfig::kTileSteps);
+        for_each([&](int i, int j) {
+          const int left = thread_vectors.left(i, at.channels, steps);
+          const Scalar* const first = samples.lam + i * thread_vectors.stride(two.lam);
+          if (left > 0) lam[i][j] = to_accumulate(first[min(j, left - 1) * stride]);
+        });
+      }
+      samples.lam += TileConfig::kTileSteps * two.lam.stride_step;
+      if (two.lam_sigmoid) for_each([&](int i, int j) { lam[i][j] = sigmoid(lam[i][j]); });
+      for_each([&](int i, int j) {
+        const Acc current = delta[i][j] * lam[i][j];
+        previous[i][j] *= delta[i][j] - current;
+        u[i][j] *= current;
+      });
+    } else if (is_bilinear(p)) {
+      // Consumers read 1 / delta, and samples have no factor of delta. An infinite step is NaN.
+      const Acc alpha = constant_weight<Acc>(p, two);
+      for_each([&](int i, int j) {
+        delta[i][j] = Math<Acc>::fma(delta[i][j], Acc(0), Math<Acc>::reciprocal(delta[i][j]));
+        previous[i][j] *= Acc(1) - alpha;
+        u[i][j] *= alpha;
+      });
+    } else {
+      for_each([&](int i, int j) {
+        previous[i][j] *= delta[i][j];
+        u[i][j] *= delta[i][j];
+      });
     }
-    thread_vectors.put(shared.previous(tile), i, 0, previous);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) thread_vectors.put(shared.previous(tile), i, 0, previous[i]);
   }
 
   // Waits for a tile's copies and stores what the consumers read of it. Only the next tile's copies are then still in flight.
-  __device__ __forceinline__ void put(int tile) const {
+  __device__ __forceinline__ void put(int tile) {
     cuda::cp_async_wait<1>();
     __syncwarp();
     by_access(int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
@@ -329,6 +414,15 @@ struct FwdProducer {
   __device__ __forceinline__ void run() {
     const int tiles = static_cast<int>((at.end + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps);
     if (tiles == 0) return;
+    if constexpr (kIsTwoSample<Method>) {
+      if (!is_along_channels(plan.sequences)) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int channel = AlongSteps{thread}.channel(i);
+          if (channel < at.channels) samples.last_u[i] = sample_before_row(channel);
+        }
+      }
+    }
     // The consumers scan `tile` meanwhile, from 0 on. write() before read(): the stage of tile - 1 is reused for tile + 2.
     // One loop, so that each part is compiled once.
 #pragma unroll 1
@@ -345,7 +439,7 @@ struct FwdProducer {
       read_matrices(tile + 2);
       if constexpr (kIsTwoSample<Method>) {
         const int64_t t0 = int64_t(tile + 2) * TileConfig::kTileSteps;
-        if (t0 < at.end) by_access(t0, [&](auto thread_vectors) { read_samples(thread_vectors, t0); });
+        if (t0 < at.end) by_access(t0, [&](auto thread_vectors) { prefetch_samples(thread_vectors, t0); });
       }
       if (tile > -2) sync_roles<TileConfig>();
     }

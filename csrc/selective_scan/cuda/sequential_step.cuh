@@ -36,7 +36,7 @@ struct GradientSums {
 template <typename Acc>
 struct StepDefaults {
   static constexpr bool kInputHasDelta = true, kKeepsAddresses = true;
-  static constexpr Acc kInputScale = 1, kScaleOfA = 1, kScaleOfStepSum = 1, kScaleOfGradA = 1;
+  static constexpr Acc kInputScale = 1, kScaleOfA = 1, kScaleOfStepSum = 1, kScaleOfGradA = 1, kLargestA = kLargestRate<Acc>;
 
   struct Rate {
     Acc A;

@@ -20,9 +20,10 @@ __device__ __forceinline__ Acc load_optional_state(const StateView& view, int64_
 
 // A of a backward kernel. NaN stays, and so does a positive infinity, beside which nothing is finite.
 template <typename Acc>
-__device__ __forceinline__ Acc load_bounded_A(const SelectiveScanParams& p, int64_t d, int64_t state) {
+__device__ __forceinline__ Acc load_bounded_A(const SelectiveScanParams& p, int64_t d, int64_t state,
+                                              Acc largest = kLargestRate<Acc>) {
   const Acc A = load_state<Acc>(p.A, 0, d, state);
-  return A < -kLargestRate<Acc> ? -kLargestRate<Acc> : A;
+  return A < -largest ? -largest : A;
 }
 
 // Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one. A state of zero needs no decay,

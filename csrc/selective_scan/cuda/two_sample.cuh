@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/activations.h"
+#include "cuda/shifted_io.cuh"
 #include "selective_scan/cuda/position.cuh"
 #include "selective_scan/cuda/transition.cuh"
 
@@ -66,6 +67,10 @@ template <typename Scalar>
 __device__ __forceinline__ AccumulateType<Scalar> load_lam(const TwoSample& two, const Scalar* element) {
   const AccumulateType<Scalar> raw = to_accumulate(*element);
   return two.lam_sigmoid ? sigmoid(raw) : raw;
+}
+
+__device__ __forceinline__ bool is_bilinear(const SelectiveScanParams& p) {
+  return p.discretization == Discretization::kTrapezoidal || p.discretization == Discretization::kGbtTwoSample;
 }
 
 // The weight of a step's own sample where it is not lam, and whether it weighs at all: the true first-order hold does not.

@@ -26,7 +26,7 @@
 namespace ssm_kernels::selective_scan::sequential {
 
 // Registers per thread after setmaxnreg.
-constexpr int kTwoSampleConsumerRegisters = 160,
+constexpr int kTwoSampleConsumerRegisters = 176,
               kTwoSampleProducerRegisters = cuda::producer_registers<kConsumerWarps * kWarpSize, kTwoSampleConsumerRegisters,
                                                                      kProducerWarps * kWarpSize, kResidentBlocks>();
 
@@ -52,16 +52,17 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
       BwdProducer<C, TwoSampleMethod, decltype(access)::value>(params, plan, partial_sums, shared, &two).run();
     };
     const VectorAccess sequences = static_cast<VectorAccess>(opaque(static_cast<int>(plan.sequences)));
-    if (sequences == VectorAccess::kAlongSteps) {
-      run(std::integral_constant<VectorAccess, VectorAccess::kAlongSteps>());
-    } else if (sequences == VectorAccess::kAlongChannels) {
-      run(std::integral_constant<VectorAccess, VectorAccess::kAlongChannels>());
+    constexpr bool kIsAligned = kHasWholeTiles<TwoSampleMethod, Scalar>;
+    if (kIsAligned && sequences == VectorAccess::kAlongSteps) {
+      run(std::integral_constant<VectorAccess, kIsAligned ? VectorAccess::kAlongSteps : VectorAccess::kShifted>());
+    } else if (kIsAligned && sequences == VectorAccess::kAlongChannels) {
+      run(std::integral_constant<VectorAccess, kIsAligned ? VectorAccess::kAlongChannels : VectorAccess::kShiftedChannels>());
     } else if (sequences == VectorAccess::kDescending) {
       run(std::integral_constant<VectorAccess, VectorAccess::kDescending>());
-    } else if (sequences == VectorAccess::kShifted) {
-      run(std::integral_constant<VectorAccess, VectorAccess::kShifted>());
-    } else {
+    } else if (is_along_channels(sequences)) {
       run(std::integral_constant<VectorAccess, VectorAccess::kShiftedChannels>());
+    } else {
+      run(std::integral_constant<VectorAccess, VectorAccess::kShifted>());
     }
   }
 }

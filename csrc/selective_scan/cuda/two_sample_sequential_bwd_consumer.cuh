@@ -72,7 +72,7 @@ struct TwoSampleBwdConsumer : BwdConsumer<TileConfig, Method> {
   }
   template <typename Lam>
   __device__ __forceinline__ SampleSteps<Acc> sizes(Acc delta, const Lam& lam) const {
-    return {Method::kIsWeighted, delta, weight(lam)};
+    return {Method::kIsWeighted, Step::kSamplesHaveDelta ? delta : Acc(1), weight(lam)};
   }
 
   // B of the lane's state i before step t of the tile; the row's padding has that before the tile.
@@ -80,21 +80,30 @@ struct TwoSampleBwdConsumer : BwdConsumer<TileConfig, Method> {
     return load(addresses.B(i, t) - kBytes);
   }
 
-  // One channel after the other, to save registers.
   __device__ __forceinline__ void scan_forward(int t, const Tile& addresses, int tile) {
+    using Advance = typename Step::Advance;
+    const auto read = [&](int k) {
+      Samples samples(*this, addresses, tile, k, t);
+      if constexpr (Step::kAdvancesByInverse) {
 #pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) {
-      this->save_states_before(t, k);
-      const Samples samples(*this, addresses, tile, k, t);
+        for (int j = 0; j < kG; ++j) samples.delta.set(j, Math<Acc>::reciprocal(samples.delta[j]));
+      }
+      return samples;
+    };
+    const Samples samples[kLaneChannels] = {read(0), read(1)};
 #pragma unroll
-      for (int i = 0; i < kLaneStates; ++i) {
-        const Group b = Group::load_shared(addresses.B(i, t));
-        const Acc first = b_before(addresses, i, t);
+    for (int k = 0; k < kLaneChannels; ++k) this->save_states_before(t, k);
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) {
+      const Group b = Group::load_shared(addresses.B(i, t));
+      const Acc first = b_before(addresses, i, t);
+#pragma unroll
+      for (int k = 0; k < kLaneChannels; ++k) {
         const Rate rate(A[k][i]);
 #pragma unroll
         for (int j = 0; j < kG; ++j) {
-          const Input input(this->method(), samples.delta[j], samples.a[j], samples.w[j]);
-          h[k][i] = Step(input, rate).advance(input, rate, h[k][i], b[j], j > 0 ? b[j > 0 ? j - 1 : 0] : first);
+          const Advance advance(this->method(), samples[k].delta[j], samples[k].a[j], samples[k].w[j]);
+          h[k][i] = advance(rate, h[k][i], b[j], j > 0 ? b[j > 0 ? j - 1 : 0] : first);
         }
       }
     }
@@ -218,33 +227,37 @@ struct TwoSampleBwdConsumer : BwdConsumer<TileConfig, Method> {
       return (is_late ? of_steps[2 + j] : of_steps[j]) + __shfl_xor_sync(kAllLanes, is_late ? of_steps[j] : of_steps[2 + j], 2);
     };
     const auto load_pair = [&](int array) {
-      const uint32_t place = addresses.group(array, 0, t) + to_steps;
-      Pair pair;
-      pair.set(0, load(place));
-      pair.set(1, load(place + kBytes));
-      return pair;
+      return Pair::load(static_cast<const Acc*>(__cvta_shared_to_generic(addresses.group(array, 0, t) + to_steps)));
     };
-    const Pair delta = load_pair(Shared::kDelta), u = load_pair(Shared::kInput);
-    [[maybe_unused]] Pair lam;
+    [[maybe_unused]] Pair delta, u, lam;
+    [[maybe_unused]] Acc earlier;
+    if constexpr (Step::kSamplesHaveDelta) {
+      delta = load_pair(Shared::kDelta);
+      u = load_pair(Shared::kInput);
+      earlier = load(is_late ? addresses.group(Shared::kInput, 0, t) + kBytes : u_before(addresses, tile, 0, t));
+    }
     if constexpr (Method::kHasLam) lam = load_pair(Shared::kWeight);
-    Acc earlier = load(is_late ? addresses.group(Shared::kInput, 0, t) + kBytes : u_before(addresses, tile, 0, t));
     Acc of_u[2], to_before[2];
     Pair of_delta, of_lam, y;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const Acc current = both(sums.current, j), previous = both(sums.previous, j), step = both(sums.step, j);
       const Acc share = weight([&] { return lam[j]; });
-      const SampleSteps<Acc> sizes(Method::kIsWeighted, delta[j], share);
+      const SampleSteps<Acc> sizes = this->sizes(delta[j], [&] { return share; });
       of_u[j] = sizes.current * current;
       // A step that does not exist has any size.
       to_before[j] = (is_late ? 2 : 0) + j < count ? sizes.previous * previous : Acc(0);
-      const Acc of_current = u[j] * current, of_previous = earlier * previous, difference = of_current - of_previous;
-      earlier = u[j];
-      const Acc of_samples = Method::kIsWeighted ? Math<Acc>::fma(share, difference, of_previous) : of_current + of_previous;
-      of_delta.set(j, Math<Acc>::fma(step, Step::kScaleOfSampleStepSum, of_samples));
-      if constexpr (Method::kHasLam) {
-        const Acc slope = two.lam_sigmoid ? share * (Acc(1) - share) : Acc(1);
-        of_lam.set(j, delta[j] * difference * slope);
+      if constexpr (Step::kSamplesHaveDelta) {
+        const Acc of_current = u[j] * current, of_previous = earlier * previous, difference = of_current - of_previous;
+        earlier = u[j];
+        const Acc of_samples = Method::kIsWeighted ? Math<Acc>::fma(share, difference, of_previous) : of_current + of_previous;
+        of_delta.set(j, Math<Acc>::fma(step, Step::kScaleOfSampleStepSum, of_samples));
+        if constexpr (Method::kHasLam) {
+          const Acc slope = two.lam_sigmoid ? share * (Acc(1) - share) : Acc(1);
+          of_lam.set(j, delta[j] * difference * slope);
+        }
+      } else {
+        of_delta.set(j, step);
       }
       if (needs_y) y.set(j, both(sums.y, j));
     }
@@ -380,7 +393,8 @@ struct TwoSampleBwdConsumer : BwdConsumer<TileConfig, Method> {
       sync_roles<TileConfig>();
       for (int tile = 0; first_step(tile) >= at.begin; ++tile) {
         scan_tile(first_step(tile), tile, at.steps_from(first_step(tile), TileConfig::kTileSteps));
-        if (first_step(tile) > at.begin) this->load_saved_states(first_step(tile + 1));
+        // Also after the last tile: otherwise the states of each tile would live through its backward pass.
+        this->load_saved_states(max(first_step(tile + 1), at.begin));
         sync_roles<TileConfig>();
         write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), TileConfig::kTileSteps));
         shared.sums_are_read->arrive();

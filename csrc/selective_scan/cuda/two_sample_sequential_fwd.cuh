@@ -1,12 +1,19 @@
 // Selective scan, forward, on CUDA, sequential, for the methods of two_sample_forms.cuh. sequential_fwd.cuh describes the
 // kernel. Besides delta, producers store the factors a and w of B_t and of B_{t-1}: w takes the place of a partial sum, which
-// overwrites it. A producer reads u before its vectors from memory; a consumer keeps B of the step before in registers.
+// overwrites it. A producer takes u before its vectors from other lanes; a consumer keeps B of the step before in registers.
 #pragma once
 
+#include "cuda/ptx/setmaxnreg.cuh"
 #include "selective_scan/cuda/sequential_fwd.cuh"
 #include "selective_scan/cuda/two_sample_step.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
+
+// Registers per thread after setmaxnreg.
+constexpr int kTwoSampleFwdConsumerRegisters = 120,
+              kTwoSampleFwdProducerRegisters =
+                  cuda::producer_registers<kConsumerWarps * kWarpSize, kTwoSampleFwdConsumerRegisters,
+                                           kProducerWarps * kWarpSize, kResidentBlocks>();
 
 template <typename Scalar>
 __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBlocks)
@@ -17,6 +24,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
   const FwdShared<C> shared(memory, params);
   begin_block<C, FwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
+    cuda::warpgroup_reg_dealloc<kTwoSampleFwdConsumerRegisters>();
     visit_method<TwoSampleMethod>(params, two.method, [&](auto method) {
       FwdConsumer<C, decltype(method)> consumer(params, method, shared);
       consumer.set_samples_before([&](int state) {
@@ -26,6 +34,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
       consumer.run();
     });
   } else {
+    cuda::warpgroup_reg_alloc<kTwoSampleFwdProducerRegisters>();
     FwdProducer<C, TwoSampleMethod>(params, plan, shared, &two).run();
   }
 }
