@@ -436,6 +436,6 @@ def figure_of(results: dict[str, Any]) -> Figure:
     left.tick_params(axis="y", length=0)
     seeds = results["settings"]["seeds"]
     figure.legend(
-        loc="outside lower center", ncols=4, title=f"sampling rate of the test; mean and standard deviation of {seeds}"
+        loc="outside lower center", ncols=4, title=f"sampling rate of the test; mean and standard deviation of {seeds} seeds"
     )
     return figure

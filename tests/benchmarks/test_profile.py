@@ -18,7 +18,7 @@ import torch
 from helpers import METHODS
 
 import ssm_kernels
-from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
+from ssm_kernels.reference import ALIASES, DISCRETIZATIONS, two_sample_coefficients
 
 pytest.importorskip("rich", reason="the profiler prints its tables with rich")
 pytest.importorskip("matplotlib", reason="the profiler draws with matplotlib")
@@ -381,19 +381,28 @@ def test_missing_packages_give_one_line(tmp_path):
 def test_safe_range_and_orders_of_the_documentation():
     rows = {}
     for line in (ROOT / "docs" / "discretizations.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.replace("\\|", "").split("|")[1:-1]]
-        name = cells[0].partition(" ")[0].strip("`") if len(cells) == 6 else ""
-        if name in DISCRETIZATIONS:
-            rows[name] = cells[1:]
-    assert set(rows) == set(DISCRETIZATIONS)
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 10 and cells[0].startswith("`"):
+            rows[cells[0].split("`")[1]] = cells[4:8]
+    assert {*rows} == {*DISCRETIZATIONS, "gbt", "dirac", *(name.partition("(")[0] for name in TWO_SAMPLES)}
     z = -torch.logspace(-3, 1, 200_001, dtype=torch.float64)
-    for method, (orders, held, _, gain, safe) in rows.items():
-        expected = METHODS[method]
-        assert orders == f"1 / {expected.mid_step_order}"
-        assert held == ("exact" if expected.step_order is None else str(expected.step_order))
-        Abar, k = DISCRETIZATIONS[method].coefficients(z)
+    for method, (orders, gain, _, safe) in rows.items():
+        if method in ("gbt", "dirac", "gbt_two_sample"):
+            continue
+        if method in TWO_SAMPLES:
+            order, keeps_dc_gain = TWO_SAMPLES[method]
+            assert orders == f"{order} / 1 / 1"
+            options = {"lam": torch.full_like(z, 0.5)} if method == "exp_trapezoidal" else {}
+            Abar, now, before = two_sample_coefficients(method, -z, torch.tensor(-1.0, dtype=z.dtype), **options)
+            k = (now + before) / -z
+        else:
+            expected = METHODS[method]
+            held = "exact" if expected.step_order is None else str(expected.step_order)
+            assert orders == f"1 / {expected.mid_step_order} / {held}"
+            keeps_dc_gain = expected.keeps_dc_gain
+            Abar, k = DISCRETIZATIONS[method].coefficients(z)
         gain_error = (-z * k / (1 - Abar) - 1).abs()
-        assert (gain == "exact") == expected.keeps_dc_gain == bool(gain_error.max() < 1e-9)
+        assert (gain == "exact") == keeps_dc_gain == bool(gain_error.max() < 1e-9)
         unsafe = torch.nonzero((gain_error > 0.1) | (Abar < 0))
         if safe == "any":
             assert len(unsafe) == 0

@@ -146,6 +146,21 @@ def test_results_in_the_documentation_are_made_of_the_json_files(tmp_path):
     assert not re.findall(r"costs (?:about )?the\s+same|dearer|cheaper|times as (?:fast|long|slow)", prose)
 
 
+def test_tables_of_the_rules_are_made_of_the_json_files(tmp_path):
+    """``benchmarks/rules_page.py`` writes the tables of the rules and of the trained classifiers."""
+    documented = (ROOT / "docs" / "discretizations.md").read_text()
+    page, rules_page = tmp_path / "page.md", importlib.import_module("benchmarks.rules_page")
+    empty = documented
+    for name in rules_page.BLOCKS:
+        empty = rules_page.replaced(empty, name, "")
+    page.write_text(empty)
+    assert rules_page.main([str(page)]) == 0
+    assert page.read_text() == documented != empty
+    # Means 3 and 2.9: distinguished where every seed agrees, not where one seed decides.
+    assert rules_page.distinguished([3.0, 3.1, 2.9], [2.9, 3.02, 2.78])
+    assert not rules_page.distinguished([3.0, 3.1, 2.9], [3.2, 3.02, 2.48])
+
+
 def test_accuracy_of_the_layers_is_that_of_the_page():
     """The page has every layer, and one of its errors is measured again."""
     accuracy = importlib.import_module("benchmarks.layer_accuracy")
