@@ -255,6 +255,23 @@ def test_cuda_agrees_with_the_cpu(rule, dstate, dtype, tokens):
     inputs = make_inputs(rule, groups=2, dtype=dtype, slots=5, dim=70, dstate=dstate)
     slots = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32)
     arguments = step_arguments(inputs, tokens, cache_of(inputs)) | {"state_batch_indices": slots}
+    check_on_cuda(arguments, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("dim", "groups"), [(72, 2), (12, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dstate", [16, 12, 128])
+@every_rule
+def test_cuda_vectors_agree_with_the_cpu(rule, dstate, dtype, dim, groups):
+    """Contiguous rows, four channels of a group at a time or fewer, and a row without a slot."""
+    inputs = make_inputs(rule, groups=groups, dtype=dtype, slots=5, dim=dim, dstate=dstate)
+    arguments = step_arguments(inputs, 0, cache_of(inputs))
+    arguments = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    check_on_cuda(arguments | {"state_batch_indices": torch.tensor([3, 0, -1, 1, 2])}, dtype)
+
+
+def check_on_cuda(arguments: dict[str, Any], dtype: torch.dtype) -> None:
     on_cuda = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
     found, expected = selective_state_update(**on_cuda), selective_state_update(**wide)

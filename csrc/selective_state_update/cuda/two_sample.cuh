@@ -418,7 +418,7 @@ cudaError_t launch_two_sample_update(const StateUpdateParams& params, const TwoS
     const int64_t bytes_of_A = params.A_is_input_kind ? sizeof(Input) : sizeof(cuda::AccumulateType<Input>);
     if (tokens == nullptr && call.has_vectors && has_vectors(params.A, bytes_of_A) && has_group_vectors(params.B) &&
         has_group_vectors(params.C) && has_group_vectors(two.previous_B) && params.dstate <= kWarpSize * kVector &&
-        groups > 0 && params.headdim % kRows == 0 && groups < kLimit) {
+        groups > 0 && params.headdim % kRows == 0 && channels / params.groups % kRows == 0 && groups < kLimit) {
       kernels::RowsCall rows;
       rows.log2_lanes = std::max(call.log2_lanes, 2);
       rows.count = static_cast<uint32_t>(groups / kRows);
