@@ -9,6 +9,9 @@
 //   grad_lam_t   = delta_t (u_t P_t - u_{t-1} Q_t)
 //   grad_B_t     = sum_d (g_t current(z_t) a_t + g_{t+1} previous(z_{t+1}) w_{t+1})
 //
+// In the bilinear rules' form of a step (two_sample_step.cuh), the sum over states that is A grad_z for others is all of
+// grad_delta_t.
+//
 // The terms of step t + 1 pass from group to group and from tile to tile in registers: one for each state of a thread, and one
 // for its channel; at the end of a segment that is not the last, from the next segment's first step, which the block computes,
 // too. Those of a row's first step belong to the sample before the row, or with repeats_first to the step itself.

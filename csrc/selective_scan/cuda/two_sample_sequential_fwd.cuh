@@ -1,6 +1,7 @@
 // Selective scan, forward, on CUDA, sequential, for the methods of two_sample_forms.cuh. sequential_fwd.cuh describes the
-// kernel. Besides delta, producers store the factors a and w of B_t and of B_{t-1}: w takes the place of a partial sum, which
-// overwrites it. A producer takes u before its vectors from other lanes; a consumer keeps B of the step before in registers.
+// kernel. Besides delta, or 1 / delta for the bilinear rules, producers store the factors a and w of B_t and of B_{t-1}: w
+// takes the place of a partial sum, which overwrites it. A producer takes u before its vectors from other lanes; a consumer
+// keeps B of the step before in registers.
 #pragma once
 
 #include "cuda/ptx/setmaxnreg.cuh"
