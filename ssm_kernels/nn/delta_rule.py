@@ -96,9 +96,9 @@ def _value_columns(layer: str, head_dim: int, expand_v: float) -> int:
 _Convolution = tuple[Tensor | None, Tensor | None, Tensor | None]
 _NO_CONVOLUTION: _Convolution = (None, None, None)
 
-# Results of projections by the names of the modules, of those that a layer has.
+# The results of a layer's projections, by the names of the modules.
 Projected = dict[str, Tensor]
-# Those whose products one product may compute; the sequences come first.
+# The projections that one product may compute; the sequences come first.
 _JOINED = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")
 _PROJECTIONS = (*_JOINED, "f_proj", "g_proj")
 
@@ -318,7 +318,8 @@ class DeltaRuleMixer(SequenceMixer):
         projected: Projected = {}
         if self.operators.is_local:
             groups = [{name: modules[name] for name in _JOINED if name in modules}]
-            # The gate of the output has a buffer of its own: backward releases it before those of the convolutions.
+            # The gate of the output has a buffer of its own: the mixer's backward writes its gradient, with that of the norm,
+            # before the scan's backward, and those of the sequences after it.
             if isinstance(modules.get("g_proj"), nn.Linear):
                 groups.append({"g_proj": modules["g_proj"]})
             projected = join_projections(u, *groups)

@@ -5,7 +5,7 @@ takes twelve, and adds the six gradients of the input. One product of the weight
 its gradient needs no sums. The projections are then columns of one buffer. The mixers' backward writes their gradients into
 the columns of another one.
 
-Only eager calls on a GPU in fp16 and bf16 do so, with enough tokens for the copies of the weights to pay.
+Only eager calls on a GPU in fp16 and bf16 join products, with enough tokens for the copies of the weights to pay.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class _JoinedProjections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The products have the dtype of forward's, wherever backward is called.
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _JoinedProjections._gradients(ctx, grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, needs_weights = ctx.needs_input_grad[0], _split(ctx.needs_input_grad[3:], ctx.groups)
         rows = x.to(ctx.dtype).reshape(-1, x.shape[-1])

@@ -127,6 +127,17 @@ def test_autocast(joins, joined_names):
     assert_same(found[1], found[0], 3e-2)
 
 
+def test_backward_under_autocast_keeps_the_dtype_of_forward(joins):
+    joins(True)
+    layer, x = make_delta_layer("GatedDeltaNet", dtype=torch.bfloat16), make_sequence(2, 9, WIDTH, dtype=torch.bfloat16)
+    leaves, found = [x.requires_grad_(), *layer.parameters()], []
+    for is_enabled in (False, True):
+        total = layer(x).sum()
+        with torch.autocast("cpu", torch.float16, enabled=is_enabled):
+            found.append(torch.autograd.grad(total, leaves))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_mixer_writes_gradients_into_columns(joins, concatenated, dtype):
     joins(True)
