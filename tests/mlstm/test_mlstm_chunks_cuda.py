@@ -138,7 +138,7 @@ def test_options_of_packed_sequences(options):
 
 
 def test_no_step_reaches_another_sequence():
-    """Packed sequences are those of calls one by one: the same weights and sums, but other chunks."""
+    """Twice the keys and values in the first sequence leave every bit of the second one's results."""
     inputs = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in make_packed((300, 84)).items()}
     changed = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     for name in ("k", "v"):
