@@ -137,13 +137,29 @@ def two_sample_chunk_scan(
 ) -> Any:
     previous_x, previous_B, repeats = read_previous("ssd_chunk_scan", previous, "x", may_lack_B=False)
     lam = broadcast_lam("ssd_chunk_scan", lam, dt, "(batch, seqlen, heads)")
+    if not return_final_states and states_at is None:
+        out, _ = torch.ops.ssm_kernels.ssd_chunk_scan_two_sample(
+            *(x, dt, A, B, C),
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            initial_states=initial_states,
+            lam=lam,
+            previous_x=previous_x,
+            previous_B=previous_B,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            discretization=discretization,
+            lam_sigmoid=lam_sigmoid,
+            repeats_first=repeats,
+            chunk_size=chunk_size,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            reverse=reverse,
+        )
+        return out
     tensors = (D, z, dt_bias, initial_states, lam, previous_x, previous_B, seq_idx, cu_seqlens)
     options = (discretization, lam_sigmoid, repeats, chunk_size, dt_softplus, dt_limit, reverse)
-    if not return_final_states and states_at is None:
-        operator = torch.ops.ssm_kernels.ssd_chunk_scan_two_sample
-        names = [argument.name for argument in operator.default._schema.arguments[5:]]
-        out, _ = operator(x, dt, A, B, C, **dict(zip(names, (*tensors, *options), strict=True)))
-        return out
     positions = [] if states_at is None else read_positions("ssd_chunk_scan", states_at)
     out, *found = torch.ops.ssm_kernels._ssd_chunk_scan_two_sample_states_at(x, dt, A, B, C, *tensors, *options, positions)
     last, at = ScanState(*found[:3]), ScanState(*found[3:])

@@ -438,16 +438,17 @@ def test_opcheck():
 def test_compile_vmap_and_autocast(rule):
     inputs = make_inputs(rule, previous="given")
 
-    def scan(given: dict[str, Any]) -> Any:
-        return ssd_chunk_scan(**given, return_final_states=True)
+    def scan(given: dict[str, Any], returns_states: bool) -> Any:
+        return ssd_chunk_scan(**given, return_final_states=returns_states)
 
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
-    for found, value in zip(
-        torch.utils._pytree.tree_leaves(compiled(inputs)),
-        torch.utils._pytree.tree_leaves(scan(inputs)),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, value)
+    for returns_states in (True, False):
+        for found, value in zip(
+            torch.utils._pytree.tree_leaves(compiled(inputs, returns_states)),
+            torch.utils._pytree.tree_leaves(scan(inputs, returns_states)),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, value)
 
     def of_x(x: Tensor) -> Tensor:
         return ssd_chunk_scan(**inputs | {"x": x})
