@@ -10,6 +10,7 @@ import torch
 from .choices import DiscretizationName, TwoSampleDiscretizationName
 
 __all__ = [
+    "delta_A_discretizations",
     "discretization_aliases",
     "discretization_names",
     "discretizations",
@@ -18,6 +19,7 @@ __all__ = [
     "is_two_sample",
     "rule_of_decay",
     "split_name",
+    "takes_delta_A",
     "two_sample_discretizations",
     "with_alpha",
 ]
@@ -25,6 +27,8 @@ __all__ = [
 discretizations: tuple[DiscretizationName, ...] = tuple(torch.ops.ssm_kernels._discretizations())
 discretization_aliases: dict[str, str] = torch.ops.ssm_kernels._discretization_aliases()
 two_sample_discretizations: tuple[TwoSampleDiscretizationName, ...] = tuple(torch.ops.ssm_kernels._two_sample_discretizations())
+# The rules that take a step of its own for A (csrc/common/separate_step.h).
+delta_A_discretizations = ("zoh", "zoh_exact", "poly", "highorder", "rk4", "dirac", "exp_trapezoidal")
 _WITH_ALPHA = ("gbt", "gbt_two_sample")
 _FURTHER: tuple[DiscretizationName, ...] = ("gbt", "dirac")
 discretization_names: tuple[str, ...] = (*discretizations, *_FURTHER, *discretization_aliases)
@@ -63,6 +67,11 @@ def is_rule(name: str) -> bool:
     if not is_two_sample(name):
         return is_discretization(name)
     return (alpha is not None and 0 <= alpha <= 1) if stem == "gbt_two_sample" else stem == name
+
+
+def takes_delta_A(name: str) -> bool:
+    """Whether a rule, by its name or an alias, takes a step of its own for A."""
+    return discretization_aliases.get(name, name) in delta_A_discretizations
 
 
 def rule_of_decay(name: str) -> DiscretizationName:

@@ -30,6 +30,7 @@ __all__ = [
     "RecomputeName",
     "RecurrenceName",
     "StepInitialization",
+    "TimeStepsScale",
     "TwoSampleDiscretizationName",
 ]
 
@@ -70,6 +71,9 @@ GateActivation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "none"]
 
 StepInitialization = Literal["random", "constant"]
 """``dt_init`` of :class:`ssm_kernels.nn.Mamba` and :class:`ssm_kernels.nn.SelectiveSSM`."""
+
+TimeStepsScale = Literal["both", "A"]
+"""``time_steps_scale`` of :class:`ssm_kernels.nn.Mamba` and :class:`ssm_kernels.nn.SelectiveSSM`."""
 
 MixerName = Literal[
     "Mamba", "Mamba2", "MinGRU", "MinLSTM", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct", "MLSTM"

@@ -122,7 +122,8 @@ struct SelectiveScanParams {
   ChannelView D, delta_bias;
 };
 
-// Kernels of methods that read two input samples (common/two_sample_discretization.h) take these parameters besides:
+// Kernels of methods that read two input samples (common/two_sample_discretization.h), or of a step of its own for A, take
+// these parameters besides:
 //
 //   h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1})
 //
@@ -136,11 +137,14 @@ struct TwoSampleParams {
   // In the type of u. (batch or sequences, dim), stride_state zero; and (batch or sequences, groups of B, dstate), where
   // stride_dim is the stride between groups. A constant B has no previous_B: the previous sample's is B itself.
   StateView previous_u, previous_B;
+  // The steps of A (common/separate_step.h), in place of delta in the decay; any strides, zero included. Data null: delta. With
+  // it the method may read one sample.
+  SequenceView delta_A;
 
   // Backward writes these; data is null where no gradient is needed. grad_previous is that of the sample B u before the first
   // step of a row, in place `initial`: (batch or sequences, dim, dstate), contiguous, in the accumulation type. Rows without
   // steps have zero.
-  SequenceView grad_lam;
+  SequenceView grad_lam, grad_delta_A;
   void* grad_previous = nullptr;
 };
 
@@ -180,6 +184,6 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
 SSM_KERNEL_STRUCT(SelectiveScanFwdParams, 432);
 SSM_KERNEL_STRUCT(SelectiveScanBwdParams, 704);
 SSM_KERNEL_STRUCT(SelectiveScanSummaryParams, 408);
-SSM_KERNEL_STRUCT(TwoSampleParams, 152);
+SSM_KERNEL_STRUCT(TwoSampleParams, 216);
 
 }  // namespace ssm_kernels::selective_scan

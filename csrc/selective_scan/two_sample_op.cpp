@@ -26,19 +26,21 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
   // The selective scan with h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1}). The sample before the
-  // first step of a sequence is that of previous_u and previous_B; else with repeats_first the first one; else zero.
+  // first step of a sequence is that of previous_u and previous_B; else with repeats_first the first one; else zero. delta_A
+  // takes the place of delta in the decay (common/separate_step.h); the discretization may then read one sample.
   const std::string tensors =
       "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? initial_state, "
-      "Tensor? lam, Tensor? previous_u, Tensor? previous_B, Tensor? seq_idx, Tensor? cu_seqlens";
+      "Tensor? lam, Tensor? previous_u, Tensor? previous_B, Tensor? delta_A, Tensor? seq_idx, Tensor? cu_seqlens";
   const std::string options = "str discretization, bool lam_sigmoid, bool repeats_first, bool delta_softplus, bool reverse";
   schemas.def(
       "selective_scan_two_sample(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
       "Tensor? delta_bias=None, Tensor? initial_state=None, Tensor? lam=None, Tensor? previous_u=None, "
-      "Tensor? previous_B=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization, bool lam_sigmoid=False, "
-      "bool repeats_first=False, bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor last_state)");
+      "Tensor? previous_B=None, Tensor? delta_A=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization, "
+      "bool lam_sigmoid=False, bool repeats_first=False, bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor "
+      "last_state)");
   schemas.refuse_nested("selective_scan_two_sample");
   // Returns the scan's results, the last sample of each sequence, and the states and samples at positions. A constant B has
-  // samples without elements.
+  // samples without elements, and so have u and B of discretizations that read one sample.
   schemas.def("_selective_scan_two_sample_states_at(" + tensors + ", " + options +
               ", int[] states_at) -> (Tensor out, Tensor last_state, Tensor last_u, Tensor last_B, Tensor states, "
               "Tensor states_u, Tensor states_B)");
@@ -48,9 +50,9 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   // that of others.
   schemas.kernels("_selective_scan_two_sample_bwd(Tensor? grad_out, Tensor? grad_last_state, " + tensors +
                   ", Tensor chunk_states, " + options +
-                  ", bool[12] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+                  ", bool[13] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
                   "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state, Tensor grad_lam, "
-                  "Tensor grad_previous_u, Tensor grad_previous_B)");
+                  "Tensor grad_previous_u, Tensor grad_previous_B, Tensor grad_delta_A)");
 }
 
 namespace {
@@ -62,8 +64,15 @@ c10::SymInt count_sequences(const TwoSampleInputs& in) { return count_states(in.
 }  // namespace
 
 Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
-  const Discretization method = check_inputs_of(kTwoSampleOp, in, &is_two_sample, /*lists_all=*/true);
+  const bool is_separate = is_present(in.delta_A);
+  const auto is_any = [](Discretization) { return true; };
+  const Discretization method = check_inputs_of(kTwoSampleOp, in, is_separate ? +is_any : &is_two_sample, /*lists_all=*/true);
   const ArgumentChecks checks(kTwoSampleOp, "u", in.u);
+  if (is_separate) check_takes_delta_A(kTwoSampleOp, "delta_A", method, in.discretization);
+  checks.tensor("delta_A", in.delta_A, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+  TORCH_CHECK_VALUE(is_two_sample(method) || (!is_present(in.previous_u) && !is_present(in.previous_B) && !in.repeats_first),
+                    kTwoSampleOp, ": expected previous with a discretization that reads two input samples, got '",
+                    in.discretization, "'");
   check_lam_options(kTwoSampleOp, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
   checks.tensor("lam", in.lam, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
@@ -98,6 +107,7 @@ TwoSampleBwd::TwoSampleBwd(const TwoSampleBwdInputs& bwd) {
   const auto absent = [&] { return empty_tensor({0}, in.A.options()); };
   const auto needs = [&](int grad, const OptionalTensor& input) { return is_present(input) && bwd.needs_grad[grad]; };
   grads[kGradLam] = needs(kGradLam, in.lam) ? empty_tensor_like(in.u) : absent();
+  grads[kGradDeltaA] = needs(kGradDeltaA, in.delta_A) ? empty_tensor_like(in.u) : absent();
   const auto like = [&](int grad, const OptionalTensor& input) {
     return needs(grad, input) ? empty_tensor(input->sym_sizes(), input->options()) : absent();
   };
@@ -147,6 +157,7 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
   params.lam = sequence_view(in.lam, Access::kRead, in.reverse);
   params.lam_sigmoid = in.lam_sigmoid;
   params.repeats_first = in.repeats_first;
+  params.delta_A = sequence_view(in.delta_A, Access::kRead, in.reverse);
   if (is_present(in.previous_u)) {
     params.previous_u = {in.previous_u->const_data_ptr(), in.previous_u->stride(0), in.previous_u->stride(1), 0};
   }
@@ -159,7 +170,11 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
 
 TwoSampleParams make_two_sample_params(const TwoSampleInputs& in, const TwoSampleBwd& bwd) {
   TwoSampleParams params = make_two_sample_params(in);
-  if (bwd.grads[kGradLam].numel() > 0) params.grad_lam = sequence_view(bwd.grads[kGradLam], Access::kWrite, in.reverse);
+  const auto view_of = [&](const at::Tensor& grad) {
+    return grad.numel() > 0 ? sequence_view(grad, Access::kWrite, in.reverse) : SequenceView();
+  };
+  params.grad_lam = view_of(bwd.grads[kGradLam]);
+  params.grad_delta_A = view_of(bwd.grads[kGradDeltaA]);
   if (bwd.grad_previous.numel() > 0) params.grad_previous = bwd.grad_previous.mutable_data_ptr();
   return params;
 }
@@ -188,9 +203,10 @@ struct SelectiveScanTwoSample
   }
 
   static auto saved_fields(Inputs& in) {
-    return std::tuple_cat(in.fields_but_state(),
-                          std::tie(in.packed_initial_state, in.lam, in.previous_u, in.previous_B, in.seq_idx, in.cu_seqlens),
-                          in.options(), std::tie(in.has_initial_state));
+    return std::tuple_cat(
+        in.fields_but_state(),
+        std::tie(in.packed_initial_state, in.lam, in.previous_u, in.previous_B, in.delta_A, in.seq_idx, in.cu_seqlens),
+        in.options(), std::tie(in.has_initial_state));
   }
 
   static NeedsGrad has_edges(Inputs& in) {
@@ -208,6 +224,7 @@ struct SelectiveScanTwoSample
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.u, in.delta, in.z, in.previous_u, in.previous_B);
     to.expanded_to_lower(in.lam);
+    to.expanded_to_lower(in.delta_A);
     to.to_float(in.A, in.D, in.delta_bias, in.initial_state);
     for (at::Tensor* matrix : {&in.B, &in.C}) matrix->dim() == 2 ? to.to_float(*matrix) : to.to_lower(*matrix);
   }
@@ -266,20 +283,19 @@ struct TwoSampleStatesAt {
 
   static Result call(Inputs& in) {
     operator_of<SelectiveScanTwoSample>().check(in);
-    check_two_sample_inputs(in);
+    const bool has_u = is_two_sample(check_two_sample_inputs(in)), has_B = has_u && in.B.dim() > 2;
     const c10::SymInt seqlen = in.u.sym_size(2);
-    const bool has_B = in.B.dim() > 2;
     const at::Tensor none = empty_tensor({0}, in.B.options());
     if (in.states_at.empty()) {
       const auto [out, last_state] = operator_of<SelectiveScanTwoSample>()(in);
-      const at::Tensor last_u = last_steps(in, in.u, in.previous_u),
+      const at::Tensor last_u = has_u ? last_steps(in, in.u, in.previous_u) : none,
                        last_B = has_B ? last_steps(in, in.B, in.previous_B) : none;
       return {out,
               last_state,
               last_u,
               last_B,
               no_positions(in, last_state),
-              no_positions(in, last_u),
+              has_u ? no_positions(in, last_u) : none,
               has_B ? no_positions(in, last_B) : none};
     }
     check_states_at(kTwoSampleOp, in.states_at, seqlen, in.reverse);
@@ -287,13 +303,14 @@ struct TwoSampleStatesAt {
     std::vector<at::Tensor> first;
     const c10::SymDimVector state_shape = {count_sequences(in), in.u.sym_size(1), in.A.sym_size(1)};
     first.push_back(is_present(in.initial_state) ? *in.initial_state : at::zeros_symint(state_shape, in.A.options()));
-    first.push_back(before_sequences(in, in.u, in.previous_u));
+    if (has_u) first.push_back(before_sequences(in, in.u, in.previous_u));
     if (has_B) first.push_back(before_sequences(in, in.B, in.previous_B));
     const bool is_transposed = in.u.sym_stride(1) == 1 && in.u.sym_stride(2) != 1;  // out has the layout of u
     const auto scan = [&](const Piece& piece) -> std::vector<at::Tensor> {
-      const TwoSampleInputs part = part_of(in, piece);
+      const TwoSampleInputs part = part_of(in, piece, has_u, has_B);
       const auto [out, last_state] = operator_of<SelectiveScanTwoSample>()(part);
-      std::vector<at::Tensor> results = {out, last_state, last_steps(part, part.u, part.previous_u)};
+      std::vector<at::Tensor> results = {out, last_state};
+      if (has_u) results.push_back(last_steps(part, part.u, part.previous_u));
       if (has_B) results.push_back(last_steps(part, part.B, part.previous_B));
       return results;
     };
@@ -306,10 +323,10 @@ struct TwoSampleStatesAt {
         scan_pieces({seqlen, 2, is_transposed, first, in.seq_idx, in.cu_seqlens, scan, empty, first_sample}, in.states_at);
     return {found.out,
             found.last[0],
-            found.last[1],
+            has_u ? found.last[1] : none,
             has_B ? found.last[2] : none,
             found.states[0],
-            found.states[1],
+            has_u ? found.states[1] : none,
             has_B ? found.states[2] : none};
   }
 
@@ -325,15 +342,15 @@ struct TwoSampleStatesAt {
     return at::zeros_symint(shape, steps.options());
   }
 
-  static TwoSampleInputs part_of(const TwoSampleInputs& in, const Piece& piece) {
+  static TwoSampleInputs part_of(const TwoSampleInputs& in, const Piece& piece, bool has_u, bool has_B) {
     TwoSampleInputs part = in;
-    piece.cut(-1, part.u, part.delta, part.z, part.lam, part.seq_idx);
+    piece.cut(-1, part.u, part.delta, part.z, part.lam, part.delta_A, part.seq_idx);
     for (at::Tensor* matrix : {&part.B, &part.C}) {
       if (matrix->dim() > 2) piece.cut(-1, *matrix);
     }
     part.initial_state = piece.state();
-    part.previous_u = piece.state(1);
-    if (in.B.dim() > 2) part.previous_B = piece.state(2);
+    if (has_u) part.previous_u = piece.state(1);
+    if (has_B) part.previous_B = piece.state(2);
     part.cu_seqlens = piece.cu_seqlens;
     return part;
   }

@@ -1,5 +1,6 @@
 // Shared by the dispatcher's side of selective_scan_two_sample (two_sample_op.cpp), the selective scan with a discretization
-// that reads two input samples a step, and its devices. What it shares with selective_scan is in selective_scan_op.h.
+// that reads two input samples a step or with a step of its own for A, and its devices. What it shares with selective_scan is
+// in selective_scan_op.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +14,10 @@ namespace ssm_kernels::selective_scan {
 
 // initial_state is an argument of backward for packed calls only: the first of chunk_states is that of others.
 struct TwoSampleInputs : Inputs {
-  OptionalTensor lam, previous_u, previous_B;
+  OptionalTensor lam, previous_u, previous_B, delta_A;
   bool lam_sigmoid = false, repeats_first = false;
 
-  auto tensors() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, lam, previous_u, previous_B)); }
+  auto tensors() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, lam, previous_u, previous_B, delta_A)); }
   auto options() { return std::tie(discretization, lam_sigmoid, repeats_first, delta_softplus, reverse); }
   auto fields() { return std::tuple_cat(tensors(), std::tie(seq_idx, cu_seqlens), options()); }
 };
@@ -26,7 +27,7 @@ struct TwoSampleFwdInputs : TwoSampleInputs {
 };
 
 // In the order of backward's results: those of Grad, and these.
-enum TwoSampleGrad { kGradLam = kNumGrads, kGradPreviousU, kGradPreviousB, kNumTwoSampleGrads };
+enum TwoSampleGrad { kGradLam = kNumGrads, kGradPreviousU, kGradPreviousB, kGradDeltaA, kNumTwoSampleGrads };
 using TwoSampleNeedsGrad = std::array<bool, kNumTwoSampleGrads>;
 using TwoSampleGrads = std::array<at::Tensor, kNumTwoSampleGrads>;
 
@@ -47,9 +48,9 @@ struct TwoSampleBwdInputs {
 // Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
 Discretization check_two_sample_inputs(const TwoSampleInputs& in);
 
-// Backward as the kernels know it. The gradients that they write are those of `scan`, grads[kGradLam], and grad_previous, of
-// the sample before each sequence, which has no elements if nothing needs it. `finish` then makes the gradients of previous_u
-// and previous_B of the latter, and adds its part to that of a constant B.
+// Backward as the kernels know it. The gradients that they write are those of `scan`, grads[kGradLam], grads[kGradDeltaA] and
+// grad_previous, of the sample before each sequence, which has no elements if nothing needs it. `finish` then makes the
+// gradients of previous_u and previous_B of the latter, and adds its part to that of a constant B.
 struct TwoSampleBwd {
   BwdInputs scan;
   TwoSampleGrads grads;

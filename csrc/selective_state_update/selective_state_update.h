@@ -81,9 +81,12 @@ struct TokenParams {
   int64_t intermediate_row = 0;  // elements between the rows of neighboring channels. Set by CUDA's entry point
 };
 
-// The additional parameters of methods that read two input samples (common/two_sample_discretization.h):
+// The additional parameters of methods that read two input samples (common/two_sample_discretization.h), or of a step of its
+// own for A (common/separate_step.h):
 //
 //   h = Abar(delta A) h + delta (k(delta A) B x + m(delta A) previous_B previous_x)
+//
+// Methods that read one sample have no previous_x and no previous_B: their data is null.
 //
 // A row reads the previous sample from the slot that it reads the state from, and its later tokens the token before. Slots that
 // receive the state after a token then receive its x and B. Blocks of one row share previous_B, so that no block writes it: it
@@ -95,10 +98,12 @@ struct TwoSampleParams {
   bool lam_sigmoid = false;
   ChannelView previous_x;  // (slots, heads, headdim), in the type of x
   GroupView previous_B;    // (slots, groups, dstate), in the type of x
+  ChannelView dt_A;        // as x: the step of A in place of delta, without bias, softplus and limits. Data null: delta
+  int64_t dt_A_token = 0;  // its stride between tokens
 };
 
 SSM_KERNEL_STRUCT(StateUpdateParams, 448);
 SSM_KERNEL_STRUCT(TokenParams, 360);
-SSM_KERNEL_STRUCT(TwoSampleParams, 120);
+SSM_KERNEL_STRUCT(TwoSampleParams, 160);
 
 }  // namespace ssm_kernels::selective_state_update

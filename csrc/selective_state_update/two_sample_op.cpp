@@ -14,12 +14,13 @@ namespace ssm_kernels::selective_state_update {
 TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
-  // One step of selective_scan_two_sample, or a few: the state and the samples of the last step are updated in place.
+  // One step of selective_scan_two_sample, or a few: the state and the samples of the last step are updated in place. The
+  // samples have no elements where the discretization reads one, which has dt_A, the step of A in place of dt.
   schemas.in_place(
       "selective_state_update_two_sample(Tensor(a!) state, Tensor(b!) previous_x, Tensor(c!) previous_B, Tensor x, Tensor dt, "
       "Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? lam=None, "
-      "bool dt_softplus=False, Tensor? state_batch_indices=None, *, str discretization, bool lam_sigmoid=False, "
-      "float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
+      "bool dt_softplus=False, Tensor? state_batch_indices=None, Tensor? dt_A=None, *, str discretization, bool "
+      "lam_sigmoid=False, float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
 }
 
 namespace {
@@ -41,30 +42,39 @@ void check_samples(const TwoSampleInputs& in) {
   const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading_of(in) + 2;
   check_defined(kTwoSampleStep, "previous_x", in.previous_x);
   check_defined(kTwoSampleStep, "previous_B", in.previous_B);
+  const Discretization method =
+      parse_discretization(kTwoSampleStep, in.discretization, is_present(in.dt_A) ? in.supports : &is_two_sample);
+  if (is_present(in.dt_A)) check_takes_delta_A(kTwoSampleStep, "dt_A", method, in.discretization);
+  const bool has_tokens = leading_of(in) == 2;
+  const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
+  const char* const of_channels = has_tokens ? "(batch, tokens, dim)" : "(batch, dim)";
+  checks.tensor("lam", in.lam, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
+  checks.tensor("dt_A", in.dt_A, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
+  check_lam_options(kTwoSampleStep, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
+  if (!is_two_sample(method)) {
+    checks.tensor("previous_x", in.previous_x, "(0,)", {0}, dtype);
+    checks.tensor("previous_B", in.previous_B, "(0,)", {0}, dtype);
+    return;
+  }
   checks.tensor("previous_x", in.previous_x, has_heads ? "(batch, heads, headdim)" : "(batch, dim)",
                 in.state.sym_sizes().slice(0, in.state.dim() - 1), dtype);
   c10::SymDimVector shape = {in.state.sym_size(0)};
   if (has_groups) shape.push_back(in.B.sym_size(-2));
   shape.push_back(in.B.sym_size(-1));
   checks.tensor("previous_B", in.previous_B, has_groups ? "(batch, groups, dstate)" : "(batch, dstate)", shape, dtype);
-  const Discretization method = parse_discretization(kTwoSampleStep, in.discretization, &is_two_sample);
-  check_lam_options(kTwoSampleStep, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
-  const bool has_tokens = leading_of(in) == 2;
-  const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
-  const char* const of_channels = has_tokens ? "(batch, tokens, dim)" : "(batch, dim)";
-  checks.tensor("lam", in.lam, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
 }
 
 // The step writes to the samples, which must share memory with no other argument. make_params checks the state against the
 // arguments of a step with one sample.
 void check_sample_writes(const TwoSampleInputs& in) {
-  const NamedTensor state("state", in.state), lam("lam", in.lam), previous_B("previous_B", in.previous_B);
+  const NamedTensor state("state", in.state), lam("lam", in.lam), dt_A("dt_A", in.dt_A),
+      previous_B("previous_B", in.previous_B);
   for (const NamedTensor& sample : {NamedTensor("previous_x", in.previous_x), previous_B}) {
     check_in_place(kTwoSampleStep, sample.name, *sample.tensor, read_arguments(in));
-    check_in_place(kTwoSampleStep, sample.name, *sample.tensor, {state, lam});
+    check_in_place(kTwoSampleStep, sample.name, *sample.tensor, {state, lam, dt_A});
   }
   check_in_place(kTwoSampleStep, "previous_x", in.previous_x, {previous_B});
-  check_in_place(kTwoSampleStep, "state", in.state, {lam});
+  check_in_place(kTwoSampleStep, "state", in.state, {lam, dt_A});
 }
 
 }  // namespace
@@ -98,10 +108,14 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
   TwoSampleParams params;
   params.method = parse_method_parameters(in.discretization);
   params.lam_sigmoid = in.lam_sigmoid;
-  if (is_present(in.lam)) {
-    params.lam = channels(*in.lam, Access::kRead);
-    params.lam_token = leading_of(in) == 2 ? stride_of(*in.lam, 1) : 0;
-  }
+  const auto read = [&](const OptionalTensor& tensor, ChannelView& view, int64_t& token) {
+    if (!is_present(tensor)) return;
+    view = channels(*tensor, Access::kRead);
+    token = leading_of(in) == 2 ? stride_of(*tensor, 1) : 0;
+  };
+  read(in.lam, params.lam, params.lam_token);
+  read(in.dt_A, params.dt_A, params.dt_A_token);
+  if (in.previous_x.dim() == 1) return params;
   params.previous_x = channels(in.previous_x, Access::kWrite);
   params.previous_B = {data_of(in.previous_B, Access::kWrite), stride_of(in.previous_B, 0),
                        has_groups ? stride_of(in.previous_B, 1) : 0, stride_of(in.previous_B, -1)};
@@ -116,7 +130,8 @@ struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
   static constexpr size_t kStates = 3;
 
   static auto tensors(const Inputs& in) {
-    return std::tie(in.state, in.previous_x, in.previous_B, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.lam);
+    return std::tie(in.state, in.previous_x, in.previous_B, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.lam,
+                    in.dt_A);
   }
 
   static void count_writes(const Inputs& in) {
@@ -127,6 +142,7 @@ struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.x, in.dt, in.B, in.C, in.z);
     to.expanded_to_lower(in.lam);
+    to.expanded_to_lower(in.dt_A);
     to.to_float(in.A, in.D, in.dt_bias);
   }
 

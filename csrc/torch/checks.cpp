@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "common/separate_step.h"
 #include "torch/arguments.h"
 #include "torch/choices.h"
 #include "torch/not_differentiable.h"
@@ -176,6 +177,14 @@ void check_lam_options(const char* op, Discretization method, std::string_view n
                     "'", weighs ? " without lam" : "");
   TORCH_CHECK_VALUE(weighs || !lam_sigmoid, op, ": expected lam_sigmoid with discretization 'exp_trapezoidal' only, got '",
                     name, "'");
+}
+
+void check_takes_delta_A(const char* op, const char* argument, Discretization method, std::string_view name) {
+  const char* const reason = is_two_sample(method) ? "whose two samples are the ends of the one step of the state"
+                                                   : "which advances the state and the input by one rational step";
+  TORCH_CHECK_VALUE(takes_delta_A(method), op, ": expected ", argument,
+                    " with discretization 'zoh', 'zoh_exact', 'poly', 'highorder', 'rk4', 'dirac' or 'exp_trapezoidal', got '",
+                    name, "', ", reason);
 }
 
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {

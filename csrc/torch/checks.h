@@ -44,6 +44,9 @@ MethodParameters parse_method_parameters(std::string_view name);
 // for the messages.
 void check_lam_options(const char* op, Discretization method, std::string_view name, bool has_lam, bool lam_sigmoid);
 
+// Raises, with the reason, unless the method has a meaning with a step of its own for A, the argument `argument`.
+void check_takes_delta_A(const char* op, const char* argument, Discretization method, std::string_view name);
+
 // The smallest and the largest step size.
 using DtLimit = std::array<double, 2>;
 // The argument dt_limit as operators pass it to each other: the largest finite numbers stand for no limit, because AOTInductor

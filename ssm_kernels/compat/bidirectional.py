@@ -187,31 +187,37 @@ class Mamba(own.Mamba, metaclass=_MambaType):
         *,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> Tensor:
         """Mixes a sequence: (batch, seqlen, d_model) to itself.
 
         ``T`` is VideoMamba's, without effect. Other arguments are those of :meth:`ssm_kernels.nn.Mamba.forward`.
 
         Raises:
-            NotImplementedError: ``inference_params``, ``seq_idx`` or ``cu_seqlens`` with several directions.
+            NotImplementedError: ``inference_params``, ``seq_idx``, ``cu_seqlens`` or ``time_steps`` with several directions.
             ValueError, TypeError: as :meth:`ssm_kernels.nn.Mamba.forward`, or ``nslices`` does not divide the sequence.
         """
         if self.bimamba_type == "none":
-            out = super().forward(hidden_states, inference_params, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            out = super().forward(hidden_states, inference_params, **packed, time_steps=time_steps)
         else:
-            self._check_whole_sequence(inference_params=inference_params, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+            self._check_whole_sequence(
+                inference_params=inference_params, seq_idx=seq_idx, cu_seqlens=cu_seqlens, time_steps=time_steps
+            )
             self._check_sequences("hidden_states", hidden_states)
             out = self.out_proj(self._mix_directions(self.in_proj(hidden_states)))
         return out if self.init_layer_scale is None else out * self.gamma
 
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, *, time_steps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`ssm_kernels.nn.Mamba.step`, of a layer of one direction.
 
         Raises:
             NotImplementedError: the layer has several directions.
         """
         self._check_whole_sequence(step=self if self.bimamba_type != "none" else None)
-        out, conv_state, ssm_state = super().step(hidden_states, conv_state, ssm_state)
+        out, conv_state, ssm_state = super().step(hidden_states, conv_state, ssm_state, time_steps=time_steps)
         return out if self.init_layer_scale is None else out * self.gamma, conv_state, ssm_state
 
     def _check_whole_sequence(self, **arguments: Any) -> None:

@@ -279,22 +279,25 @@ class ConvMixer(NamesNoDecay, nn.Module, CallsOperators):
         """The shape of the recurrence's state, without the batch."""
         raise NotImplementedError
 
-    def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
-        """Mixes a sequence that begins here or continues from the cache of ``inference_params``."""
+    def _mix_or_step(self, hidden_states: Tensor, inference_params: Any, **of_steps: Any) -> Tensor:
+        """Mixes a sequence that begins here or continues from the cache of ``inference_params``.
+
+        ``of_steps``: further arguments of ``_mix`` and ``step``, one value for each step.
+        """
         if inference_params is None:
-            return self._mix(hidden_states, None, None)[0]
+            return self._mix(hidden_states, None, None, **of_steps)[0]
         self._check_is_local()
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset == 0:
-            out, projected, last_state = self._mix(hidden_states, None, None)
+            out, projected, last_state = self._mix(hidden_states, None, None, **of_steps)
         elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
-            return self.step(hidden_states, conv_state, ssm_state)[0]
+            return self.step(hidden_states, conv_state, ssm_state, **of_steps)[0]
         else:
             self._check_conv_state(class_name(self), conv_state, hidden_states.shape[0])
             # Backward reads the initial states of this segment, and the cache is overwritten below.
             states = (conv_state, ssm_state)
             out, projected, last_state = self._mix(
-                hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states)
+                hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states), **of_steps
             )
         inputs = self._conv_inputs(projected).detach()
         last_inputs = inputs[:, -self.d_conv :].transpose(1, 2)
@@ -418,11 +421,16 @@ class PackedMixer(ConvMixer):
         raise NotImplementedError
 
     def _mix_sequences(
-        self, hidden_states: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, inference_params: Any
+        self,
+        hidden_states: Tensor,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        inference_params: Any,
+        **of_steps: Any,
     ) -> Tensor:
         """As ``_mix_or_step``, of several sequences in a row if ``seq_idx`` or ``cu_seqlens`` is given."""
         if seq_idx is None and cu_seqlens is None:
-            return self._mix_or_step(hidden_states, inference_params)
+            return self._mix_or_step(hidden_states, inference_params, **of_steps)
         if inference_params is not None and cu_seqlens is None:
             raise ValueError(
                 f"{class_name(self)}: expected no inference_params with seq_idx alone: the cache has one state per row or, "
@@ -430,25 +438,25 @@ class PackedMixer(ConvMixer):
             )
         self._check_packed(hidden_states, seq_idx, cu_seqlens)
         if inference_params is None or cu_seqlens is None:
-            return self._mix(hidden_states, None, None, seq_idx, cu_seqlens)[0]
+            return self._mix(hidden_states, None, None, seq_idx, cu_seqlens, **of_steps)[0]
         if seq_idx is not None:
             check_same_packing(class_name(self), seq_idx, cu_seqlens)
-        return self._mix_packed(hidden_states, cu_seqlens, inference_params)
+        return self._mix_packed(hidden_states, cu_seqlens, inference_params, **of_steps)
 
-    def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
+    def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any, **of_steps: Any) -> Tensor:
         """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
         self._check_is_local()
         if u.shape[0] != 1 or cu_seqlens.numel() == 0:
-            return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
+            return self._mix(u, None, None, None, cu_seqlens, **of_steps)[0]  # raises
         conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
         ends = with_padding(cu_seqlens, u.shape[1])
         if inference_params.seqlen_offset == 0:
-            out, projected, last_states = self._mix(u, None, None, None, ends)
+            out, projected, last_states = self._mix(u, None, None, None, ends, **of_steps)
             conv_state.zero_()
         else:
             # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
             first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
-            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
+            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends, **of_steps)
         conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected)[0].detach(), cu_seqlens.long()))
         ssm_state.copy_(last_states[:-1].detach())
         return out

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from .._discretizations import is_two_sample
 from .._dtypes import wide_dtype
-from ..choices import DiscretizationName, RecomputeName, StepInitialization, TwoSampleDiscretizationName
+from ..choices import (
+    DiscretizationName,
+    RecomputeName,
+    StepInitialization,
+    TimeStepsScale,
+    TwoSampleDiscretizationName,
+)
 from .aligned import Heads, Layout, align_parameters, aligned_linear, aligned_size, can_align, dtype_to_align, first_columns
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_recompute
 from .common import PLAIN_TENSORS, SequenceMixer, conv_parameters, expanded, is_plain_linear, short_convolution
@@ -73,9 +79,11 @@ class Mamba(SelectiveBase, SequenceMixer):
             :class:`SelectiveSSM`.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.
+        time_steps_scale: which steps ``time_steps`` of :meth:`forward` scales: ``"both"`` or ``"A"``, as in
+            :class:`SelectiveSSM`.
         recompute: what backward recomputes instead of keeping it: ``"none"``, ``"cheap"`` (about 3 % more time in training)
-            or ``"all"``. Assignable. docs/layers.md has bytes and times of each. Rules that read two input samples
-            run by operators of their own, which keep what ``"none"`` keeps.
+            or ``"all"``. Assignable. docs/layers.md has bytes and times of each. Rules that read two input samples, and
+            calls with ``time_steps``, run by operators of their own, which keep what ``"none"`` keeps.
 
     Raises:
         ValueError: the discretization or another argument is not as above.
@@ -111,6 +119,7 @@ class Mamba(SelectiveBase, SequenceMixer):
         *,
         discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
         alpha: float | None = None,
+        time_steps_scale: TimeStepsScale = "both",
         recompute: RecomputeName = "cheap",
     ) -> None:
         super().__init__()
@@ -133,6 +142,7 @@ class Mamba(SelectiveBase, SequenceMixer):
             dt_rank,
             discretization,
             alpha,
+            time_steps_scale,
             dt_min,
             dt_max,
             dt_init,
@@ -143,9 +153,96 @@ class Mamba(SelectiveBase, SequenceMixer):
         )
         self.out_proj = linear(d_inner, d_model, bias, device, dtype)
 
-    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params: Any = None,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
+    ) -> Tensor:
+        """Mixes a sequence, or several packed one after another.
+
+        Args:
+            hidden_states: (batch, seqlen, d_model), any strides.
+            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
+                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
+                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
+                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
+                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
+                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes. Steps with a negative number
+                are padding, whose convolution is zero; what they hold must be finite.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
+            time_steps: measured time since the step before, (batch, seqlen), any floating-point dtype, which scales the step
+                sizes: see ``time_steps_scale``. The convolution counts steps, not time. Absent: one.
+
+        Packed sequences are independent, in the convolution and in the state.
+
+        Returns:
+            Shape of ``hidden_states``.
+
+        Raises:
+            ValueError: a shape is not as above, the layer has no ``layer_idx`` for ``inference_params``, or arguments are given
+                together that exclude each other.
+            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32, discretization="zoh_exact", time_steps_scale="A"), torch.randn(2, 10, 32)
+            >>> gaps = torch.rand(2, 10)  # the time since the event before
+            >>> layer(x, time_steps=gaps).shape
+            torch.Size([2, 10, 32])
+        """
+        self._check_packed_tensors(seq_idx, cu_seqlens)
+        self._check_sequences("hidden_states", hidden_states)
+        self._check_time_steps("Mamba", time_steps, "(batch, seqlen)", tuple(hidden_states.shape[:2]))
+        measured = {} if time_steps is None else {"time_steps": time_steps}
+        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params, **measured)
+
+    def step(
+        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, *, time_steps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: the last ``d_conv`` inputs of the convolution, (batch, channels, d_conv), modified in place.
+            ssm_state: the state of the recurrence, modified in place. ``allocate_inference_cache`` returns both states.
+            time_steps: measured time since the step before, (batch, 1), as for :meth:`forward`.
+
+        Returns:
+            ``out``, (batch, 1, d_model), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            RuntimeError: a state is not of a floating-point dtype. Neither state is modified then.
+            TypeError: an argument is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from ssm_kernels import nn
+            >>> layer, x = nn.Mamba(32), torch.randn(2, 10, 32)
+            >>> states = layer.allocate_inference_cache(batch_size=2, max_seqlen=10)
+            >>> with torch.no_grad():
+            ...     steps = [layer.step(x[:, t : t + 1], *states)[0] for t in range(10)]
+            >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+            True
+        """
+        self._check_one_step(hidden_states, conv_state, ssm_state)
+        self._check_time_steps("Mamba.step", time_steps, "(batch, 1)", (hidden_states.shape[0], 1))
+        of_rows = None if time_steps is None else time_steps[:, 0]
+        with torch.no_grad():  # not as a decorator, which hides the signature from names_layer
+            out = self._step(hidden_states[:, 0], conv_state, ssm_state, of_rows)
+        return out[:, None], conv_state, ssm_state
+
+    def _step(self, u: Tensor, conv_state: Tensor, ssm_state: Tensor, time_steps: Tensor | None = None) -> Tensor:
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        return self.out_proj(self._scan_step(self._convolve_step(x, conv_state), z, ssm_state))
+        return self.out_proj(self._scan_step(self._convolve_step(x, conv_state), z, ssm_state, time_steps))
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
@@ -157,13 +254,14 @@ class Mamba(SelectiveBase, SequenceMixer):
         ssm_state: Tensor | None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = self._dtype_to_align(hidden_states)
+        dtype = self._dtype_to_align(hidden_states) if time_steps is None else None
         if dtype is not None:
             return self._mix_aligned(dtype, hidden_states, conv_state, ssm_state, seq_idx, cu_seqlens)
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
         first_inputs = self._initial_state(conv_state, xz.dtype)
-        if self._takes_projections_in():
+        if time_steps is None and self._takes_projections_in():
             initial_state = None if ssm_state is None else ssm_state.to(wide_dtype(xz.dtype))
             parameters = (self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D)
             projection = (self.out_proj.weight, self.out_proj.bias)
@@ -174,14 +272,14 @@ class Mamba(SelectiveBase, SequenceMixer):
         if seq_idx is None and cu_seqlens is None:
             arguments = (xz, weight, bias, first_inputs)
             x, scanned, z = self.operators.mamba_conv(*arguments, *name_for_operator(self))
-            y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
+            y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False, time_steps=time_steps)
         else:
             inputs, z = xz.chunk(2, dim=-1)
             packed: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
             x = self.operators.causal_conv1d(
                 inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed
             )
-            y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
+            y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed, time_steps=time_steps)
         return self.out_proj(y), xz, last_state
 
     def _takes_projections_in(self) -> bool:

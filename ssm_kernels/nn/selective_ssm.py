@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._discretizations import is_two_sample, with_alpha
+from .._discretizations import delta_A_discretizations, is_two_sample, takes_delta_A, with_alpha
 from .._dtypes import readable, wide_dtype
 from .._scan_state import ScanState
-from ..choices import DiscretizationName, StepInitialization, TwoSampleDiscretizationName
+from ..choices import DiscretizationName, StepInitialization, TimeStepsScale, TwoSampleDiscretizationName
 from ..ops import selective_scan, selective_state_update
 from ..ops._arguments import is_autocast_enabled
 from ._operators import CallsOperators
@@ -63,6 +63,9 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
     sample of ``x``, the last row that of ``B``.
     """
 
+    # A class attribute, because layers that earlier versions pickled have no value of their own.
+    time_steps_scale: TimeStepsScale = "both"
+
     _no_decay: tuple[str, ...] = ("A_log", "D")
 
     def _init_ssm(
@@ -73,6 +76,7 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
         dt_rank: int | Literal["auto"],
         discretization: DiscretizationName | TwoSampleDiscretizationName,
         alpha: float | None,
+        time_steps_scale: TimeStepsScale,
         dt_min: float,
         dt_max: float,
         dt_init: StepInitialization,
@@ -87,6 +91,13 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
                 check_number(layer, "alpha", alpha)
             discretization = with_alpha(layer, discretization, alpha)
         check_discretization(layer, discretization, takes_two_samples=True)
+        check_choice(layer, "time_steps_scale", time_steps_scale, ("both", "A"))
+        if time_steps_scale == "A" and not takes_delta_A(discretization):
+            raise ValueError(
+                f"{layer}: expected time_steps_scale 'A' with one of {[*delta_A_discretizations]}, in which A may have a "
+                f"step of its own, got {discretization!r}"
+            )
+        self.time_steps_scale = time_steps_scale
         check_int(layer, "d_state", d_state, high=256)
         if isinstance(dt_rank, str):
             check_choice(layer, "dt_rank", dt_rank, ("auto",))
@@ -154,11 +165,12 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         needs_last_state: bool = True,
+        time_steps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state.
 
         ``scanned`` is a view of ``x`` for the scan, if the two need separate gradients. Without ``needs_last_state`` the last
-        state may be None.
+        state may be None. ``time_steps`` (batch, seqlen).
         """
         if scanned is None:
             scanned = x
@@ -170,42 +182,80 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
             # A hook of x_proj wrote into its input, so its autograd history changed.
             if is_tracked and x._version != version:
                 scanned = x
-        if is_two_sample(self.discretization):
-            return self._scan_two_samples(scanned, delta, B, C, z, delta_bias, initial_state, seq_idx, cu_seqlens)
+        if is_two_sample(self.discretization) or time_steps is not None:
+            steps = self._step_arguments(delta, delta_bias, time_steps)
+            return self._scan_by_function(scanned, steps, B, C, z, initial_state, seq_idx, cu_seqlens)
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         packed = (seq_idx, cu_seqlens)
         return self.operators.mamba_mixer(*arguments, *packed, *name_for_operator(self), needs_last_state=needs_last_state)
 
-    def _scan_two_samples(
+    def _step_arguments(
+        self, delta: Tensor, delta_bias: Tensor | None, time_steps: Tensor | None, names: tuple[str, str] = ("delta", "delta_A")
+    ) -> dict[str, Any]:
+        """The arguments of the scan, or with other ``names`` of its step, that say how long steps are.
+
+        ``delta`` (..., d_inner), before bias and softplus. ``time_steps`` (...) scales the steps of A and B, or of A alone.
+        """
+        name, name_of_A = names
+        given: dict[str, Any] = {name: delta, f"{name}_bias": delta_bias, f"{name}_softplus": True}
+        if time_steps is None:
+            return given
+        wide = wide_dtype(delta.dtype)
+        raw = delta.to(wide) if delta_bias is None else delta.to(wide) + delta_bias.to(wide)
+        scaled = (F.softplus(raw) * time_steps.to(wide)[..., None]).to(delta.dtype)
+        if self.time_steps_scale == "A":
+            return given | {name_of_A: scaled}
+        return {name: scaled, f"{name}_bias": None, f"{name}_softplus": False}
+
+    def _check_time_steps(self, layer: str, time_steps: Tensor | None, axes: str, shape: tuple[int, ...]) -> None:
+        if time_steps is None:
+            return
+        check_shape(layer, "time_steps", time_steps, axes, shape)
+        check_floating(layer, "time_steps", time_steps, least_bytes=2)
+
+    def _scan_by_function(
         self,
         x: Tensor,
-        delta: Tensor,
+        steps: dict[str, Any],
         B: Tensor,
         C: Tensor,
         z: Tensor | None,
-        delta_bias: Tensor | None,
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """As ``_scan``, after its projections."""
+        """As ``_scan``, after its projections, of rules and arguments that the operators between projections do not have."""
+        reads_two = is_two_sample(self.discretization)
         if not self.operators.is_local:
-            self._refuse_ranks()
+            if reads_two:
+                self._refuse_ranks()
+            raise NotImplementedError(f"{class_name(self)}: time_steps is not supported where ranks share a sequence")
         wide = wide_dtype(x.dtype)
-        first = None if initial_state is None else self._parts_of(initial_state, x.dtype)
+        first = self._parts_of(initial_state, x.dtype) if reads_two and initial_state is not None else None
+        state = initial_state if first is None else first.state
+        options: dict[str, Any] = {
+            name: value.mT if name in ("delta", "delta_A") else value.to(wide) if isinstance(value, Tensor) else value
+            for name, value in steps.items()
+        }
+        options |= self._weights(x.dtype, 1) | {"discretization": self.discretization}
+        if first is not None:
+            options["previous"] = (first.u, first.B)
         out, last = selective_scan(
-            *(x.mT, delta.mT, -torch.exp(self.A_log.to(wide)), B.mT, C.mT, self.D.to(wide), None if z is None else z.mT),
-            None if delta_bias is None else delta_bias.to(wide),
-            discretization=cast(TwoSampleDiscretizationName, self.discretization),
-            **self._weights(x.dtype, 1),
-            previous="zero" if first is None else (first.u, first.B),
-            delta_softplus=True,
-            initial_state=None if first is None else first.state,
+            u=x.mT,
+            A=-torch.exp(self.A_log.to(wide)),
+            B=B.mT,
+            C=C.mT,
+            D=self.D.to(wide),
+            z=None if z is None else z.mT,
+            **options,
+            initial_state=None if state is None else state.to(wide),
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
             return_last_state=True,
         )
+        if isinstance(last, Tensor):
+            return out.mT, last
         assert last.B is not None
         of_channels = torch.cat([last.state, last.u.to(wide)[..., None]], -1)
         return out.mT, torch.cat([of_channels, F.pad(last.B.to(wide), (0, 1))[:, None]], 1)
@@ -213,24 +263,23 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
     def _views_of(self, state: Tensor) -> ScanState:
         return ScanState(state[:, :-1, :-1], state[:, :-1, -1], state[:, -1, :-1])
 
-    def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
+    def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor, time_steps: Tensor | None = None) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
         dt, B, C, dt_bias = self._project(x)
         # Autocast casts the projections, but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
+        steps = self._step_arguments(dt, None if dt_bias is None else readable(dt_bias, dt.dtype), time_steps, ("dt", "dt_A"))
 
         def update(state: Tensor, **samples: Any) -> Tensor:
             return selective_state_update(
                 state,
                 x,
-                dt,
-                readable(self.A_log, dt.dtype),
-                B,
-                C,
-                readable(self.D, dt.dtype),
-                z,
-                None if dt_bias is None else readable(dt_bias, dt.dtype),
-                dt_softplus=True,
+                A=readable(self.A_log, dt.dtype),
+                B=B,
+                C=C,
+                D=readable(self.D, dt.dtype),
+                z=z,
+                **steps,
                 discretization=self.discretization,
                 A_is_log=True,
                 **samples,
@@ -270,6 +319,10 @@ class SelectiveSSM(SelectiveBase):
             zero at first.
         alpha: of ``"gbt"`` and ``"gbt_two_sample"``: see :func:`ssm_kernels.selective_scan`. The attribute
             ``discretization`` is then ``"gbt(0.7)"``.
+        time_steps_scale: which steps ``time_steps`` of :meth:`forward` scales. ``"both"``: those of A and B, for samples of a
+            continuous signal at irregular times (S5). ``"A"``: those of A alone, for events, whose input does not depend on the
+            time since the event before (Event-SSM); of the rules of :func:`ssm_kernels.selective_scan` that take ``delta_A``.
+            docs/discretizations.md compares them.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
@@ -298,6 +351,7 @@ class SelectiveSSM(SelectiveBase):
         *,
         discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
         alpha: float | None = None,
+        time_steps_scale: TimeStepsScale = "both",
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         dt_init: StepInitialization = "random",
@@ -315,6 +369,7 @@ class SelectiveSSM(SelectiveBase):
             dt_rank,
             discretization,
             alpha,
+            time_steps_scale,
             dt_min,
             dt_max,
             dt_init,
@@ -334,6 +389,7 @@ class SelectiveSSM(SelectiveBase):
         *,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> Tensor: ...
     @overload
     def forward(
@@ -345,6 +401,7 @@ class SelectiveSSM(SelectiveBase):
         *,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def forward(
@@ -356,6 +413,7 @@ class SelectiveSSM(SelectiveBase):
         return_last_state: Literal[True],
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def forward(
@@ -367,6 +425,7 @@ class SelectiveSSM(SelectiveBase):
         *,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
@@ -377,6 +436,7 @@ class SelectiveSSM(SelectiveBase):
         *,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        time_steps: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the SSM over a sequence.
 
@@ -389,6 +449,8 @@ class SelectiveSSM(SelectiveBase):
             seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
                 before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
+            time_steps: measured time since the step before, (batch, seqlen), any floating-point dtype, which scales the step
+                sizes: see ``time_steps_scale``. Absent: one.
 
         Returns:
             ``out``, (batch, seqlen, d_inner); with ``return_last_state`` also ``last_state``, of the shape of
@@ -418,11 +480,12 @@ class SelectiveSSM(SelectiveBase):
         for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 check_tensor(layer, name, value)
-        out, last_state = self._scan(x, z, initial_state, None, seq_idx, cu_seqlens, return_last_state)
+        self._check_time_steps(layer, time_steps, "(batch, seqlen)", tuple(x.shape[:2]))
+        out, last_state = self._scan(x, z, initial_state, None, seq_idx, cu_seqlens, return_last_state, time_steps)
         return (out, last_state) if return_last_state else out
 
     @torch.no_grad()
-    def step(self, x: Tensor, state: Tensor, z: Tensor | None = None) -> Tensor:
+    def step(self, x: Tensor, state: Tensor, z: Tensor | None = None, *, time_steps: Tensor | None = None) -> Tensor:
         """Runs one time step, for decoding. Not differentiable.
 
         Args:
@@ -430,6 +493,7 @@ class SelectiveSSM(SelectiveBase):
             state: (batch, d_inner, d_state), of rules that read two input samples (batch, d_inner + 1, d_state + 1), any
                 floating-point dtype, modified in place; from :meth:`allocate_state`, or a ``last_state``.
             z: gate, shape and dtype of ``x``.
+            time_steps: measured time since the step before, (batch,), as for :meth:`forward`.
 
         Returns:
             ``out``, (batch, d_inner).
@@ -455,7 +519,8 @@ class SelectiveSSM(SelectiveBase):
         if z is not None and z.dtype != x.dtype and not is_autocast_enabled(x.device.type):
             raise RuntimeError(f"{layer}: expected z of dtype {x.dtype} (the dtype of x), got {z.dtype}")
         self._check_state(layer, "state", state)
-        return self._scan_step(x, z, state)
+        self._check_time_steps(layer, time_steps, "(batch,)", (x.shape[0],))
+        return self._scan_step(x, z, state, time_steps)
 
     def _check_sequence(self, name: str, value: Tensor) -> None:
         check_shape(class_name(self), name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))

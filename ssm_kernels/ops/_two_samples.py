@@ -1,5 +1,5 @@
 """Calls of :func:`ssm_kernels.selective_scan` and :func:`ssm_kernels.ssd_chunk_scan` with a discretization that reads two input
-samples a step.
+samples a step, and of the former with a step of its own for A.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._discretizations import with_alpha
+from .._discretizations import is_two_sample, with_alpha
 from .._scan_state import ScanState
-from ..choices import ExponentialTwoSampleDiscretizationName, PreviousSample, TwoSampleDiscretizationName
+from ..choices import (
+    DiscretizationName,
+    ExponentialTwoSampleDiscretizationName,
+    PreviousSample,
+    TwoSampleDiscretizationName,
+)
 from ._states_at import Positions, read_positions
 
 __all__ = ["refuse_one_sample", "two_sample_chunk_scan", "two_sample_scan"]
@@ -52,15 +57,15 @@ def read_previous(
     return previous[0], previous[1], False
 
 
-def broadcast_lam(operator: str, lam: Tensor | None, like: Tensor, axes: str) -> Tensor | None:
-    """``lam`` in the shape of ``like``, by strides of zero."""
-    if lam is None or lam.shape == like.shape:
-        return lam
+def broadcast_steps(operator: str, name: str, value: Tensor | None, like: Tensor, axes: str) -> Tensor | None:
+    """The argument ``name``, such as ``lam``, in the shape of ``like``, by strides of zero."""
+    if value is None or value.shape == like.shape:
+        return value
     try:
-        return lam.broadcast_to(like.shape)
+        return value.broadcast_to(like.shape)
     except RuntimeError:
         raise ValueError(
-            f"{operator}: expected lam of shape {axes} = {[*like.shape]}, or one that broadcasts to it, got {[*lam.shape]}"
+            f"{operator}: expected {name} of shape {axes} = {[*like.shape]}, or one that broadcasts to it, got {[*value.shape]}"
         ) from None
 
 
@@ -74,11 +79,12 @@ def two_sample_scan(
     z: Tensor | None,
     delta_bias: Tensor | None,
     *,
-    discretization: TwoSampleDiscretizationName,
+    discretization: DiscretizationName | TwoSampleDiscretizationName,
     alpha: float | None,
     lam: Tensor | None,
     lam_sigmoid: bool,
     previous: PreviousSample | tuple[Tensor, Tensor | None],
+    delta_A: Tensor | None,
     delta_softplus: bool,
     initial_state: Tensor | None,
     reverse: bool,
@@ -87,11 +93,15 @@ def two_sample_scan(
     return_last_state: bool,
     states_at: Positions | None,
 ) -> Any:
-    if alpha is not None or discretization == "gbt_two_sample":
+    if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan", discretization, alpha)
+    reads_two = is_two_sample(discretization)
+    if not reads_two:
+        refuse_one_sample("selective_scan", discretization, lam, lam_sigmoid, previous)
     previous_u, previous_B, repeats = read_previous("selective_scan", previous)
-    lam = broadcast_lam("selective_scan", lam, u, "(batch, dim, seqlen)")
-    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state, lam, previous_u, previous_B, seq_idx, cu_seqlens)
+    lam = broadcast_steps("selective_scan", "lam", lam, u, "(batch, dim, seqlen)")
+    delta_A = broadcast_steps("selective_scan", "delta_A", delta_A, u, "(batch, dim, seqlen)")
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state, lam, previous_u, previous_B, delta_A, seq_idx, cu_seqlens)
     if not return_last_state and states_at is None:
         out, _ = torch.ops.ssm_kernels.selective_scan_two_sample(
             *tensors,
@@ -106,7 +116,9 @@ def two_sample_scan(
     out, *found = torch.ops.ssm_kernels._selective_scan_two_sample_states_at(
         *tensors, discretization, lam_sigmoid, repeats, delta_softplus, reverse, positions
     )
-    last, at = (ScanState(state, u, matrix if B.dim() > 2 else None) for state, u, matrix in (found[:3], found[3:]))
+    last, at = found[0], found[3]
+    if reads_two:
+        last, at = (ScanState(state, u, matrix if B.dim() > 2 else None) for state, u, matrix in (found[:3], found[3:]))
     results = [out] + [last] * return_last_state + [at] * (states_at is not None)
     return tuple(results)
 
@@ -136,7 +148,7 @@ def two_sample_chunk_scan(
     states_at: Positions | None,
 ) -> Any:
     previous_x, previous_B, repeats = read_previous("ssd_chunk_scan", previous, "x", may_lack_B=False)
-    lam = broadcast_lam("ssd_chunk_scan", lam, dt, "(batch, seqlen, heads)")
+    lam = broadcast_steps("ssd_chunk_scan", "lam", lam, dt, "(batch, seqlen, heads)")
     if not return_final_states and states_at is None:
         out, _ = torch.ops.ssm_kernels.ssd_chunk_scan_two_sample(
             *(x, dt, A, B, C),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ def selective_scan(
     lam: Tensor | None = None,
     lam_sigmoid: bool = False,
     previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
+    delta_A: Tensor | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -82,6 +83,8 @@ def selective_scan(
             (batch, groups, dstate), or None if ``B`` is constant, dtypes of ``u`` and ``B``; with ``cu_seqlens`` one row for
             each sequence. Sequences that begin where ``seq_idx`` changes have no sample before them but with ``"repeat"``.
             A sequence without steps and without a given sample returns a sample of zero.
+        delta_A: the steps of ``A``, in place of those of ``delta``, which are then those of the input alone:
+            (batch, dim, seqlen) or a shape that broadcasts to it, dtype of ``u``. No bias and no softplus applies to it.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
@@ -120,6 +123,12 @@ def selective_scan(
     **Two input samples.** A step of size zero keeps the state, and its sample becomes the previous one. Kernels read the step
     before a tile; no tensor is shifted.
 
+    **A step of its own for A.** With ``delta_A`` a state decays over another time than its input acts:
+    :math:`h_t = e^{\Delta^A_t A} h_{t-1} + \Delta_t\, k(\Delta_t A)\, B_t u_t`, with the time since the event before in
+    ``delta_A`` of event streams. 0 keeps the state, and infinity clears it. ``"zoh"``, ``"zoh_exact"``, ``"poly"``,
+    ``"highorder"``, ``"rk4"``, ``"dirac"`` and ``"exp_trapezoidal"``, whose previous sample decays with the state, take it.
+    Rules that advance the state and the input by one step of a rational function or of a line do not. Kernels run on the CPU.
+
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
     seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it.
@@ -134,9 +143,11 @@ def selective_scan(
 
     Raises:
         ValueError: a shape, a position, the discretization or, unless a CUDA graph is being captured, a value of
-            ``cu_seqlens`` is not as above, or ``states_at`` is given with ``reverse``.
+            ``cu_seqlens`` is not as above, ``states_at`` is given with ``reverse``, or ``delta_A`` to a rule in which it has no
+            meaning.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
+        NotImplementedError: the device has no kernel of ``delta_A``.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 
@@ -158,18 +169,22 @@ def selective_scan(
         >>> x = torch.randn(batch, seqlen, dim)  # channels last: a view, no copy
         >>> selective_scan(x.transpose(1, 2), delta, A, B, C).transpose(1, 2).shape
         torch.Size([2, 100, 8])
+        >>> gaps = torch.tensor([0.0, 1.0, 0.5])  # times since the event before, of all channels
+        >>> selective_scan(u[..., :3], delta[..., :3], A, B[..., :3], C[..., :3], delta_A=gaps).shape
+        torch.Size([2, 8, 3])
         >>> one = torch.ones(1, 1, 3)  # a held input of 1, with A = -1 and steps of 1: 1 - exp(-t)
         >>> selective_scan(one, one, -torch.ones(1, 1), one, one, discretization="zoh_exact")
         tensor([[[0.6321, 0.8647, 0.9502]]])
     """
-    if discretization != "zoh" and is_two_sample(discretization):
+    if delta_A is not None or (discretization != "zoh" and is_two_sample(discretization)):
         return two_sample_scan(
             *(u, delta, A, B, C, D, z, delta_bias),
-            discretization=cast(TwoSampleDiscretizationName, discretization),
+            discretization=discretization,
             alpha=alpha,
             lam=lam,
             lam_sigmoid=lam_sigmoid,
             previous=previous,
+            delta_A=delta_A,
             delta_softplus=delta_softplus,
             initial_state=initial_state,
             reverse=reverse,

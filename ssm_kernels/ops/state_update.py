@@ -11,7 +11,7 @@ from torch import Tensor
 from .._discretizations import is_two_sample, with_alpha
 from ..choices import DiscretizationName, TwoSampleDiscretizationName
 from ._arguments import empty_output, names_arguments, read_dt_limit
-from ._two_samples import broadcast_lam
+from ._two_samples import broadcast_steps
 
 __all__ = ["selective_state_update"]
 
@@ -54,6 +54,7 @@ def selective_state_update(
     lam_sigmoid: bool = False,
     previous_x: Tensor | None = None,
     previous_B: Tensor | None = None,
+    dt_A: Tensor | None = None,
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
     out: Tensor | None = None,
@@ -98,6 +99,9 @@ def selective_state_update(
             (batch, dim) or (batch, heads, headdim), and (batch, dstate) or (batch, groups, dstate) as ``B``, dtype of ``x``;
             modified in place. Zero before the first step. Steps of these rules take none of the arguments from
             ``out`` on.
+        dt_A: the step of ``A``, as ``delta_A`` of :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to
+            it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it. Such steps run on the CPU, and take none of
+            the arguments from ``out`` on.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
@@ -170,7 +174,12 @@ def selective_state_update(
     if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_state_update", discretization, alpha)
     limits = read_dt_limit("selective_state_update", dt_limit)
-    if is_two_sample(discretization):
+    reads_two = is_two_sample(discretization)
+    if not reads_two and (lam is not None or lam_sigmoid is not False or previous_x is not None or previous_B is not None):
+        _refuse_one_sample(
+            discretization, lam=lam, lam_sigmoid=lam_sigmoid or None, previous_x=previous_x, previous_B=previous_B
+        )
+    if reads_two or dt_A is not None:
         for_servers = {
             "out": out,
             "dst_state_batch_indices": dst_state_batch_indices,
@@ -183,24 +192,22 @@ def selective_state_update(
         }
         for name, value in for_servers.items():
             if value is not None:
+                what = f"discretization {discretization!r}, whose previous samples it would have to choose too"
                 raise NotImplementedError(
-                    f"selective_state_update: {name} is not supported with discretization {discretization!r}, whose previous "
-                    "samples it would have to choose too"
+                    f"selective_state_update: {name} is not supported with {what if reads_two else 'dt_A'}"
                 )
         axes = "(batch, " + "tokens, " * (x.dim() == state.dim()) + ("dim)" if state.dim() == 3 else "heads, headdim)")
+        samples = (previous_x, previous_B) if reads_two else (x.new_empty(0), x.new_empty(0))
         return _two_sample_step(
-            *(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias),
-            broadcast_lam("selective_state_update", lam, x, axes),
+            *(state, *samples, x, dt, A, B, C, D, z, dt_bias),
+            broadcast_steps("selective_state_update", "lam", lam, x, axes),
             dt_softplus,
             state_batch_indices,
+            broadcast_steps("selective_state_update", "dt_A", dt_A, x, axes),
             discretization=discretization,
             lam_sigmoid=lam_sigmoid,
             dt_limit=limits,
             A_is_log=A_is_log,
-        )
-    if lam is not None or lam_sigmoid is not False or previous_x is not None or previous_B is not None:
-        _refuse_one_sample(
-            discretization, lam=lam, lam_sigmoid=lam_sigmoid or None, previous_x=previous_x, previous_B=previous_B
         )
     if (
         out is None

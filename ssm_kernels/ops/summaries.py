@@ -21,7 +21,7 @@ from .._discretizations import is_two_sample, rule_of_decay, with_alpha
 from .._recurrences import recurrences
 from ..choices import CandidateActivation, DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
-from ._two_samples import broadcast_lam, read_previous, refuse_one_sample
+from ._two_samples import broadcast_steps, read_previous, refuse_one_sample
 from .recurrences import *  # noqa: F403
 
 __all__ = [
@@ -44,6 +44,7 @@ def selective_scan_summary(
     lam: Tensor | None = None,
     lam_sigmoid: bool = False,
     previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
+    delta_A: Tensor | None = None,
     delta_softplus: bool = False,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,7 @@ def selective_scan_summary(
         u, delta, A, B, delta_bias, discretization, alpha, delta_softplus: as for :func:`selective_scan`.
         lam, lam_sigmoid, previous: of rules that read two input samples, as for :func:`selective_scan`: the map is that of the
             state, and the sample before all steps is given.
+        delta_A: as for :func:`selective_scan`.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. The first step never starts a sequence.
 
@@ -70,8 +72,8 @@ def selective_scan_summary(
 
     The kernels write nothing but the two results and, on CUDA, states of segments of time. With ``seq_idx`` they read copies of
     u, delta and per-step B with zeros before the last sequence. Backward runs the scan and its adjoint on both devices.
-    Autograd saves the inputs only. Of rules that read two input samples the last state is that of a scan, whose outputs are
-    computed too, and the decay that of the rule with one sample and the same :math:`\bar A`.
+    Autograd saves the inputs only. Of rules that read two input samples, and with ``delta_A``, the last state is that of a
+    scan, whose outputs are computed too, and the decay that of the rule with one sample and the same :math:`\bar A`.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -89,26 +91,29 @@ def selective_scan_summary(
     """
     if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan_summary", discretization, alpha)
-    if is_two_sample(discretization):
+    reads_two = is_two_sample(discretization)
+    if not reads_two and (lam is not None or lam_sigmoid is not False or previous != "zero"):
+        refuse_one_sample("selective_scan_summary", discretization, lam, lam_sigmoid, previous)
+    if reads_two or delta_A is not None:
+        previous_u, previous_B, repeats = read_previous("selective_scan_summary", previous)
+        lam = broadcast_steps("selective_scan_summary", "lam", lam, u, "(batch, dim, seqlen)")
+        delta_A = broadcast_steps("selective_scan_summary", "delta_A", delta_A, u, "(batch, dim, seqlen)")
+        own = delta_A is None
         _, decay = selective_scan_summary(
-            *(u, delta, A, B),
-            delta_bias=delta_bias,
-            discretization=rule_of_decay(discretization),
-            delta_softplus=delta_softplus,
+            *(u, delta if delta_A is None else delta_A, A, B),
+            delta_bias=delta_bias if own else None,
+            discretization=rule_of_decay(discretization) if own else "zoh",
+            delta_softplus=delta_softplus and own,
             seq_idx=seq_idx,
         )
-        previous_u, previous_B, repeats = read_previous("selective_scan_summary", previous)
-        lam = broadcast_lam("selective_scan_summary", lam, u, "(batch, dim, seqlen)")
         _, last_state = torch.ops.ssm_kernels.selective_scan_two_sample(
-            *(u, delta, A, B, B, None, None, delta_bias, None, lam, previous_u, previous_B, seq_idx),
+            *(u, delta, A, B, B, None, None, delta_bias, None, lam, previous_u, previous_B, delta_A, seq_idx),
             discretization=discretization,
             lam_sigmoid=lam_sigmoid,
             repeats_first=repeats,
             delta_softplus=delta_softplus,
         )
         return last_state, decay
-    if lam is not None or lam_sigmoid is not False or previous != "zero":
-        refuse_one_sample("selective_scan_summary", discretization, lam, lam_sigmoid, previous)
     begins = None
     if seq_idx is not None:
         _check_seq_idx("selective_scan_summary", seq_idx, u)

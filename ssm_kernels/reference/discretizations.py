@@ -10,11 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._discretizations import discretization_names, split_name
+from .._discretizations import delta_A_discretizations, discretization_names, split_name, takes_delta_A
 from ..choices import DiscretizationName
 from ..ops._arguments import did_you_mean
 
-__all__ = ["ALIASES", "DISCRETIZATIONS", "Discretization", "coefficients", "decaying", "discretization_of", "phi1"]
+__all__ = [
+    "ALIASES",
+    "DISCRETIZATIONS",
+    "Discretization",
+    "coefficients",
+    "decaying",
+    "discretization_of",
+    "exponents_of_A",
+    "phi1",
+]
 
 
 class Discretization(NamedTuple):
@@ -164,16 +173,37 @@ def discretization_of(name: str) -> Discretization:
     return DISCRETIZATIONS[stem]
 
 
-def coefficients(discretization: DiscretizationName, delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+def exponents_of_A(discretization: str, delta_A: Tensor, A: Tensor) -> Tensor:
+    """``delta_A A``, of which the decay is the exponential. An infinite step is the largest number: a rate of 0 keeps states.
+
+    Raises:
+        ValueError: the rule takes no step of its own for A.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.reference.discretizations import exponents_of_A
+        >>> exponents_of_A("zoh", torch.tensor(2.0), torch.tensor([-1.0, 0.0]))
+        tensor([-2., 0.])
+    """
+    if not takes_delta_A(discretization):
+        raise ValueError(f"expected delta_A with one of {[*delta_A_discretizations]}, got {discretization!r}")
+    largest = 1e300 if torch.promote_types(delta_A.dtype, A.dtype) == torch.float64 else 1e38
+    return decaying(torch.mul, delta_A.clamp(max=largest), A)
+
+
+def coefficients(
+    discretization: DiscretizationName, delta: Tensor, A: Tensor, delta_A: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``(Abar, c)`` of ``h_t = Abar h_{t-1} + c B_t u_t``.
 
     Args:
         discretization: a name that :func:`discretization_of` takes.
         delta: step sizes, any shape that broadcasts with ``A``.
         A: the diagonal of the continuous system.
+        delta_A: the step of ``Abar``, in place of ``delta``, shape of ``delta``.
 
     Raises:
-        ValueError: the discretization is unknown.
+        ValueError: the discretization is unknown, or takes no ``delta_A``.
 
     Examples:
         >>> import torch
@@ -187,4 +217,6 @@ def coefficients(discretization: DiscretizationName, delta: Tensor, A: Tensor) -
     rule = discretization_of(discretization)
     z = decaying(torch.mul, delta, A, at_plus_infinity=rule.name in ("backward_euler", "gbt(1.0)"))
     Abar, gain = rule.coefficients(z)
+    if delta_A is not None:
+        Abar = torch.exp(exponents_of_A(discretization, delta_A, A))
     return Abar, delta * gain if rule.input_has_delta else gain

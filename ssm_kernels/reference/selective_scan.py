@@ -47,6 +47,7 @@ def selective_scan(
     *,
     discretization: DiscretizationName = "zoh",
     alpha: float | None = None,
+    delta_A: Tensor | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -70,17 +71,19 @@ def selective_scan(
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_scan", discretization, alpha)
     batch, dim, seqlen = u.shape
-    dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
+    dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, delta_A)
+    delta_A = None if delta_A is None else delta_A.to(dtype).expand(u.shape)
     if reverse:
         if states_at is not None:
             raise ValueError("selective_scan: expected states_at without reverse, got both")
         u, delta, B, C = (v if v.dim() == 2 else v.flip(-1) for v in (u, delta, B, C))
-        z, seq_idx = (None if v is None else v.flip(-1) for v in (z, seq_idx))
+        z, seq_idx, delta_A = (None if v is None else v.flip(-1) for v in (z, seq_idx, delta_A))
         if cu_seqlens is not None:
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
     u, A = u.to(dtype), A.to(dtype)
     delta = step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
+    steps_of_A = delta if delta_A is None else delta_A
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     resets = resets_of(seq_idx, batch, seqlen, u.device)
@@ -91,9 +94,10 @@ def selective_scan(
         outputs, states = [], [state]
         count = max(1, _BLOCK // max(1, state.numel()))
         # split and unbind, because an index has a gradient as large as the whole sequence.
-        blocks = (v[..., begin:end].split(count, -1) for v in (u, delta, Bt, Ct, resets))
-        for u_i, delta_i, B_i, C_i, resets_i in zip(*blocks, strict=True):
-            Abar, c = coefficients(discretization, delta_i[..., None], A[:, None])
+        blocks = (v[..., begin:end].split(count, -1) for v in (u, delta, steps_of_A, Bt, Ct, resets))
+        for u_i, delta_i, of_A_i, B_i, C_i, resets_i in zip(*blocks, strict=True):
+            of_A = None if delta_A is None else of_A_i[..., None]
+            Abar, c = coefficients(discretization, delta_i[..., None], A[:, None], of_A)
             inputs = c * B_i.transpose(2, 3) * u_i[..., None]
             steps = (Abar.unbind(2), inputs.unbind(2), C_i.unbind(-1), resets_i.unbind(-1))
             for Abar_t, input_t, C_t, reset_t in zip(*steps, strict=True):

@@ -29,6 +29,7 @@ def selective_state_update(
     dt_limit: tuple[float, float] | None = None,
     discretization: DiscretizationName = "zoh",
     alpha: float | None = None,
+    dt_A: Tensor | None = None,
     state_batch_indices: Tensor | None = None,
     A_is_log: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -54,14 +55,14 @@ def selective_state_update(
     if not heads:
         state, x, dt, A = state[:, None], x[:, None], dt[:, None], A[None]
         D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
-        z = None if z is None else z[:, None]
+        z, dt_A = (None if v is None else v[:, None] for v in (z, dt_A))
     nheads = state.shape[1]
     dt = step_sizes(dt, dt_bias, dt_softplus, dt_limit)
     A = -torch.exp(A) if A_is_log else A
     rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
     padding = rows < 0
     rows = rows.clamp(min=0)
-    Abar, c = coefficients(discretization, dt[..., None], A)
+    Abar, c = coefficients(discretization, dt[..., None], A, None if dt_A is None else dt_A[..., None])
     if not heads:  # groups of channels
         Bt, Ct = (X.repeat_interleave(x.shape[2] // X.shape[1], dim=1)[:, None] for X in (B, C))
     else:

@@ -14,7 +14,7 @@ from .._scan_state import ScanState
 from ..choices import ExponentialTwoSampleDiscretizationName, TwoSampleDiscretizationName
 from ..ops._states_at import Positions
 from ..ops._two_samples import read_previous
-from .discretizations import decaying, phi1
+from .discretizations import decaying, exponents_of_A, phi1
 from .selective_scan import _per_step
 from .sequences import promoted_dtype, resets_of, step_sizes
 
@@ -47,6 +47,7 @@ def two_sample_coefficients(
     *,
     alpha: float | None = None,
     lam: Tensor | None = None,
+    delta_A: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(Abar, c, c_previous)`` of ``h_t = Abar h_{t-1} + c B_t u_t + c_previous B_{t-1} u_{t-1}``.
 
@@ -58,9 +59,10 @@ def two_sample_coefficients(
         A: the diagonal of the continuous system.
         alpha: of ``"gbt_two_sample"``, from 0 to 1.
         lam: of ``"exp_trapezoidal"``, broadcasts with ``delta``.
+        delta_A: of ``"exp_trapezoidal"``, the step of ``Abar`` in place of ``delta``; the previous sample decays with states.
 
     Raises:
-        ValueError: the discretization is unknown, or ``alpha`` or ``lam`` is missing or given to another rule.
+        ValueError: the discretization is unknown, or ``alpha``, ``lam`` or ``delta_A`` is missing or given to another rule.
 
     Examples:
         >>> import torch
@@ -72,7 +74,7 @@ def two_sample_coefficients(
     for name, value, owner in (("alpha", alpha, "gbt_two_sample"), ("lam", lam, "exp_trapezoidal")):
         if (value is not None) != (discretization == owner):
             raise ValueError(f"expected {name} with discretization {owner!r} and no other, got {discretization!r}")
-    z = decaying(torch.mul, delta, A)
+    z = decaying(torch.mul, delta, A) if delta_A is None else exponents_of_A(discretization, delta_A, A)
     if discretization in ("trapezoidal", "gbt_two_sample"):
         weight = 0.5 if alpha is None else alpha
         r = 1 / (1 - weight * z)
@@ -105,6 +107,7 @@ def two_sample_scan(
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     previous: Literal["zero", "repeat"] | tuple[Tensor, Tensor | None] = "zero",
+    delta_A: Tensor | None = None,
     reverse: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -127,6 +130,7 @@ def two_sample_scan(
             ``"repeat"``: the first sample itself. ``(u, B)``: (batch, dim), and (batch, dstate) or (batch, groups, dstate), or
             None if ``B`` is constant; with ``cu_seqlens`` one row for each sequence. Sequences that begin where ``seq_idx``
             changes have no sample before them but with ``"repeat"``.
+        delta_A: of ``"exp_trapezoidal"``, as for :func:`ssm_kernels.selective_scan`.
         return_last_state: also return a :class:`ScanState`, which continues the scan as ``initial_state`` and ``previous``.
         states_at: also return a :class:`ScanState` for each of these positions, in a list. Not with ``reverse``.
 
@@ -153,7 +157,8 @@ def two_sample_scan(
             "two_sample_scan: expected previous to have a sample of B where B changes from step to step, and None where it is "
             f"constant, got {'None' if given[1] is None else 'a tensor'} with B of shape {[*B.shape]}"
         )
-    dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, lam, *given)
+    dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, lam, delta_A, *given)
+    delta_A = None if delta_A is None else delta_A.to(dtype).expand(u.shape)
     if lam is not None:
         lam = lam.to(dtype).expand(batch, dim, seqlen)
         lam = torch.sigmoid(lam) if lam_sigmoid else lam
@@ -161,7 +166,7 @@ def two_sample_scan(
         if states_at is not None:
             raise ValueError("two_sample_scan: expected states_at without reverse, got both")
         u, delta, B, C = (v if v.dim() == 2 else v.flip(-1) for v in (u, delta, B, C))
-        z, seq_idx, lam = (None if v is None else v.flip(-1) for v in (z, seq_idx, lam))
+        z, seq_idx, lam, delta_A = (None if v is None else v.flip(-1) for v in (z, seq_idx, lam, delta_A))
         if cu_seqlens is not None:
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
@@ -180,7 +185,8 @@ def two_sample_scan(
 
     # The factors of all steps at once: a call for each step takes many times as long.
     weight = None if lam is None else lam[..., None]
-    factors = two_sample_coefficients(discretization, delta[..., None], A[:, None], alpha=alpha, lam=weight)
+    of_A = None if delta_A is None else delta_A[..., None]
+    factors = two_sample_coefficients(discretization, delta[..., None], A[:, None], alpha=alpha, lam=weight, delta_A=of_A)
     decays, gains, gains_before = (factor.unbind(2) for factor in factors)
     samples = (Bt * u[:, :, None]).unbind(-1)
 

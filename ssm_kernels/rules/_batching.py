@@ -59,8 +59,8 @@ def each_sample(name: str) -> Rule:
 def each_sample_in_place(name: str, shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, ...]] | None = None) -> Rule:
     """One call for each sample of an operator that writes to its arguments: the samples cannot be folded into copies of them.
 
-    Each tensor that it writes to must have samples. A result that is not among them has the shape and dtype of ``x``, or the
-    shape that ``shape`` returns for the arguments' shapes, and the dtype of ``q``.
+    Each tensor with elements that it writes to must have samples. A result that is not among them has the shape and dtype of
+    ``x``, or the shape that ``shape`` returns for the arguments' shapes, and the dtype of ``q``.
     """
     operator = getattr(torch.ops.ssm_kernels, name)
     schema = operator.default._schema
@@ -69,7 +69,9 @@ def each_sample_in_place(name: str, shape: Callable[[Mapping[str, tuple[int, ...
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **options: Any) -> tuple[Any, Any]:
         values, dims = named(operator.default, arguments, in_dims)
         for argument in schema.arguments:
-            if argument.is_write and values[argument.name] is not None and dims[argument.name] is None:
+            value = values[argument.name] if argument.is_write else None
+            # Tensors without elements stand for absent ones.
+            if value is not None and value.numel() > 0 and dims[argument.name] is None:
                 verb = "written to" if schema.name.endswith("_out") else "updated in place"
                 raise RuntimeError(f"{public}: expected vmap over {argument.name}, which is {verb}, got in_dims None")
         samples = range(info.batch_size)

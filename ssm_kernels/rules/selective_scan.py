@@ -26,7 +26,7 @@ AXES = {
     "states": "batch positions channels dstate",
 }
 TWO_SAMPLE_AXES = AXES | {
-    "lam": "batch channels seqlen",
+    **dict.fromkeys(("lam", "delta_A"), "batch channels seqlen"),
     **dict.fromkeys(("previous_u", "last_u"), "batch channels"),
     **dict.fromkeys(("previous_B", "last_B"), "batch groups dstate"),
     "states_u": "batch positions channels",

@@ -22,7 +22,7 @@ def _axes(call: Call) -> Axes:
         **dict.fromkeys(("B", "C"), f"{rows} {groups} dstate"),
         **dict.fromkeys(("D", "dt_bias"), channels),
         "A": f"{channels} dstate",
-        "lam": f"{rows} {channels}",
+        **dict.fromkeys(("lam", "dt_A"), f"{rows} {channels}"),
         "previous_x": f"batch {channels}",
         "previous_B": f"batch {groups} dstate",
         "state": f"batch {channels} dstate",

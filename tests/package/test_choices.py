@@ -60,6 +60,7 @@ def test_names_of_discretizations_are_those_of_the_table():
         (choices.GateActivation, "activation", lambda **name: ssm_kernels.rms_norm_gated(X, X[0, 0], X, **name)),
         (choices.GateActivation, "activation", lambda **name: reference.rms_norm_gated(X, X[0, 0], X, **name)),
         (choices.StepInitialization, "dt_init", lambda **name: nn.Mamba(8, **name)),
+        (choices.TimeStepsScale, "time_steps_scale", lambda **name: nn.Mamba(8, **name)),
         (choices.MixerName, "mixer", lambda **name: MambaConfig(**name)),
         (choices.RecomputeName, "recompute", lambda **name: nn.Mamba(8, **name)),
         (choices.RecomputeName, "recompute", lambda **name: nn.Mamba2(64, **name)),

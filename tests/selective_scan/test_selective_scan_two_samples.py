@@ -431,14 +431,14 @@ def test_opcheck():
         given = make_inputs(rule, seqlen=5, **options)
         u, B = given.pop("previous")
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "lam")
-        tensors = [given.get(name) for name in names] + [u, B, None, None]
+        tensors = [given.get(name) for name in names] + [u, B, None, None, None]
         with_grad = [x if x is None else x.clone().requires_grad_() for x in tensors]
         keywords = {"discretization": rule, "delta_softplus": True, "lam_sigmoid": rule == "exp_trapezoidal"}
         torch.library.opcheck(ops.selective_scan_two_sample.default, tuple(with_grad), keywords)
         options = (rule, rule == "exp_trapezoidal", False, True, False)
         out, last_state, states = ops._selective_scan_two_sample_fwd(*tensors, *options, True)
         torch.library.opcheck(ops._selective_scan_two_sample_fwd.default, (*tensors, *options, True))
-        arguments = (torch.randn_like(out), torch.randn_like(last_state), *tensors, states, *options, [True] * 12)
+        arguments = (torch.randn_like(out), torch.randn_like(last_state), *tensors, states, *options, [True] * 13)
         torch.library.opcheck(ops._selective_scan_two_sample_bwd.default, arguments)
 
 
@@ -569,7 +569,7 @@ def test_summary_refuses_what_one_sample_has_not():
         selective_scan_summary(**of_span, previous="repeat")
 
 
-OPTIONAL = ("D", "z", "delta_bias", "initial_state", "lam", "previous_u", "previous_B", "seq_idx", "cu_seqlens")
+OPTIONAL = ("D", "z", "delta_bias", "initial_state", "lam", "previous_u", "previous_B", "delta_A", "seq_idx", "cu_seqlens")
 
 
 @pytest.mark.parametrize("name", ["u", "delta", "A", "B", "C", *OPTIONAL])
@@ -577,6 +577,7 @@ def test_wrong_kinds_of_each_tensor(name):
     """Through torch.ops: None for a required tensor, and sparse ones."""
     given = make_inputs("exp_trapezoidal", previous="given")
     given["previous_u"], given["previous_B"] = given.pop("previous")
+    given |= {"delta_A": torch.zeros(2, 6, 7, dtype=torch.float64)}
     given |= {"seq_idx": torch.zeros(2, 7, dtype=torch.int32), "cu_seqlens": torch.tensor([0, 7])}
     operator = torch.ops.ssm_kernels.selective_scan_two_sample
     names = ("u", "delta", "A", "B", "C", *OPTIONAL)

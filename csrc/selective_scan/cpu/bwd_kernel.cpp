@@ -28,7 +28,7 @@ namespace {
 template <typename Acc>
 struct BwdTiles {
   Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *out, *grad_u, *grad_delta;  // [step][lane]
-  Acc *lam, *grad_lam;                                                             // [step][lane]
+  Acc *lam, *grad_lam, *delta_A, *grad_delta_A;                                    // [step][lane]
   Acc *B_steps, *C_steps;                                                          // [step][padded state]
   Acc *A, *B_constant, *C_constant;                                                // [state][lane]
   Acc *states, *basis;                                                             // [step][state][lane]
@@ -45,6 +45,7 @@ struct BwdTiles {
     for (Acc** tile : {&raw_delta, &delta, &z, &grad_out, &dy, &y, &out, &grad_u, &grad_delta})
       *tile = scratch.allocate<Acc>(sequence);
     for (Acc** tile : {&lam, &grad_lam}) *tile = scratch.allocate<Acc>(has_lam(blocking) ? sequence : 0);
+    for (Acc** tile : {&delta_A, &grad_delta_A}) *tile = scratch.allocate<Acc>(has_delta_A(blocking) ? sequence : 0);
     B_steps = p.B.per_step ? rows_of_samples<Acc>(scratch, blocking, blocking.padded_dstate) : nullptr;
     C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(padded_states);
@@ -133,55 +134,76 @@ void scan_chunk_backward(const Method& method, const BwdChunk<Acc>& c) {
   }
 }
 
-// The same of the scan with two input samples a step. The gradient of a step's sample has a second part from the step after it,
-// which grad_previous carries: in, that of the step after the chunk; out, that of the sample before the chunk.
+// The same of the scan with two input samples a step, or with a step of its own for A. The gradient of a step's sample has a
+// second part from the step after it, which grad_previous carries: in, that of the step after the chunk; out, that of the
+// sample before the chunk.
 template <typename Acc, typename Rule>
 void scan_two_sample_chunk_backward(const Rule& rule, const BwdChunk<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
-  scan_two_sample_chunk<Acc, Rule, true>(rule, {c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis}, c.lam);
+  constexpr bool kSeparate = kHasSeparateStep<Rule>;
+  scan_two_sample_chunk<Acc, Rule, true>(rule, {c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis}, c.lam,
+                                         c.delta_A);
   const int64_t row = c.dstate * kLanes;
   const bool partial = c.live_lanes < kLanes;
   const auto live = [&](const V& value) { return partial ? V::set(V(Acc(0)), value, c.live_lanes) : value; };
   for (int64_t t = c.steps - 1; t >= 0; --t) {
     const auto method = method_at<Acc>(rule, c.lam, t);
+    using Method = std::decay_t<decltype(method)>;
     const bool repeats = t == 0 && c.repeats_first;
     const V delta = V::loadu(c.delta + t * kLanes), dy = V::loadu(c.grad_y + t * kLanes);
+    const V of_A = kSeparate ? V::loadu(c.delta_A + t * kLanes) : delta;
+    const V scale = Method::kInputHasDelta ? delta : V(Acc(1));
     const V u = V::loadu(c.u + t * kLanes), u_before = V::loadu(c.u + (t - 1) * kLanes);
     const Acc* before = c.states + t * row;
     const Acc* after = before + row;
     Acc* grad_B = c.grad_B_lanes + t * c.grad_B_stride;
     Acc* grad_C = c.grad_C_lanes + t * c.grad_C_stride;
-    V grad_delta(Acc(0)), grad_u(Acc(0)), grad_lam(Acc(0));
+    V grad_delta(Acc(0)), grad_delta_A(Acc(0)), grad_u(Acc(0)), grad_lam(Acc(0));
     for (int64_t n = 0; n < c.dstate; ++n) {
       const int64_t at = n * kLanes;
-      const V A = V::loadu(c.A + at), B = c.B.at(t, n), v = B * u, v_before = c.B.at(t - 1, n) * u_before;
+      const V A = V::loadu(c.A + at), B = c.B.at(t, n), v = B * u;
+      V v_before(Acc(0));
+      if constexpr (Method::kUsesPreviousInput) v_before = c.B.at(t - 1, n) * u_before;
       const V z = delta * A, basis = V::loadu(c.basis + t * row + at);
       const auto gain = method.gain(z, basis);
       const auto derivative = method.derivatives(z, basis);
 
       (V::loadu(grad_C + at) + live(dy * V::loadu(after + at))).store(grad_C + at);
-      const V g = at::vec::fmadd(c.C.at(t, n), dy, V::loadu(c.grad_state + at)), scaled = delta * g;
-      V of_sample = at::vec::fmadd(scaled, gain.current, V::loadu(c.grad_previous + at)), of_previous = scaled * gain.previous;
-      if (repeats) {
-        of_sample = of_sample + of_previous;
-        of_previous = V(Acc(0));
+      const V g = at::vec::fmadd(c.C.at(t, n), dy, V::loadu(c.grad_state + at)), scaled = scale * g;
+      V of_sample = scaled * gain.current;
+      if constexpr (Method::kUsesPreviousInput) {
+        of_sample = at::vec::fmadd(scaled, gain.current, V::loadu(c.grad_previous + at));
+        V of_previous = scaled * gain.previous;
+        if (repeats) {
+          of_sample = of_sample + of_previous;
+          of_previous = V(Acc(0));
+        }
+        of_previous.store(c.grad_previous + at);
       }
-      of_previous.store(c.grad_previous + at);
       (V::loadu(grad_B + at) + live(of_sample * u)).store(grad_B + at);
       grad_u = at::vec::fmadd(of_sample, B, grad_u);
 
       const V grad_abar = g * V::loadu(before + at) * derivative.abar;
       const V of_gains = at::vec::fmadd(derivative.z_gain, v, derivative.z_previous * v_before);
-      grad_delta = at::vec::fmadd(grad_abar, A, at::vec::fmadd(g, of_gains, grad_delta));
-      const V of_z = at::vec::fmadd(derivative.gain, v, derivative.previous * v_before);
-      (at::vec::fmadd(delta, at::vec::fmadd(scaled, of_z, grad_abar), V::loadu(c.grad_A + at))).store(c.grad_A + at);
+      grad_delta = at::vec::fmadd(g, of_gains, grad_delta);
+      if constexpr (kSeparate) {
+        const V of_s = at::vec::fmadd(scaled, derivative.previous * v_before, grad_abar);
+        grad_delta_A = at::vec::fmadd(of_s, A, grad_delta_A);
+        const V of_A_alone = at::vec::fmadd(of_A, of_s, V::loadu(c.grad_A + at));
+        at::vec::fmadd(scale * scaled, derivative.gain * v, of_A_alone).store(c.grad_A + at);
+      } else {
+        grad_delta = at::vec::fmadd(grad_abar, A, grad_delta);
+        const V of_z = at::vec::fmadd(derivative.gain, v, derivative.previous * v_before);
+        at::vec::fmadd(delta, at::vec::fmadd(scaled, of_z, grad_abar), V::loadu(c.grad_A + at)).store(c.grad_A + at);
+      }
       if constexpr (Rule::kHasLam) grad_lam = at::vec::fmadd(scaled, v - basis * v_before, grad_lam);
       (method.abar(z, basis) * g).store(c.grad_state + at);
     }
     grad_u.store(c.grad_u + t * kLanes);
     grad_delta.store(c.grad_delta + t * kLanes);
     if constexpr (Rule::kHasLam) grad_lam.store(c.grad_lam + t * kLanes);
+    if constexpr (kSeparate) grad_delta_A.store(c.grad_delta_A + t * kLanes);
   }
 }
 
@@ -261,6 +283,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
     load_samples_of_u<Acc, Scalar>(tiles.u, p, blocking, task.row, channel, channels, start, steps);
     load_lam<Acc, Scalar>(tiles.lam, blocking, task.row, channel, channels, start, steps);
+    load_delta_A<Acc, Scalar>(tiles.delta_A, blocking, task.row, channel, channels, start, steps);
     load_sequence<Acc, Scalar>(tiles.raw_delta, p.delta, task.row, channel, channels, start, steps);
     finish_delta(tiles.raw_delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
     if (p.grad_out.data != nullptr) {
@@ -291,8 +314,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
         p.grad_C.per_step ? row : 0,
         channels};
     if (two_samples != nullptr) {
-      visit_two_sample_discretization(p.discretization, blocking.method,
-                                      [&](auto rule) { scan_two_sample_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
+      visit_rule(blocking, p.discretization,
+                 [&](auto rule) { scan_two_sample_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
     } else {
       visit_discretization(p.discretization, blocking.method,
                            [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
@@ -346,6 +369,9 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
         (V::loadu(tiles.grad_lam + i) * lam * (V(Acc(1)) - lam)).store(tiles.grad_lam + i);
       }
       store_sequence<Acc, Scalar>(two_samples->grad_lam, tiles.grad_lam, task.row, channel, channels, start, steps);
+    }
+    if (two_samples != nullptr && two_samples->grad_delta_A.data != nullptr) {
+      store_sequence<Acc, Scalar>(two_samples->grad_delta_A, tiles.grad_delta_A, task.row, channel, channels, start, steps);
     }
     if (p.grad_u.data != nullptr)
       store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.row, channel, channels, start, steps);

@@ -17,7 +17,7 @@ namespace {
 
 template <typename Acc>
 struct FwdTiles {
-  Acc *u, *delta, *z, *y, *lam;              // [step][lane]
+  Acc *u, *delta, *z, *y, *lam, *delta_A;    // [step][lane]
   Acc *B_steps, *C_steps;                    // [step][padded state]
   Acc *A, *B_constant, *C_constant, *state;  // [block][state][lane]
   int64_t states_per_block;
@@ -32,6 +32,7 @@ struct FwdTiles {
     z = scratch.allocate<Acc>(sequence);
     y = scratch.allocate<Acc>(sequence);
     lam = scratch.allocate<Acc>(has_lam(blocking) ? sequence : 0);
+    delta_A = scratch.allocate<Acc>(has_delta_A(blocking) ? sequence : 0);
     B_steps = p.B.per_step ? rows_of_samples<Acc>(scratch, blocking, blocking.padded_dstate) : nullptr;
     C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(states);
@@ -98,8 +99,9 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
                                    nullptr};
       if (blocking.two_samples != nullptr) {
         load_lam<Acc, Scalar>(tiles.lam, blocking, task.row, channel, channels, start, steps);
-        visit_two_sample_discretization(p.discretization, blocking.method, [&](auto rule) {
-          scan_two_sample_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam);
+        load_delta_A<Acc, Scalar>(tiles.delta_A, blocking, task.row, channel, channels, start, steps);
+        visit_rule(blocking, p.discretization, [&](auto rule) {
+          scan_two_sample_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam, tiles.delta_A);
         });
       } else {
         visit_discretization(p.discretization, blocking.method,

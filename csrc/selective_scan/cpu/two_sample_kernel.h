@@ -1,8 +1,9 @@
-// One chunk of one block of the scan with two input samples a step, forward and backward (common/two_sample_discretization.h).
-// The rows of u and, if it is per step, of B begin with that of the sample before the chunk, at index -1.
+// One chunk of one block of the scan with two input samples a step, forward and backward (common/two_sample_discretization.h),
+// or with a step of its own for A (common/separate_step.h). The rows of u and, if it is per step, of B begin with that of the
+// sample before the chunk, at index -1.
 #pragma once
 
-#include "common/two_sample_discretization.h"
+#include "common/separate_step.h"
 #include "selective_scan/cpu/kernel.h"
 
 namespace ssm_kernels::selective_scan {
@@ -10,6 +11,10 @@ inline namespace CPU_CAPABILITY {
 
 inline bool has_lam(const Blocking& blocking) {
   return blocking.two_samples != nullptr && blocking.two_samples->lam.data != nullptr;
+}
+
+inline bool has_delta_A(const Blocking& blocking) {
+  return blocking.two_samples != nullptr && blocking.two_samples->delta_A.data != nullptr;
 }
 
 // Whether the sample before the first step of a row is that of the step.
@@ -76,6 +81,26 @@ void load_lam(Acc* tile, const Blocking& blocking, const ScanRow& row, int64_t c
   }
 }
 
+// The steps of A; nothing without them. An infinite one is the largest number, so that a rate of zero keeps the state.
+template <typename Acc, typename Scalar>
+void load_delta_A(Acc* tile, const Blocking& blocking, const ScanRow& row, int64_t channel, int64_t channels, int64_t start,
+                  int64_t steps) {
+  using V = Vec<Acc>;
+  if (!has_delta_A(blocking)) return;
+  load_sequence<Acc, Scalar>(tile, blocking.two_samples->delta_A, row, channel, channels, start, steps);
+  const V largest(kLargestRate<Acc>);
+  for (int64_t i = 0; i < steps * V::size(); i += V::size()) {
+    at::vec::minimum(V::loadu(tile + i), largest).store(tile + i);
+  }
+}
+
+// Calls visitor(rule) with the rule of a call: SeparateStep<> of it if A has steps of its own.
+template <typename Visitor>
+void visit_rule(const Blocking& blocking, Discretization discretization, const Visitor& visitor) {
+  if (has_delta_A(blocking)) return visit_separate_step(discretization, visitor);
+  visit_two_sample_discretization(discretization, blocking.method, visitor);
+}
+
 // The method of each step. `lam` is [step][lane], read if the rule has it.
 template <typename Acc, typename Rule>
 auto method_at(const Rule& rule, const Acc* lam, int64_t step) {
@@ -83,25 +108,30 @@ auto method_at(const Rule& rule, const Acc* lam, int64_t step) {
   return rule.step(Rule::kHasLam ? V::loadu(lam + step * V::size()) : V(Acc(0)));
 }
 
-// As scan_chunk.
+// As scan_chunk. `delta_A` is [step][lane], read if the rule has separate steps.
 template <typename Acc, typename Rule, bool keeps>
-void scan_two_sample_chunk(const Rule& rule, const ScanChunk<Acc>& c, const Acc* lam) {
+void scan_two_sample_chunk(const Rule& rule, const ScanChunk<Acc>& c, const Acc* lam, const Acc* delta_A) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
   const int64_t row = c.dstate * kLanes;
   for (int64_t t = 0; t < c.steps; ++t) {
     const auto method = method_at<Acc>(rule, lam, t);
-    const V delta = V::loadu(c.delta + t * kLanes);
-    const V input = delta * V::loadu(c.u + t * kLanes), input_before = delta * V::loadu(c.u + (t - 1) * kLanes);
+    using Method = std::decay_t<decltype(method)>;
+    const V delta = V::loadu(c.delta + t * kLanes), of_A = kHasSeparateStep<Rule> ? V::loadu(delta_A + t * kLanes) : delta;
+    const V scale = Method::kInputHasDelta ? delta : V(Acc(1));
+    const V input = scale * V::loadu(c.u + t * kLanes), input_before = scale * V::loadu(c.u + (t - 1) * kLanes);
     const Acc* const before = c.state + (keeps ? t * row : 0);
     Acc* const after = c.state + (keeps ? (t + 1) * row : 0);
     V y(Acc(0));
     for (int64_t n = 0; n < c.dstate; ++n) {
-      const V z = delta * V::loadu(c.A + n * kLanes);
-      const V basis = method.basis(z);
+      const V A = V::loadu(c.A + n * kLanes), z = delta * A;
+      const V basis = method.basis(of_A * A);
       if constexpr (keeps) basis.store(c.basis + t * row + n * kLanes);
       const auto gain = method.gain(z, basis);
-      const V inputs = at::vec::fmadd(input * gain.current, c.B.at(t, n), input_before * gain.previous * c.B.at(t - 1, n));
+      V inputs = input * gain.current * c.B.at(t, n);
+      if constexpr (Method::kUsesPreviousInput) {
+        inputs = at::vec::fmadd(input * gain.current, c.B.at(t, n), input_before * gain.previous * c.B.at(t - 1, n));
+      }
       const V h = at::vec::fmadd(method.abar(z, basis), V::loadu(before + n * kLanes), inputs);
       h.store(after + n * kLanes);
       y = at::vec::fmadd(h, c.C.at(t, n), y);

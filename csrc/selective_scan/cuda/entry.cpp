@@ -297,8 +297,14 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
   });
 }
 
+void refuse_delta_A(const TwoSampleInputs& in) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.delta_A),
+                              "selective_scan: delta_A, a step of its own for A, has kernels on the CPU only");
+}
+
 FwdOutputs two_sample_fwd_cuda(const TwoSampleFwdInputs& in) {
   const Discretization method = check_two_sample_inputs(in);
+  refuse_delta_A(in);
   const TwoSampleParams two = make_two_sample_params(in);
   return run_fwd(in, method, [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
     return launch_two_sample_fwd<decltype(scalar)>(params, two, plan, stream);
@@ -384,6 +390,7 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
 TwoSampleGrads two_sample_bwd_cuda(const TwoSampleBwdInputs& inputs) {
   TwoSampleBwdInputs in = inputs;
   const Discretization method = check_two_sample_inputs(in.in);
+  refuse_delta_A(in.in);
   const c10::cuda::CUDAGuard guard(in.in.u.device());
   align_reverse_rows(in.in);
   TwoSampleBwd bwd(in);

@@ -94,7 +94,7 @@ struct Cpu {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
       const TwoSampleParams two_samples = make_two_sample_params(in);
       update(params, method, tokens, &two_samples);
-      store_samples(params, tokens, two_samples, in.x.element_size());
+      if (two_samples.previous_x.data != nullptr) store_samples(params, tokens, two_samples, in.x.element_size());
     } else {
       update(params, method, tokens, nullptr);
     }

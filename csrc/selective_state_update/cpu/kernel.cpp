@@ -14,7 +14,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
-#include "common/two_sample_discretization.h"
+#include "common/separate_step.h"
 #include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
@@ -42,7 +42,8 @@ struct Rows {
   alignas(64) Acc input_before[kMaxRows];  // delta x_before
   alignas(64) Acc lam[kMaxRows];
   alignas(64) Acc B_before[kMaxDstate];
-  void* carried = nullptr;  // if not null, kMaxDstate states of each row take the place of the slot
+  alignas(64) Acc delta_A[kMaxRows];  // the steps of A
+  void* carried = nullptr;            // if not null, kMaxDstate states of each row take the place of the slot
 };
 
 // States of a block's rows, of at most the size of Acc each.
@@ -61,14 +62,15 @@ void gather_A(const StateUpdateParams& p, int64_t row, int64_t count, Acc* targe
   visit_scalar(p.input_kind, [&](auto input) { gather(static_cast<const decltype(input)*>(p.A.data)); });
 }
 
-// The factors of a step: Abar, and those of the current and of the previous sample.
+// The factors of a step: Abar, and those of the current and of the previous sample. `s` is delta_A A of methods with a step of
+// its own for A, and z of others.
 template <typename V>
 struct StepFactors {
   V abar, current, previous;
 };
 template <typename Method, typename V>
-StepFactors<V> factors_of(const Method& method, const V& z, const V& input, const V& input_before) {
-  const V basis = method.basis(z);
+StepFactors<V> factors_of(const Method& method, const V& z, const V& s, const V& input, const V& input_before) {
+  const V basis = method.basis(s);
   if constexpr (Method::kUsesPreviousInput) {
     const auto gain = method.gain(z, basis);
     return {method.abar(z, basis), input * gain.current, input_before * gain.previous};
@@ -78,7 +80,7 @@ StepFactors<V> factors_of(const Method& method, const V& z, const V& input, cons
 }
 
 // Updates the state of the rows and sets their y. `method_of` returns the method of a vector of weights lam.
-template <typename Acc, typename State, bool reads_two, typename MethodOf>
+template <typename Acc, typename State, bool reads_two, bool separate, typename MethodOf>
 void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc>& rows) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
@@ -92,7 +94,8 @@ void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc
   if (p.tied_A()) {
     alignas(64) Acc row_A[kSize] = {};
     for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
-    const StepFactors<V> tied = factors_of(method_of(V::loadu(rows.lam)), V::loadu(rows.delta) * value_of_A(V::loadu(row_A)),
+    const V A = value_of_A(V::loadu(row_A)), z = V::loadu(rows.delta) * A;
+    const StepFactors<V> tied = factors_of(method_of(V::loadu(rows.lam)), z, separate ? V::loadu(rows.delta_A) * A : z,
                                            V::loadu(rows.input), V::loadu(rows.input_before));
     tied.abar.store(tied_abar);
     tied.current.store(tied_factor);
@@ -126,7 +129,8 @@ void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc
     for (int64_t n = 0; n < p.dstate; n += kSize) {
       const int64_t count = std::min(kSize, p.dstate - n);
       if (!p.tied_A()) {
-        factors = factors_of(method, delta * value_of_A(load_as<Acc>(row_A + n, count)), input, input_before);
+        const V A = value_of_A(load_as<Acc>(row_A + n, count)), z = delta * A;
+        factors = factors_of(method, z, separate ? V(rows.delta_A[r]) * A : z, input, input_before);
       }
       V inputs = factors.current * V::loadu(rows.B + n);
       if constexpr (reads_two) inputs = at::vec::fmadd(factors.previous, V::loadu(rows.B_before + n), inputs);
@@ -143,19 +147,29 @@ void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc
   }
 }
 
+inline bool has_dt_A(const Blocking& blocking) {
+  return blocking.two_samples != nullptr && blocking.two_samples->dt_A.data != nullptr;
+}
+
 template <typename Acc>
 void update_rows(const StateUpdateParams& p, const Blocking& blocking, Rows<Acc>& rows) {
   using V = Vec<Acc>;
   visit_scalar(p.state_kind, [&](auto state) {
     using State = decltype(state);
     if constexpr (std::is_same_v<AccumulateType<State>, Acc>) {
-      if (blocking.two_samples != nullptr) {
+      if (has_dt_A(blocking)) {
+        visit_separate_step(p.discretization, [&](auto rule) {
+          constexpr bool kReadsTwo = decltype(rule)::kUsesPreviousInput;
+          update_rows<Acc, State, kReadsTwo, true>(p, [&](const V& lam) { return rule.step(lam); }, rows);
+        });
+      } else if (blocking.two_samples != nullptr) {
         visit_two_sample_discretization(p.discretization, blocking.method, [&](auto rule) {
-          update_rows<Acc, State, true>(p, [&](const V& lam) { return rule.step(lam); }, rows);
+          update_rows<Acc, State, true, false>(p, [&](const V& lam) { return rule.step(lam); }, rows);
         });
       } else {
-        visit_discretization(p.discretization, blocking.method,
-                             [&](auto method) { update_rows<Acc, State, false>(p, [&](const V&) { return method; }, rows); });
+        visit_discretization(p.discretization, blocking.method, [&](auto method) {
+          update_rows<Acc, State, false, false>(p, [&](const V&) { return method; }, rows);
+        });
       }
     }
   });
@@ -202,7 +216,7 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
   const Input *loaded_B = nullptr, *loaded_C = nullptr;
   const TwoSampleParams* const two_samples = blocking.two_samples;
   bool input_has_delta = true;
-  if (two_samples == nullptr) {
+  if (is_one_sample(params.discretization)) {
     visit_discretization(params.discretization, [&](auto method) { input_has_delta = decltype(method)::kInputHasDelta; });
   }
 
@@ -214,7 +228,7 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
   };
   // The samples in a slot.
   const auto load_previous = [&](int64_t slot, int64_t group) {
-    if (two_samples == nullptr || slot < 0) return;
+    if (two_samples == nullptr || two_samples->previous_x.data == nullptr || slot < 0) return;
     const ChannelView& x = two_samples->previous_x;
     const GroupView& B = two_samples->previous_B;
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -224,7 +238,8 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     for (int64_t n = 0; n < params.dstate; ++n) rows.B_before[n] = static_cast<Acc>(source[n * B.stride_state]);
   };
   // One token of the rows.
-  const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group, const ChannelView& lam_of_token) {
+  const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group, const ChannelView& lam_of_token,
+                        const ChannelView& dt_A_of_token) {
     const auto group_of = [&](const GroupView& view) {
       return static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
     };
@@ -260,6 +275,7 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
       V lam = load(lam_of_token, true);
       if (two_samples->lam_sigmoid) lam = sigmoid(lam);
       lam.store(rows.lam);
+      at::vec::minimum(load(dt_A_of_token, true), V(kLargestRate<Acc>)).store(rows.delta_A);
     }
     update_rows(p, blocking, rows);
     if (two_samples != nullptr) {
@@ -287,15 +303,20 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     }
     load_previous(read, group);
     ChannelView lam = two_samples == nullptr ? ChannelView() : two_samples->lam;
-    if (lam.data != nullptr) lam.data = static_cast<Input*>(lam.data) + range.first * two_samples->lam_token;
+    ChannelView dt_A = two_samples == nullptr ? ChannelView() : two_samples->dt_A;
+    const auto advance = [&](int64_t count) {
+      if (lam.data != nullptr) lam.data = static_cast<Input*>(lam.data) + count * two_samples->lam_token;
+      if (dt_A.data != nullptr) dt_A.data = static_cast<Input*>(dt_A.data) + count * two_samples->dt_A_token;
+    };
+    advance(range.first);
     for (int64_t t = 0; t < range.count; ++t) {
       const StateUpdateParams p = at_token<Input>(params, *tokens, range.first + t);
       if (read < 0) {
         clear_out(p, b);
         continue;
       }
-      step(p, b, group, lam);
-      if (lam.data != nullptr) lam.data = static_cast<Input*>(lam.data) + two_samples->lam_token;
+      step(p, b, group, lam, dt_A);
+      advance(1);
       const auto store = [](auto& state, auto& h) { state = h; };
       const int64_t write = decoding.write_slot(b, t, range.count);
       if (write >= 0) visit_states(params, params.state, write * params.state.stride_batch, rows, store);
@@ -324,7 +345,8 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
       clear_out(params, b);
     } else {
       load_previous(rows.slot, group);
-      step(params, b, group, two_samples == nullptr ? ChannelView() : two_samples->lam);
+      step(params, b, group, two_samples == nullptr ? ChannelView() : two_samples->lam,
+           two_samples == nullptr ? ChannelView() : two_samples->dt_A);
     }
   }
 }

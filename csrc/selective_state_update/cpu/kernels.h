@@ -14,7 +14,7 @@ namespace ssm_kernels::selective_state_update {
 struct Blocking {
   int64_t channels_per_group, block_channels, blocks_per_group, blocks;
   MethodParameters method;
-  const TwoSampleParams* two_samples;  // null for methods that read one
+  const TwoSampleParams* two_samples;  // null for methods that read one, with one step
 
   Blocking(const StateUpdateParams& p, const MethodParameters& method, int64_t block_channels,
            const TwoSampleParams* two_samples)

@@ -306,6 +306,8 @@ struct Cuda {
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.dt_A),
+                                  "selective_state_update: dt_A, a step of its own for A, has kernels on the CPU only");
       run_two_samples(params, make_two_sample_params(in), tokens);
     } else {
       selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
