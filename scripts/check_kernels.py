@@ -22,21 +22,21 @@ from typing import NamedTuple
 # A warning of spills repeats their sizes in a line that does not begin with the stack frame.
 MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
 REGISTERS = re.compile(r"Used (\d+) registers")
-# Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in 168
-# registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some words of
-# their work tile and of the steps whose tables come next, which have three words each with given gates. In fp32 operands are
-# hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for states spill addresses, once a segment. The norms
-# of any rows keep the registers of the aligned kernels, so that as many blocks are resident; they spill words of addresses and
-# weights, each once a row; before 9.0a those of aligned rows spill an address or two. The convolution of any rows spills words
-# of addresses, the warp scan's backward of methods with a gain a word or two of a tile, that of float64 for rare methods 40
-# doubles, the recurrences' forward of shifted tiles numbers of tiles and addresses, each once a tile. The sequential scan's
-# backward of rare methods spills addresses, and loads about ten words for four steps of two channels; that of methods that
-# read two samples, one kernel for all of them, spills some words of a group of steps in each, and its forward's producers
-# spill addresses. The delta rule's forward has four warpgroups: the warps that make tables and matrices, which work ahead,
-# spill words that the others would lack. In its backward, those that make a chunk's gradients spill some words. Its kernels
-# with mma.sync keep 256 columns of a state in half of a thread's registers, and spill operands; with fewer columns, in fp32
-# and fp16, they spill words of tables. mLSTM's normalizer spills doubles of the steps that its backward keeps, and before
-# 9.0a addresses of rows of any alignment.
+# Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in
+# 168 registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some
+# words of their work tile and of the steps whose tables come next, which have three words each with given gates. In fp32
+# operands are hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for states spill addresses, once a
+# segment. The norms of any rows keep the registers of the aligned kernels, so that as many blocks are resident; they spill
+# words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an address or two. The convolution
+# of any rows spills words of addresses, the warp scan's backward of methods with a gain a word or two of a tile, that of
+# float64 for rare methods 40 doubles, and with a step of its own for A 28, the recurrences' forward of shifted tiles numbers
+# of tiles and addresses, each once a tile. The sequential scan's backward of rare methods spills addresses, and loads about
+# ten words for four steps of two channels; that of methods that read two samples, one kernel for all of them, spills some
+# words of a group of steps in each, and its forward's producers spill addresses. The delta rule's forward has four
+# warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
+# backward, those that make a chunk's gradients spill some words. Its kernels with mma.sync keep 256 columns of a state in
+# half of a thread's registers, and spill operands; with fewer columns, in fp32 and fp16, they spill words of tables. mLSTM's
+# normalizer spills doubles of the steps that its backward keeps, and before 9.0a addresses of rows of any alignment.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 48,
@@ -66,6 +66,7 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::sequential::sequential_two_sample_fwd_kernel<\w+>@sm_90a"): 272,
     re.compile(r"selective_scan::sequential::sequential_two_sample_fwd_kernel<\w+>@(?!sm_90a)"): 760,
     re.compile(r"selective_scan::warp_scan::warp_scan_two_sample_bwd_kernel<double>@"): 240,
+    re.compile(r"selective_scan::warp_scan::warp_scan_separate_bwd_kernel<double>@"): 640,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,

@@ -127,7 +127,8 @@ def selective_scan(
     :math:`h_t = e^{\Delta^A_t A} h_{t-1} + \Delta_t\, k(\Delta_t A)\, B_t u_t`, with the time since the event before in
     ``delta_A`` of event streams. 0 keeps the state, and infinity clears it. ``"zoh"``, ``"zoh_exact"``, ``"poly"``,
     ``"highorder"``, ``"rk4"``, ``"dirac"`` and ``"exp_trapezoidal"``, whose previous sample decays with the state, take it.
-    Rules that advance the state and the input by one step of a rational function or of a line do not. Kernels run on the CPU.
+    Rules that advance the state and the input by one step of a rational function or of a line do not. On CUDA such calls take
+    the warp scan, and ``"exp_trapezoidal"`` takes it on the CPU alone.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
@@ -147,7 +148,7 @@ def selective_scan(
             meaning.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
-        NotImplementedError: the device has no kernel of ``delta_A``.
+        NotImplementedError: CUDA has no kernel of the rule with ``delta_A``.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 

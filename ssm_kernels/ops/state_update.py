@@ -100,8 +100,8 @@ def selective_state_update(
             modified in place. Zero before the first step. Steps of these rules take none of the arguments from
             ``out`` on.
         dt_A: the step of ``A``, as ``delta_A`` of :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to
-            it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it. Such steps run on the CPU, and take none of
-            the arguments from ``out`` on.
+            it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it. Such steps take none of the arguments from
+            ``out`` on, and ``"exp_trapezoidal"`` takes it on the CPU alone.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.

@@ -257,9 +257,10 @@ void align_reverse_rows(Inputs& in) {
   if (is_present(in.z)) align(*in.z);
 }
 
-// Forward of checked inputs. `launch(scalar, params, plan, stream)` queues the plan's kernels, of the type of `scalar`.
+// Forward of checked inputs. `launch(scalar, params, plan, stream)` queues the plan's kernels, of the type of `scalar`. The
+// plan is one for `method`.
 template <typename Launch>
-FwdOutputs run_fwd(Inputs in, Discretization method, const Launch& launch) {
+FwdOutputs run_fwd(Inputs in, Discretization method, KernelChoice choice, const Launch& launch) {
   const c10::cuda::CUDAGuard guard(in.u.device());
   align_reverse_rows(in);
   if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
@@ -274,7 +275,7 @@ FwdOutputs run_fwd(Inputs in, Discretization method, const Launch& launch) {
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(in.u);
-    Plan plan = plan_fwd<Scalar>(params, device, preferred_kernel());
+    Plan plan = plan_fwd<Scalar>(params, device, choice);
     check_plan(params, plan, device, in.u.scalar_type());
     Workspace workspace;
     reserve_carries(workspace, plan.warp_scan, params);
@@ -290,31 +291,50 @@ FwdOutputs run_fwd(Inputs in, Discretization method, const Launch& launch) {
 
 FwdOutputs fwd_cuda(const FwdInputs& in) {
   const Discretization method = check_inputs(in);
-  return run_fwd(in, method, [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
-    using Scalar = decltype(scalar);
-    if (is_basic(method)) return launch_fwd<Scalar>(params, plan, stream);
-    return launch_further_fwd<Scalar>(params, parse_method_parameters(in.discretization), plan, stream);
-  });
+  return run_fwd(in, method, preferred_kernel(),
+                 [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+                   using Scalar = decltype(scalar);
+                   if (is_basic(method)) return launch_fwd<Scalar>(params, plan, stream);
+                   return launch_further_fwd<Scalar>(params, parse_method_parameters(in.discretization), plan, stream);
+                 });
 }
 
-void refuse_delta_A(const TwoSampleInputs& in) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.delta_A),
-                              "selective_scan: delta_A, a step of its own for A, has kernels on the CPU only");
+// Whether the call has a step of its own for A, whose kernels take methods that read one sample.
+bool has_separate_step(const TwoSampleInputs& in, Discretization method) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.delta_A) || is_one_sample(method),
+                              "selective_scan: delta_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
+  return is_present(in.delta_A);
+}
+
+// The method for which a call of has_separate_step() is planned: one without kernels of segment_maps.h, and with one span.
+constexpr Discretization kPlannedMethod = Discretization::kExpTrapezoidal;
+
+template <typename Params>
+Params with_method(Params params, Discretization method) {
+  params.discretization = method;
+  return params;
 }
 
 FwdOutputs two_sample_fwd_cuda(const TwoSampleFwdInputs& in) {
   const Discretization method = check_two_sample_inputs(in);
-  refuse_delta_A(in);
   const TwoSampleParams two = make_two_sample_params(in);
-  return run_fwd(in, method, [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
-    return launch_two_sample_fwd<decltype(scalar)>(params, two, plan, stream);
-  });
+  if (has_separate_step(in, method)) {
+    return run_fwd(in, kPlannedMethod, KernelChoice::kWarpScan,
+                   [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+                     return launch_separate_fwd<decltype(scalar)>(with_method(params, method), two, plan, stream);
+                   });
+  }
+  return run_fwd(in, method, preferred_kernel(),
+                 [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
+                   return launch_two_sample_fwd<decltype(scalar)>(params, two, plan, stream);
+                 });
 }
 
 // Backward of checked inputs, whose reverse rows are aligned, into `grads`. `launch(scalar, params, plan, partial_sums,
 // stream)` queues the plan's kernels for a span of steps.
 template <typename Launch>
-void run_bwd(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Launch& launch_span) {
+void run_bwd(const BwdInputs& bwd, Discretization method, KernelChoice choice, const GradTensors& grads,
+             const Launch& launch_span) {
   const Inputs& in = bwd.in;
   const at::Tensor states = bwd.chunk_states.contiguous();
   const PackedRows rows = packed_rows(in);
@@ -331,12 +351,12 @@ void run_bwd(const BwdInputs& bwd, Discretization method, const GradTensors& gra
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(in.u);
-    Plan plan = plan_bwd<Scalar>(params, device, preferred_kernel());
+    Plan plan = plan_bwd<Scalar>(params, device, choice);
     check_plan(params, plan, device, in.u.scalar_type());
     if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, params, plan.sequential)) {
       arranged_grad_out = empty_tensor_like(in.u).copy_(*bwd.grad_out);
       params.grad_out = sequence_view(arranged_grad_out, Access::kWrite, in.reverse);
-      plan = plan_bwd<Scalar>(params, device, preferred_kernel());
+      plan = plan_bwd<Scalar>(params, device, choice);
     }
     Workspace workspace;
     PartialSums partial_sums;
@@ -378,7 +398,7 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
   align_reverse_rows(bwd.in);
   const GradTensors grads = allocate_bwd(bwd);
   run_bwd(
-      bwd, method, grads,
+      bwd, method, preferred_kernel(), grads,
       [&](auto scalar, const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& sums, cudaStream_t stream) {
         using Scalar = decltype(scalar);
         if (is_basic(method)) return launch_bwd<Scalar>(params, plan, sums, stream);
@@ -390,12 +410,20 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
 TwoSampleGrads two_sample_bwd_cuda(const TwoSampleBwdInputs& inputs) {
   TwoSampleBwdInputs in = inputs;
   const Discretization method = check_two_sample_inputs(in.in);
-  refuse_delta_A(in.in);
+  const bool is_separate = has_separate_step(in.in, method);
   const c10::cuda::CUDAGuard guard(in.in.u.device());
   align_reverse_rows(in.in);
   TwoSampleBwd bwd(in);
   const TwoSampleParams two = make_two_sample_params(in.in, bwd);
-  run_bwd(bwd.scan, method, bwd.of_scan(),
+  if (is_separate) {
+    run_bwd(
+        bwd.scan, kPlannedMethod, KernelChoice::kWarpScan, bwd.of_scan(),
+        [&](auto scalar, const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& sums, cudaStream_t stream) {
+          return launch_separate_bwd<decltype(scalar)>(with_method(params, method), two, plan, sums, stream);
+        });
+    return std::move(bwd).finish(in.in);
+  }
+  run_bwd(bwd.scan, method, preferred_kernel(), bwd.of_scan(),
           [&](auto scalar, const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& sums,
               cudaStream_t stream) { return launch_two_sample_bwd<decltype(scalar)>(params, two, plan, sums, stream); });
   return std::move(bwd).finish(in.in);

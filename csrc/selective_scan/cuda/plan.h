@@ -107,6 +107,15 @@ template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_two_sample_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two,
                                                  const Plan& plan, const PartialSums& partial_sums, cudaStream_t stream);
 
+// The same with a step of its own for A, of methods that read one sample. The plan is one of the warp scan, for a
+// discretization that reads two.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_separate_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two,
+                                               const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_separate_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two,
+                                               const Plan& plan, const PartialSums& partial_sums, cudaStream_t stream);
+
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const SelectiveScanParams& params, const sequential::ScanPlan& plan);

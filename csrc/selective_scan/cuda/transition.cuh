@@ -6,6 +6,7 @@
 #include "common/discretization.h"
 #include "cuda/opaque.cuh"
 #include "selective_scan/cuda/launch.h"
+#include "selective_scan/cuda/separate_forms.cuh"
 #include "selective_scan/cuda/two_sample_forms.cuh"
 
 namespace ssm_kernels::selective_scan {
@@ -19,13 +20,16 @@ constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 // A method that the kernel reads from its parameters; the kernel branches outside its inner loops. RuntimeMethod: one of
 // SSM_BASIC_DISCRETIZATIONS. RareMethod: one of them that is not common. FurtherMethod: one of SSM_FURTHER_DISCRETIZATIONS,
 // whose kernels also take its MethodParameters. TwoSampleMethod: one of SSM_TWO_SAMPLE_DISCRETIZATIONS, in the forms of
-// two_sample_forms.cuh.
+// two_sample_forms.cuh. SeparateMethod: one of those of separate_forms.cuh, with a step of its own for A.
 struct RuntimeMethod {};
 struct RareMethod {};
 struct FurtherMethod {};
 struct TwoSampleMethod {};
+struct SeparateMethod {};
 template <typename Method>
 constexpr bool kIsTwoSample = std::is_same_v<Method, TwoSampleMethod>;
+template <typename Method>
+constexpr bool kIsSeparate = std::is_same_v<Method, SeparateMethod>;
 // The method itself if it is common, else RareMethod.
 template <typename Method>
 using OwnOrRareMethod = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
@@ -44,6 +48,8 @@ __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const
     visit_further_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
   } else if constexpr (std::is_same_v<Method, TwoSampleMethod>) {
     visit_two_sample_form(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
+  } else if constexpr (std::is_same_v<Method, SeparateMethod>) {
+    visit_separate_form(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
   } else {
     visit(Method{});
   }
@@ -70,7 +76,9 @@ __device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
 
 template <typename Method>
 __device__ __forceinline__ bool input_has_delta(const SelectiveScanParams& p) {
-  if constexpr (!std::is_same_v<Method, FurtherMethod>) {
+  if constexpr (kIsSeparate<Method>) {
+    return p.discretization != Discretization::kDirac;
+  } else if constexpr (!std::is_same_v<Method, FurtherMethod>) {
     return true;
   } else {
     bool has = true;

@@ -110,6 +110,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     // Of methods with two samples: the factors of B_{t-1}, the sums that `grad_input` has for the current sample, and the step
     // size of the previous sample of the lane's first step.
     [[maybe_unused]] Acc of_previous[K], grad_previous[K], first_size = 0;
+    // Of methods with a step of its own for A, which `delta` has: the steps of the input, and the sums for their gradients.
+    [[maybe_unused]] Acc own[K], grad_own[K];
     [[maybe_unused]] const bool repeats = kTwoSample && t0 == 0 && is_first && samples.repeats(at);
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
@@ -124,6 +126,15 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (first_state == 0) {
         read_steps<Method>(p, inputs, lane, of_channel, first_step, valid, carry_pass, delta, u_or_delta_u, dy, y, grad_input,
                            grad_step, sum_of_delta);
+        if constexpr (kIsSeparate<Method>) {
+          samples.read_delta_A(at, lane.channel, t0 + first_step, valid, input_has_delta<Method>(p), delta, own);
+          sum_of_delta = 0;
+#pragma unroll
+          for (int j = 0; j < K; ++j) {
+            sum_of_delta += delta[j];
+            grad_own[j] = 0;
+          }
+        }
         if constexpr (kTwoSample) {
           if (is_later) samples.zero_from(valid, dy);
           if (carry_pass) {
@@ -160,7 +171,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             basis[j] = Transition<Known, Acc>(method, delta[j], A_at(j)).basis;
             if (!Known::kExponential || is_tail) decay *= transition(j).abar();
           }
-          const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
+          const auto delta_u = [&](int j) {
+            if constexpr (kIsSeparate<Method> && !Known::kUnitGain) return own[j] * u_or_delta_u[j];
+            return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j];
+          };
           [[maybe_unused]] Acc b_before = 0, carry_of_B = 0;  // of the lane's first step, and from the step after its last
 
           // The lane's maps: from the state before its first step to the state after its last (end), and from the adjoint after
@@ -175,6 +189,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               if constexpr (kTwoSample) {
                 if (j == 0) b_before = has_B_steps ? samples.B_before(B_steps, s, is_first, is_channel) : b[0];
                 h[j] = transition(j).inputs(u_or_delta_u[j] * b[j], of_previous[j] * (j > 0 ? b[j > 0 ? j - 1 : 0] : b_before));
+              } else if constexpr (kIsSeparate<Method> && !Known::kUnitGain) {
+                h[j] = delta_u(j) * method.own_gain(own[j] * A_at(j)) * b[j];
               } else {
                 h[j] = transition(j).input(delta_u(j)) * b[j];
               }
@@ -252,6 +268,14 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               to_A = q;
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
               to_B[j] = g * delta_u(j);
+            } else if constexpr (kIsSeparate<Method>) {
+              const auto gain = method.own(own[j] * A_at(j));
+              const Acc g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              to_A = q;
+              grad_A = Math<Acc>::fma(own[j] * own[j] * u_g_b, gain.derivative, grad_A);
+              grad_own[j] = Math<Acc>::fma(u_g_b, gain.z_gain, grad_own[j]);
+              grad_input[j] = Math<Acc>::fma(g_b, gain.gain, grad_input[j]);
+              to_B[j] = g * delta_u(j) * gain.gain;
             } else {
               const Acc gain = current_gain(method, step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
               const auto derivatives = method.derivatives(step.z, step.basis, gain);
@@ -339,6 +363,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 #pragma unroll
       for (int j = 0; j < K; ++j) {
         Acc grad_delta = grad_step[j] * (1 / scale);
+        if constexpr (kIsSeparate<Method>) {
+          of_u[j] = grad_delta;  // the gradient of delta_A
+          grad_delta = grad_own[j];
+        }
         if constexpr (kTwoSample) grad_delta += grad_previous[j];
         if (multiplies) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
         if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
@@ -348,11 +376,14 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         }
         if constexpr (kTwoSample) {
           grad_input[j] = Math<Acc>::fma(skip, dy[j], of_u[j]);
+        } else if constexpr (kIsSeparate<Method>) {
+          grad_input[j] = Math<Acc>::fma(own[j], grad_input[j], skip * dy[j]);
         } else {
           grad_input[j] = Math<Acc>::fma(has_delta ? delta[j] : Acc(1), grad_input[j], skip * dy[j]);
         }
         grad_step[j] = grad_delta;
       }
+      if constexpr (kIsSeparate<Method>) samples.store_grad_delta_A(at, lane.channel, t0 + first_step, valid, of_u);
       Acc* const grad_channel = shared.grad_channel + opaque_thread();
       grad_channel[0] += grad_D;
       grad_channel[TileConfig::kThreads] += grad_bias;
@@ -406,6 +437,16 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
+                                  kBwdResidentWarps<Scalar, Pass::kAny> / BwdTileConfig<Scalar>::kWarps)
+    warp_scan_separate_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                                  const __grid_constant__ PartialSums partial_sums,
+                                  const __grid_constant__ TwoSampleParams two) {
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  bwd_block<BwdTileConfig<Scalar>, SeparateMethod, Pass::kAny>(params, plan, partial_sums, memory, {}, {&two});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
 }
@@ -430,6 +471,13 @@ template <typename Scalar>
 cudaError_t launch_two_sample_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
                                   const PartialSums& partial_sums, cudaStream_t stream) {
   return launch_blocks(warp_scan_two_sample_bwd_kernel<Scalar>, BwdTileConfig<Scalar>::kThreads,
+                       shared_bytes<Scalar>(params, plan), stream, params, plan, partial_sums, two);
+}
+
+template <typename Scalar>
+cudaError_t launch_separate_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
+                                const PartialSums& partial_sums, cudaStream_t stream) {
+  return launch_blocks(warp_scan_separate_bwd_kernel<Scalar>, BwdTileConfig<Scalar>::kThreads,
                        shared_bytes<Scalar>(params, plan), stream, params, plan, partial_sums, two);
 }
 

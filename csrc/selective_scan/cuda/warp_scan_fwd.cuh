@@ -225,6 +225,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
     [[maybe_unused]] Acc of_previous[K];  // the factors of B_{t-1}, of methods with two samples
+    [[maybe_unused]] Acc own[K];          // the steps of the input, where `delta` has those of A
     Acc early_sum = 0, late_sum = 0;      // of delta over the two halves
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
       const int slice_states = min(plan.slice, dstate - first_state);
@@ -264,9 +265,16 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         u_tile.read(lane.channel, first_step, out);
         delta_tile.read(lane.channel, first_step, delta);
         make_step_sizes(delta, bias, p.delta_softplus, valid);
+        if constexpr (kIsSeparate<Method>) {
+          samples.read_delta_A(at, lane.channel, t0 + first_step, valid, has_delta, delta, own);
+        }
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          if constexpr (!kIsTwoSample<Method>) delta_u[j] = has_delta ? delta[j] * out[j] : out[j];
+          if constexpr (kIsSeparate<Method>) {
+            delta_u[j] = own[j] * out[j];
+          } else if constexpr (!kIsTwoSample<Method>) {
+            delta_u[j] = has_delta ? delta[j] * out[j] : out[j];
+          }
           if constexpr (!kIsTwoSample<Method>) out[j] *= skip;
           (j < kHalf ? early_sum : late_sum) += delta[j];
         }
@@ -295,11 +303,14 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           const auto b = read_B_or_C(p.B, B_steps, state);
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            const Transition<Known, Acc> transition(method, delta[j], !is_tail || j < valid ? A : Acc(0));
+            const Acc A_of_step = !is_tail || j < valid ? A : Acc(0);
+            const Transition<Known, Acc> transition(method, delta[j], A_of_step);
             abar[j] = transition.abar();
             if constexpr (Known::kUsesPreviousInput) {
               const Acc b_before = j > 0 ? b[j > 0 ? j - 1 : 0] : has_B_steps ? samples.B_before(B_steps, s, is_first) : b[0];
               input[j] = transition.inputs(delta_u[j] * b[j], of_previous[j] * b_before);
+            } else if constexpr (kIsSeparate<Method> && !Known::kUnitGain) {
+              input[j] = delta_u[j] * method.own_gain(own[j] * A_of_step) * b[j];
             } else {
               input[j] = transition.input(delta_u[j]) * b[j];
             }
@@ -425,6 +436,15 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads, 1)
+    warp_scan_separate_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan,
+                                  const __grid_constant__ TwoSampleParams two) {
+  using C = FwdTileConfig<Scalar, FwdConfig::kFewChannels>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  fwd_block<C, FwdSizes<FwdConfig::kFewChannels>::kSlice, SeparateMethod, Pass::kAny>(params, plan, memory, {}, {&two});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
   const auto of = [&](auto config) {
     return FwdShared<FwdTileConfig<Scalar, config()>, FwdSizes<config()>::kSlice>(nullptr, params, plan).bytes;
@@ -478,6 +498,13 @@ template <typename Scalar>
 cudaError_t launch_two_sample_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
                                   cudaStream_t stream) {
   return launch_blocks(warp_scan_two_sample_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
+                       shared_bytes<Scalar>(params, plan), stream, params, plan, two);
+}
+
+template <typename Scalar>
+cudaError_t launch_separate_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
+                                cudaStream_t stream) {
+  return launch_blocks(warp_scan_separate_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
                        shared_bytes<Scalar>(params, plan), stream, params, plan, two);
 }
 

@@ -5,6 +5,8 @@
 // segment before: that block runs the adjoint through this one step, too, before its own, in a tile with no other step, of
 // which it stores nothing. The carry pass therefore finds the maps of the segments' steps from the second to the first one of
 // the next segment.
+//
+// Kernels with a step of its own for A read it, and store its gradient, element by element.
 #pragma once
 
 #include "selective_scan/cuda/two_sample.cuh"
@@ -54,6 +56,32 @@ struct TwoSampleBlock {
     const Scalar* const first = first_row<Scalar>(view, at) + channel * view.stride_dim + t * view.stride_step;
 #pragma unroll
     for (int j = 0; j < K; ++j) weight[j] = j < valid ? load_lam(*two, first + j * view.stride_step) : Acc(0);
+  }
+
+  // Moves a lane's steps from t on from `delta` to `own`, the steps of the input, or ones; `delta` becomes the steps of A. The
+  // bound of these keeps their sums finite, so that a rate of zero keeps the state.
+  __device__ __forceinline__ void read_delta_A(const Position& at, int channel, int64_t t, int valid, bool has_delta,
+                                               Acc (&delta)[K], Acc (&own)[K]) const {
+    constexpr Acc kLargest = kLargestRate<Acc> / (std::is_same_v<Acc, float> ? 64 : 1);
+    const Scalar* const first = first_row<Scalar>(two->delta_A, at) + channel * two->delta_A.stride_dim;
+#pragma unroll
+    for (int j = 0; j < K; ++j) {
+      own[j] = has_delta ? delta[j] : Acc(1);
+      delta[j] = 0;
+      if (j < valid) {
+        delta[j] = Math<Acc>::min(to_accumulate(first[(t + j) * two->delta_A.stride_step]), kLargest);
+      }
+    }
+  }
+  __device__ __forceinline__ void store_grad_delta_A(const Position& at, int channel, int64_t t, int valid,
+                                                     const Acc (&gradient)[K]) const {
+    const SequenceView& view = two->grad_delta_A;
+    if (view.data == nullptr) return;
+    Scalar* const first = first_row<Scalar>(view, at) + channel * view.stride_dim;
+#pragma unroll
+    for (int j = 0; j < K; ++j) {
+      if (j < valid) first[(t + j) * view.stride_step] = from_accumulate<Scalar>(gradient[j]);
+    }
   }
 
   // The factors a of B_t and w of B_{t-1}, of a lane's steps from t on. `u_before` is u before the tile, and becomes that

@@ -286,7 +286,10 @@ void run(const StateUpdateParams& params, const MethodParameters& parameters, To
 void run_two_samples(const StateUpdateParams& params, const TwoSampleParams& two, const TokenParams* tokens) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(visit_types(params, [&](auto input, auto state) {
-    return launch_two_sample_update<decltype(input), decltype(state)>(params, two, tokens, stream);
+    using Input = decltype(input);
+    using State = decltype(state);
+    if (two.dt_A.data != nullptr) return launch_separate_update<Input, State>(params, two, tokens, stream);
+    return launch_two_sample_update<Input, State>(params, two, tokens, stream);
   }));
 }
 
@@ -306,8 +309,9 @@ struct Cuda {
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.dt_A),
-                                  "selective_state_update: dt_A, a step of its own for A, has kernels on the CPU only");
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !is_present(in.dt_A) || is_one_sample(params.discretization),
+          "selective_state_update: dt_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
       run_two_samples(params, make_two_sample_params(in), tokens);
     } else {
       selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);

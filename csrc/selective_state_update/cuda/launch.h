@@ -126,6 +126,11 @@ template <typename Input, typename State>
 SSM_KERNEL_API cudaError_t launch_two_sample_update(const StateUpdateParams& params, const TwoSampleParams& two,
                                                     const TokenParams* tokens, cudaStream_t stream);
 
+// The same with a step of its own for A, of methods that read one sample (separate.cuh).
+template <typename Input, typename State>
+SSM_KERNEL_API cudaError_t launch_separate_update(const StateUpdateParams& params, const TwoSampleParams& two,
+                                                  const TokenParams* tokens, cudaStream_t stream);
+
 SSM_KERNEL_STRUCT(Tiling, 128);
 SSM_KERNEL_STRUCT(StepParams, 240);
 SSM_KERNEL_STRUCT(StepTiling, 16);
