@@ -87,6 +87,14 @@ def test_packed_sequences(family):
     assert_accurate(inputs_of(family, 1, PACKED))
 
 
+def test_tiny_betas(family):
+    """Steps whose gradient of v kernels do not divide by beta; maps of segments write none."""
+    inputs = inputs_of(family, 1)
+    inputs["beta"][:, ::50] = 0
+    inputs["beta"][:, 1::50] *= 2.0**-12
+    assert_accurate(inputs)
+
+
 def test_states_at_positions_and_no_initial_states(family):
     inputs = inputs_of(family, 1)
     del inputs["initial_states"]

@@ -197,8 +197,10 @@ struct BwdWideStates {
       auto& to_send = shared.steps[index];
       if constexpr (backward) {
         const ValueGradients<Scalar> value_gradients{p, state_tile, index, lane};
-        if (is_cut) value_gradients.write_cut(to_send, u, tables, at, chunk);
-        if (tables.has_small_beta) {
+        // Maps of segments have no workspace, and write no gradients.
+        const bool has_workspace = p.states != nullptr;
+        if (has_workspace && is_cut) value_gradients.write_cut(to_send, u, tables, at, chunk);
+        if (has_workspace && tables.has_small_beta) {
           value_gradients.write_undivided(target_of(chunk, state_tile)->y, to_send, u, pairs);
           cuda::tma_store_wait_read<0>();
           sync_warpgroup(index);
