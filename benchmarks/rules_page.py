@@ -35,7 +35,7 @@ Result = Mapping[str, Any]
 
 
 class Rule(NamedTuple):
-    """What the formulas say of a rule.
+    """The properties of a rule that follow from its formulas.
 
     Attributes:
         name: with its number, as in the measurements.

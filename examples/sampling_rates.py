@@ -2,7 +2,7 @@
 
 A signal is the position of an oscillator that white noise drives, a continuous-time process. Its frequency and damping are the
 class. :func:`sample_paths` draws samples with the exact transition of the stochastic differential equation: a slower rate
-is every second sample of the same path: nothing is interpolated. The blocks have no convolution, so that time enters a model
+is every second sample of the same path, without interpolation. The blocks have no convolution, so that time enters a model
 through the step sizes of its scans alone.
 
 The models of all seeds train at once: every parameter has a first axis over models, and one scan has the channels of all of
@@ -42,7 +42,7 @@ RULES: tuple[str, ...] = (
 
 SAMPLES_PER_SECOND = 100
 SAMPLES = 128
-"""Of a signal, at the rate of the training."""
+"""The samples of a signal, at the rate of the training."""
 
 FREQUENCIES = tuple(3.0 * 4 ** (place / 7) for place in range(8))
 DAMPINGS = (0.05, 0.3)
@@ -165,7 +165,7 @@ class Mixer(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Of several models: (models, batch, seqlen, d_model)."""
+    """The norms of several models: (models, batch, seqlen, d_model)."""
 
     def __init__(self, models: int, d_model: int) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def check_discretization(layer: str, value: Any, supported: Sequence[str] = (), 
         )
     if stem in two_sample_discretizations and stem not in listed and set(listed) & {*two_sample_discretizations}:
         raise ValueError(
-            f"{layer}: discretization {value!r} has a decay that is no exponential, which this layer needs, expected one of "
+            f"{layer}: discretization {value!r} has a rational decay, and this layer needs an exponential one, expected one of "
             f"{[*listed]}"
         )
     if stem in two_sample_discretizations and stem not in listed:

@@ -296,7 +296,7 @@ def test_states_of_other_dtypes_and_shapes(rule):
     [
         (
             lambda: nn.Mamba2(64, headdim=16, discretization="trapezoidal"),
-            "Mamba2: discretization 'trapezoidal' has a decay that is no exponential, which this layer needs, expected one of",
+            "Mamba2: discretization 'trapezoidal' has a rational decay, and this layer needs an exponential one, expected",
         ),
         (lambda: nn.Mamba(8, discretization="gbt_two_sample"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),
         (lambda: nn.Mamba(8, discretization="gbt_two_sample(2)"), "Mamba: expected discretization 'gbt_two_sample' with alpha"),

@@ -405,7 +405,7 @@ def test_strides(rule, device):
 
 @pytest.mark.parametrize(("previous", "orders"), [("zero", (1, 1, 1, 1)), ("repeat", (2, 2, 1, 2)), ("true", (2, 2, 1, 2))])
 def test_orders_of_convergence(previous, orders):
-    """Of h' = A h + cos 3t, with the true first sample, a repeated one or none."""
+    """The orders for h' = A h + cos 3t, with the true first sample, a repeated one or none."""
     A = -1.3
     for rule, order in zip(RULES, orders, strict=True):
         errors = []

@@ -171,7 +171,7 @@ def test_against_the_reference(rule, options, device):
 @pytest.mark.parametrize("z", [-1e-4, -0.7, -3.0, -30.0, -300.0])
 @every_rule
 def test_large_and_small_steps(rule, z, device):
-    """Of steps with dt A near z: no weight is divided by a decay, which underflows."""
+    """Steps with dt A near z are accurate: no weight is divided by a decay, which underflows."""
     inputs = make_inputs(rule, seqlen=40, previous="given", dtype=torch.float32)
     inputs |= {"A": inputs["A"].clamp(-1.2, -0.8), "dt_softplus": False, "dt_bias": None}
     inputs["dt"] = -z * torch.sigmoid(inputs["dt"] / 4) * 2
@@ -386,7 +386,7 @@ def test_each_gradient_alone(needed, device):
 
 @pytest.mark.parametrize(("previous", "order"), [("zero", 1), ("repeat", 2), ("true", 2)])
 def test_orders_of_convergence(previous, order):
-    """Of h' = A h + cos 3t, with the true first sample, a repeated one or none."""
+    """The orders for h' = A h + cos 3t, with the true first sample, a repeated one or none."""
     A = -1.3
     for rule in RULES:
         errors = []
