@@ -297,8 +297,6 @@ struct SsdTwoSampleStatesAt {
               no_positions(in, last_B)};
     }
     check_states_at(kTwoSampleScan, in.states_at, seqlen, in.reverse);
-    TORCH_CHECK_NOT_IMPLEMENTED(!in.repeats_first || !is_present(in.seq_idx), kTwoSampleScan,
-                                ": states_at with seq_idx and previous='repeat' is not supported: pass cu_seqlens");
     // The states of each piece, of sequences that have not begun too, are S, x and B.
     const c10::SymDimVector state_shape = {count_sequences(in), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
     const std::vector<at::Tensor> first = {
@@ -310,13 +308,16 @@ struct SsdTwoSampleStatesAt {
       part.initial_states = piece.state();
       part.previous_x = piece.state(1);
       part.previous_B = piece.state(2);
-      part.repeats_first = false;
       part.cu_seqlens = piece.cu_seqlens;
       const auto [out, final_states] = operator_of<SsdChunkScanTwoSample>()(part);
       return {out, final_states, last_steps(part, part.x, part.previous_x), last_steps(part, part.B, part.previous_B)};
     };
+    const auto first_sample = [&](size_t i, int64_t step) -> OptionalTensor {
+      if (i == 0 || !in.repeats_first) return std::nullopt;
+      return (i == 1 ? in.x : in.B).select(1, step);
+    };
     const SeveralStatesAt found =
-        scan_pieces({seqlen, 1, false, first, in.seq_idx, in.cu_seqlens, scan, {0, 0, 0}}, in.states_at);
+        scan_pieces({seqlen, 1, false, first, in.seq_idx, in.cu_seqlens, scan, {0, 0, 0}, first_sample}, in.states_at);
     return {found.out, found.last[0], found.last[1], found.last[2], found.states[0], found.states[1], found.states[2]};
   }
 

@@ -158,7 +158,6 @@ def ssd_chunk_scan(
     values of ``cu_seqlens`` are checked.
 
     Raises:
-        NotImplementedError: ``states_at`` with ``seq_idx`` and ``previous="repeat"``.
         ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
             not as above, ``states_at`` is given with ``reverse``, or the call has both or neither of ``log_decay`` and ``dt``
             with ``A``, or an argument of the other form.

@@ -278,14 +278,31 @@ def test_states_of_packed_sequences(rule):
             torch.testing.assert_close(found[:, i], value)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["zero", "repeat", "given"])
 @every_rule
-def test_states_at_with_resets(rule):
-    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]).expand(2, 7)
-    inputs = make_inputs(rule, previous="given", seq_idx=seq_idx)
-    out, _ = ssd_chunk_scan(**inputs, states_at=[2, 3, 5])
-    torch.testing.assert_close(out, exact_scan(**inputs))
-    with pytest.raises(NotImplementedError, match="states_at with seq_idx and previous='repeat'"):
-        ssd_chunk_scan(**inputs | {"previous": "repeat"}, states_at=[2])
+def test_states_at_with_resets(rule, name, is_packed, device):
+    """Sequences begin inside a piece, at a position, and in one row alone: outputs, states, samples and all gradients."""
+    if is_packed:
+        inputs = make_inputs(rule, batch=1, seqlen=12, sequences=3, previous=name)
+        inputs["cu_seqlens"] = torch.tensor([0, 0, 5, 12], dtype=torch.int32)
+        inputs["seq_idx"] = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3]])
+    else:
+        inputs = make_inputs(rule, previous=name)
+        inputs["seq_idx"] = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 3]])
+    positions = [2, 3, 5, 8, 11] if is_packed else [2, 3, 5]
+
+    def with_states(function: Any) -> Any:
+        def call(return_final_states: bool, **given: Any) -> Any:
+            out, last, at = function(**given, return_final_states=return_final_states, states_at=positions)
+            return out, (*last, *([torch.stack(x, 1) for x in zip(*at, strict=True)] if isinstance(at, list) else at))
+
+        return call
+
+    inputs = on(device, inputs)
+    found = evaluate(with_states(ssd_chunk_scan), inputs)
+    for key, value in evaluate(with_states(exact_scan), inputs).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"cu_seqlens": torch.tensor([0, 2, 2, 5])}], ids=str)

@@ -27,15 +27,15 @@ at::Tensor shifted(const at::Tensor& v, bool to_later) {
 at::Tensor of_next(const TwoSampleInputs& in, const at::Tensor& v) { return shifted(v, !in.reverse); }
 at::Tensor of_last(const TwoSampleInputs& in, const at::Tensor& v) { return shifted(v, in.reverse); }
 
-// Where sequences begin and end in the order of the tensors, (batch, seqlen), bool.
-std::pair<at::Tensor, at::Tensor> sequence_bounds(const TwoSampleInputs& in) {
+// Where sequences begin and end in the order of the tensors, (batch, seqlen), bool; those of seq_idx if with_resets.
+std::pair<at::Tensor, at::Tensor> sequence_bounds(const TwoSampleInputs& in, bool with_resets) {
   const int64_t batch = in.x.size(0), seqlen = in.x.size(1);
   const at::TensorOptions bools = in.x.options().dtype(at::kBool);
   // The step after the last one begins a sequence too.
   const at::Tensor begins = at::zeros({batch, seqlen + 1}, bools);
   begins.select(1, 0).fill_(true);
   begins.select(1, seqlen).fill_(true);
-  if (is_present(in.seq_idx)) begins.narrow(1, 0, seqlen).logical_or_(sequence_starts(*in.seq_idx));
+  if (with_resets && is_present(in.seq_idx)) begins.narrow(1, 0, seqlen).logical_or_(sequence_starts(*in.seq_idx));
   if (is_present(in.cu_seqlens)) begins.select(0, 0).index_fill_(0, in.cu_seqlens->to(at::kLong).clamp(0, seqlen), true);
   return {begins.narrow(1, 0, seqlen), begins.narrow(1, 1, seqlen)};
 }
@@ -75,6 +75,10 @@ at::Tensor by_group(const TwoSampleInputs& in, const at::Tensor& tensor) {
 
 }  // namespace
 
+at::Tensor TwoSampleGates::with_repeated() const {
+  return is_repeated.defined() ? at::where(is_repeated, current + previous, current) : current;
+}
+
 TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method) {
   const Inputs scan = in.of_scan();
   TwoSampleGates gates;
@@ -88,14 +92,20 @@ TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization m
     gates.current = gates.steps.size * gain.current.tensor;
     gates.previous = gates.steps.size * gain.previous.tensor;
   });
-  const auto [begins, ends] = sequence_bounds(in);
-  gates.is_first = (in.reverse ? ends : begins).unsqueeze(-1);
+  const auto [begins, ends] = sequence_bounds(in, /*with_resets=*/true);
   gates.is_last = (in.reverse ? begins : ends).unsqueeze(-1);
   const at::ScalarType accumulate = accumulate_type(in.x.scalar_type());
   const at::Tensor next_zeta = of_next(in, gates.zeta).masked_fill_(gates.is_last, 0);
   gates.next_decay = next_zeta.exp();
-  const at::Tensor current =
-      in.repeats_first ? at::where(gates.is_first, gates.current + gates.previous, gates.current) : gates.current;
+  if (in.repeats_first) {
+    gates.is_repeated = (in.reverse ? ends : begins).unsqueeze(-1);
+    // Sequences with a given sample before them do not repeat one.
+    if (is_present(in.previous_x)) {
+      const auto [given, given_ends] = sequence_bounds(in, /*with_resets=*/false);
+      gates.is_repeated = gates.is_repeated.logical_and((in.reverse ? given_ends : given).logical_not().unsqueeze(-1));
+    }
+  }
+  const at::Tensor current = gates.with_repeated();
   const at::Tensor shifted_gain = gates.next_decay * current + of_next(in, gates.previous).masked_fill_(gates.is_last, 0);
   gates.log_decay = next_zeta.to(accumulate);
   gates.gain = shifted_gain.to(accumulate);
@@ -135,12 +145,10 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
   // Of zeta through the decay, of k d, and of m d.
   const at::Tensor decayed = grad_gain * gates.next_decay;
   at::Tensor grad_current = decayed + grad_gates.diagonal_gain.to(at::kDouble);
-  const at::Tensor current =
-      in.repeats_first ? at::where(gates.is_first, gates.current + gates.previous, gates.current) : gates.current;
-  const at::Tensor of_next_zeta = (decayed * current).add_(grad_gates.log_decay).masked_fill_(gates.is_last, 0);
+  const at::Tensor of_next_zeta = (decayed * gates.with_repeated()).add_(grad_gates.log_decay).masked_fill_(gates.is_last, 0);
   const at::Tensor grad_zeta = of_last(in, of_next_zeta);
   const at::Tensor grad_previous = of_last(in, grad_gain.masked_fill(gates.is_last, 0));
-  if (in.repeats_first) grad_previous.add_(grad_current.masked_fill(gates.is_first.logical_not(), 0));
+  if (in.repeats_first) grad_previous.add_(grad_current.masked_fill(gates.is_repeated.logical_not(), 0));
 
   if (grad_first_states.defined()) {
     const auto factor = [&](const at::Tensor& values) {

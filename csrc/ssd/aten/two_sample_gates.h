@@ -31,9 +31,12 @@ struct TwoSampleGates {
   Steps steps;
   at::Tensor zeta, current, previous, lam;  // current and previous: k d, without a repeated sample, and m d
   at::Tensor next_decay;                    // e^zeta of the next step
-  at::Tensor is_first, is_last;             // of a sequence, (batch, seqlen, 1), in the scan's order
+  at::Tensor is_last;                       // whether a step is the last of its sequence, (batch, seqlen, 1)
+  at::Tensor is_repeated;                   // whether a step's sample is also the one before it; undefined if none is
   at::Tensor first_steps;                   // (sequences,), where each sequence begins in the scan's order; with cu_seqlens
   at::Tensor has_steps;                     // (sequences, 1), bool; with cu_seqlens
+
+  at::Tensor with_repeated() const;  // k d, and m d of a repeated sample
 };
 
 // Whether a scan starts from states that are not zero.
