@@ -69,7 +69,7 @@ struct BwdChunksShared {
 };
 
 // With two `parts` every second block takes the second part of the keys' columns; these blocks run beside those of the first
-// part, which read the same E and Y. If several value heads share a key head, the kernel is_grouped.
+// part, which read the same E and gradients of v. If several value heads share a key head, the kernel is_grouped.
 template <typename Scalar, int columns, bool is_grouped, int parts = 1>
 struct BwdChunks {
   using Shared = BwdChunksShared<columns>;

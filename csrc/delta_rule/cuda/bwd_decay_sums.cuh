@@ -24,9 +24,8 @@ __device__ __forceinline__ void put_row_sums(float (&sums)[2], float (&target)[k
 }
 
 // For each step t the sum over the warp's rows i >= t of the elements in columns before t; elements above the diagonal are
-// zero. Products with ones are the sums along rows, of elements as TF32: rounded for fp16, and else
-// truncated. Then lanes exchange halves of what they have,
-// so that each ends with two steps.
+// zero. Products with ones are the sums along rows, of elements as TF32: rounded for fp16, and else truncated. Then lanes
+// exchange halves of what they have, so that each ends with two steps.
 template <typename Scalar>
 __device__ __forceinline__ void sum_pairs(const float (&terms)[kStepBlocks][4], float (&target)[kChunk],
                                           const FragmentLane& lane) {

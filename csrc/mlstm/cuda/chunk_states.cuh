@@ -196,10 +196,12 @@ struct ChunkStates {
         for (int n = 0; n < kHalfKeys / 8; ++n) {
           const float4 more = __ldcg(source + (h * (kHalfKeys / 8) + n) * kWarpgroupThreads);
           float (&block)[4] = state[h][n];
-          block[0] = fmaf(decay, block[0], more.x);
-          block[1] = fmaf(decay, block[1], more.y);
-          block[2] = fmaf(decay, block[2], more.z);
-          block[3] = fmaf(decay, block[3], more.w);
+          // A sequence that begins in the segment drops the state: zero times Inf would be NaN.
+          const auto after = [&](float before, float add) { return decay == 0 ? add : fmaf(decay, before, add); };
+          block[0] = after(block[0], more.x);
+          block[1] = after(block[1], more.y);
+          block[2] = after(block[2], more.z);
+          block[3] = after(block[3], more.w);
         }
       }
     }

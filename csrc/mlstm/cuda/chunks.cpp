@@ -117,7 +117,9 @@ struct Call {
     const int64_t v_bytes = v.numel() * v.element_size();
     const int64_t most_bytes =
         std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * v_bytes));
-    const int64_t line_bytes = params.chunks * params.value_dim * kMatrixKeys * v.element_size() * (is_backward ? 2 : 1);
+    const int64_t state_bytes = params.chunks * params.value_dim * kMatrixKeys * v.element_size() * (is_backward ? 2 : 1);
+    const int64_t ends = params.cu_seqlens == nullptr ? 0 : params.sequences;
+    const int64_t line_bytes = state_bytes + ends * (kMatrixChunk + 1) * static_cast<int64_t>(sizeof(float));
     const int64_t most_lines = std::max<int64_t>(1, most_bytes / line_bytes);
     const auto at_once = [](int64_t count, int64_t most) {
       return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most)));  // the parts are about equal

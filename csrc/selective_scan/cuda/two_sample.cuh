@@ -73,7 +73,7 @@ __device__ __forceinline__ bool is_bilinear(const SelectiveScanParams& p) {
   return p.discretization == Discretization::kTrapezoidal || p.discretization == Discretization::kGbtTwoSample;
 }
 
-// The weight of a step's own sample where it is not lam, and whether it weighs at all: the true first-order hold does not.
+// The weight of a step's own sample where it is not lam. The true first-order hold has none.
 template <typename Acc>
 __device__ __forceinline__ Acc constant_weight(const SelectiveScanParams& p, const TwoSample& two) {
   return p.discretization == Discretization::kTrapezoidal ? Acc(0.5) : static_cast<Acc>(two.method.alpha);

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kThreads, 7)
   constexpr int kRows = kRowsInFlight;
   cuda::launch_dependents();
   const int lanes = 1 << call.log2_lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const uint32_t group_of_lanes = (blockIdx.x * kThreads + threadIdx.x) >> call.log2_lanes;
+  // Blocks and threads shifted apart: the number of a thread may need more than 32 bits.
+  const uint32_t group_of_lanes = blockIdx.x * (kThreads >> call.log2_lanes) + (threadIdx.x >> call.log2_lanes);
   const uint32_t place = min(group_of_lanes, call.count - 1), b = call.per_batch.divide(place);
   const uint32_t channel = (place - b * call.per_batch.template value<uint32_t>()) * kRows;
   const uint32_t head = call.headdim.divide(channel), dim = channel - head * call.headdim.template value<uint32_t>();
@@ -123,12 +124,12 @@ __global__ void __launch_bounds__(kThreads, 7)
   Vector<Acc, kVector> A[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) h[r] = loads ? States::load_once(state + (dim + r) * p.state.stride_dim) : States::zero();
-  Input x_in, dt_in, z_in, lam_in, before_in;
+  Input x_in, dt_in, z_in, lam_in, before_in{};
   Acc bias = 0, skip = 0;
   if (is_owner) {
     x_in = load_own(p.x, b);
     dt_in = load_own(p.dt, b);
-    before_in = load_own(two.previous_x, row);
+    if (is_slot) before_in = load_own(two.previous_x, row);
     if (p.z.data != nullptr) z_in = load_own(p.z, b);
     if (two.lam.data != nullptr) lam_in = load_own(two.lam, b);
     if (p.dt_bias.data != nullptr) bias = load_parameter<Input>(p.dt_bias.data, own(p.dt_bias, 0), p.dt_bias_is_input_kind);
