@@ -26,6 +26,8 @@ SEQUENCES = ("x", "dt", "B", "C", "z")
 
 # The methods with transition e^z, which the operator takes.
 METHODS = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
+# As messages list the rules that the operator takes: those of one sample, of two, and other names.
+NAMES = (*METHODS, "foh_ramp", "exp_trapezoidal", *ALIASES)
 
 # Where assert_nan_ends may put its NaN.
 NAN_PLACES = (*SEQUENCES, "initial_states", "grad_out", "grad_final_states")
@@ -235,7 +237,7 @@ LIMITS = "expected dt_limit = (min, max) with min <= max, got ({:g}, {:g})"
 
 
 def unknown_discretization(name: str) -> str:
-    return f"unknown discretization '{name}', expected one of: {', '.join((*METHODS, *ALIASES))}"
+    return f"unknown discretization '{name}', expected one of: {', '.join(NAMES)}"
 
 
 class SsdChunkScan(OperatorSpec):

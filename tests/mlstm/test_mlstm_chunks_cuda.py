@@ -51,9 +51,13 @@ def evaluate(inputs: dict[str, Any], device: str, double: bool, through_ends: bo
 def assert_accurate(inputs: dict[str, Any], through_ends: bool = True) -> dict[str, torch.Tensor]:
     found, expected = (evaluate(inputs, *where, through_ends) for where in (("cuda", False), ("cpu", True)))
     for name, value in found.items():
-        wanted = expected[name].detach()
+        value, wanted = value.detach().double().cpu(), expected[name].detach()
+        if name == "final_m":  # -inf after no steps
+            empty = wanted.isneginf()
+            assert torch.equal(value.isneginf(), empty), name
+            value, wanted = value[~empty], wanted[~empty]
         assert value.isfinite().all(), name
-        error = ((value.detach().double().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+        error = ((value - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
         assert error < BARS.get(name, GRADIENT_BAR), (name, error)
     return found
 

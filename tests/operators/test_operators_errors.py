@@ -163,7 +163,7 @@ def test_both_ways_of_packing(function, device):
 
 ZEROS = torch.zeros
 METHODS = [*DISCRETIZATIONS, "gbt(0.7)", "dirac", *ALIASES]
-EXPONENTIAL = ", ".join((*ssd_helpers.METHODS, *ALIASES))
+EXPONENTIAL = ", ".join(ssd_helpers.NAMES)
 
 # Function, options of its good inputs, changed arguments, message.
 VALUES: list[tuple[Function, Inputs, Inputs, str]] = [

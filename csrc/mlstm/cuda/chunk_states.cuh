@@ -190,18 +190,27 @@ struct ChunkStates {
     for (int64_t earlier = 0; earlier < segment; ++earlier) {
       const float4* const source = registers_of(earlier, index);
       const float decay = decay_of(earlier);
+      // A sequence that begins in the segment drops the state: zero times Inf would be NaN.
+      if (decay == 0) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int n = 0; n < kHalfKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state[h][n][i] = 0;
+          }
+        }
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int n = 0; n < kHalfKeys / 8; ++n) {
           const float4 more = __ldcg(source + (h * (kHalfKeys / 8) + n) * kWarpgroupThreads);
           float (&block)[4] = state[h][n];
-          // A sequence that begins in the segment drops the state: zero times Inf would be NaN.
-          const auto after = [&](float before, float add) { return decay == 0 ? add : fmaf(decay, before, add); };
-          block[0] = after(block[0], more.x);
-          block[1] = after(block[1], more.y);
-          block[2] = after(block[2], more.z);
-          block[3] = after(block[3], more.w);
+          block[0] = fmaf(decay, block[0], more.x);
+          block[1] = fmaf(decay, block[1], more.y);
+          block[2] = fmaf(decay, block[2], more.z);
+          block[3] = fmaf(decay, block[3], more.w);
         }
       }
     }

@@ -61,10 +61,10 @@ struct ChunkParams {
   float* products = nullptr;        // (lines, chunks, value_dim / 16): parts of the product of `states` and `grad_states`
   float* segment_states = nullptr;  // (segments, lines, value_dim / 128) blocks of states, in the order of registers
   float* segment_decays = nullptr;  // (segments, lines, value_dim / 128)
-  // Forward of packed sequences, whose first steps have a decay of zero: the memory after each sequence with steps goes to its row of
-  // `final_states`, (sequences, heads, value_dim, key_dim). For sequences that end before the last step of a chunk, the tables
-  // have the gains times the decay to that end, (lines, sequences, kMatrixChunk), and the decay from the chunk's start to it,
-  // (lines, sequences).
+  // Forward of packed sequences, whose first steps have a decay of zero: the memory after each sequence with steps goes to its
+  // row of `final_states`, (sequences, heads, value_dim, key_dim). For sequences that end before the last step of a chunk, the
+  // tables have the gains times the decay to that end, (lines, sequences, kMatrixChunk), and the decay from the chunk's start
+  // to it, (lines, sequences).
   const int64_t* cu_seqlens = nullptr;
   int64_t sequences = 0;
   float *end_tables = nullptr, *end_decays = nullptr;
