@@ -148,8 +148,7 @@ struct DeltaRuleFoldParams {
 // 17 * 128 bytes; and for each 64 rows of V two state tiles of `columns` columns, two tiles of steps and four bits of each
 // element of a tile of steps.
 constexpr int64_t kBwdMatricesBytes = kChunk * kChunk * 2 + 17 * 128;
-// Those of keys with more than kStateColumns columns have two more matrices, and the states a second part of kStateColumns
-// columns.
+// Keys with more than kStateColumns columns have two more matrices, and their states a second part of kStateColumns columns.
 constexpr int64_t kWideMatricesBytes = kBwdMatricesBytes + 2 * kChunk * kChunk * 2;
 constexpr int64_t kBwdStatePartBytes = 2 * kStateRows * kStateColumns * 2;
 constexpr int64_t bwd_states_bytes(int64_t columns) {

@@ -109,7 +109,7 @@ struct BwdGradients {
     }
   }
 
-  // Of dv E^T.
+  // Takes the diagonal of dv E^T.
   static __device__ __forceinline__ void put_diagonal(const float (&products)[kStepBlocks][4], float (&target)[kChunk],
                                                       const FragmentLane& lane) {
 #pragma unroll

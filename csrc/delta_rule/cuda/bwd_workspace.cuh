@@ -37,7 +37,7 @@ struct alignas(128) StatesOfChunk {
   SmemTile<columns> s, d;
   SmemTile<kChunk> e, y;  // with gates of a head Y^T of chunks with a small beta alone
 };
-// With gates of a head and bf16 the low bits of E, too (bwd_low_bits.cuh).
+// Gates of a head in bf16 need the low bits of E, too (bwd_low_bits.cuh).
 template <int columns>
 struct BwdStatesOfChunk : StatesOfChunk<columns> {
   uint4 low_bits[kWarpgroupThreads];

@@ -75,7 +75,7 @@ class Backward {
     return at::zeros({in_.q.size(0), in_.q.size(1), in_.v.size(2), in_.v.size(3)}, in_.v.options());
   }
 
-  // With gates of a head the kernel of the states writes the gradients of v by TMA, which has no opposite order: finish() has.
+  // The kernel of the states with gates of a head writes the gradients of v by TMA, which has no opposite order: finish() has.
   bool reverses_values() const { return reverses_rows_ && (has_channels() || is_sm80_); }
   // Whether the last kernel writes gradients of q and k in the opposite order; finish_key_heads() does so for fp32 rows.
   bool reverses_key_rows() const { return reverses_rows_ && !has_fp32_rows_; }

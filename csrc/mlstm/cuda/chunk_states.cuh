@@ -15,7 +15,7 @@
 // before (is_summary) computes the state after each segment, begun with zero, and the decay over it. Each block then begins
 // with the composition of those before its own.
 //
-// Of packed sequences, forward in time also leaves the memory after each. A chunk in which sequences end before its last step
+// Forward in time also leaves the memory after each packed sequence. A chunk in which sequences end before its last step
 // is loaded once more for each of them, with other scales: the memory before the chunk counts for the first one alone.
 #pragma once
 

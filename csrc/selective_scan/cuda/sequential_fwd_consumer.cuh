@@ -31,7 +31,7 @@ struct FwdConsumer {
   // Zero for channels and states that do not exist.
   typename Step::Rate rates[kLaneChannels][kLaneStates];
   Acc h[kLaneChannels][kLaneStates];
-  // Of methods that read two samples: B before the next step, and Step::kConstant.
+  // Methods that read two samples need B before the next step, and Step::kConstant.
   Acc b_before[Method::kUsesPreviousInput ? kLaneStates : 1], constant;
 
   __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Method& method_, const Shared& shared_)

@@ -14,7 +14,7 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// What producers need besides of methods that read two samples.
+// Producers of methods that read two samples need these besides.
 template <typename TileConfig, typename Method>
 struct FwdSamples {
   __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams*) {}
@@ -33,7 +33,7 @@ struct FwdSamples<TileConfig, TwoSampleMethod> {
 
   __device__ __forceinline__ explicit FwdSamples(const TwoSampleParams* two_) : two(two_), lam(nullptr), last_u{} {}
 
-  // Of a tile: lam and, along the channels, u before the step of the vector, in lanes that do not find it in the warp's part of
+  // A tile's lam and, along the channels, u before the step of the vector, in lanes that do not find it in the warp's part of
   // the tile. The loads are in flight while delta is computed.
   struct Loads {
     Pieces lam[Vectors::kCount], u_before[Vectors::kCount];

@@ -1,7 +1,7 @@
 // Selective scan, backward, on CUDA, sequential, for the methods of two_sample_forms.cuh: sequential in time, parallel over
 // channels and states.
 //
-// With the factors a and w of two_sample_forms.cuh and the adjoint g of sequential_bwd.cuh, summed over states or channels,
+// The factors a and w of two_sample_forms.cuh and the adjoint g of sequential_bwd.cuh give, summed over states or channels,
 //
 //   P_t = sum_n g_t current(z_t) B_t                 Q_t = sum_n g_t previous(z_t) B_{t-1}
 //   grad_u_t     = delta_t lam_t P_t + delta_{t+1} (1 - lam_{t+1}) Q_{t+1} + D dy_t

@@ -21,8 +21,8 @@ struct TwoSampleBwdConsumer : BwdConsumer<TileConfig, Method> {
   static_assert(TileConfig::kTileSteps / kGroupSteps == 8, "the sums of a group are swizzled by XOR with its number");
 
   const TwoSampleParams& two;
-  // Of the step after the group, zero at first: the terms of the gradient of B, summed over the thread's channels; and, in
-  // lanes with the group's later steps, that of u.
+  // The terms that the step after the group adds, zero at first: to the gradient of B, summed over the thread's channels; and,
+  // in lanes with the group's later steps, to that of u.
   Acc carry_of_B[kLaneStates], carry_of_u;
 
   __device__ __forceinline__ TwoSampleBwdConsumer(const SelectiveScanBwdParams& params, const TwoSampleParams& two_,

@@ -107,10 +107,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     // Sums over the states.
     Acc y[K], grad_input[K], grad_step[K];
     Acc sum_of_delta = 0;
-    // Of methods with two samples: the factors of B_{t-1}, the sums that `grad_input` has for the current sample, and the step
+    // Methods with two samples need the factors of B_{t-1}, the sums that `grad_input` has for the current sample, and the step
     // size of the previous sample of the lane's first step.
     [[maybe_unused]] Acc of_previous[K], grad_previous[K], first_size = 0;
-    // Of methods with a step of its own for A, which `delta` has: the steps of the input, and the sums for their gradients.
+    // Methods with a step of its own for A, which `delta` has, need the steps of the input, and the sums for their gradients.
     [[maybe_unused]] Acc own[K], grad_own[K];
     [[maybe_unused]] const bool repeats = kTwoSample && t0 == 0 && is_first && samples.repeats(at);
     for (int first_state = 0; first_state < dstate; first_state += plan.slice) {

@@ -14,7 +14,7 @@
 
 namespace ssm_kernels::selective_scan::warp_scan {
 
-// What a block of these methods has besides: the parameters; B before the tile, of each state of a slice; and, in backward, the
+// A block of these methods has besides: the parameters; B before the tile, of each state of a slice; and, in backward, the
 // terms that the tile's first step adds to the gradient of B before it, summed over the channels of each warp, (warps, dstate).
 template <typename TileConfig>
 struct TwoSampleBlock {

@@ -35,7 +35,7 @@ constexpr int kVector = 4;  // states of a lane that are neighbors
 constexpr int kVectors = static_cast<int>(kMaxDstate) / (kWarpSize * kVector);
 static_assert(kVectors * kWarpSize * kVector == kMaxDstate, "32 lanes hold all states of a channel");
 
-// Of a call, besides its parameters. Without tokens, `tokens` has no meaning.
+// A call's properties besides its parameters. Without tokens, `tokens` has no meaning.
 struct Call {
   bool has_tokens = false;
   bool has_vectors = false;  // of states

@@ -273,7 +273,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias) || needs(kGradLogDecay) || needs(kGradGain)) {
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
     W.mul_(pairs.products.unsqueeze(1));
-    // With a diagonal gain y_i reads what step i - 1 left.
+    // If gates have a diagonal gain, y_i reads what step i - 1 left.
     if (own.defined()) W = at::constant_pad_nd(W.narrow(-2, 1, run.length - 1), {0, 0, 0, 1});
     const at::Tensor within = sum_across(W);
     const at::Tensor read = scan_.merge_heads(row_products(from_states, grad_y));

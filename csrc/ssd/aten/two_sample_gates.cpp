@@ -27,7 +27,7 @@ at::Tensor shifted(const at::Tensor& v, bool to_later) {
 at::Tensor of_next(const TwoSampleInputs& in, const at::Tensor& v) { return shifted(v, !in.reverse); }
 at::Tensor of_last(const TwoSampleInputs& in, const at::Tensor& v) { return shifted(v, in.reverse); }
 
-// Where sequences begin and end in the order of the tensors, (batch, seqlen), bool; those of seq_idx if with_resets.
+// The steps at which sequences begin and end in the order of the tensors, (batch, seqlen), bool; seq_idx counts if with_resets.
 std::pair<at::Tensor, at::Tensor> sequence_bounds(const TwoSampleInputs& in, bool with_resets) {
   const int64_t batch = in.x.size(0), seqlen = in.x.size(1);
   const at::TensorOptions bools = in.x.options().dtype(at::kBool);
@@ -142,7 +142,7 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
   const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
   const at::ScalarType accumulate = accumulate_type(in.x.scalar_type());
   const at::Tensor grad_gain = grad_gates.gain.to(at::kDouble);
-  // Of zeta through the decay, of k d, and of m d.
+  // The gradients of zeta through the decay, of k d, and of m d.
   const at::Tensor decayed = grad_gain * gates.next_decay;
   at::Tensor grad_current = decayed + grad_gates.diagonal_gain.to(at::kDouble);
   const at::Tensor of_next_zeta = (decayed * gates.with_repeated()).add_(grad_gates.log_decay).masked_fill_(gates.is_last, 0);

@@ -24,7 +24,7 @@ namespace ssm_kernels::ssd {
 
 struct TwoSampleGates {
   at::Tensor log_decay, gain, diagonal_gain;  // (batch, seqlen, heads), accumulation type
-  // Of the first step of each sequence, (sequences, heads), float64: zeta and m d. Undefined if the scan starts from zero.
+  // Zeta and m d of the first step of each sequence, (sequences, heads), float64. Undefined if the scan starts from zero.
   at::Tensor first_zeta, first_previous;
 
   // (batch, seqlen, ...), float64: what the adjoint reads.
