@@ -256,11 +256,17 @@ class DeltaRuleScan(OperatorSpec):
         # Emulated in PyTorch, the largest errors of the tests' gradients are 0.3 to 0.72 eps, and 1.1 eps over 40 draws. With a
         # gate a channel they round the scaled rows, too: 0.6 eps in the median of 200 draws, 1.4 in nine of ten, 3 at most. The
         # gradients of A_log and dt_bias are sums of products with g's: 0.6 and 0.75 eps on an H200.
+        # fp16 and bf16 gradients of beta and g, with one gate a head or none, have these errors and the last rounding, which is
+        # PyTorch's only one. Over 200 draws of the test case "head", a float64 emulation has medians of 0.42 to 0.48 eps, and
+        # maxima of 1.0 and 1.1 eps in bf16, 1.6 and 1.8 eps in fp16. Of these 800 gradients, 27 exceed the bound with the usual
+        # floor, and 2 exceed it with 1 eps. For g of the bf16 test, the emulation and an H200 both have 0.98 eps.
         argument = name.removeprefix("grad_")
-        rounded = ("beta", "g", "A_log", "dt_bias", "initial_states")
-        of_few_bits = argument in rounded and inputs[argument].dtype == torch.float32
-        roundings = 2 if g is not None and g.dim() == 4 and argument == "initial_states" else 1
-        return roundings * torch.finfo(q.dtype).eps if name == "final_states" or of_few_bits else None
+        has_channels = g is not None and g.dim() == 4
+        rounded = argument in ("beta", "g", "A_log", "dt_bias", "initial_states")
+        if rounded and has_channels:
+            rounded = inputs[argument].dtype == torch.float32
+        roundings = 2 if has_channels and argument == "initial_states" else 1
+        return roundings * torch.finfo(q.dtype).eps if name == "final_states" or rounded else None
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs | {"states_at": [], "grad_states": None}
