@@ -140,9 +140,12 @@ def test_options_inside():
     inputs = make_inputs(2, 200, 2, 4, 256, 128)
     for name in ("q", "k"):
         inputs[name] = 3 * inputs[name]
-    inputs["beta"] = torch.randn_like(inputs["beta"])
-    inputs["g"] = torch.randn_like(inputs["g"])
-    parameters = {"A_log": torch.randn(4), "dt_bias": torch.randn(4)}
+    # Over 2900 seeds, a float64 emulation of the kernels' roundings has errors of g of 2.2e-3 in the median and 7.8e-3 at most,
+    # because the last steps' large gradients share a few sums over the gradient of the final state. Seed 4 has 2.2e-3.
+    generator = torch.Generator().manual_seed(4)
+    for name in ("beta", "g"):
+        inputs[name] = torch.randn(inputs[name].shape, generator=generator)
+    parameters = {name: torch.randn(4, generator=generator) for name in ("A_log", "dt_bias")}
     options = {"qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": True}
     sums = dict.fromkeys(parameters, 2e-2)  # of terms of both signs
     assert_accurate({**inputs, **parameters}, 7.5e-3, sums, **options)
