@@ -59,7 +59,8 @@ def read_previous(
 
 def broadcast_steps(operator: str, name: str, value: Tensor | None, like: Tensor, axes: str) -> Tensor | None:
     """The argument ``name``, such as ``lam``, in the shape of ``like``, by strides of zero."""
-    if value is None or value.shape == like.shape:
+    # Nested tensors have no shape; the operator refuses them by name.
+    if value is None or value.is_nested or like.is_nested or value.shape == like.shape:
         return value
     try:
         return value.broadcast_to(like.shape)

@@ -67,6 +67,7 @@ SELECTIVE = INIT | {
     "dt_rank": RANK,
     "dt_init": NAME,
     "dt_scale": NOT_NEGATIVE,
+    "time_steps_scale": NAME,
 }
 MIXER = {"d_model": SIZE, "d_conv": SIZE, "expand": POSITIVE, "layer_idx": INDEX, "bias": BOOL, "conv_bias": BOOL}
 MIXER |= {"recompute": NAME}
@@ -105,7 +106,7 @@ LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
     ),
 }
 
-NAMED = ("discretization", "dt_init", "candidate_activation", "activation", "dt_rank", "recompute")
+NAMED = ("discretization", "dt_init", "candidate_activation", "activation", "dt_rank", "recompute", "time_steps_scale")
 RECURRENCES = (MinGRU, MinLSTM, Liquid)
 every_layer = pytest.mark.parametrize("layer_type", LAYERS, ids=lambda layer_type: layer_type.__name__)
 

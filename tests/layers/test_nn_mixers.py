@@ -72,7 +72,7 @@ def test_constructor_is_that_of_mamba_ssm(name):
     positional = [(p.name, p.default) for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     theirs = inspect.signature(eval(f"(lambda {SIGNATURES[name]}: None)", {"math": math})).parameters.values()
     assert positional == [(p.name, p.default) for p in theirs]
-    ours = {"Mamba": ["discretization", "alpha", "recompute"], "Mamba2": ["discretization", "recompute"]}
+    ours = {"Mamba": ["discretization", "alpha", "time_steps_scale", "recompute"], "Mamba2": ["discretization", "recompute"]}
     assert [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY] == ours[name]
 
 

@@ -43,8 +43,11 @@ POSITIONS = (
     object(),
 )
 
-# Arguments that broadcast: a number for all rows is legal.
-BROADCAST = {"tau", "dt", "recurrent_param"}
+# Arguments that broadcast, by the beginnings of the operators' names: a number for all rows is legal.
+BROADCAST = {
+    ("liquid", "rglru"): {"tau", "dt", "recurrent_param"},
+    ("selective_",): {"delta_A", "dt_A"},
+}
 # Numbers that may be negative.
 SIGNED = {"scale", "gate_lower_bound"}
 
@@ -73,7 +76,9 @@ def test_every_argument_of_operators(operator: Operator) -> None:
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = str(parameter.annotation)
         for kind, wrong in values_of(annotation, good.get(name)):
-            if kind == "zero-dim" and operator.name.startswith(("liquid", "rglru")) and name in BROADCAST:
+            if kind == "zero-dim" and any(
+                operator.name.startswith(names) and name in arguments for names, arguments in BROADCAST.items()
+            ):
                 continue
             if (wrong is None and "None" in annotation) or (name in SIGNED and type(wrong) is float and wrong < 0):
                 continue
