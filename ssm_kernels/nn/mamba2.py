@@ -76,6 +76,7 @@ from .gated_rms_norm import GatedRMSNorm
 from .initialization import init_dt_bias, linear, uniform_
 from .naming import name_for_operator, names_layer
 from .two_samples import KeepsSamples
+from .weight_decay import own_no_decay
 
 __all__ = ["Mamba2"]
 
@@ -255,7 +256,8 @@ class Mamba2(KeepsSamples, DiscretizedModule, PackedMixer):
             self._no_decay = (*self._no_decay, "lam_logit")
         if is_two_sample(discretization):
             self._state_axes = "(batch, nheads, headdim + 1, d_state + 1)"
-        mark_parameters("_no_weight_decay", *(self.get_parameter(name) for name in self._no_decay))
+        # A subclass may name parameters that it makes later.
+        mark_parameters("_no_weight_decay", *(parameter for _, parameter in own_no_decay(self)))
         self._register_discretization(device)
         if conv_init is not None:
             uniform_(self.conv1d.weight, -conv_init, conv_init)
