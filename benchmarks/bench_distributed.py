@@ -144,7 +144,7 @@ def model_rows(result: Result) -> list[dict[str, Any]]:
     A layer's times are those of the exchange that ``ContextParallel`` chooses for the number of ranks, if it was measured, and
     else those of the other one.
     """
-    from ssm_kernels.distributed._group_operators import choose_exchange
+    from ssm_kernels.distributed._group_calls import choose_exchange
 
     found = constants(result["rows"])
     by_layer: dict[str, dict[str, Row]] = {}

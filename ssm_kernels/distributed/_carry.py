@@ -40,17 +40,17 @@ from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange
 
-__all__ = ["Carry", "MatrixCarry", "SummaryCarry", "mask_state"]
+__all__ = ["Carry", "MatrixCarry", "SummaryCarry", "like_states", "mask_state"]
 
 
-def _like(factor: Tensor, states: Tensor) -> Tensor:
+def like_states(factor: Tensor, states: Tensor) -> Tensor:
     """``factor`` with as many axes as ``states``."""
     return factor.reshape(*factor.shape, *(1,) * (states.dim() - factor.dim()))
 
 
 def mask_state(state: Tensor, mask: Tensor | None) -> Tensor:
     """A state, or its gradient, with zeros in the rows whose sequence does not go on: ``mask`` is (batch,), bool, or None."""
-    return state if mask is None else torch.where(_like(mask, state), state, 0)
+    return state if mask is None else torch.where(like_states(mask, state), state, 0)
 
 
 def _fold(values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, reverse: bool) -> Tensor | None:
@@ -67,9 +67,9 @@ def _fold(values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tenso
         drops = (~keep_mask).long()
         later = drops.cumsum(0) if reverse else drops.flip(0).cumsum(0).flip(0)
         # A state that a later rank drops enters the scan as zero, so that no Inf or NaN of it spreads.
-        values = torch.where(_like(later == drops, values), values, 0)
-        decays = torch.where(_like(later == 0, decays), decays, 0)
-        first = None if first is None else torch.where(_like((later == 0).all(0), first), first, 0)
+        values = torch.where(like_states(later == drops, values), values, 0)
+        decays = torch.where(like_states(later == 0, decays), decays, 0)
+        first = None if first is None else torch.where(like_states((later == 0).all(0), first), first, 0)
     if first is None:
         if values.shape[0] == 0:
             return None
@@ -318,7 +318,7 @@ class SummaryCarry(Carry):
         if self.is_first and initial_state is not None:
             after = self._continue(last_state, decay, initial_state)
             own = keep_mask if carry_mask is None else carry_mask[1, self._group.rank]
-            last_state = after if own is None else torch.where(_like(own, after), after, last_state)
+            last_state = after if own is None else torch.where(like_states(own, after), after, last_state)
         tensors = [last_state, decay] if keep_mask is None else [last_state, decay, keep_mask.to(decay.dtype)]
         return Gathering(tensors, self._group, f"{self._what}: states")
 
@@ -366,7 +366,7 @@ class SummaryCarry(Carry):
         gradients, keep_mask = gathered[0][self._after()], None
         if carry_mask is not None:
             keep_mask = carry_mask[1]
-            gradients = torch.where(_like(carry_mask[0], gradients), gradients, 0)
+            gradients = torch.where(like_states(carry_mask[0], gradients), gradients, 0)
         gradient = self._fold(gradients, decays, keep_mask, final, is_adjoint=True)
         if gradient is None and torch.compiler.is_compiling():
             gradient = torch.zeros_like(local_gradient)
@@ -374,7 +374,7 @@ class SummaryCarry(Carry):
 
     def _continue(self, last_state: Tensor, decay: Tensor, initial_state: Tensor) -> Tensor:
         """The state after a span that begins with ``initial_state``."""
-        return torch.addcmul(last_state, _like(decay, last_state), initial_state)
+        return torch.addcmul(last_state, like_states(decay, last_state), initial_state)
 
     def _fold(
         self, values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, *, is_adjoint: bool

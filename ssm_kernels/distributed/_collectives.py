@@ -69,7 +69,7 @@ class Layout:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The buffer with the values of ``tensors``."""
-        flat = [tensor.reshape(-1) for tensor in tensors]
+        flat = [tensor.contiguous().view(-1) for tensor in tensors]
         if self._is_of_bytes:
             flat = [tensor.view(torch.uint8) for tensor in flat]
             flat = [

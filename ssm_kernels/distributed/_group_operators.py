@@ -7,43 +7,38 @@ of one rank calls the local operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from .._discretizations import is_two_sample
 from .._recurrences import recurrences
-from ..choices import CandidateActivation, ConvActivation, DiscretizationName, Exchange
-from ..ops._arguments import did_you_mean, finite_dt_limit, three_tensors
+from .._scan_state import ScanState
+from ..choices import (
+    CandidateActivation,
+    ConvActivation,
+    DiscretizationName,
+    ExponentialDiscretizationName,
+    ExponentialTwoSampleDiscretizationName,
+    PreviousSample,
+    TwoSampleDiscretizationName,
+)
+from ..ops._arguments import finite_dt_limit, three_tensors
 from ..ops._masks import as_mask
-from ._agreement import Agreement, describe
+from ..ops._two_samples import broadcast_steps, read_previous
 from ._autocast import Autocast
 from ._convolution import CausalConv1d
 from ._delta_rule import DeltaRuleScan
-from ._group import Group
-from ._messages import Call
+from ._group_calls import GroupCalls, carry_mask_of
 from ._mlstm import MlstmScan
 from ._over_ranks import given_arguments
-from ._packed_sequences import ForwardCount, Packing, PackingCache, SequenceSplit
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
+from ._two_samples import TwoSampleChunkScan, TwoSampleScan
 
 __all__ = ["GroupOperators"]
-
-_Cached = TypeVar("_Cached", Packing, SequenceSplit)
-
-# The most ranks of a chain: each rank more waits for one more scan.
-_MOST_IN_CHAIN = 8
-
-
-def choose_exchange(operator: str, exchange: Exchange | None, ranks: int) -> Exchange:
-    """The exchange of calls that can run along a chain: by the number of ranks, unless the caller gives one."""
-    if exchange not in (None, "chain", "summaries"):
-        nearest = did_you_mean(exchange, ("chain", "summaries"))
-        raise ValueError(f"{operator}: expected exchange to be 'chain', 'summaries' or None, got {exchange!r}{nearest}")
-    return exchange or ("chain" if ranks <= _MOST_IN_CHAIN else "summaries")
 
 
 def _expand(tensor: Tensor, like: Tensor) -> Tensor:
@@ -61,41 +56,8 @@ def _expand(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
-def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as tensors without data, for the checks of the local operator."""
-    return {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-
-
-class GroupOperators:
-    """Operators over a sequence whose spans are on the ranks of ``group``. ``functions.py`` documents arguments and results.
-
-    Args:
-        group: the ranks.
-        agreement: what the ranks have agreed on.
-        exchange: "chain" or "summaries", or None to choose by the number of ranks.
-        operator: for the message of an error.
-        layer: the number of the layer among those of a model, from 1, or 0 for a function.
-        forward_count: counts the forward passes of the model; None for a function.
-
-    Raises:
-        ValueError: ``exchange`` is something else.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        agreement: Agreement,
-        exchange: Exchange | None,
-        operator: str,
-        layer: int = 0,
-        forward_count: ForwardCount | None = None,
-    ) -> None:
-        self.group, self._agreement, self._layer, self._forward_count = group, agreement, layer, forward_count
-        self.exchange = choose_exchange(operator, exchange, group.size)
-        self._description = 0  # a checksum, of the call on which the ranks have agreed last
+class GroupOperators(GroupCalls):
+    """Operators over a sequence whose spans are on the ranks of a group. ``functions.py`` documents arguments and results."""
 
     def selective_scan(
         self,
@@ -108,7 +70,7 @@ class GroupOperators:
         z: Tensor | None = None,
         delta_bias: Tensor | None = None,
         *,
-        discretization: DiscretizationName = "zoh",
+        discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
         delta_softplus: bool = False,
         initial_state: Tensor | None = None,
         reverse: bool = False,
@@ -116,8 +78,21 @@ class GroupOperators:
         cu_seqlens: Tensor | None = None,
         return_last_state: bool = False,
         z_is_gate: bool = False,
+        **of_samples: Any,
     ) -> Any:
-        # z_is_gate: z is that of a MambaConv, transposed.
+        # z_is_gate: z is that of a MambaConv, transposed. of_samples: lam, lam_sigmoid, previous and delta_A.
+        if is_two_sample(discretization) or of_samples.get("delta_A") is not None:
+            return self._two_sample_scan(
+                *(u, delta, A, B, C, D, z, delta_bias),
+                discretization=discretization,
+                delta_softplus=delta_softplus,
+                initial_state=initial_state,
+                reverse=reverse,
+                seq_idx=seq_idx,
+                cu_seqlens=cu_seqlens,
+                return_last_state=return_last_state,
+                **of_samples,
+            )
         tensors: dict[str, Any] = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
         tensors |= {"initial_state": initial_state, "seq_idx": seq_idx}
         options: dict[str, Any] = {
@@ -137,7 +112,7 @@ class GroupOperators:
         return SelectiveScan.apply(
             *(tensors[name] for name in names),
             numbers,
-            _carry_mask(packing, reverse),
+            carry_mask_of(packing, reverse),
             discretization,
             delta_softplus,
             reverse,
@@ -167,10 +142,33 @@ class GroupOperators:
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_final_states: bool = False,
-        discretization: DiscretizationName = "zoh",
+        discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = "zoh",
         log_decay: Tensor | None = None,
         gain: Tensor | None = None,
+        **of_samples: Any,
     ) -> Any:
+        # of_samples: lam, lam_sigmoid and previous.
+        if is_two_sample(discretization) and log_decay is None:
+            if dt is None or A is None or gain is not None:
+                raise ValueError(
+                    "ssd_chunk_scan: expected dt and A, without gain, with a discretization that reads two samples"
+                )
+            return self._two_sample_chunk_scan(
+                *(x, dt, A, B, C),
+                chunk_size=chunk_size,
+                D=D,
+                z=z,
+                dt_bias=dt_bias,
+                dt_softplus=dt_softplus,
+                dt_limit=dt_limit,
+                initial_states=initial_states,
+                reverse=reverse,
+                seq_idx=seq_idx,
+                cu_seqlens=cu_seqlens,
+                return_final_states=return_final_states,
+                discretization=cast(ExponentialTwoSampleDiscretizationName, discretization),
+                **of_samples,
+            )
         tensors: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         tensors |= {"initial_states": initial_states, "seq_idx": seq_idx, "log_decay": log_decay, "gain": gain}
         options: dict[str, Any] = {
@@ -191,7 +189,7 @@ class GroupOperators:
         return SsdChunkScan.apply(
             *(tensors[name] for name in names),
             numbers,
-            _carry_mask(packing, reverse),
+            carry_mask_of(packing, reverse),
             chunk_size,
             dt_softplus,
             *finite_dt_limit(dt_limit),
@@ -201,6 +199,141 @@ class GroupOperators:
             self._chain(return_final_states),
             self.group,
         )
+
+    def _two_sample_scan(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        *,
+        discretization: DiscretizationName | TwoSampleDiscretizationName,
+        lam: Tensor | None = None,
+        lam_sigmoid: bool = False,
+        previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
+        delta_A: Tensor | None = None,
+        delta_softplus: bool = False,
+        initial_state: Tensor | None = None,
+        reverse: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_last_state: bool = False,
+    ) -> Any:
+        """:func:`ssm_kernels.selective_scan` of rules that read two input samples a step, and of others with ``delta_A``."""
+        name = "selective_scan"
+        previous_u, previous_B, repeats = read_previous(name, previous)
+        axes = "(batch, dim, seqlen)"
+        lam, delta_A = (broadcast_steps(name, key, value, u, axes) for key, value in (("lam", lam), ("delta_A", delta_A)))
+        tensors: dict[str, Any] = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+        tensors |= {"initial_state": initial_state, "lam": lam, "previous_u": previous_u, "previous_B": previous_B}
+        tensors |= {"delta_A": delta_A, "seq_idx": seq_idx}
+        options: dict[str, Any] = {
+            "discretization": discretization,
+            "lam_sigmoid": lam_sigmoid,
+            "repeats": repeats,
+            "delta_softplus": delta_softplus,
+            "reverse": reverse,
+            "return_last_state": return_last_state,
+        }
+
+        def local(previous_u: Tensor | None, previous_B: Tensor | None, repeats: bool, **arguments: Any) -> Any:
+            given: Any = "repeat" if repeats else "zero" if previous_u is None else (previous_u, previous_B)
+            return ops.selective_scan(**arguments, previous=given)
+
+        if self.group.size == 1:
+            return local(**tensors, cu_seqlens=cu_seqlens, **options)
+        matrices = {key: value.dim() - 1 for key, value in (("B", B), ("C", C)) if value.dim() > 2}
+        time_axes = dict.fromkeys(("u", "delta", "z", "lam", "delta_A"), 2) | {"seq_idx": 1} | matrices
+        lower = ("u", "delta", "z", "lam", "delta_A", "previous_u", "previous_B", *matrices)
+        tensors = Autocast(u).cast(tensors, lower=lower)
+        self._agree(name, local, tensors, options, time_axes, cu_seqlens)
+        seq_idx, packing = self._packing(name, u.shape[2], seq_idx, cu_seqlens)
+        results = TwoSampleScan.apply(
+            *(value for key, value in tensors.items() if key != "seq_idx"),
+            seq_idx,
+            carry_mask_of(packing, reverse),
+            *options.values(),
+            torch.is_grad_enabled(),
+            self._chain(return_last_state),
+            self.group,
+        )
+        if not return_last_state:
+            return results
+        out, last_state, *samples = results
+        return out, ScanState(last_state, *[*samples, None][:2]) if is_two_sample(discretization) else last_state
+
+    def _two_sample_chunk_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        chunk_size: int | None = None,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: Sequence[float] | None = (0.0, math.inf),
+        initial_states: Tensor | None = None,
+        reverse: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_final_states: bool = False,
+        discretization: ExponentialTwoSampleDiscretizationName,
+        lam: Tensor | None = None,
+        lam_sigmoid: bool = False,
+        previous: PreviousSample | tuple[Tensor, Tensor] = "zero",
+    ) -> Any:
+        """:func:`ssm_kernels.ssd_chunk_scan` of rules that read two input samples a step."""
+        name = "ssd_chunk_scan"
+        previous_x, previous_B, repeats = read_previous(name, previous, "x", may_lack_B=False)
+        lam = broadcast_steps(name, "lam", lam, dt, "(batch, seqlen, heads)")
+        tensors: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        tensors |= {"initial_states": initial_states, "lam": lam, "previous_x": previous_x, "previous_B": previous_B}
+        tensors |= {"seq_idx": seq_idx}
+        options: dict[str, Any] = {
+            "discretization": discretization,
+            "lam_sigmoid": lam_sigmoid,
+            "repeats": repeats,
+            "chunk_size": chunk_size,
+            "dt_softplus": dt_softplus,
+            "dt_limit": dt_limit,
+            "reverse": reverse,
+            "return_final_states": return_final_states,
+        }
+
+        def local(previous_x: Any, previous_B: Any, repeats: bool, **arguments: Any) -> Any:
+            given: Any = "repeat" if repeats else "zero" if previous_x is None else (previous_x, previous_B)
+            return ops.ssd_chunk_scan(**arguments, previous=given)
+
+        if self.group.size == 1:
+            return local(**tensors, cu_seqlens=cu_seqlens, **options)
+        steps = ("x", "dt", "B", "C", "z", "lam")
+        tensors = Autocast(x).cast(tensors, lower=(*steps, "previous_x", "previous_B"))
+        self._agree(name, local, tensors, options, dict.fromkeys((*steps, "seq_idx"), 1), cu_seqlens)
+        seq_idx, packing = self._packing(name, x.shape[1], seq_idx, cu_seqlens)
+        results = TwoSampleChunkScan.apply(
+            *(value for key, value in tensors.items() if key != "seq_idx"),
+            seq_idx,
+            carry_mask_of(packing, reverse),
+            discretization,
+            lam_sigmoid,
+            repeats,
+            chunk_size,
+            dt_softplus,
+            *finite_dt_limit(dt_limit),
+            reverse,
+            return_final_states,
+            self._chain(return_final_states),
+            self.group,
+        )
+        return (results[0], ScanState(*results[1:])) if return_final_states else results
 
     def delta_rule_scan(self, *inputs: Tensor, **given: Any) -> Any:
         """Arguments and results as :func:`ssm_kernels.delta_rule_scan`, without ``states_at``."""
@@ -223,7 +356,7 @@ class GroupOperators:
         return DeltaRuleScan.apply(
             *(tensors[name] for name in names),
             numbers,
-            _carry_mask(packing, reverse),
+            carry_mask_of(packing, reverse),
             *options.values(),
             return_final_states,
             self._chain(return_final_states),
@@ -352,63 +485,6 @@ class GroupOperators:
             *(_expand(value, first) if key in row.broadcast else value for key, value in named.items()),
         )
 
-    def _chain(self, needs_others: bool = False) -> Call | None:
-        """The call on which the ranks have just agreed, if states pass along a chain, and None if ranks gather summaries.
-
-        A chain cannot run where ranks need something of later ranks, in compiled code and in a CUDA graph.
-        """
-        if self.exchange != "chain" or needs_others or torch.compiler.is_compiling():
-            return None
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        return None if is_captured else Call(self._layer, self._description)
-
-    def _packing(
-        self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor | None, Packing | None]:
-        """The numbers of this rank's steps and the packed sequences of a call; new ones begin where either argument says so."""
-        given = [tensor for tensor in (cu_seqlens, seq_idx) if tensor is not None]
-        if not given:
-            return None, None
-
-        def make() -> Packing:
-            of_split = None if cu_seqlens is None else self._split(operator, cu_seqlens, seqlen).seq_idx(cu_seqlens)
-            return Packing(seq_idx, of_split, self.group)
-
-        packing = self._cached(Packing, operator, given, seqlen, make)
-        return (seq_idx if packing.numbers is None else packing.numbers), packing
-
-    def _split(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> SequenceSplit:
-        def make() -> SequenceSplit:
-            return SequenceSplit(operator, cu_seqlens, seqlen, self.group)
-
-        return self._cached(SequenceSplit, operator, [cu_seqlens], seqlen, make)
-
-    def _cached(
-        self, kind: type[_Cached], operator: str, tensors: Sequence[Tensor], seqlen: int, make: Callable[[], _Cached]
-    ) -> _Cached:
-        """Makes a ``Packing`` or ``SequenceSplit``, which gathers, or returns that of an earlier call of the same forward pass.
-
-        The layers of a module compare whether the tensors are those of an earlier call, because a rank that gathered alone
-        would wait for the others. Functions gather in every call: they compare a call only once, and the answer changes.
-        Compiled code and CUDA graphs, which run again with other values, gather as well.
-        """
-        is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._forward_count is None or torch.compiler.is_compiling() or is_captured:
-            return make()
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        cache = PackingCache(kind, tensors, seqlen, self.group, self._forward_count, is_recomputed)
-        # Ranks may differ in what they recompute in backward: what forward has kept needs no other rank.
-        if cache.found is None or not is_recomputed:
-            description = {"tensor": "a new one" if cache.found is None else "that of an earlier call", "layer": self._layer}
-            what = "seq_idx or cu_seqlens" if kind is Packing else "cu_seqlens"
-            self._agreement.check(f"{operator}, {what}", lambda: description, lambda: None)
-        if cache.found is not None:
-            assert isinstance(cache.found, kind)
-            return cache.found
-        made = make()
-        cache.store(made)
-        return made
-
     @staticmethod
     def _cast_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None) -> tuple[Any, ...]:
         to = Autocast(x)
@@ -427,88 +503,3 @@ class GroupOperators:
         tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
         time_axes = {"x": 1, "seq_idx": 1}
         self._agree("causal_conv1d", ops.causal_conv1d, tensors, options, time_axes, cu_seqlens)
-
-    def _agree(
-        self,
-        operator: str,
-        local: Callable[..., Any],
-        tensors: Mapping[str, Tensor | None],
-        options: Mapping[str, Any],
-        time_axes: Mapping[str, int],
-        cu_seqlens: Tensor | None = None,
-        broadcast: Sequence[str] = (),
-        entries: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """Compares a call with those of the other ranks, unless it is being compiled.
-
-        Args:
-            operator: for messages.
-            local: the operator for one rank, which checks the arguments, ``cu_seqlens`` included.
-            tensors: arguments by name.
-            options: the others.
-            time_axes: the axis of time of the tensors that have one.
-            cu_seqlens: of the whole sequence.
-            broadcast: tensors whose axis of time may have the size 1.
-            entries: how many entries of the axis of time a step has, for tensors with several.
-        """
-        refuses_states = cu_seqlens is not None and operator not in (*recurrences, "mlstm_scan")
-        if torch.compiler.is_compiling():
-            if refuses_states:
-                _refuse_states(operator, tensors, options)
-            return
-
-        def description() -> dict[str, Any]:
-            described: dict[str, Any] = {name: describe(value, time_axes.get(name)) for name, value in tensors.items()}
-            # The number of packed sequences changes from call to call: SequenceSplit compares it.
-            ends = 0 if cu_seqlens is None or cu_seqlens.dim() == 0 else cu_seqlens.shape[0]
-            described |= {"cu_seqlens": describe(cu_seqlens, 0 if ends > 0 else None, "sequences + 1")}
-            h0 = tensors.get("h0")
-            if ends > 0 and h0 is not None and h0.dim() > 0 and h0.shape[0] == ends - 1:
-                described["h0"] = describe(h0, 0, "sequences")
-            described |= {name: str(value) for name, value in options.items()}
-            described |= {"exchange": self.exchange, "layer": self._layer or None}
-            sized = [(tensors[name], axis, entries.get(name, 1)) for name, axis in time_axes.items() if name not in broadcast]
-            lengths = {_steps(tensor, axis, each) for tensor, axis, each in sized if tensor is not None and tensor.dim() > axis}
-            described["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
-            return described
-
-        def check() -> None:
-            given = {name: value for name, value in (*tensors.items(), ("cu_seqlens", cu_seqlens)) if value is not None}
-            like, *others = given
-            for name in others:
-                if given[name].device != given[like].device:
-                    raise RuntimeError(
-                        f"{operator}: expected {name} on {given[like].device} (the device of {like}), got {given[name].device}"
-                    )
-            if refuses_states:
-                _refuse_states(operator, tensors, options)
-            local(**_on_meta({**tensors, **given}), **options)
-
-        kinds = [
-            None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-            for tensor in (*tensors.values(), cu_seqlens)
-        ]
-        arguments = (*kinds, *options.values())
-        self._description = self._agreement.check(operator, description, check, arguments, bool(options.get("reverse")))
-
-
-def _steps(tensor: Tensor, axis: int, entries: int) -> str:
-    """The number of steps of a tensor, for the message of an error."""
-    size = tensor.shape[axis]
-    return str(size) if entries == 1 else f"{size} / {entries}" if entries < 1 or size % entries else str(size // entries)
-
-
-def _carry_mask(packing: Packing | None, reverse: bool) -> Tensor | None:
-    if packing is None:
-        return None
-    return packing.carry_mask_in_reverse() if reverse else packing.carry_mask
-
-
-def _refuse_states(operator: str, tensors: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> None:
-    initial = [tensors.get(name) for name in ("initial_state", "initial_states")]
-    needs_final = any(options.get(name) for name in ("return_last_state", "return_final_state", "return_final_states"))
-    if needs_final or any(state is not None for state in initial):
-        raise ValueError(
-            f"{operator}: expected neither initial nor final states with cu_seqlens over several ranks: every sequence would "
-            "have its own"
-        )

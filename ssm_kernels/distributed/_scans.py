@@ -29,19 +29,28 @@ from ._group import Group
 from ._mamba2_mixer import before_gate
 from ._messages import Call
 
-__all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
+__all__ = [
+    "LinearRecurrence",
+    "SelectiveScan",
+    "SsdChunkScan",
+    "in_order",
+    "matrix_in_order",
+    "of_first",
+    "results_of",
+    "zeros",
+]
 
 _ops = torch.ops.ssm_kernels
 
 
-def _in_order(values: Tensor | None, axis: int, reverse: bool) -> Any:
+def in_order(values: Tensor | None, axis: int, reverse: bool) -> Any:
     """``values`` with the steps of ``axis`` in the order of the scan's time: with ``reverse`` a flipped copy."""
     return values.flip(axis) if reverse and values is not None else values
 
 
-def _matrix_in_order(matrix: Tensor, reverse: bool) -> Tensor:
+def matrix_in_order(matrix: Tensor, reverse: bool) -> Tensor:
     """``B`` or ``C`` of ``selective_scan`` in the order of the scan's time; a constant one stays as it is."""
-    return matrix if matrix.dim() == 2 else _in_order(matrix, -1, reverse)
+    return matrix if matrix.dim() == 2 else in_order(matrix, -1, reverse)
 
 
 def results_of(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
@@ -95,14 +104,14 @@ class SelectiveScan(torch.autograd.Function):
 
         def summarize() -> tuple[Tensor, Tensor]:
             return selective_scan_summary(
-                _in_order(u, 2, reverse),
-                _in_order(delta, 2, reverse),
+                in_order(u, 2, reverse),
+                in_order(delta, 2, reverse),
                 A,
-                _matrix_in_order(B, reverse),
+                matrix_in_order(B, reverse),
                 delta_bias=delta_bias,
                 discretization=discretization,
                 delta_softplus=delta_softplus,
-                seq_idx=_in_order(seq_idx, 1, reverse),
+                seq_idx=in_order(seq_idx, 1, reverse),
             )
 
         state = (u.shape[0], *A.shape), A.dtype
@@ -129,15 +138,15 @@ class SelectiveScan(torch.autograd.Function):
             if ctx.carry.is_first:
                 return depend_on(zeros(state, grad_out), grad_out)
             return _selective_scan_initial_gradient(
-                _in_order(grad_out, 2, reverse),
-                _in_order(delta, 2, reverse),
+                in_order(grad_out, 2, reverse),
+                in_order(delta, 2, reverse),
                 A,
-                _matrix_in_order(C, reverse),
-                z=_in_order(z, 2, reverse),
+                matrix_in_order(C, reverse),
+                z=in_order(z, 2, reverse),
                 delta_bias=delta_bias,
                 discretization=discretization,
                 delta_softplus=delta_softplus,
-                seq_idx=_in_order(seq_idx, 1, reverse),
+                seq_idx=in_order(seq_idx, 1, reverse),
             )
 
         grad_last_state = None
@@ -192,17 +201,17 @@ class SsdChunkScan(torch.autograd.Function):
 
         def summarize() -> tuple[Tensor, Tensor]:
             return ssd_chunk_scan_summary(
-                _in_order(x, 1, reverse),
-                _in_order(dt, 1, reverse),
+                in_order(x, 1, reverse),
+                in_order(dt, 1, reverse),
                 A,
-                _in_order(B, 1, reverse),
+                in_order(B, 1, reverse),
                 dt_bias=dt_bias,
                 dt_softplus=dt_softplus,
                 dt_limit=(dt_min, dt_max),
                 discretization=discretization,
-                seq_idx=_in_order(seq_idx, 1, reverse),
-                log_decay=_in_order(log_decay, 1, reverse),
-                gain=_in_order(gain, 1, reverse),
+                seq_idx=in_order(seq_idx, 1, reverse),
+                log_decay=in_order(log_decay, 1, reverse),
+                gain=in_order(gain, 1, reverse),
             )
 
         state = (x.shape[0], *x.shape[2:], B.shape[3]), wide_dtype(x.dtype)
@@ -231,16 +240,16 @@ class SsdChunkScan(torch.autograd.Function):
             if ctx.carry.is_first:
                 return depend_on(zeros(state, grad_out), grad_out)
             return _ssd_chunk_scan_initial_gradient(
-                _in_order(before_gate(grad_out, z), 1, reverse),
-                _in_order(dt, 1, reverse),
+                in_order(before_gate(grad_out, z), 1, reverse),
+                in_order(dt, 1, reverse),
                 A,
-                _in_order(C, 1, reverse),
+                in_order(C, 1, reverse),
                 dt_bias=dt_bias,
                 dt_softplus=ctx.scalars[0],
                 dt_limit=ctx.scalars[1:],
                 discretization=ctx.discretization,
-                seq_idx=_in_order(seq_idx, 1, reverse),
-                log_decay=_in_order(log_decay, 1, reverse),
+                seq_idx=in_order(seq_idx, 1, reverse),
+                log_decay=in_order(log_decay, 1, reverse),
             )
 
         grad_final_states = None

@@ -6,14 +6,15 @@ A layer's scan runs in these steps:
    ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.
 2. In forward the layer calls ``self.operators.mamba_mixer``, or another method. It compares the call with those of the other
    ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
-   autocast, and applies an autograd node of ``_scans.py``, ``_delta_rule.py``, ``_mlstm.py``, ``_mamba2_mixer.py`` or
-   ``_convolution.py``.
+   autocast, and applies an autograd node of ``_scans.py``, ``_two_samples.py``, ``_delta_rule.py``, ``_mlstm.py``,
+   ``_mamba2_mixer.py`` or ``_convolution.py``.
 3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
    the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2``
    along a chain and the convolution exchange in their own files, without a carry.
+   Rules that read two input samples first receive the last sample of the span before (``_samples.py``).
 4. ``ChainCarry`` receives states from the rank before and sends them to the next rank (``_messages.py``). ``SummaryCarry``
-   all-gathers a summary of each rank's span (``_collectives.py``) and folds those of the ranks before. ``GroupOperators``
-   chooses between them (``_group_operators.py``).
+   all-gathers a summary of each rank's span (``_collectives.py``) and folds those of the ranks before. ``GroupCalls``
+   chooses between them (``_group_calls.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ..nn._operators import CallsOperators
 from ..nn.naming import class_name
 from ._agreement import calls_begun, failure, report
 from ._group import Group, GroupLike, check_dimensions
-from ._group_operators import choose_exchange
+from ._group_calls import choose_exchange
 from ._layer_operators import LayerOperators
 from ._packed_sequences import ForwardCount
 from ._sharding import ShardedModule

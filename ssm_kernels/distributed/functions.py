@@ -39,8 +39,17 @@ from typing import Any
 from torch import Tensor
 
 from .._discretizations import is_two_sample, with_alpha
-from ..choices import ConvActivation, DiscretizationName, Exchange
+from ..choices import (
+    ConvActivation,
+    DiscretizationName,
+    Exchange,
+    ExponentialDiscretizationName,
+    ExponentialTwoSampleDiscretizationName,
+    PreviousSample,
+    TwoSampleDiscretizationName,
+)
 from ..ops._arguments import names_arguments
+from ..ops._two_samples import refuse_one_sample
 from . import _keyword_scans, _recurrences
 from ._every_rank import on_every_rank, operators_of
 from ._group import GroupLike
@@ -63,8 +72,12 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     *,
-    discretization: DiscretizationName = "zoh",
+    discretization: DiscretizationName | TwoSampleDiscretizationName = "zoh",
     alpha: float | None = None,
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
+    delta_A: Tensor | None = None,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -74,7 +87,12 @@ def selective_scan(
     group: GroupLike = None,
     exchange: Exchange | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every rule of one input sample.
+    """:func:`ssm_kernels.selective_scan` over the ranks of a group.
+
+    Rules that read two input samples a step receive the last sample of the rank before, batch * dim + batch * groups * dstate +
+    1 numbers of the dtype of ``u``: along a chain in a message of its own, with summaries in an all-gather. ``previous`` is the
+    sample before the whole sequence, on every rank, and ``return_last_state`` returns a ``ScanState``. With summaries these
+    rules, and ``delta_A``, run the scan once more for the last state of the span.
 
     Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx``
     in forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as
@@ -93,23 +111,17 @@ def selective_scan(
         torch.Size([2, 8, 100])
         >>> dist.destroy_process_group()
     """
-    if is_two_sample(discretization):
-        raise NotImplementedError(
-            f"selective_scan: discretization {discretization!r} reads two input samples a step, and ranks exchange "
-            "states without samples: send a ScanState of ssm_kernels.selective_scan to the next rank"
-        )
-    if alpha is not None or discretization == "gbt":
+    if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan", discretization, alpha)
+    if not is_two_sample(discretization) and (lam is not None or lam_sigmoid is not False or previous != "zero"):
+        refuse_one_sample("selective_scan", discretization, lam, lam_sigmoid, previous)
     return operators_of(group, exchange, "selective_scan").selective_scan(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
+        *(u, delta, A, B, C, D, z, delta_bias),
         discretization=discretization,
+        lam=lam,
+        lam_sigmoid=lam_sigmoid,
+        previous=previous,
+        delta_A=delta_A,
         delta_softplus=delta_softplus,
         initial_state=initial_state,
         reverse=reverse,
@@ -139,7 +151,10 @@ def ssd_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
-    discretization: DiscretizationName = "zoh",
+    discretization: ExponentialDiscretizationName | ExponentialTwoSampleDiscretizationName = "zoh",
+    lam: Tensor | None = None,
+    lam_sigmoid: bool = False,
+    previous: PreviousSample | tuple[Tensor, Tensor] = "zero",
     log_decay: Tensor | None = None,
     gain: Tensor | None = None,
     group: GroupLike = None,
@@ -148,9 +163,10 @@ def ssd_chunk_scan(
     """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
 
     A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
-    with ``cu_seqlens`` raise a ValueError. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the outputs'
-    gradient, dt, C and ``seq_idx`` in backward, with ``log_decay`` and ``gain`` in place of dt if they are given. The copies
-    are freed as soon as the summary, or the gradient of the initial states, is computed.
+    with ``cu_seqlens`` raise a ValueError, and so does a pair as ``previous``. Rules that read two input samples exchange
+    samples as those of :func:`selective_scan` do. With ``reverse`` a rank copies x, dt, B and ``seq_idx`` in forward, and the
+    outputs' gradient, dt, C and ``seq_idx`` in backward, with ``log_decay`` and ``gain`` in place of dt if they are given. The
+    copies are freed as soon as the summary, or the gradient of the initial states, is computed.
 
     With summaries a rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in forward, and batch *
     heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
@@ -166,17 +182,10 @@ def ssd_chunk_scan(
         torch.Size([2, 100, 4, 16])
         >>> dist.destroy_process_group()
     """
-    if is_two_sample(discretization):
-        raise NotImplementedError(
-            f"ssd_chunk_scan: discretization {discretization!r} reads two input samples a step, and ranks exchange "
-            "states without samples: send a ScanState of ssm_kernels.ssd_chunk_scan to the next rank"
-        )
+    if not is_two_sample(discretization) and (lam is not None or lam_sigmoid is not False or previous != "zero"):
+        refuse_one_sample("ssd_chunk_scan", discretization, lam, lam_sigmoid, previous)
     return operators_of(group, exchange, "ssd_chunk_scan").ssd_chunk_scan(
-        x,
-        dt,
-        A,
-        B,
-        C,
+        *(x, dt, A, B, C),
         chunk_size=chunk_size,
         D=D,
         z=z,
@@ -189,6 +198,9 @@ def ssd_chunk_scan(
         cu_seqlens=cu_seqlens,
         return_final_states=return_final_states,
         discretization=discretization,
+        lam=lam,
+        lam_sigmoid=lam_sigmoid,
+        previous=previous,
         log_decay=log_decay,
         gain=gain,
     )

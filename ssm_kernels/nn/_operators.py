@@ -15,6 +15,8 @@ from torch import Tensor
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
+from ..ops.selective_scan import selective_scan
+from ..ops.ssd import ssd_chunk_scan
 from .naming import class_name
 
 __all__ = ["LOCAL", "CallsOperators", "LocalOperators", "Operators"]
@@ -44,6 +46,14 @@ class Operators(Protocol):
         initial_state: Tensor | None = None,
     ) -> Tensor:
         """As :func:`ssm_kernels.causal_conv1d`, without the final state."""
+
+    @property
+    def selective_scan(self) -> Callable[..., Any]:
+        """As :func:`ssm_kernels.selective_scan`, without ``alpha`` and ``states_at``."""
+
+    @property
+    def ssd_chunk_scan(self) -> Callable[..., Any]:
+        """As :func:`ssm_kernels.ssd_chunk_scan`, without ``states_at``."""
 
     def mamba_conv(
         self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, *layer: str
@@ -116,6 +126,8 @@ class LocalOperators:
 
     # The functions and PyTorch's operators themselves, so that a call passes through no other Python function.
     causal_conv1d = staticmethod(causal_conv1d)
+    selective_scan = staticmethod(cast(Callable[..., Any], selective_scan))
+    ssd_chunk_scan = staticmethod(cast(Callable[..., Any], ssd_chunk_scan))
     mamba_conv = staticmethod(_ops._mamba_conv.default)
     mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
     delta_rule_mixer = staticmethod(_ops._delta_rule_mixer.default)

@@ -423,10 +423,8 @@ class Mamba2(KeepsSamples, DiscretizedModule, PackedMixer):
         ssm_state: Tensor | None,
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``_mix``. The final states have the last samples, as :meth:`_views_of` finds them."""
-        if not self.operators.is_local:
-            self._refuse_ranks()
+    ) -> tuple[Tensor, Tensor, Any]:
+        """As ``_mix``. The final states have the last samples, as :meth:`_views_of` finds them; several ranks return none."""
         mlp, mixed = self._project(hidden_states)
         z, inputs, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         weight, bias = conv_parameters("Mamba2", self.conv1d)
@@ -442,7 +440,8 @@ class Mamba2(KeepsSamples, DiscretizedModule, PackedMixer):
         x, B, C = self._split_heads(convolved)
         wide = wide_dtype(x.dtype)
         first = None if ssm_state is None else self._parts_of(ssm_state, x.dtype)
-        y, last = ssd_chunk_scan(
+        returns = self.operators.is_local
+        results = self.operators.ssd_chunk_scan(
             *(x, dt, -torch.exp(self.A_log.to(wide)), B, C),
             chunk_size=self.chunk_size,
             D=self._D_of_heads().to(wide),
@@ -453,14 +452,17 @@ class Mamba2(KeepsSamples, DiscretizedModule, PackedMixer):
             initial_states=None if first is None else first.state,
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
-            return_final_states=True,
-            discretization=cast(ExponentialTwoSampleDiscretizationName, self.discretization),
+            return_final_states=returns,
+            discretization=self.discretization,
             **self._weights(x.dtype, 0),
             previous="zero" if first is None else (first.u, cast(Tensor, first.B)),
         )
+        y, last = results if returns else (results, None)
         y = y.flatten(-2)
         if self.rmsnorm:
             y = self.norm(y, z)
+        if last is None:
+            return self._finish(y, mlp), mixed, None
         of_rows = torch.cat([last.state, last.u.to(wide)[..., None]], -1)
         of_groups = F.pad(cast(Tensor, last.B).to(wide), (0, 1, 0, self.nheads - self.ngroups))
         return self._finish(y, mlp), mixed, torch.cat([of_rows, of_groups[:, :, None]], 2)

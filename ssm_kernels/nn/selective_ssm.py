@@ -27,7 +27,7 @@ from .._discretizations import delta_A_discretizations, is_two_sample, takes_del
 from .._dtypes import readable, wide_dtype
 from .._scan_state import ScanState
 from ..choices import DiscretizationName, StepInitialization, TimeStepsScale, TwoSampleDiscretizationName
-from ..ops import selective_scan, selective_state_update
+from ..ops import selective_state_update
 from ..ops._arguments import is_autocast_enabled
 from ._operators import CallsOperators
 from .checks import (
@@ -184,7 +184,7 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
                 scanned = x
         if is_two_sample(self.discretization) or time_steps is not None:
             steps = self._step_arguments(delta, delta_bias, time_steps)
-            return self._scan_by_function(scanned, steps, B, C, z, initial_state, seq_idx, cu_seqlens)
+            return self._scan_by_function(scanned, steps, B, C, z, initial_state, seq_idx, cu_seqlens, needs_last_state)
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         packed = (seq_idx, cu_seqlens)
@@ -224,13 +224,10 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        needs_last_state: bool,
+    ) -> tuple[Tensor, Any]:
         """As ``_scan``, after its projections, of rules and arguments that the operators between projections do not have."""
         reads_two = is_two_sample(self.discretization)
-        if not self.operators.is_local:
-            if reads_two:
-                self._refuse_ranks()
-            raise NotImplementedError(f"{class_name(self)}: time_steps is not supported where ranks share a sequence")
         wide = wide_dtype(x.dtype)
         first = self._parts_of(initial_state, x.dtype) if reads_two and initial_state is not None else None
         state = initial_state if first is None else first.state
@@ -241,7 +238,9 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
         options |= self._weights(x.dtype, 1) | {"discretization": self.discretization}
         if first is not None:
             options["previous"] = (first.u, first.B)
-        out, last = selective_scan(
+        # Several ranks exchange a last state, and a process has it without further cost.
+        returns = needs_last_state or self.operators.is_local
+        results = self.operators.selective_scan(
             u=x.mT,
             A=-torch.exp(self.A_log.to(wide)),
             B=B.mT,
@@ -252,8 +251,11 @@ class SelectiveBase(KeepsSamples, DiscretizedModule, CallsOperators):
             initial_state=None if state is None else state.to(wide),
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
-            return_last_state=True,
+            return_last_state=returns,
         )
+        if not returns:
+            return results.mT, None
+        out, last = results
         if isinstance(last, Tensor):
             return out.mT, last
         assert last.B is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from .._scan_state import ScanState
-from .naming import class_name
 
 __all__ = ["KeepsSamples"]
 
@@ -25,12 +24,6 @@ class KeepsSamples(nn.Module):
     def _views_of(self, state: Tensor) -> ScanState:
         """The state, and the samples of the input and of B, in a tensor of all."""
         raise NotImplementedError
-
-    def _refuse_ranks(self) -> None:
-        raise NotImplementedError(
-            f"{class_name(self)}: discretization {self.discretization!r} reads two input samples a step, which ranks that "
-            "share a sequence do not exchange"
-        )
 
     def _parts_of(self, state: Tensor, dtype: torch.dtype) -> ScanState:
         """The state, in a wide dtype, and the samples, in ``dtype``: views where the tensor of all has the dtype."""

@@ -208,7 +208,8 @@ def _expected_kind(annotation: str, value: Any) -> str | None:
     if annotation.startswith("float"):
         return None if _is_number(value) or (_is_single(value) and "bool" not in str(value.dtype)) else "a number"
     if annotation.startswith(("str", *choices.__all__)):
-        return None if isinstance(value, str) else "a string"
+        is_pair = "tuple[" in annotation and isinstance(value, (tuple, list))
+        return None if isinstance(value, str) or is_pair else "a string"
     return None
 
 

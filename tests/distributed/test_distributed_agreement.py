@@ -26,7 +26,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
 from ssm_kernels import nn as layers
-from ssm_kernels.distributed import ContextParallel, _agreement, _group_operators, _packed_sequences, _reductions, sum_gradients
+from ssm_kernels.distributed import (
+    ContextParallel,
+    _agreement,
+    _group_calls,
+    _group_operators,
+    _packed_sequences,
+    _reductions,
+    sum_gradients,
+)
 from ssm_kernels.distributed._group import Group
 
 
@@ -139,7 +147,7 @@ def test_a_layer_describes_only_calls_that_differ(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Group, "process_group", property(lambda self: type(self)))
     monkeypatch.setattr(_agreement, "compare", lambda *call: events.append("compared"))
     describe = _agreement.describe
-    monkeypatch.setattr(_group_operators, "describe", lambda *axes: events.append("described") or describe(*axes))
+    monkeypatch.setattr(_group_calls, "describe", lambda *axes: events.append("described") or describe(*axes))
     agreement = _agreement.Agreement(group, of_layer=True)
     operators = _group_operators.GroupOperators(group, agreement, "chain", "layer", layer=1)
     x = torch.ones(1, 4, 2)

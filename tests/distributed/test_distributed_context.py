@@ -68,13 +68,37 @@ def check_mamba(mesh: Mesh) -> None:
     seq_idx, cu_seqlens, row = packings(mesh, 2)["ascending"]["seq_idx"], cu_seqlens_of(mesh), x[:1]
     compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba, seq_idx")
     compare_layer(mesh, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba, cu_seqlens")
-    layer = layers.SelectiveSSM(6, 4, dtype=torch.float64)
-    initial = random(2, 6, 4)
+    for rule, samples in (("zoh", 0), ("exp_trapezoidal", 1)):
+        layer = layers.SelectiveSSM(6, 4, discretization=rule, dtype=torch.float64)
+        initial = random(2, 6 + samples, 4 + samples)
 
-    def call(layer: nn.Module, cut: Cut) -> Any:
-        return layer(cut(x, 1), cut(z, 1), initial, return_last_state=True)
+        def call(layer: nn.Module, cut: Cut, initial: Tensor = initial) -> Any:
+            return layer(cut(x, 1), cut(z, 1), initial, return_last_state=True)
 
-    compare_layer(mesh, layer, call, "SelectiveSSM")
+        compare_layer(mesh, layer, call, f"SelectiveSSM, {rule}")
+
+
+def check_second_order(mesh: Mesh) -> None:
+    """Layers whose rules read two input samples, and with measured times."""
+    random = generator(mesh, 0)
+    x, time_steps = random(2, SEQLEN, 6), random(2, SEQLEN).abs()
+    row, cu_seqlens = x[:1], cu_seqlens_of(mesh)
+    mamba = {"dt_rank": 2, "dtype": torch.float64}
+    mamba2 = {"headdim": 2, "dtype": torch.float64}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (layers.Mamba, mamba | {"discretization": "exp_trapezoidal"}),
+        (layers.Mamba, mamba | {"discretization": "trapezoidal"}),
+        (layers.Mamba2, mamba2 | {"discretization": "exp_trapezoidal", "ngroups": 2}),
+        (layers.Mamba2, mamba2 | {"discretization": "foh_ramp", "rmsnorm": False}),
+    ]
+    for kind, options in kinds:
+        torch.manual_seed(0)
+        layer, what = kind(6, 4, **options), f"{kind.__name__} {options}"
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1)), what)
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), f"{what}, cu_seqlens")
+    for scale in ("both", "A"):
+        layer = layers.Mamba(6, 4, discretization="zoh_exact", time_steps_scale=scale, **mamba)
+        compare_layer(mesh, layer, lambda layer, cut: layer(cut(x, 1), time_steps=cut(time_steps, 1)), f"time_steps, {scale}")
 
 
 def check_mamba2(mesh: Mesh) -> None:
@@ -130,6 +154,7 @@ def check_models(mesh: Mesh) -> None:
 
 LAYER_CHECKS = {
     "Mamba": check_mamba,
+    "second order": check_second_order,
     "Mamba2": check_mamba2,
     "recurrent": check_recurrent_layers,
     "MambaLM": check_models,

@@ -73,30 +73,40 @@ def compare(
         return value.narrow(of_steps[name], own.start * each, (own.stop - own.start) * each)
 
     flags = {} if state is None else {state: True}
+    pair = [key for key in inputs if key.startswith("previous_")]
+
+    def call(package: Any, given: dict[str, Tensor], **others: Any) -> Sequence[Tensor]:
+        """The result and, with ``state``, the last state, and its samples if there are some."""
+        samples = tuple(given.get(key) for key in pair) if pair else None
+        if pair:
+            others["previous"] = samples if len(pair) == 2 else (*samples, None)
+        results = getattr(package, name)(**{key: value for key, value in given.items() if key not in pair}, **others, **flags)
+        flat = [*results] if state else [results]
+        last = flat.pop() if state else ()
+        return [*flat, *(each for each in (last if isinstance(last, tuple) else [last]) if each is not None)]
+
     whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
-    results = getattr(ssm_kernels, name)(**whole, **options, **flags)
+    expected = call(ssm_kernels, whole, **options)
     random = generator(mesh, 1)
-    factors = [random(*result.shape) for result in (results if state else (results,))]
-    expected = results if state else (results,)
+    factors = [random(*result.shape) for result in expected]
     sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
 
     runs = []
     for _ in range(2):
         local = {name: cut(name, value).clone().requires_grad_() for name, value in inputs.items()}
         own_options = {name: cut(name, value) for name, value in options.items()}
-        results = getattr(distributed, name)(**local, **own_options, **flags, group=mesh, exchange=exchange)
-        actual = results if state else (results,)
+        actual = call(distributed, local, **own_options, group=mesh, exchange=exchange)
         # Every rank returns the last state, and its share of the loss reads a part of it.
         loss = (actual[0] * factors[0].narrow(axis, own.start, own.stop - own.start)).sum()
-        if state:
-            loss = loss + (actual[1] * factors[1]).sum() * (rank + 1) / (size * (size + 1) / 2)
+        for last, factor in zip(actual[1:], factors[1:], strict=True):
+            loss = loss + (last * factor).sum() * (rank + 1) / (size * (size + 1) / 2)
         loss.backward()
         runs.append([*actual, *(value.grad for value in local.values())])
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True)), f"{name}: other bits in a second run"
 
     close(actual[0], expected[0].narrow(axis, own.start, own.stop - own.start), f"{name}, {size} ranks, result")
-    if state:
-        close(actual[1], expected[1], f"{name}, {size} ranks, {state}")
+    for last, value in zip(actual[1:], expected[1:], strict=True):
+        close(last, value, f"{name}, {size} ranks, {state}")
     for key, value in local.items():
         gradient = value.grad
         if key not in of_steps:
@@ -137,6 +147,79 @@ def check_selective_scan(mesh: Mesh) -> None:
         compare(mesh, "selective_scan", few, {"u": 2, "delta": 2, "z": 2, "C": 2}, 2, reverse, None)
     constant = {name: inputs[name] for name in ("u", "delta", "A", "B")} | {"C": random(dim, dstate)}
     compare(mesh, "selective_scan", constant, {"u": 2, "delta": 2, "B": 3}, 2, {"reverse": True}, None)
+
+
+def check_two_sample_scan(mesh: Mesh) -> None:
+    """Of rules that read two samples, and with ``delta_A``: halos, states and samples of every kind of call."""
+    random = generator(mesh, 0)
+    batch, dim, dstate = 2, 4, 3
+    inputs = {
+        "u": random(batch, dim, SEQLEN),
+        "delta": random(batch, dim, SEQLEN),
+        "A": -random(dim, dstate).abs() - 0.1,
+        "B": random(batch, 2, dstate, SEQLEN),
+        "C": random(batch, dstate, SEQLEN),
+        "D": random(dim),
+        "z": random(batch, dim, SEQLEN),
+        "delta_bias": random(dim),
+        "initial_state": random(batch, dim, dstate),
+    }
+    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2, "lam": 2, "delta_A": 2, "seq_idx": 1}
+    given = {"previous_u": random(batch, dim), "previous_B": random(batch, 2, dstate)}
+    lam, delta_A = {"lam": random(batch, dim, SEQLEN)}, {"delta_A": random(batch, dim, SEQLEN).abs()}
+    exp = {"discretization": "exp_trapezoidal", "lam_sigmoid": True, "delta_softplus": True}
+    flag, name = "return_last_state", "selective_scan"
+    rules: dict[str, dict[str, Any]] = {"foh_ramp": {}, "trapezoidal": {}, "gbt_two_sample": {"alpha": 0.7}}
+    for rule in some_or_all(mesh, rules, ("foh_ramp",)):
+        options = {"discretization": rule, "delta_softplus": True} | rules[rule]
+        compare(mesh, name, inputs | given, of_steps, 2, options, flag)
+    for rule in some_or_all(mesh, ("zoh_exact", "zoh", "dirac"), ("zoh_exact",)):
+        compare(mesh, name, inputs | delta_A, of_steps, 2, {"discretization": rule, "delta_softplus": True}, flag)
+    few = {key: inputs[key] for key in ("u", "delta", "A", "C", "z")} | {"B": random(dim, dstate)}
+    row = {key: value[:1] if key in of_steps else value for key, value in (inputs | lam).items() if key != "initial_state"}
+    packed = {"cu_seqlens": cu_seqlens_of(mesh)}
+    for reverse in ({}, {"reverse": True}):
+        for packing in packings(mesh, batch).values():
+            options = exp | reverse | packing
+            compare(mesh, name, inputs | lam | given | delta_A, of_steps, 2, options, flag)
+            for previous in ("zero", "repeat"):
+                compare(mesh, name, inputs | lam, of_steps, 2, options | {"previous": previous}, flag)
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            for previous in ("zero", "repeat"):
+                compare(mesh, name, row, of_steps, 2, exp | reverse | packing | {"previous": previous}, None)
+        options = {"discretization": "foh_ramp"} | reverse
+        compare(mesh, name, few | {"previous_u": given["previous_u"]}, {"u": 2, "delta": 2, "z": 2, "C": 2}, 2, options, flag)
+
+
+def check_two_sample_chunk_scan(mesh: Mesh) -> None:
+    random = generator(mesh, 0)
+    batch, heads, headdim, groups, dstate = 2, 4, 3, 2, 5
+    inputs = {
+        "x": random(batch, SEQLEN, heads, headdim),
+        "dt": random(batch, SEQLEN, heads),
+        "A": -random(heads).abs(),
+        "B": random(batch, SEQLEN, groups, dstate),
+        "C": random(batch, SEQLEN, groups, dstate),
+        "D": random(heads, headdim),
+        "z": random(batch, SEQLEN, heads, headdim),
+        "dt_bias": random(heads),
+        "initial_states": random(batch, heads, headdim, dstate),
+    }
+    of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "lam", "seq_idx"), 1)
+    given = {"previous_x": random(batch, heads, headdim), "previous_B": random(batch, groups, dstate)}
+    lam = {"lam": random(batch, SEQLEN, heads)}
+    exp = {"discretization": "exp_trapezoidal", "lam_sigmoid": True, "dt_softplus": True, "dt_limit": (0.2, 1.0)}
+    flag, name = "return_final_states", "ssd_chunk_scan"
+    compare(mesh, name, inputs | given, of_steps, 1, {"discretization": "foh_ramp", "dt_softplus": True}, flag)
+    row = {key: value[:1] if key in of_steps else value for key, value in (inputs | lam).items() if key != "initial_states"}
+    packed = {"cu_seqlens": cu_seqlens_of(mesh)}
+    for reverse in ({}, {"reverse": True}):
+        for packing in packings(mesh, batch).values():
+            options = exp | reverse | packing
+            compare(mesh, name, inputs | lam | given, of_steps, 1, options, flag)
+            compare(mesh, name, inputs | lam, of_steps, 1, options | {"previous": "repeat"}, flag)
+        for packing in (packed, packed | packings(mesh, 1)["random"]):
+            compare(mesh, name, row, of_steps, 1, exp | reverse | packing | {"previous": "repeat"}, None)
 
 
 def check_ssd_chunk_scan(mesh: Mesh) -> None:
@@ -258,7 +341,9 @@ def check_recurrences(mesh: Mesh) -> None:
 
 CHECKS = {
     "selective_scan": check_selective_scan,
+    "selective_scan, two samples": check_two_sample_scan,
     "ssd_chunk_scan": check_ssd_chunk_scan,
+    "ssd_chunk_scan, two samples": check_two_sample_chunk_scan,
     "delta_rule_scan": check_delta_rule_scan,
     "causal_conv1d": check_causal_conv1d,
     "recurrences": check_recurrences,

@@ -13,7 +13,7 @@ from ssm_kernels import nn, reference
 from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn
 from ssm_kernels.compat.mamba2_simple import Mamba2Simple
 from ssm_kernels.compat.mixer_seq_simple import create_block
-from ssm_kernels.distributed._group_operators import choose_exchange
+from ssm_kernels.distributed._group_calls import choose_exchange
 from ssm_kernels.models import MambaConfig, MixerModel, RecurrentMixer
 from ssm_kernels.models.checkpoints import override
 

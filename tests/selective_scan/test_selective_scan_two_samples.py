@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ssm_kernels import distributed, reference, selective_scan, selective_scan_summary
+from ssm_kernels import reference, selective_scan, selective_scan_summary
 
 OPERATOR = "selective_scan"
 RULES = ("foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapezoidal")
@@ -73,15 +72,6 @@ def make_inputs(
 
 
 def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs on the device; skips the test where the rules have no kernels."""
-    if device == "cpu":
-        return inputs
-    one = torch.ones(1, 1, 1, device=device)
-    try:
-        selective_scan(one, one, -one[0], one, one, discretization="foh_ramp")
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(moved(each) for each in value)
@@ -526,16 +516,6 @@ def test_autocast_of_an_expanded_lam():
 def test_messages(changed, error, message):
     with pytest.raises(error, match=f"^selective_scan: {message}" if not message.startswith("got") else message):
         selective_scan(**make_inputs("trapezoidal") | changed)
-
-
-def test_ranks_refuse():
-    inputs = {name: x for name, x in make_inputs("foh_ramp").items() if name != "previous"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(NotImplementedError, match=r"^selective_scan: discretization 'foh_ramp' reads two input samples"):
-            distributed.selective_scan(**inputs)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("resets", [False, True])
