@@ -74,15 +74,25 @@ struct GivenGates {
 struct SsdLogFwdParams : SsdFwdParams {
   GivenGates gates;
 };
+// With a gain on the diagonal (Inputs::diagonal_gain), of the gates' type and strides.
+struct SsdDiagonalFwdParams : SsdLogFwdParams {
+  int64_t diagonal_gain_offset = 0;  // from a log decay to its diagonal gain, in bytes
+};
 struct SsdLogBwdParams : SsdBwdParams {
   GivenGates gates;
   RowsView grad_log_decay, grad_gain;  // of the gates' type; strides in bytes; null if not needed
   RowsView out_products;               // of fp32; strides in bytes; null if not needed: BwdInputs::out_products
+};
+struct SsdDiagonalBwdParams : SsdLogBwdParams {
+  int64_t diagonal_gain_offset = 0;
+  RowsView grad_diagonal_gain;  // as grad_gain
 };
 
 SSM_KERNEL_STRUCT(SsdFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdBwdParams, 624);
 SSM_KERNEL_STRUCT(SsdLogFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdLogBwdParams, 776);
+SSM_KERNEL_STRUCT(SsdDiagonalFwdParams, 640);
+SSM_KERNEL_STRUCT(SsdDiagonalBwdParams, 816);
 
 }  // namespace ssm_kernels::ssd

@@ -33,6 +33,25 @@ struct Fp32ChunkTables : ChunkTables {
 template <typename Scalar>
 using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTables>;
 
+// Gates with a gain on the diagonal have two more tables, because the output of a step reads the state before the step. The
+// decay from step j to the state that step i reads is the exponential of log2_before[i] - log2_cumsum[j]. It is at most one for
+// j < i, and not used for j = i. exp_cumsum then is the decay from before the chunk to the state that the step reads.
+struct DiagonalTables {
+  alignas(16) float log2_before[kChunk];  // the sum up to the previous step: zero where a sequence begins
+  float diagonal_gain[kChunk];
+};
+struct DiagonalChunkTables : ChunkTables, DiagonalTables {};
+struct Fp32DiagonalChunkTables : Fp32ChunkTables, DiagonalTables {
+  alignas(16) float log2_before_lo[kChunk];
+};
+template <typename Tables>
+constexpr bool kAreDiagonal = std::is_base_of_v<DiagonalTables, Tables>;
+template <typename Gates>
+using TablesOfGates =
+    std::conditional_t<kHasDiagonalGain<Gates>,
+                       std::conditional_t<kIsFp32<typename Gates::Scalar>, Fp32DiagonalChunkTables, DiagonalChunkTables>,
+                       TablesOf<typename Gates::Scalar>>;
+
 // The binary logarithm of the decay from one step to a later one.
 __device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
   return tables.log2_cumsum[to] - tables.log2_cumsum[from];
@@ -51,12 +70,25 @@ __device__ __forceinline__ bool has_reset(const Params& p, const ChunkTables& ta
 // differences between later, weaker decays lose their accuracy.
 constexpr float kLowestLog2Decay = -160;
 
+// The type of cumulative log decays.
+template <typename Scalar>
+using ChunkSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
+
+// What a lane has of the tables that gates with a gain on the diagonal add.
+template <int count, typename Sum, bool has_diagonal_gain>
+struct DiagonalCumsum {};
+template <int count, typename Sum>
+struct DiagonalCumsum<count, Sum, true> {
+  Sum log2_before[count][2];
+  float diagonal_gain[count][2];
+};
+
 // A lane's two steps of the tables of `count` chunks. One warp computes these together, because each is a chain of dependent
 // operations.
 template <int count, typename Gates>
-struct ChunkCumsum {
+struct ChunkCumsum : DiagonalCumsum<count, ChunkSum<typename Gates::Scalar>, kHasDiagonalGain<Gates>> {
   using Scalar = typename Gates::Scalar;
-  using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
+  using Sum = ChunkSum<Scalar>;
   Sum log2_cumsum[count][2];
   float gain[count][2], exp_cumsum[count][2], gain_to_chunk_end[count][2];
   int first[count][2];
@@ -125,9 +157,18 @@ struct ChunkCumsum {
       last[k] = __shfl_sync(kAllLanes, sum[k], kWarpSize - 1);
       if (steps[k].resets[0] == 0 && lane > 0) log2_cumsum[k][0] += before;
       log2_cumsum[k][1] = sum[k];
+      if constexpr (kHasDiagonalGain<Gates>) {
+        this->log2_before[k][0] = steps[k].resets[0] == 0 && lane > 0 ? before : Sum(0);
+        this->log2_before[k][1] = steps[k].resets[1] == 0 ? log2_cumsum[k][0] : Sum(0);
+      }
     }
     for_each_step<count>([&](int k, int i) {
-      exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(log2_cumsum[k][i]));
+      if constexpr (kHasDiagonalGain<Gates>) {
+        exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(this->log2_before[k][i]));
+        this->diagonal_gain[k][i] = steps[k].is_there(i) ? gates.diagonal_gain(p, steps[k].loaded[i]) : 0.0f;
+      } else {
+        exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(log2_cumsum[k][i]));
+      }
       gain_to_chunk_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_cumsum[k][i]));
       first[k][i] = 0;
     });
@@ -148,8 +189,8 @@ struct ChunkCumsum {
   }
 
   // Stores the tables of the k-th chunk; with states_only, those that the states need.
-  template <bool states_only = false>
-  __device__ __forceinline__ void store(int k, TablesOf<Scalar>& tables) const {
+  template <bool states_only = false, typename Tables>
+  __device__ __forceinline__ void store(int k, Tables& tables) const {
     const int lane = threadIdx.x % kWarpSize;
     const auto store_floats = [&](float (&table)[kChunk], const float (&values)[2]) {
       reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
@@ -165,6 +206,16 @@ struct ChunkCumsum {
       store_floats(tables.gain, gain[k]);
       store_floats(tables.exp_cumsum, exp_cumsum[k]);
       reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
+      if constexpr (kAreDiagonal<Tables>) {
+        const Sum(&before)[2] = this->log2_before[k];
+        const float rounded_before[2] = {static_cast<float>(before[0]), static_cast<float>(before[1])};
+        store_floats(tables.log2_before, rounded_before);
+        if constexpr (kIsFp32<Scalar>) {
+          store_floats(tables.log2_before_lo,
+                       {static_cast<float>(before[0] - rounded_before[0]), static_cast<float>(before[1] - rounded_before[1])});
+        }
+        store_floats(tables.diagonal_gain, this->diagonal_gain[k]);
+      }
     }
     if (lane == 0) {
       tables.has_reset = has_reset[k];

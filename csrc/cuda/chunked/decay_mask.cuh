@@ -1,5 +1,6 @@
 // M^T of a chunk: the products of B and C of pairs of steps (mamba_ssm's bmm_chunk), times the decays between the steps and the
-// gains. On accumulator fragments (cuda/fragment.cuh), by one warpgroup.
+// gains, or on the diagonal the diagonal gains (DiagonalTables). On accumulator fragments (cuda/fragment.cuh), by one
+// warpgroup.
 #pragma once
 
 #include "cuda/chunked/chunk_tables.cuh"
@@ -44,7 +45,7 @@ class DecayMask {
       gain_[half] = tables.gain[step];
     }
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns_[i] = column_pair(tables.log2_cumsum, first_block + kFirstColumn + i);
+    for (int i = 0; i < kColumns; ++i) columns_[i] = column_pair(log2_of_columns(tables), first_block + kFirstColumn + i);
   }
 
   // Calls put(low, high, n, half) for the lane's pairs of neighboring elements that are not left of the diagonal, indexed as in
@@ -54,7 +55,7 @@ class DecayMask {
     if constexpr (kIsBalanced) {
       float2 chosen[kChosen];
 #pragma unroll
-      for (int i = 0; i < kChosen; ++i) chosen[i] = column_pair(tables_.log2_cumsum, is_of_first(i) ? i : kLastChosen - i);
+      for (int i = 0; i < kChosen; ++i) chosen[i] = column_pair(log2_of_columns(tables_), is_of_first(i) ? i : kLastChosen - i);
 #pragma unroll
       for (int n = kFirstColumn; n < kStepBlocks; ++n) {
         const bool is_on_diagonal = n == kFirstColumn && lane_.warp == n;
@@ -99,13 +100,29 @@ class DecayMask {
     return *reinterpret_cast<const Pair*>(&table[kBlockSteps * block + 2 * lane_.pair]);
   }
 
+  // The table whose differences from log2_cumsum of the rows are the decays.
+  static __device__ __forceinline__ const StepTable& log2_of_columns(const Tables& tables) {
+    if constexpr (kAreDiagonal<Tables>) {
+      return tables.log2_before;
+    } else {
+      return tables.log2_cumsum;
+    }
+  }
+  static __device__ __forceinline__ const StepTable& log2_lo_of_columns(const Tables& tables) {
+    if constexpr (kAreDiagonal<Tables>) {
+      return tables.log2_before_lo;
+    } else {
+      return tables.log2_cumsum_lo;
+    }
+  }
+
   template <typename Put>
   __device__ __forceinline__ void apply_block(float low, float high, const float2& log2_cumsum, int n, int half,
                                               bool is_on_diagonal, const Put& put) const {
     const float log2_of_row = half == 0 ? log2_cumsum_[0] : log2_cumsum_[1], gain = half == 0 ? gain_[0] : gain_[1];
     float log2_between[2] = {log2_cumsum.x - log2_of_row, log2_cumsum.y - log2_of_row};
-    if constexpr (std::is_same_v<Tables, Fp32ChunkTables>) {
-      const float2 lo = column_pair(tables_.log2_cumsum_lo, n);
+    if constexpr (std::is_base_of_v<Fp32ChunkTables, Tables>) {
+      const float2 lo = column_pair(log2_lo_of_columns(tables_), n);
       const float lo_of_row = tables_.log2_cumsum_lo[step_of<Order>(lane_, half)];
       log2_between[0] += lo.x - lo_of_row;
       log2_between[1] += lo.y - lo_of_row;
@@ -114,6 +131,13 @@ class DecayMask {
     // Zero where step j is after step i, the column, or of an earlier sequence. The product may be Inf or NaN there.
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair) scaled[0] = 0;
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) scaled[1] = 0;
+    if constexpr (kAreDiagonal<Tables>) {
+      if (is_on_diagonal) {
+        const float diagonal_gain = tables_.diagonal_gain[step_of<Order>(lane_, half)];
+        if (lane_.quad == 2 * lane_.pair) scaled[0] = low * diagonal_gain;
+        if (lane_.quad == 2 * lane_.pair + 1) scaled[1] = high * diagonal_gain;
+      }
+    }
     if constexpr (has_resets) {
       const int2 first = column_pair<int2>(tables_.first, n);
       const int row = step_of<Order>(lane_, half);

@@ -32,6 +32,10 @@
 //   kHasOutFactors, scale_output(p, loaded, log2_cumsum, gain, exp_cumsum)
 //                          changes a step's entries of the tables that the outputs are made with, not those of the state.
 //
+//   kHasDiagonalGain, diagonal_gain(p, loaded)
+//                          the gain of a step's own input in its output. The output then reads the state before the step,
+//                          without its decay: y_t = S_{t-1} C_t + diagonal_gain_t (B_t . C_t) x_t.
+//
 // and for backward:
 //
 //   write_gradients(p, span, steps, chunk, head, kept, lane, gradients)
@@ -66,6 +70,12 @@ template <typename Gates, typename Params>
 constexpr bool kScalesOutputs<Gates, Params, std::void_t<decltype(Gates::kHasOutFactors)>> =
     Gates::kHasOutFactors && std::is_same_v<Params, typename Gates::FwdParams>;
 
+// Whether gates have a gain on the diagonal.
+template <typename Gates, typename = void>
+constexpr bool kHasDiagonalGain = false;
+template <typename Gates>
+constexpr bool kHasDiagonalGain<Gates, std::void_t<decltype(Gates::kHasDiagonalGain)>> = Gates::kHasDiagonalGain;
+
 // A lane's two steps of a chunk, loaded ahead.
 template <typename Gates>
 struct FetchedSteps {
@@ -92,10 +102,10 @@ struct FetchedSteps {
   __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
 };
 
-// Gradients of the log decays and the gains of a lane's two steps, and the inner products of the outputs before D x and the
-// gate with their gradients.
+// Gradients of the log decays, the gains and the diagonal gains of a lane's two steps, and the inner products of the outputs
+// before D x and the gate with their gradients.
 struct GateGradients {
-  float log_decay[2], gain[2], outputs[2];
+  float log_decay[2], gain[2], outputs[2], diagonal_gain[2];
 };
 
 }  // namespace ssm_kernels::cuda::chunked

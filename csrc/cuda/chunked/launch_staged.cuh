@@ -20,12 +20,13 @@ cudaError_t launch_staged(Kernel kernel, int64_t blocks, int threads, int max_st
 }
 
 // Returns launch(columns, mma) for kernels with states of up to `columns` columns, at most max_columns, and an MMA policy.
-template <typename Scalar, int max_columns, typename Launch>
+// rounds_fp32: whether there are kernels that round fp32 operands to TF32. Without them, 3xTF32 takes their place.
+template <typename Scalar, int max_columns, bool rounds_fp32 = true, typename Launch>
 cudaError_t visit_kernels(int dstate, Products products, const Launch& launch) {
   const auto visit_policies = [&](auto columns) -> cudaError_t {
-    if constexpr (kIsFp32<Scalar>) {
+    if constexpr (kIsFp32<Scalar> && rounds_fp32) {
       if (products == Products::kTf32) return launch(columns, Sm80Tf32());
-    } else {
+    } else if constexpr (!kIsFp32<Scalar>) {
       if (products == Products::kWgmma) return launch(columns, Sm90Wgmma());
     }
     return launch(columns, Sm80Mma());

@@ -41,9 +41,9 @@ std::pair<at::Tensor, at::Tensor> sequence_bounds(const TwoSampleInputs& in, boo
 }
 
 // lam as a weight, float64.
-at::Tensor weight_of(const TwoSampleInputs& in) {
-  const at::Tensor lam = in.lam->to(at::kDouble);
-  return in.lam_sigmoid ? lam.sigmoid() : lam;
+at::Tensor weight_of(const TwoSampleInputs& in, const at::Tensor& lam) {
+  const at::Tensor wide = lam.to(at::kDouble);
+  return in.lam_sigmoid ? wide.sigmoid() : wide;
 }
 
 // Calls visitor(method) with the method of the steps as formulas of tensors.
@@ -75,23 +75,62 @@ at::Tensor by_group(const TwoSampleInputs& in, const at::Tensor& tensor) {
 
 }  // namespace
 
+#ifndef SSM_KERNELS_WITH_CUDA
+bool has_gate_kernels(const TwoSampleInputs&) { return false; }
+void two_sample_gates_cuda(const TwoSampleInputs&, Discretization, TwoSampleGates&) {}
+void two_sample_gates_adjoint_cuda(const TwoSampleInputs&, Discretization, const TwoSampleGates&, const GateGrads&,
+                                   const FirstStepGrads&, const TwoSampleGrads&) {}
+#endif
+
 at::Tensor TwoSampleGates::with_repeated() const {
   return is_repeated.defined() ? at::where(is_repeated, current + previous, current) : current;
 }
 
-TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method) {
-  const Inputs scan = in.of_scan();
-  TwoSampleGates gates;
-  gates.steps = make_step_sizes(scan, in.dt);
+at::Tensor starts_in_scan_order(const TwoSampleInputs& in, bool with_resets) {
+  const auto [begins, ends] = sequence_bounds(in, with_resets);
+  return in.reverse ? ends.flip(1) : begins;
+}
+
+namespace {
+
+// The values of the steps: sizes, zeta, k d, m d and lam.
+void evaluate_steps(const TwoSampleInputs& in, Discretization method, const at::Tensor& dt, const at::Tensor& lam,
+                    TwoSampleGates& gates) {
+  gates.steps = make_step_sizes(in.of_scan(), dt);
   gates.steps.size = gates.steps.size.to(at::kDouble);
   gates.zeta = gates.steps.size * in.A.to(at::kDouble);
-  if (is_present(in.lam)) gates.lam = weight_of(in);
+  if (lam.defined()) gates.lam = weight_of(in, lam);
   visit_steps(method, gates.lam, [&](const auto& rule) {
     const TensorValue zeta(gates.zeta);
     const auto gain = rule.gain(zeta, rule.basis(zeta));
     gates.current = gates.steps.size * gain.current.tensor;
     gates.previous = gates.steps.size * gain.previous.tensor;
   });
+}
+
+void find_first_steps(const TwoSampleInputs& in, TwoSampleGates& gates) {
+  if (!is_present(in.cu_seqlens)) return;
+  const at::Tensor offsets = in.cu_seqlens->to(at::kLong), begin = offsets.slice(0, 0, -1), end = offsets.slice(0, 1);
+  gates.first_steps = (in.reverse ? end - 1 : begin).clamp(0, in.x.size(1) - 1);
+  gates.has_steps = end.gt(begin).unsqueeze(-1);
+}
+
+}  // namespace
+
+TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method) {
+  TwoSampleGates gates;
+  if (has_gate_kernels(in)) {
+    two_sample_gates_cuda(in, method, gates);
+    if (!has_first_states(in)) return gates;
+    find_first_steps(in, gates);
+    TwoSampleGates first;
+    evaluate_steps(in, method, take_first(in, gates, in.dt), is_present(in.lam) ? take_first(in, gates, *in.lam) : at::Tensor(),
+                   first);
+    gates.first_zeta = first.zeta;
+    gates.first_previous = first.previous;
+    return gates;
+  }
+  evaluate_steps(in, method, in.dt, in.lam.value_or(at::Tensor()), gates);
   const auto [begins, ends] = sequence_bounds(in, /*with_resets=*/true);
   gates.is_last = (in.reverse ? begins : ends).unsqueeze(-1);
   const at::ScalarType accumulate = accumulate_type(in.x.scalar_type());
@@ -111,11 +150,7 @@ TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization m
   gates.gain = shifted_gain.to(accumulate);
   gates.diagonal_gain = current.to(accumulate);
   if (!has_first_states(in)) return gates;
-  if (is_present(in.cu_seqlens)) {
-    const at::Tensor offsets = in.cu_seqlens->to(at::kLong), begin = offsets.slice(0, 0, -1), end = offsets.slice(0, 1);
-    gates.first_steps = (in.reverse ? end - 1 : begin).clamp(0, in.x.size(1) - 1);
-    gates.has_steps = end.gt(begin).unsqueeze(-1);
-  }
+  find_first_steps(in, gates);
   gates.first_zeta = take_first(in, gates, gates.zeta);
   gates.first_previous = take_first(in, gates, gates.previous);
   return gates;
@@ -136,11 +171,57 @@ at::Tensor first_states(const TwoSampleInputs& in, const TwoSampleGates& gates) 
   return at::where(gates.has_steps.unsqueeze(-1).unsqueeze(-1), states, unchanged);
 }
 
-void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, const TwoSampleGates& gates,
-                              const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads) {
-  const Inputs scan = in.of_scan();
+namespace {
+
+// Writes the gradients of initial_states, previous_x and previous_B; returns those of the first steps. A gradient is undefined
+// if the states do not depend on it.
+FirstStepGrads first_states_adjoint(const TwoSampleInputs& in, const TwoSampleGates& gates, const at::Tensor& grad_first_states,
+                                    const TwoSampleGrads& grads) {
   const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
   const at::ScalarType accumulate = accumulate_type(in.x.scalar_type());
+  FirstStepGrads result;
+  const auto factor = [&](const at::Tensor& values) {
+    at::Tensor scale = values.to(accumulate);
+    if (gates.has_steps.defined()) scale = scale.masked_fill(gates.has_steps.logical_not(), 0);
+    return scale.unsqueeze(-1).unsqueeze(-1);
+  };
+  if (is_present(in.initial_states)) {
+    at::Tensor grad = grad_first_states * factor(gates.first_zeta.exp());
+    result.zeta = (grad * *in.initial_states).sum({-2, -1}).to(at::kDouble);
+    if (needs(kGradInitialStates)) {
+      if (gates.has_steps.defined()) {
+        grad = at::where(gates.has_steps.unsqueeze(-1).unsqueeze(-1), grad, grad_first_states);
+      }
+      grads[kGradInitialStates].copy_(grad);
+    }
+  }
+  if (is_present(in.previous_x)) {
+    const at::Tensor x = by_group(in, in.previous_x->to(accumulate)), B = in.previous_B->to(accumulate);
+    const at::Tensor of_B = B.unsqueeze(2).unsqueeze(3);
+    const at::Tensor of_x = (by_group(in, grad_first_states) * of_B).sum(-1).flatten(1, 2);  // without m d
+    result.previous = (of_x * *in.previous_x).sum(-1).to(at::kDouble);
+    const at::Tensor scale = factor(gates.first_previous);
+    if (needs(kGradPreviousX)) grads[kGradPreviousX].copy_(of_x * scale.squeeze(-1));
+    if (needs(kGradPreviousB)) {
+      const at::Tensor of_heads = by_group(in, grad_first_states * scale);
+      grads[kGradPreviousB].copy_((of_heads * x.unsqueeze(-1)).sum({2, 3}));
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, const TwoSampleGates& gates,
+                              const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads) {
+  FirstStepGrads first;
+  if (grad_first_states.defined()) first = first_states_adjoint(in, gates, grad_first_states, grads);
+  if (has_gate_kernels(in)) {
+    two_sample_gates_adjoint_cuda(in, method, gates, grad_gates, first, grads);
+    return;
+  }
+  const Inputs scan = in.of_scan();
+  const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
   const at::Tensor grad_gain = grad_gates.gain.to(at::kDouble);
   // The gradients of zeta through the decay, of k d, and of m d.
   const at::Tensor decayed = grad_gain * gates.next_decay;
@@ -149,36 +230,8 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
   const at::Tensor grad_zeta = of_last(in, of_next_zeta);
   const at::Tensor grad_previous = of_last(in, grad_gain.masked_fill(gates.is_last, 0));
   if (in.repeats_first) grad_previous.add_(grad_current.masked_fill(gates.is_repeated.logical_not(), 0));
-
-  if (grad_first_states.defined()) {
-    const auto factor = [&](const at::Tensor& values) {
-      at::Tensor result = values.to(accumulate);
-      if (gates.has_steps.defined()) result = result.masked_fill(gates.has_steps.logical_not(), 0);
-      return result.unsqueeze(-1).unsqueeze(-1);
-    };
-    if (is_present(in.initial_states)) {
-      at::Tensor grad = grad_first_states * factor(gates.first_zeta.exp());
-      add_first(in, gates, grad_zeta, (grad * *in.initial_states).sum({-2, -1}).to(at::kDouble));
-      if (needs(kGradInitialStates)) {
-        if (gates.has_steps.defined()) {
-          grad = at::where(gates.has_steps.unsqueeze(-1).unsqueeze(-1), grad, grad_first_states);
-        }
-        grads[kGradInitialStates].copy_(grad);
-      }
-    }
-    if (is_present(in.previous_x)) {
-      const at::Tensor x = by_group(in, in.previous_x->to(accumulate)), B = in.previous_B->to(accumulate);
-      const at::Tensor of_B = B.unsqueeze(2).unsqueeze(3);
-      const at::Tensor of_x = (by_group(in, grad_first_states) * of_B).sum(-1).flatten(1, 2);  // without m d
-      add_first(in, gates, grad_previous, (of_x * *in.previous_x).sum(-1).to(at::kDouble));
-      const at::Tensor scale = factor(gates.first_previous);
-      if (needs(kGradPreviousX)) grads[kGradPreviousX].copy_(of_x * scale.squeeze(-1));
-      if (needs(kGradPreviousB)) {
-        const at::Tensor of_heads = by_group(in, grad_first_states * scale);
-        grads[kGradPreviousB].copy_((of_heads * x.unsqueeze(-1)).sum({2, 3}));
-      }
-    }
-  }
+  if (first.zeta.defined()) add_first(in, gates, grad_zeta, first.zeta);
+  if (first.previous.defined()) add_first(in, gates, grad_previous, first.previous);
 
   visit_steps(method, gates.lam, [&](const auto& rule) {
     const TensorValue zeta(gates.zeta), basis = rule.basis(zeta);

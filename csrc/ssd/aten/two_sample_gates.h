@@ -22,19 +22,22 @@
 
 namespace ssm_kernels::ssd {
 
+// The kernels of CUDA (ssd/cuda/two_sample_gates.h) make the three gates and evaluate the steps again in the adjoint: then only
+// what belongs to the first states is kept.
 struct TwoSampleGates {
   at::Tensor log_decay, gain, diagonal_gain;  // (batch, seqlen, heads), accumulation type
   // Zeta and m d of the first step of each sequence, (sequences, heads), float64. Undefined if the scan starts from zero.
   at::Tensor first_zeta, first_previous;
 
-  // (batch, seqlen, ...), float64: what the adjoint reads.
+  // (batch, seqlen, ...), float64: what the adjoint reads. Undefined if kernels made the gates.
   Steps steps;
   at::Tensor zeta, current, previous, lam;  // current and previous: k d, without a repeated sample, and m d
   at::Tensor next_decay;                    // e^zeta of the next step
   at::Tensor is_last;                       // whether a step is the last of its sequence, (batch, seqlen, 1)
   at::Tensor is_repeated;                   // whether a step's sample is also the one before it; undefined if none is
-  at::Tensor first_steps;                   // (sequences,), where each sequence begins in the scan's order; with cu_seqlens
-  at::Tensor has_steps;                     // (sequences, 1), bool; with cu_seqlens
+  // With cu_seqlens and first states, of kernels too.
+  at::Tensor first_steps;  // (sequences,), where each sequence begins in the scan's order; with cu_seqlens
+  at::Tensor has_steps;    // (sequences, 1), bool; with cu_seqlens
 
   at::Tensor with_repeated() const;  // k d, and m d of a repeated sample
 };
@@ -52,6 +55,18 @@ at::Tensor first_states(const TwoSampleInputs& in, const TwoSampleGates& gates);
 struct GateGrads {
   at::Tensor log_decay, gain, diagonal_gain;
 };
+// Whether sequences begin at the steps in the order of the scan, (batch, seqlen), bool; seq_idx counts if with_resets.
+at::Tensor starts_in_scan_order(const TwoSampleInputs& in, bool with_resets);
+// For CUDA tensors of the dtypes that have kernels: write the gates, and the gradients of dt, A, dt_bias and lam.
+// grad_first: the gradients of zeta and m d of the first steps, (sequences, heads), undefined if the scan starts from zero.
+struct FirstStepGrads {
+  at::Tensor zeta, previous;
+};
+bool has_gate_kernels(const TwoSampleInputs& in);
+void two_sample_gates_cuda(const TwoSampleInputs& in, Discretization method, TwoSampleGates& gates);
+void two_sample_gates_adjoint_cuda(const TwoSampleInputs& in, Discretization method, const TwoSampleGates& gates,
+                                   const GateGrads& grad_gates, const FirstStepGrads& grad_first, const TwoSampleGrads& grads);
+
 void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, const TwoSampleGates& gates,
                               const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads);
 

@@ -10,6 +10,10 @@
 //   grad zeta_t = sum_{j < t <= i} c_j V_ji + sum_{i >= t} e^(s_i) g_i . S C_i + sum_{j < t} c_j e^(s_l - s_j) x_j . T B_j
 //                 + e^(s_l) <S, T>
 //
+// With a gain on the diagonal (fwd.cuh), d_t: s_i of an output is s_{i-1}, so that V_ji = U_ji (B C^T)_ji e^(s_{i-1} - s_j) for
+// j < i. The pair (i, i) has d_i in place of c_i D_ii, and belongs to grad d_i = U_ii (B C^T)_ii, not to grad c_i. The sums of
+// grad zeta_t over i >= t are over i > t.
+//
 // where S is the state before the chunk and T the gradient of the state after it. There are two kernels, besides the gate's
 // (bwd_gate.cuh):
 //
@@ -43,7 +47,8 @@ template <typename Gates>
 cudaError_t launch_ssd_bwd_of(const typename Gates::BwdParams& params, const WorkPartition& partition, Products products,
                               int max_shared_bytes, cudaStream_t stream) {
   using Scalar = typename Gates::Scalar;
-  return visit_kernels<Scalar, kStateColumns>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
+  constexpr bool kRoundsFp32 = !kHasDiagonalGain<Gates>;
+  const auto launch = [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
     using Chunks = BwdChunks<Scalar, kColumns, Mma, Gates>;
@@ -70,7 +75,8 @@ cudaError_t launch_ssd_bwd_of(const typename Gates::BwdParams& params, const Wor
     return launch_staged(ssd_bwd_chunks_kernel<Scalar, kColumns, Mma, Gates>, params.num_chunks * params.groups * params.splits,
                          Chunks::kThreads, SharedOfChunks::kMaxStages, &SharedOfChunks::bytes, available, stream, params,
                          partition, /*uses_pdl=*/Mma::kIsAsync);
-  });
+  };
+  return visit_kernels<Scalar, kStateColumns, kRoundsFp32>(params.dstate, products, launch);
 }
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products, int max_shared_bytes,
@@ -82,6 +88,11 @@ template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdLogBwdParams& params, const WorkPartition& partition, Products products,
                            int max_shared_bytes, cudaStream_t stream) {
   return launch_ssd_bwd_of<LogGates<Scalar>>(params, partition, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_bwd(const SsdDiagonalBwdParams& params, const WorkPartition& partition, Products products,
+                           int max_shared_bytes, cudaStream_t stream) {
+  return launch_ssd_bwd_of<DiagonalGates<Scalar>>(params, partition, products, max_shared_bytes, stream);
 }
 
 template <typename Scalar>

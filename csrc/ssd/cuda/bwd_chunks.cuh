@@ -243,7 +243,7 @@ struct BwdChunks {
     }
     pair_row_sums.store(half, lane, tiles.sums);
     Mma::publish();
-    const float to_end[2] = {decay_to_chunk_end(tables.steps, lane.row), decay_to_chunk_end(tables.steps, lane.row + 8)};
+    const float to_end[2] = {weight_to_chunk_end(tables.steps, lane.row), weight_to_chunk_end(tables.steps, lane.row + 8)};
     if constexpr (!Mma::kIsAsync) begin_grad_x();
     Mma::template wait<1>(grad_x);
 #pragma unroll
@@ -308,11 +308,25 @@ struct BwdChunks {
     }
   }
 
-  // Writes grad x; `sum` has its sums over i and over the state's columns, without the gain.
+  // The factor of T B_j in the sum for grad x, which is multiplied by the gain later unless M^T has the gains.
+  template <typename StepTables>
+  static __device__ __forceinline__ float weight_to_chunk_end(const StepTables& tables, int step) {
+    if constexpr (kAreDiagonal<StepTables>) {
+      return tables.gain_to_chunk_end[step];
+    } else {
+      return decay_to_chunk_end(tables, step);
+    }
+  }
+
+  // Writes grad x; `sum` has its sums over i and over the state's columns, without the gain unless M^T has the gains.
   __device__ __forceinline__ void write_grad_x(int half, const TileCursor& cursor, const float (&sum)[kHalfBlocks][4],
                                                HeadTile& g, const Tables& tables, const FragmentPairs& pairs,
                                                const FragmentLane& lane) const {
-    const float gain[2] = {tables.steps.gain[lane.row], tables.steps.gain[lane.row + 8]};
+    float gain[2] = {1, 1};
+    if constexpr (!kHasDiagonalGain<Gates>) {
+      gain[0] = tables.steps.gain[lane.row];
+      gain[1] = tables.steps.gain[lane.row + 8];
+    }
     const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - cursor.row_block * kStateRows;
     Scalar* const target = block.at.template rows<Scalar>(p.grad_x, cursor.head, 0) + cursor.row_block * kStateRows + column;
     const bool is_there[2] = {p.grad_x.data != nullptr && lane.row < block.steps,

@@ -51,20 +51,34 @@ struct PairProducts {
   }
 
   // Processes the column blocks from `first` on; xg has x_j . g_i. Adds to W^T and to the rows' sums, stores M^T without the
-  // gain to a tile, and the columns' sums to `sums`.
-  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[pass_blocks][4],
+  // gain to a tile, and the columns' sums to `sums`. If the gates have a gain on the diagonal, M^T has the gains.
+  template <typename Tables>
+  __device__ __forceinline__ void apply(int half, int first, const Tables& tables, const float (&xg)[pass_blocks][4],
                                         const FragmentPairs<sizeof(Scalar)>& pairs, const FragmentLane& lane,
                                         SmemTile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& row_sums,
                                         StepSums<Scalar>& sums) {
     const float log2_cumsum[2] = {tables.log2_cumsum[lane.row], tables.log2_cumsum[lane.row + 8]};
     const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
     const int first_column = half * kHalfChunk + 8 * first;
+    constexpr bool kDiagonal = kAreDiagonal<Tables>;
+    float diagonal_gain[2] = {};
+    if constexpr (kDiagonal) {
+      diagonal_gain[0] = tables.diagonal_gain[lane.row];
+      diagonal_gain[1] = tables.diagonal_gain[lane.row + 8];
+    }
     using Sum = PairSum<Scalar>;
     Sum earlier[2 * pass_blocks] = {};
 #pragma unroll
     for (int n = 0; n < pass_blocks; ++n) {
       const int b = first + n;
-      const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_cumsum[first_column + 8 * n + 2 * lane.pair]);
+      const int column = first_column + 8 * n + 2 * lane.pair;
+      float2 log2_at, log2_lo_at = {};
+      if constexpr (kDiagonal) {
+        log2_at = *reinterpret_cast<const float2*>(&tables.log2_before[column]);
+        if constexpr (kIsFp32<Scalar>) log2_lo_at = *reinterpret_cast<const float2*>(&tables.log2_before_lo[column]);
+      } else {
+        log2_at = *reinterpret_cast<const float2*>(&tables.log2_cumsum[column]);
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float m[2];
@@ -72,15 +86,29 @@ struct PairProducts {
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
           float log2 = (e == 0 ? log2_at.x : log2_at.y) - log2_cumsum[h];
-          if constexpr (kIsFp32<Scalar>) {
+          if constexpr (kIsFp32<Scalar> && kDiagonal) {
+            log2 += (e == 0 ? log2_lo_at.x : log2_lo_at.y) - tables.log2_cumsum_lo[lane.row + 8 * h];
+          } else if constexpr (kIsFp32<Scalar>) {
             log2 += tables.log2_cumsum_lo[first_column + 8 * n + 2 * lane.pair + e] - tables.log2_cumsum_lo[lane.row + 8 * h];
           }
-          const float between = Math<float>::exp2(log2), decay = counts ? between : 0.0f;
+          const float between = Math<float>::exp2(log2);
+          float decay = counts ? between : 0.0f, weight = 0;
+          if constexpr (kDiagonal) {
+            // The decay of a step's own pair is not at most one.
+            const bool is_own = b % 2 == h && (is_same & bit(b, h, e)) != 0;
+            decay = is_own ? 1.0f : decay;
+            weight = is_own ? diagonal_gain[h] : gain[h] * decay;
+          }
           const float u = counts ? xg[n][2 * h + e] : 0.0f;
           const float decayed = u * decay, product = CB[b][2 * h + e];
           float V = decayed * product;
-          m[e] = decay * product;
-          W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
+          if constexpr (kDiagonal) {
+            m[e] = weight * product;
+            W[b][2 * h + e] = fmaf(weight, u, W[b][2 * h + e]);
+          } else {
+            m[e] = decay * product;
+            W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
+          }
           // Rows and columns begin at multiples of 16, so only blocks with this parity have elements of the diagonal.
           if (b % 2 == h) {
             const bool is_own = (is_same & bit(b, h, e)) != 0;

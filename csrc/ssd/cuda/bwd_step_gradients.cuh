@@ -17,7 +17,7 @@ using PairSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
 template <typename Scalar>
 struct StepSums {
   // With V_ji = x_j . g_i (C_i . B_j) e^(s_i - s_j): `later` has for step j the sum over i > j, from each half of the columns
-  // i. `earlier` has for step i the sum of c_j V_ji over j < i, from the rows j of each warp. `same` has V_jj.
+  // i. `earlier` has for step i the sum of c_j V_ji over j < i, from the rows j of each warp. `same` has V_jj, without a decay.
   PairSum<Scalar> later[kHalves][kChunk], earlier[kWarpgroupWarps][kChunk];
   float same[kChunk];
   float read_state[kHalves][kChunk];  // g_i . S C_i, over each half of the state's columns
@@ -28,7 +28,7 @@ struct StepSums {
 // The tables of a state tile: of the chunk's steps, of the gates' inputs, of D and of the head.
 template <typename Gates>
 struct TileTables {
-  TablesOf<typename Gates::Scalar> steps;
+  TablesOfGates<Gates> steps;
   typename Gates::Kept kept[kChunk];
   float D[kStateRows];
   Gates gates;
@@ -42,13 +42,14 @@ __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int st
 }
 
 // Adds the gradients from one state tile.
-template <typename Scalar>
-__device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
-                                                   const FragmentLane& lane, GateGradients& grads) {
+template <typename Scalar, typename Tables>
+__device__ __forceinline__ void add_step_gradients(const Tables& tables, const StepSums<Scalar>& sums, const FragmentLane& lane,
+                                                   GateGradients& grads) {
+  constexpr bool kDiagonal = kAreDiagonal<Tables>;
   using Sum = PairSum<Scalar>;
   // After a step whose decay is below 2 to this power, the running sums over pairs are smaller than their rounding errors.
   constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
-  Sum pairs[2];
+  Sum pairs[2], ended[2];
   float before[2], from[2];
   bool is_forgotten[2];
 #pragma unroll
@@ -58,13 +59,30 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
     const Sum later = sums.later[0][step] + sums.later[1][step];
     const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_chunk_end(tables, step);
     const Sum earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
-    grads.gain[i] += static_cast<float>(later) + sums.same[step] + grad_state;
-    pairs[i] = fma(Sum(gain), later, -earlier);
+    if constexpr (kDiagonal) {
+      grads.gain[i] += static_cast<float>(later) + grad_state;
+      grads.diagonal_gain[i] += sums.same[step];
+      pairs[i] = Sum(gain) * later;
+      ended[i] = earlier;
+    } else {
+      grads.gain[i] += static_cast<float>(later) + sums.same[step] + grad_state;
+      pairs[i] = fma(Sum(gain), later, -earlier);
+    }
     before[i] = gain * grad_state;
     from[i] = tables.exp_cumsum[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
-    grads.outputs[i] += fmaf(gain, sums.same[step], static_cast<float>(earlier)) + from[i];
+    if constexpr (kDiagonal) {
+      grads.outputs[i] += fmaf(tables.diagonal_gain[step], sums.same[step], static_cast<float>(earlier)) + from[i];
+    } else {
+      grads.outputs[i] += fmaf(gain, sums.same[step], static_cast<float>(earlier)) + from[i];
+    }
     is_forgotten[i] =
         step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
+  }
+  if constexpr (kDiagonal) {
+    // The sum at step t is over j < t < i: the pairs (t - 1, i > t - 1) are added and (j < t, t) are subtracted.
+    const Sum begun[2] = {__shfl_up_sync(kAllLanes, pairs[1], 1), pairs[0]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pairs[i] = is_forgotten[i] ? Sum(0) : begun[i] - ended[i];
   }
   // Running sums: of `pairs` and `before` up to a step, of `from` from a step on. The running sum of `pairs` restarts at a step
   // that forgets, so that no rounding error from before it remains.
@@ -95,8 +113,13 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
   const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
-  grads.log_decay[0] += static_cast<float>(pairs_before) + (sum_before + from_suffix + through);
-  grads.log_decay[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
+  if constexpr (kDiagonal) {
+    grads.log_decay[0] += static_cast<float>(pairs_before + pairs[0]) + (sum_before + (sum_after + from[1]) + through);
+    grads.log_decay[1] += static_cast<float>(pairs_before_second + pairs[1]) + (sum_before + before[0]) + sum_after + through;
+  } else {
+    grads.log_decay[0] += static_cast<float>(pairs_before) + (sum_before + from_suffix + through);
+    grads.log_decay[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
+  }
 }
 
 }  // namespace ssm_kernels::ssd

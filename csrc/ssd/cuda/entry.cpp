@@ -69,7 +69,7 @@ at::Tensor states_after(const Inputs& in, int64_t begin, int64_t end, OptionalTe
     if (is_present(*sequence)) *sequence = steps(**sequence);
   }
   piece.B = piece.C = steps(in.B);  // nobody reads out
-  piece.D = piece.z = std::nullopt;
+  piece.D = piece.z = piece.diagonal_gain = std::nullopt;
   piece.initial_states = states;
   return fwd_cuda(piece).final_states;
 }

@@ -1,7 +1,9 @@
 // SSD forward on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar decay a =
 // e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6). It takes one pass over memory.
 // mamba_ssm calls the whole mamba_chunk_scan_combined; here its five stages are parts of one kernel.
-// Where log decays and gains are given (log_gates.cuh), they are zeta and c.
+// Where log decays and gains are given (log_gates.cuh), they are zeta and c. With a gain on the diagonal, d_t, the output reads
+// the state before the step: y_t = S_{t-1} C_t + d_t (B_t . C_t) x_t + D x_t. Below, e^(s_i) is then e^(s_{i-1}), the decays of
+// the pairs j < i are e^(s_{i-1} - s_j), and the pair j = i has d_i in place of its decay and gain, by a selection.
 //
 // Within a chunk of kChunk steps everything is a matrix product. s is the cumulative sum of zeta from the chunk's start, l the
 // chunk's last step, S the state before the chunk. All products are transposed, so that the state stays in registers:
@@ -43,8 +45,9 @@ namespace ssm_kernels::ssd {
 template <typename Scalar, int dstate, typename Mma, typename Gates>
 cudaError_t launch_ssd_fwd_kernel(const typename Gates::FwdParams& params, const Schedule& schedule, int available,
                                   cudaStream_t stream) {
-  using Shared = std::conditional_t<Mma::kIsAsync, Sm90Shared<dstate>, Sm80Shared<Scalar, dstate>>;
-  static_assert(Shared::bytes(1, true) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(dstate, /*is_backward=*/false),
+  using Shared = std::conditional_t<Mma::kIsAsync, Sm90Shared<dstate, Gates>, Sm80Shared<Scalar, dstate, Gates>>;
+  static_assert(Shared::bytes(1, true) + kTicketBytes <=
+                    certain_shared_bytes<Scalar, Mma>(dstate, /*is_backward=*/false, kHasDiagonalGain<Gates>),
                 "a launch needs no more");
   const auto launch = [&](auto kernel, int threads, const auto& call_params) {
     const auto bytes_of = [&](int stages) { return Shared::bytes(stages, params.z.data != nullptr); };
@@ -80,20 +83,25 @@ cudaError_t launch_ssd_fwd_of(const typename Gates::FwdParams& params, const Sch
     chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(without_gates, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, products, [&](auto columns, auto mma) -> cudaError_t {
+  constexpr bool kRoundsFp32 = !kHasDiagonalGain<Gates>;
+  const auto launch = [&](auto columns, auto mma) -> cudaError_t {
     using Mma = decltype(mma);
     constexpr int kColumns = decltype(columns)::value;
-    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kFwdSummary, Mma, Gates>;
+    // The states do not depend on the gain on the diagonal.
+    using StateGates = std::conditional_t<kHasDiagonalGain<Gates>, LogGates<Scalar>, Gates>;
+    using Summaries = SsdStatePassing<Scalar, kColumns, StatesPass::kFwdSummary, Mma, StateGates>;
     static_assert(
         Summaries::Shared::bytes(1) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/false),
         "a launch needs no more");
     const int available = max_shared_bytes - kTicketBytes;
     if (schedule.splits_work_tiles) {
-      const cudaError_t error = launch_state_passing<Summaries>(schedule.blocks, available, stream, params, schedule);
+      const typename StateGates::FwdParams& state_params = params;
+      const cudaError_t error = launch_state_passing<Summaries>(schedule.blocks, available, stream, state_params, schedule);
       if (error != cudaSuccess) return error;
     }
     return launch_ssd_fwd_kernel<Scalar, kColumns, Mma, Gates>(params, schedule, available, stream);
-  });
+  };
+  return visit_kernels<Scalar, kMaxKernelDstate, kRoundsFp32>(params.dstate, products, launch);
 }
 template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
@@ -105,6 +113,11 @@ template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdLogFwdParams& params, const Schedule& schedule, Products products, int max_shared_bytes,
                            cudaStream_t stream) {
   return launch_ssd_fwd_of<LogGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_fwd(const SsdDiagonalFwdParams& params, const Schedule& schedule, Products products,
+                           int max_shared_bytes, cudaStream_t stream) {
+  return launch_ssd_fwd_of<DiagonalGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -18,7 +18,7 @@
 
 namespace ssm_kernels::ssd {
 
-template <typename Scalar, int dstate>
+template <typename Scalar, int dstate, typename Gates>
 struct alignas(128) Sm80Shared {
   using Layout = WarpgroupLayout<dstate>;
   using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
@@ -33,7 +33,7 @@ struct alignas(128) Sm80Shared {
   static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kWarpgroups * sizeof(PairTile);
   struct PerWarpgroup {
     std::conditional_t<kIsInPlaceOfC, Empty, PairTile> bmm;  // M^T
-    TablesOf<Scalar> tables[kWarpgroupWarps];                // of four chunks, one by each warp
+    TablesOfGates<Gates> tables[kWarpgroupWarps];            // of four chunks, one by each warp
   };
   PerWarpgroup per_warpgroup[kWarpgroups];
   typename Layout::PartialOut partial_out;
@@ -60,13 +60,13 @@ template <typename Scalar, int dstate, typename Mma, typename Gates>
 struct FwdSm80 {
   using Params = typename Gates::FwdParams;
   using Epilogue = RegisterEpilogue<Scalar, SkipAndGate, Params>;
-  using Shared = Sm80Shared<Scalar, dstate>;
+  using Shared = Sm80Shared<Scalar, dstate, Gates>;
   using Stage = typename Shared::Stage;
   using Layout = WarpgroupLayout<dstate>;
   using TileState = State<Layout::kColumns>;
   using HeadTile = typename Shared::HeadTile;
   using GroupTile = typename Shared::GroupTile;
-  using Tables = TablesOf<Scalar>;
+  using Tables = TablesOfGates<Gates>;
   using Pairs = FragmentPairs<sizeof(Scalar)>;
   using Operand = cuda::WarpOperand<sizeof(Scalar), Mma::kIsRounded>;
   static constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
@@ -235,7 +235,7 @@ struct FwdSm80 {
 #pragma unroll
     for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(C, k), true);
     cuda::Packed<Scalar> lo[kStepBlocks][2] = {};
-    DecayMask<InOrder, true>(tables, lane).apply(m, [&](float low, float high, int n, int half) {
+    DecayMask<InOrder, true, Tables>(tables, lane).apply(m, [&](float low, float high, int n, int half) {
       const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
       pairs.at(bmm, n, half) = packed;
       lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);

@@ -25,8 +25,9 @@
 
 namespace ssm_kernels::ssd {
 
-template <int dstate>
+template <int dstate, typename Gates>
 struct Sm90Shared {
+  using Tables = TablesOfGates<Gates>;
   using Layout = WarpgroupLayout<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
@@ -38,7 +39,7 @@ struct Sm90Shared {
   } bmm[kWarpgroups];  // M^T
   SmemTile<kStateRows> out[Layout::kRowBlocks];
   typename Layout::PartialOut partial_out;
-  ChunkTables tables[kMaxStages][kWarpgroups];
+  Tables tables[kMaxStages][kWarpgroups];
   Mbarrier full[kMaxStages], empty[kMaxStages];
 
   static SSM_HOST_DEVICE constexpr int align(int bytes) {
@@ -60,7 +61,8 @@ struct FwdSm90 {
   static constexpr int kCopyWarps = 2, kCopyThreads = kCopyWarps * kWarpSize;
   static_assert(kCopyWarps + kWarpgroups == kWarpgroupWarps, "setmaxnreg takes a whole warpgroup of producers");
 
-  using Shared = Sm90Shared<dstate>;
+  using Shared = Sm90Shared<dstate, Gates>;
+  using Tables = typename Shared::Tables;
   using Stage = typename Shared::Stage;
   using Layout = WarpgroupLayout<dstate>;
   using TileState = State<Layout::kColumns>;
@@ -107,7 +109,7 @@ struct FwdSm90 {
     const StateTile state_tile(p, schedule, at, index);
     produce_chunk_cumsum<Gates, 1, false>(
         p, at, state_tile.head, WarpShare<1>(), schedule.stages, pipeline, shared.full, shared.empty,
-        [](int chunk) { return chunk; }, [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
+        [](int chunk) { return chunk; }, [&](int stage) -> Tables& { return shared.tables[stage][index]; });
   }
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
@@ -179,7 +181,7 @@ struct FwdSm90 {
     for (int left = at.chunks; left > 0; --left) {
       shared.full[pipeline.stage].wait(pipeline.phase);
       Stage& tiles = stage(pipeline.stage);
-      const ChunkTables& tables = shared.tables[pipeline.stage][index];
+      const Tables& tables = shared.tables[pipeline.stage][index];
       const uint64_t B_rows = make_operand(tiles.B[columns]);
 
       float y[kStepBlocks][4];
@@ -189,7 +191,7 @@ struct FwdSm90 {
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
       // Loads most of what scaling needs of the tables: loads after the products start would wait for them.
-      const DecayMask<Order, has_options> mask(tables, lane);
+      const DecayMask<Order, has_options, Tables> mask(tables, lane);
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {

@@ -13,15 +13,16 @@ namespace ssm_kernels::ssd {
 
 // The least shared memory with which every mma.sync kernel of a direction runs. Backward's kernels take up to kStateColumns
 // columns.
-constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
+constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward, bool has_diagonal_gain = false) {
   if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kMinSharedBytes;
-  return (dstate > kStateColumns || (is_backward && dstate > 64) ? 190 : 142) * 1024;
+  const int more_tables = has_diagonal_gain && !is_backward ? 6 : 0;
+  return ((dstate > kStateColumns || (is_backward && dstate > 64) ? 190 : 142) + more_tables) * 1024;
 }
 
 // The shared memory that a block can have on every device that takes the call.
 template <typename Scalar, typename Mma>
-constexpr int certain_shared_bytes(int dstate, bool is_backward) {
-  return Mma::kIsAsync ? kSm90SharedBytes : least_shared_bytes(dstate, kIsFp32<Scalar>, is_backward);
+constexpr int certain_shared_bytes(int dstate, bool is_backward, bool has_diagonal_gain = false) {
+  return Mma::kIsAsync ? kSm90SharedBytes : least_shared_bytes(dstate, kIsFp32<Scalar>, is_backward, has_diagonal_gain);
 }
 
 // Columns of a state that backward takes at a time if a block can have that much shared memory.
@@ -50,12 +51,18 @@ SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Sche
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdLogFwdParams& params, const Schedule& schedule, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdDiagonalFwdParams& params, const Schedule& schedule, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
 SSM_KERNEL_API cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdLogBwdParams& params, const WorkPartition& partition, Products products,
+                                          int max_shared_bytes, cudaStream_t stream);
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdDiagonalBwdParams& params, const WorkPartition& partition, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
 // Writes the states after a span, begun with the initial states, in the partition's one direction: (batch, heads, headdim,
 // dstate).

@@ -56,7 +56,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   const bool is_packed = is_present(in.cu_seqlens);
   const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
   in.x = range.of_heads(in.x);
-  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain}) {
+  for (OptionalTensor* sequence : {&in.dt, &in.z, &in.log_decay, &in.gain, &in.diagonal_gain}) {
     if (is_present(*sequence)) *sequence = range.of_heads(**sequence);
   }
   in.B = range.of_groups(in.B);
@@ -67,7 +67,9 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
   if (is_present(in.seq_idx)) in.seq_idx = range.of_steps(*in.seq_idx);
   if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
-  if (is_present(bwd.out_products)) part.bwd.out_products = range.of_heads(*bwd.out_products);
+  for (OptionalTensor* result : {&part.bwd.out_products, &part.bwd.grad_diagonal_gain}) {
+    if (is_present(*result)) *result = range.of_heads(**result);
+  }
   if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
   for (const Grad grad : {kGradX, kGradDt, kGradZ, kGradLogDecay, kGradGain}) {
     if (bwd.needs_grad[grad]) part.grads[grad] = range.of_heads(grads[grad]);
@@ -199,6 +201,7 @@ class Backward {
       : bwd_(bwd), grads_(grads), range_(range), inputs_(bwd.in, method, copies_), partition_(inputs_.partition()) {
     inputs_.fill(params_);
     inputs_.fill(params_.gates);
+    params_.diagonal_gain_offset = inputs_.diagonal_gain_offset();
     parts.fill(params_, first_chunk, range.head);
   }
 
@@ -217,8 +220,9 @@ class Backward {
       params_.grad_x = rows_view(grad_x->written, inputs_.is_reverse());
     }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt], inputs_.is_reverse());
-    const at::Tensor grad_log_decay = place_gate_grad(kGradLogDecay, params_.grad_log_decay),
-                     grad_gain = place_gate_grad(kGradGain, params_.grad_gain);
+    const at::Tensor grad_log_decay = place_gate_grad(gate_grad(kGradLogDecay), params_.grad_log_decay),
+                     grad_gain = place_gate_grad(gate_grad(kGradGain), params_.grad_gain),
+                     grad_diagonal_gain = place_gate_grad(bwd_.grad_diagonal_gain, params_.grad_diagonal_gain);
     if (is_present(bwd_.out_products)) {
       params_.out_products = in_bytes(rows_view(*bwd_.out_products, inputs_.is_reverse()), *bwd_.out_products);
     }
@@ -241,14 +245,17 @@ class Backward {
       const auto launch = [&](const auto& params) {
         return launch_ssd_bwd<decltype(scalar)>(params, partition_, products, max_shared_bytes, stream);
       };
-      return inputs_.has_given_gates() ? launch(params_) : launch(static_cast<const SsdBwdParams&>(params_));
+      if (inputs_.has_diagonal_gain()) return launch(params_);
+      return inputs_.has_given_gates() ? launch(static_cast<const SsdLogBwdParams&>(params_))
+                                       : launch(static_cast<const SsdBwdParams&>(params_));
     }));
 
     if (grad_x.has_value()) grad_x->finish(copies_);
     if (grad_initial_states.has_value()) grad_initial_states->finish(copies_);
     copies_.launch();
-    finish_gate_grad(kGradLogDecay, grad_log_decay);
-    finish_gate_grad(kGradGain, grad_gain);
+    finish_gate_grad(gate_grad(kGradLogDecay), grad_log_decay);
+    finish_gate_grad(gate_grad(kGradGain), grad_gain);
+    finish_gate_grad(bwd_.grad_diagonal_gain, grad_diagonal_gain);
     finish_group_grad(kGradB, parts_B, sums.B);
     finish_group_grad(kGradC, parts_C, sums.C);
   }
@@ -303,18 +310,19 @@ class Backward {
                         inputs_.x.options());
   }
 
+  OptionalTensor gate_grad(Grad grad) const { return needs(grad) ? OptionalTensor(grads_[grad]) : std::nullopt; }
   // Sets where the kernels write the gradient of a given gate, which it returns: in place, or in the kernels' dtype.
-  at::Tensor place_gate_grad(Grad grad, RowsView& view) const {
-    if (!needs(grad)) return {};
-    const at::Tensor& target = grads_[grad];
+  at::Tensor place_gate_grad(const OptionalTensor& grad, RowsView& view) const {
+    if (!is_present(grad)) return {};
+    const at::Tensor& target = *grad;
     const at::ScalarType dtype = inputs_.dtype_of_given_gates();
     const at::Tensor written =
         target.scalar_type() == dtype ? target : empty_tensor(target.sym_sizes(), target.options().dtype(dtype));
     view = in_bytes(rows_view(written, inputs_.is_reverse()), written);
     return written;
   }
-  void finish_gate_grad(Grad grad, const at::Tensor& written) const {
-    if (written.defined() && !written.is_same(grads_[grad])) grads_[grad].copy_(written);
+  void finish_gate_grad(const OptionalTensor& grad, const at::Tensor& written) const {
+    if (written.defined() && !written.is_same(*grad)) at::Tensor(*grad).copy_(written);
   }
 
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
@@ -349,7 +357,7 @@ class Backward {
   PendingCopies copies_;
   const KernelInputs inputs_;
   WorkPartition partition_;
-  SsdLogBwdParams params_;  // without given gates the kernels take its base
+  SsdDiagonalBwdParams params_;  // without gains on the diagonal, or given gates, the kernels take a base of it
 };
 
 // Upper bound of the workspace for chunk states: max(kSmallWorkspaceBytes, 2 x bytes of x), capped by
@@ -495,13 +503,16 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     needs_grad[kGradZ] = false;
     needs_grad[kGradD] &= is_first;
     const bool needs_any = std::any_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; });
-    if (!needs_any && !is_present(bwd.out_products)) continue;
+    if (!needs_any && !is_present(bwd.out_products) && !is_present(bwd.grad_diagonal_gain)) continue;
     GradTensors targets = grads;
     for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) targets[grad] = empty_tensor_like(grads[grad]);
     }
-    const bool has_more_products = is_present(bwd.out_products) && !is_first;
-    if (has_more_products) ungated.out_products = empty_tensor_like(*bwd.out_products);
+    const auto place_more = [&](const OptionalTensor& result) {
+      return is_present(result) && !is_first ? OptionalTensor(empty_tensor_like(*result)) : result;
+    };
+    ungated.out_products = place_more(bwd.out_products);
+    ungated.grad_diagonal_gain = place_more(bwd.grad_diagonal_gain);
     Range range = range_of_span(in, 0, in.x.size(1));
     range.column = column;
     range.columns = std::min(at_once, dstate - column);
@@ -510,7 +521,11 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTenso
     for (const Grad grad : kSumsOverColumns) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(targets[grad]);
     }
-    if (has_more_products) at::Tensor(*bwd.out_products).add_(*ungated.out_products);
+    const auto add_more = [&](const OptionalTensor& sum, const OptionalTensor& result) {
+      if (is_present(sum) && !is_first) at::Tensor(*sum).add_(*result);
+    };
+    add_more(bwd.out_products, ungated.out_products);
+    add_more(bwd.grad_diagonal_gain, ungated.grad_diagonal_gain);
   }
 }
 

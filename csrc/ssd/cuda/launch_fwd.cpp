@@ -38,8 +38,8 @@ int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
 
 // A call: the parameters of its kernels, and the tensors that these point to.
 struct ForwardCall {
-  SsdLogFwdParams params;
-  bool has_given_gates = false;  // else the kernels take the base of params
+  SsdDiagonalFwdParams params;  // without gains on the diagonal, or given gates, the kernels take a base of it
+  bool has_given_gates = false, has_diagonal_gain = false;
   Schedule schedule;
   at::Tensor gate, states, flags, chunk_starts;
   bool is_short = false;
@@ -102,7 +102,9 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   ForwardCall call;
   inputs.fill(call.params);
   inputs.fill(call.params.gates);
+  call.params.diagonal_gain_offset = inputs.diagonal_gain_offset();
   call.has_given_gates = inputs.has_given_gates();
+  call.has_diagonal_gain = inputs.has_diagonal_gain();
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();
   if (call.schedule.work_tiles == 0) return call;
   if (is_present(z)) {
@@ -129,7 +131,9 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
-  if (dtype == at::kDouble || is_present(in.diagonal_gain)) return false;
+  if (dtype == at::kDouble) return false;
+  const bool has_diagonal_gain = is_present(in.diagonal_gain);
+  if (has_diagonal_gain && debug_option(DebugOption::kSsdDiagonalGain) != 0) return false;
   if (is_backward && (in.x.numel() == 0 || in.B.numel() == 0)) return false;
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
@@ -137,7 +141,7 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   // With a gate, backward recomputes y by the forward kernel on all columns; without one, it takes backward_columns at a time.
   int64_t columns = in.B.size(3);
   if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
-  return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
+  return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false, has_diagonal_gain);
 }
 
 bool use_wgmma(const at::Tensor& x, bool reverse) {
@@ -167,7 +171,9 @@ void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const Opt
     const auto launch = [&](const auto& params) {
       return launch_ssd_fwd<decltype(scalar)>(params, call.schedule, call.products, max_shared_bytes, stream);
     };
-    return call.has_given_gates ? launch(call.params) : launch(static_cast<const SsdFwdParams&>(call.params));
+    if (call.has_diagonal_gain) return launch(call.params);
+    return call.has_given_gates ? launch(static_cast<const SsdLogFwdParams&>(call.params))
+                                : launch(static_cast<const SsdFwdParams&>(call.params));
   }));
 }
 

@@ -119,4 +119,47 @@ struct LogGates {
   static __device__ __forceinline__ void clear_gradients(const SsdLogBwdParams&, int64_t, int64_t) {}
 };
 
+// The same with a gain on the diagonal.
+template <typename Scalar_>
+struct DiagonalGates : LogGates<Scalar_> {
+  using Base = LogGates<Scalar_>;
+  using FwdParams = SsdDiagonalFwdParams;
+  using BwdParams = SsdDiagonalBwdParams;
+  using typename Base::Kept;
+  using typename Base::Source;
+  using typename Base::Value;
+  static constexpr bool kHasOutFactors = false, kHasDiagonalGain = true;
+  struct Loaded : Base::Loaded {
+    Value diagonal_gain;
+  };
+
+  using Base::Base;
+
+  template <typename Params>
+  static __device__ __forceinline__ void load(const Params& p, Source source, int step, Loaded& loaded) {
+    Base::load(p, source, step, loaded);
+    loaded.diagonal_gain =
+        Value::load(source + step * p.gates.log_decay.stride_step + p.diagonal_gain_offset, p.gates.are_fp32);
+  }
+  template <typename Params>
+  static __device__ __forceinline__ float diagonal_gain(const Params& p, const Loaded& loaded) {
+    return loaded.diagonal_gain.get(p.gates.are_fp32);
+  }
+
+  __device__ __forceinline__ void write_gradients(const SsdDiagonalBwdParams& p, const ChunkSpan& span, int steps,
+                                                  int64_t chunk, int64_t head, const Kept (&kept)[kChunk],
+                                                  const FragmentLane& lane, const GateGradients& gradients) const {
+    Base::write_gradients(p, span, steps, chunk, head, kept, lane, gradients);
+    const RowsView& view = p.grad_diagonal_gain;
+    if (view.data == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * lane.index + i;
+      if (step >= steps) break;
+      Value::store(span.rows<unsigned char>(view, head, 0) + step * view.stride_step, gradients.diagonal_gain[i],
+                   p.gates.are_fp32);
+    }
+  }
+};
+
 }  // namespace ssm_kernels::ssd

@@ -133,18 +133,19 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method, PendingCopie
   if (is_present(in.A)) A_ = in.A->contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
   if (is_present(in.log_decay)) log_decay_ = *in.log_decay;
-  if (is_present(in.gain)) {
-    // The kernels read both gates with one dtype and the same strides.
-    gain_ = *in.gain;
-    if (gain_.scalar_type() != log_decay_.scalar_type()) {
-      gain_ = gain_.to(at::kFloat);
-      log_decay_ = log_decay_.to(at::kFloat);
+  if (is_present(in.gain)) gain_ = *in.gain;
+  if (is_present(in.diagonal_gain)) diagonal_gain_ = *in.diagonal_gain;
+  // The kernels read all gates with one dtype and the same strides.
+  const auto for_each_gate = [&](const auto& body) {
+    for (at::Tensor* gate : {&log_decay_, &gain_, &diagonal_gain_}) {
+      if (gate->defined()) body(*gate);
     }
-    if (gain_.strides() != log_decay_.strides()) {
-      gain_ = gain_.contiguous();
-      log_decay_ = log_decay_.contiguous();
-    }
-  }
+  };
+  bool have_one_dtype = true, have_same_strides = true;
+  for_each_gate([&](const at::Tensor& gate) { have_one_dtype &= gate.scalar_type() == log_decay_.scalar_type(); });
+  if (!have_one_dtype) for_each_gate([](at::Tensor& gate) { gate = gate.to(at::kFloat); });
+  for_each_gate([&](const at::Tensor& gate) { have_same_strides &= gate.strides() == log_decay_.strides(); });
+  if (!have_same_strides) for_each_gate([](at::Tensor& gate) { gate = gate.contiguous(); });
   if (is_present(in.D)) D_ = in.D->contiguous();
   if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states, copies);
 }
@@ -187,15 +188,18 @@ void KernelInputs::fill(GivenGates& gates) const {
   gates.are_fp32 = log_decay_.scalar_type() == at::kFloat;
   gates.has_gain = gain_.defined();
   gates.has_out_factor = is_present(in_.out_factor);
-  const auto offset_of = [&](const at::Tensor& tensor) {
-    return reinterpret_cast<intptr_t>(const_rows_view(tensor, in_.reverse).data) -
-           reinterpret_cast<intptr_t>(gates.log_decay.data);
-  };
-  if (gates.has_gain) gates.gain_offset = offset_of(gain_);
+  if (gates.has_gain) gates.gain_offset = offset_from_log_decay(gain_);
   if (!gates.has_out_factor) return;
   TORCH_INTERNAL_ASSERT(gates.are_fp32 && in_.out_factor->scalar_type() == at::kFloat &&
                         in_.out_factor->strides() == log_decay_.strides());
-  gates.out_factor_offset = offset_of(*in_.out_factor);
+  gates.out_factor_offset = offset_from_log_decay(*in_.out_factor);
+}
+
+int64_t KernelInputs::offset_from_log_decay(const at::Tensor& gate) const {
+  const auto address = [&](const at::Tensor& tensor) {
+    return reinterpret_cast<intptr_t>(const_rows_view(tensor, in_.reverse).data);
+  };
+  return address(gate) - address(log_decay_);
 }
 
 WorkPartition KernelInputs::partition() const {

@@ -72,7 +72,10 @@ class KernelInputs {
   void fill(SsdParams& params) const;
   // Fills the views of log decays and gains, if they are given.
   void fill(GivenGates& gates) const;
+  // From a log decay to its gain on the diagonal, in bytes, if that is given.
+  int64_t diagonal_gain_offset() const { return has_diagonal_gain() ? offset_from_log_decay(diagonal_gain_) : 0; }
   bool has_given_gates() const { return log_decay_.defined(); }
+  bool has_diagonal_gain() const { return diagonal_gain_.defined(); }
   at::ScalarType dtype_of_given_gates() const { return log_decay_.scalar_type(); }
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
@@ -93,11 +96,12 @@ class KernelInputs {
   // From the states of one entry of the scan to those of the next. A reverse scan takes packed sequences from the last to the
   // first.
   int64_t states_stride_entry() const;
+  int64_t offset_from_log_decay(const at::Tensor& gate) const;
 
   const Inputs& in_;
   const Discretization method_;
   const int64_t sequences_;
-  at::Tensor A_, dt_bias_, log_decay_, gain_, D_, cu_seqlens_, resets_, initial_states_;
+  at::Tensor A_, dt_bias_, log_decay_, gain_, diagonal_gain_, D_, cu_seqlens_, resets_, initial_states_;
 };
 
 // The shared memory that a block may have on the device of x, within the limit of DebugOption::kSsdSharedBytes.

@@ -9,6 +9,8 @@ template cudaError_t launch_ssd_span_states<__nv_bfloat16>(const SsdBwdParams&, 
 template cudaError_t launch_ssd_bwd<__nv_bfloat16>(const SsdLogBwdParams&, const WorkPartition&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_span_states<__nv_bfloat16>(const SsdLogBwdParams&, const WorkPartition&, float*, Products, int,
                                                            cudaStream_t);
+template cudaError_t launch_ssd_bwd<__nv_bfloat16>(const SsdDiagonalBwdParams&, const WorkPartition&, Products, int,
+                                                   cudaStream_t);
 template cudaError_t launch_ssd_bwd_gate<__nv_bfloat16>(const GateBwdParams&, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd

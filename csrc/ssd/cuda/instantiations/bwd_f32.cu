@@ -9,6 +9,7 @@ template cudaError_t launch_ssd_span_states<float>(const SsdBwdParams&, const Wo
 template cudaError_t launch_ssd_bwd<float>(const SsdLogBwdParams&, const WorkPartition&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_span_states<float>(const SsdLogBwdParams&, const WorkPartition&, float*, Products, int,
                                                    cudaStream_t);
+template cudaError_t launch_ssd_bwd<float>(const SsdDiagonalBwdParams&, const WorkPartition&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_bwd_gate<float>(const GateBwdParams&, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd

@@ -4,6 +4,7 @@ namespace ssm_kernels::ssd {
 
 template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdLogFwdParams&, const Schedule&, Products, int, cudaStream_t);
+template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdDiagonalFwdParams&, const Schedule&, Products, int, cudaStream_t);
 
 bool has_wgmma_kernels() {
   using Gates = DiscretizedGates<__nv_bfloat16>;

@@ -5,5 +5,6 @@ namespace ssm_kernels::ssd {
 
 template cudaError_t launch_ssd_fwd<float>(const SsdFwdParams&, const Schedule&, Products, int, cudaStream_t);
 template cudaError_t launch_ssd_fwd<float>(const SsdLogFwdParams&, const Schedule&, Products, int, cudaStream_t);
+template cudaError_t launch_ssd_fwd<float>(const SsdDiagonalFwdParams&, const Schedule&, Products, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd
