@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from two_sample_helpers import evaluate, make_scan_inputs, on, widened
 
 from ssm_kernels import reference, selective_scan, selective_scan_summary
 
@@ -18,61 +19,15 @@ OF_STEPS = ("u", "delta", "B", "C", "z", "lam", "delta_A", "seq_idx")
 CHUNK = 32
 
 
-def make_inputs(
-    rule: str,
-    *,
-    batch: int = 2,
-    dim: int = 6,
-    seqlen: int = 7,
-    dstate: int = 3,
-    B: str = "per step",
-    C: str = "per step",
-    sequences: int | None = None,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
-) -> dict[str, Any]:
+def make_inputs(rule: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:
     """Keyword arguments, also of the reference. Steps of A are from 0 to 4; every fifth is 0."""
-    generator = torch.Generator().manual_seed(3)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    def matrix(form: str) -> Tensor:
-        shapes = {"per step": (batch, dstate, seqlen), "groups": (batch, 2, dstate, seqlen), "constant": (dim, dstate)}
-        return normal(*shapes[form], dtype=wide if form == "constant" else dtype)
-
-    inputs: dict[str, Any] = {
-        "u": normal(batch, dim, seqlen),
-        "delta": normal(batch, dim, seqlen) - 1,
-        "A": -normal(dim, dstate, dtype=torch.float64).exp().to(wide),
-        "B": matrix(B),
-        "C": matrix(C),
-        "D": normal(dim, dtype=wide),
-        "z": normal(batch, dim, seqlen),
-        "delta_bias": normal(dim, dtype=wide),
-        "initial_state": normal(batch if sequences is None else sequences, dim, dstate, dtype=wide),
-        "delta_softplus": True,
-        "discretization": rule,
-        "delta_A": (4 * torch.rand(batch, dim, seqlen, generator=generator, dtype=torch.float64)).to(dtype),
-    }
-    inputs["delta_A"][..., ::5] = 0
-    if rule == "exp_trapezoidal":
-        inputs |= {"lam": normal(batch, dim, seqlen), "lam_sigmoid": True}
-    return inputs | options
-
-
-def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs on the device; skips the test where delta_A has no kernels."""
-    if device == "cpu":
-        return inputs
-    one = torch.ones(1, 1, 1, device=device)
-    weights = {"lam": one} if "lam" in inputs else {}
-    try:
-        selective_scan(one, one, -one[0], one, one, discretization=inputs["discretization"], delta_A=one, **weights)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    inputs = make_scan_inputs(rule, dtype=dtype, seed=3, **options)
+    if rule != "exp_trapezoidal":
+        del inputs["previous"]
+    generator = torch.Generator().manual_seed(4)
+    delta_A = (4 * torch.rand(inputs["u"].shape, generator=generator, dtype=torch.float64)).to(dtype)
+    delta_A[..., ::5] = 0
+    return {"delta_A": delta_A} | inputs
 
 
 def reference_of(rule: str) -> Any:
@@ -81,30 +36,6 @@ def reference_of(rule: str) -> Any:
 
 def state_of(last: Any) -> Tensor:
     return last if isinstance(last, Tensor) else last.state
-
-
-def evaluate(function: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs, the last state, and the gradients of a sum with random weights."""
-    leaves = {
-        name: value.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        for name, value in inputs.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    out, last = function(**inputs | leaves, return_last_state=True)
-    results = {"out": out, "last_state": state_of(last)}
-    generator = torch.Generator().manual_seed(5)
-    # Exact in every dtype.
-    weights = [torch.randint(-4, 5, x.shape, generator=generator).double() / 4 for x in results.values()]
-    loss = sum((x * weight.to(x)).double().sum() for x, weight in zip(results.values(), weights, strict=True))
-    gradients = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
-    return results | {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-
-
-def widened(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
 
 
 def assert_matches_reference(inputs: dict[str, Any]) -> dict[str, Tensor]:

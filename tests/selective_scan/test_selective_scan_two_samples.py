@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from two_sample_helpers import evaluate, leaves_of, make_scan_inputs, on, widened
 
 from ssm_kernels import reference, selective_scan, selective_scan_summary
 
@@ -17,111 +18,6 @@ RULES = ("foh_ramp", "trapezoidal", "gbt_two_sample", "exp_trapezoidal")
 every_rule = pytest.mark.parametrize("rule", RULES)
 OF_STEPS = ("u", "delta", "B", "C", "z", "lam", "seq_idx")
 CHUNK = 32
-
-
-def make_inputs(
-    rule: str,
-    *,
-    batch: int = 2,
-    dim: int = 6,
-    seqlen: int = 7,
-    dstate: int = 3,
-    B: str = "per step",
-    C: str = "per step",
-    previous: str = "zero",
-    sequences: int | None = None,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-    **options: Any,
-) -> dict[str, Any]:
-    """Keyword arguments, also of the reference. ``previous``: ``"given"`` for samples of both u and B."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    def matrix(form: str) -> Tensor:
-        shapes = {"per step": (batch, dstate, seqlen), "groups": (batch, 2, dstate, seqlen), "constant": (dim, dstate)}
-        return normal(*shapes[form], dtype=wide if form == "constant" else dtype)
-
-    rows = batch if sequences is None else sequences
-    inputs: dict[str, Any] = {
-        "u": normal(batch, dim, seqlen),
-        "delta": normal(batch, dim, seqlen) - 1,
-        "A": -normal(dim, dstate, dtype=torch.float64).exp().to(wide),
-        "B": matrix(B),
-        "C": matrix(C),
-        "D": normal(dim, dtype=wide),
-        "z": normal(batch, dim, seqlen),
-        "delta_bias": normal(dim, dtype=wide),
-        "initial_state": normal(rows, dim, dstate, dtype=wide),
-        "delta_softplus": True,
-        "discretization": rule,
-    }
-    if rule == "gbt_two_sample":
-        inputs["alpha"] = 0.7
-    if rule == "exp_trapezoidal":
-        inputs |= {"lam": normal(batch, dim, seqlen), "lam_sigmoid": True}
-    if previous == "given":
-        sample = None if B == "constant" else normal(rows, *inputs["B"].shape[1:-1])
-        inputs["previous"] = (normal(rows, dim), sample)
-    else:
-        inputs["previous"] = previous
-    return inputs | options
-
-
-def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(moved(each) for each in value)
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {name: moved(value) for name, value in inputs.items()}
-
-
-def leaves_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor], list[str]]:
-    """Copies of the inputs that require gradients, and their names."""
-    copied, leaves, names = dict(inputs), [], []
-
-    def leaf(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        leaves.append(value.detach().clone(memory_format=torch.preserve_format).requires_grad_())
-        names.append(name)
-        return leaves[-1]
-
-    for name, value in inputs.items():
-        is_pair = name == "previous" and not isinstance(value, str)
-        copied[name] = tuple(leaf(f"previous_{i}", each) for i, each in enumerate(value)) if is_pair else leaf(name, value)
-    return copied, leaves, names
-
-
-def evaluate(function: Any, inputs: dict[str, Any], with_states: bool = True) -> dict[str, Tensor]:
-    """Outputs, the last state and samples, and the gradients of a sum with random weights."""
-    given, leaves, names = leaves_of(inputs)
-    if with_states:
-        out, last = function(**given, return_last_state=True)
-    else:
-        out, last = function(**given), ()
-    results = {"out": out} | {f"last_{i}": value for i, value in enumerate(last) if value is not None}
-    generator = torch.Generator().manual_seed(5)
-    # Exact in every dtype.
-    weights = [torch.randint(-4, 5, x.shape, generator=generator).double() / 4 for x in results.values()]
-    loss = sum((x * weight.to(x)).double().sum() for x, weight in zip(results.values(), weights, strict=True))
-    gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    return results | {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-
-
-def widened(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs in float64."""
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(wide(each) for each in value)
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return {name: wide(value) for name, value in inputs.items()}
 
 
 def assert_matches_reference(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -169,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def inputs_of(rule: str, options: dict[str, Any]) -> dict[str, Any]:
-    return make_inputs(rule, **options)
+    return make_scan_inputs(rule, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
@@ -182,7 +78,7 @@ def test_against_the_reference(rule, options, device):
 @every_rule
 def test_gradients_in_float32_of_large_steps(rule, z):
     """Of steps with delta A near z, where differences of the factors would cancel. Some vanish: they are below e^z."""
-    inputs = make_inputs(rule, seqlen=40, previous="given", dtype=torch.float32)
+    inputs = make_scan_inputs(rule, seqlen=40, previous="given", dtype=torch.float32)
     inputs |= {"A": inputs["A"].clamp(-1.2, -0.8), "delta_softplus": False, "delta_bias": None}
     inputs["delta"] = -z * torch.sigmoid(inputs["delta"] / 4) * 2
     found = evaluate(selective_scan, inputs)
@@ -197,7 +93,7 @@ def test_gradients_in_float32_of_large_steps(rule, z):
 def test_packed_sequences(rule, reverse, name, device):
     """Empty sequences, one of a single step and one of several chunks: values, last samples and gradients."""
     ends = [0, 0, 4, 4, 5, 40, 40]
-    inputs = on(device, make_inputs(rule, batch=1, seqlen=40, sequences=6, previous=name, B="groups", reverse=reverse))
+    inputs = on(device, make_scan_inputs(rule, batch=1, seqlen=40, sequences=6, previous=name, B="groups", reverse=reverse))
     found = assert_matches_reference(inputs | {"cu_seqlens": torch.tensor(ends, device=device)})
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         own = cut(inputs, begin, end) | {"initial_state": inputs["initial_state"][i : i + 1]}
@@ -210,7 +106,7 @@ def test_packed_sequences(rule, reverse, name, device):
 @every_rule
 def test_resets(rule, name, device):
     """A sequence that begins at a chunk's first step, and one inside of a chunk."""
-    inputs = on(device, make_inputs(rule, seqlen=2 * CHUNK + 3, previous=name))
+    inputs = on(device, make_scan_inputs(rule, seqlen=2 * CHUNK + 3, previous=name))
     seq_idx = torch.zeros(2, 2 * CHUNK + 3, dtype=torch.int32, device=device)
     seq_idx[0, CHUNK:] += 1
     seq_idx[1, 1:] += 1
@@ -220,7 +116,7 @@ def test_resets(rule, name, device):
 
 @every_rule
 def test_resets_inside_of_packed_sequences(rule, device):
-    inputs = on(device, make_inputs(rule, batch=1, seqlen=12, sequences=3, previous="given"))
+    inputs = on(device, make_scan_inputs(rule, batch=1, seqlen=12, sequences=3, previous="given"))
     seq_idx = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3]], device=device)
     assert_matches_reference(inputs | {"seq_idx": seq_idx, "cu_seqlens": torch.tensor([0, 5, 5, 12], device=device)})
 
@@ -238,7 +134,7 @@ def cut(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
 @every_rule
 def test_split_anywhere_is_the_whole(rule, form, split, device):
     """Outputs, the last state and sample, and the gradients of all arguments, the first state and sample included."""
-    inputs = on(device, make_inputs(rule, seqlen=40, B=form, previous="given"))
+    inputs = on(device, make_scan_inputs(rule, seqlen=40, B=form, previous="given"))
 
     def in_two_parts(return_last_state: bool, **given: Any) -> Any:
         first, middle = selective_scan(**cut(given, 0, split), return_last_state=True)
@@ -254,7 +150,7 @@ def test_split_anywhere_is_the_whole(rule, form, split, device):
 @pytest.mark.parametrize("name", ["zero", "repeat", "given"])
 @every_rule
 def test_states_at_positions(rule, name, device):
-    inputs = on(device, make_inputs(rule, seqlen=40, previous=name))
+    inputs = on(device, make_scan_inputs(rule, seqlen=40, previous=name))
     positions = [0, 5, CHUNK, 40, 5]
     out, last, at = selective_scan(**inputs, return_last_state=True, states_at=positions)
     expected, expected_last, expected_at = reference.two_sample_scan(**inputs, return_last_state=True, states_at=positions)
@@ -273,7 +169,9 @@ def test_states_at_positions(rule, name, device):
 
 @every_rule
 def test_states_of_packed_sequences(rule):
-    inputs = make_inputs(rule, batch=1, seqlen=12, sequences=3, previous="repeat") | {"cu_seqlens": torch.tensor([0, 0, 5, 12])}
+    inputs = make_scan_inputs(rule, batch=1, seqlen=12, sequences=3, previous="repeat") | {
+        "cu_seqlens": torch.tensor([0, 0, 5, 12])
+    }
     positions = [0, 3, 5, 6, 12]
     out, at = selective_scan(**inputs, states_at=positions)
     expected, expected_at = reference.two_sample_scan(**inputs, states_at=positions)
@@ -290,11 +188,11 @@ def test_states_of_packed_sequences(rule):
 def test_states_at_with_resets(rule, name, is_packed, device):
     """Sequences begin inside a piece, at a position, and in one row alone: outputs, states, samples and all gradients."""
     if is_packed:
-        inputs = make_inputs(rule, batch=1, seqlen=12, sequences=3, previous=name)
+        inputs = make_scan_inputs(rule, batch=1, seqlen=12, sequences=3, previous=name)
         inputs["cu_seqlens"] = torch.tensor([0, 0, 5, 12], dtype=torch.int32)
         inputs["seq_idx"] = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3]])
     else:
-        inputs = make_inputs(rule, previous=name)
+        inputs = make_scan_inputs(rule, previous=name)
         inputs["seq_idx"] = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 3]])
     positions = [2, 3, 5, 8, 11] if is_packed else [2, 3, 5]
 
@@ -313,7 +211,7 @@ def test_states_at_with_resets(rule, name, is_packed, device):
 
 @every_rule
 def test_gradcheck(rule, device):
-    given, leaves, names = leaves_of(on(device, make_inputs(rule, batch=1, dim=2, seqlen=3, dstate=2, previous="given")))
+    given, leaves, names = leaves_of(on(device, make_scan_inputs(rule, batch=1, dim=2, seqlen=3, dstate=2, previous="given")))
 
     def scan(*tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = dict(zip(names, tensors, strict=True))
@@ -326,7 +224,7 @@ def test_gradcheck(rule, device):
 
 @every_rule
 def test_later_arguments_do_not_reach_earlier_outputs(rule, device):
-    inputs = on(device, make_inputs(rule, seqlen=70))
+    inputs = on(device, make_scan_inputs(rule, seqlen=70))
     before = selective_scan(**inputs)
     for name in ("u", "delta", "B", "C", "z", "lam"):
         if name in inputs:
@@ -339,7 +237,7 @@ def test_later_arguments_do_not_reach_earlier_outputs(rule, device):
 
 @every_rule
 def test_a_step_of_size_zero_advances_the_sample(rule, device):
-    inputs = on(device, make_inputs(rule, delta_softplus=False, delta_bias=None, previous="given"))
+    inputs = on(device, make_scan_inputs(rule, delta_softplus=False, delta_bias=None, previous="given"))
     inputs["delta"] = inputs["delta"].abs()
     inputs["delta"][..., 3] = 0
     assert_matches_reference(inputs)
@@ -351,7 +249,7 @@ def test_a_step_of_size_zero_advances_the_sample(rule, device):
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_lam_at_its_ends(value, device):
     """1 is zoh; with 0 only the previous sample enters."""
-    inputs = on(device, make_inputs("exp_trapezoidal", previous="given", lam_sigmoid=False, seqlen=40))
+    inputs = on(device, make_scan_inputs("exp_trapezoidal", previous="given", lam_sigmoid=False, seqlen=40))
     inputs["lam"] = torch.full_like(inputs["u"], value)
     assert_matches_reference(inputs)
     if value == 1:
@@ -363,12 +261,12 @@ def test_lam_at_its_ends(value, device):
 @pytest.mark.parametrize("shape", [(), (6, 1), (2, 1, 7), (1, 6, 1), (7,)])
 def test_lam_broadcasts(shape, device):
     """By strides; its gradient is the sum over the axes that it lacks."""
-    inputs = make_inputs("exp_trapezoidal") | {"lam": torch.randn(shape, dtype=torch.float64)}
+    inputs = make_scan_inputs("exp_trapezoidal") | {"lam": torch.randn(shape, dtype=torch.float64)}
     assert_matches_reference(on(device, inputs))
 
 
 def test_special_cases(device):
-    inputs = on(device, make_inputs("trapezoidal", seqlen=40))
+    inputs = on(device, make_scan_inputs("trapezoidal", seqlen=40))
     half = inputs | {"discretization": "gbt_two_sample", "alpha": 0.5}
     torch.testing.assert_close(selective_scan(**inputs), selective_scan(**half), rtol=1e-13, atol=1e-13)
     named = inputs | {"discretization": "gbt_two_sample(0.5)"}
@@ -381,7 +279,7 @@ def test_special_cases(device):
 @every_rule
 def test_strides(rule, device):
     """Channels-last tensors, and ones that are contiguous along neither axis."""
-    inputs = on(device, make_inputs(rule, previous="given", B="groups", seqlen=40))
+    inputs = on(device, make_scan_inputs(rule, previous="given", B="groups", seqlen=40))
     expected = evaluate(selective_scan, inputs)
     for arrange in (
         lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
@@ -418,7 +316,7 @@ def test_orders_of_convergence(previous, orders):
 def test_opcheck():
     ops = torch.ops.ssm_kernels
     for rule, options in (("exp_trapezoidal", {"previous": "given"}), ("foh_ramp", {"B": "constant", "previous": "given"})):
-        given = make_inputs(rule, seqlen=5, **options)
+        given = make_scan_inputs(rule, seqlen=5, **options)
         u, B = given.pop("previous")
         names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "lam")
         tensors = [given.get(name) for name in names] + [u, B, None, None, None]
@@ -434,7 +332,7 @@ def test_opcheck():
 
 @every_rule
 def test_compile_vmap_and_autocast(rule):
-    inputs = make_inputs(rule, previous="given")
+    inputs = make_scan_inputs(rule, previous="given")
     compiled = torch.compile(lambda given: selective_scan(**given, return_last_state=True), backend="aot_eager", fullgraph=True)
     for found, value in zip(
         torch.utils._pytree.tree_leaves(compiled(inputs)),
@@ -448,7 +346,7 @@ def test_compile_vmap_and_autocast(rule):
 
     several = torch.stack([inputs["u"], -inputs["u"]])
     torch.testing.assert_close(torch.vmap(of_u)(several), torch.stack([of_u(u) for u in several]))
-    single = make_inputs(rule, previous="given", dtype=torch.float32)
+    single = make_scan_inputs(rule, previous="given", dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, last = selective_scan(**single, return_last_state=True)
     assert out.dtype == last.u.dtype == torch.bfloat16 and last.state.dtype == torch.float32
@@ -456,7 +354,7 @@ def test_compile_vmap_and_autocast(rule):
 
 def test_autocast_of_an_expanded_lam():
     """It is cast before its expansion: of the same values and gradient."""
-    inputs = make_inputs("exp_trapezoidal", dtype=torch.float32)
+    inputs = make_scan_inputs("exp_trapezoidal", dtype=torch.float32)
     lam = torch.randn(6, 1, requires_grad=True)
     results = []
     for given in (lam, lam.expand(2, 6, 7), lam.expand(2, 6, 7).contiguous()):
@@ -515,14 +413,14 @@ def test_autocast_of_an_expanded_lam():
 )
 def test_messages(changed, error, message):
     with pytest.raises(error, match=f"^selective_scan: {message}" if not message.startswith("got") else message):
-        selective_scan(**make_inputs("trapezoidal") | changed)
+        selective_scan(**make_scan_inputs("trapezoidal") | changed)
 
 
 @pytest.mark.parametrize("resets", [False, True])
 @every_rule
 def test_summaries(rule, resets, device):
     """decay h + last_state is the last state for any h, and so are its gradients."""
-    inputs = on(device, make_inputs(rule, seqlen=40, previous="given"))
+    inputs = on(device, make_scan_inputs(rule, seqlen=40, previous="given"))
     if resets:
         seq_idx = torch.zeros(2, 40, dtype=torch.int32, device=device)
         seq_idx[0, 30:] = 1
@@ -544,7 +442,7 @@ def test_summaries(rule, resets, device):
 
 
 def test_summary_refuses_what_one_sample_has_not():
-    of_span = {name: value for name, value in make_inputs("foh_ramp").items() if name in ("u", "delta", "A", "B")}
+    of_span = {name: value for name, value in make_scan_inputs("foh_ramp").items() if name in ("u", "delta", "A", "B")}
     with pytest.raises(ValueError, match=r"^selective_scan_summary: expected previous with a discretization that reads two"):
         selective_scan_summary(**of_span, previous="repeat")
 
@@ -555,7 +453,7 @@ OPTIONAL = ("D", "z", "delta_bias", "initial_state", "lam", "previous_u", "previ
 @pytest.mark.parametrize("name", ["u", "delta", "A", "B", "C", *OPTIONAL])
 def test_wrong_kinds_of_each_tensor(name):
     """Through torch.ops: None for a required tensor, and sparse ones."""
-    given = make_inputs("exp_trapezoidal", previous="given")
+    given = make_scan_inputs("exp_trapezoidal", previous="given")
     given["previous_u"], given["previous_B"] = given.pop("previous")
     given |= {"delta_A": torch.zeros(2, 6, 7, dtype=torch.float64)}
     given |= {"seq_idx": torch.zeros(2, 7, dtype=torch.int32), "cu_seqlens": torch.tensor([0, 7])}

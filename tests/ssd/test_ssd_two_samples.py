@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from two_sample_helpers import evaluate as evaluate_with
+from two_sample_helpers import leaves_of, on, widened
 
-from ssm_kernels import distributed, reference, ssd_chunk_scan
+from ssm_kernels import reference, ssd_chunk_scan
 
 OPERATOR = "ssd_chunk_scan"
 RULES = ("foh_ramp", "exp_trapezoidal")
@@ -68,54 +69,8 @@ def exact_scan(**inputs: Any) -> Any:
     return reference.two_sample_chunk_scan(**{name: value for name, value in inputs.items() if name != "chunk_size"})
 
 
-def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(moved(each) for each in value)
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {name: moved(value) for name, value in inputs.items()}
-
-
-def leaves_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor], list[str]]:
-    """Copies of the inputs that require gradients, and their names."""
-    copied, leaves, names = dict(inputs), [], []
-
-    def leaf(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        leaves.append(value.detach().clone(memory_format=torch.preserve_format).requires_grad_())
-        names.append(name)
-        return leaves[-1]
-
-    for name, value in inputs.items():
-        is_pair = name == "previous" and not isinstance(value, str)
-        copied[name] = tuple(leaf(f"previous_{i}", each) for i, each in enumerate(value)) if is_pair else leaf(name, value)
-    return copied, leaves, names
-
-
 def evaluate(function: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs, the last states and samples, and the gradients of a sum with random weights."""
-    given, leaves, names = leaves_of(inputs)
-    out, last = function(**given, return_final_states=True)
-    results = {"out": out} | {f"last_{i}": value for i, value in enumerate(last)}
-    generator = torch.Generator().manual_seed(5)
-    # Exact in every dtype.
-    weights = [torch.randint(-4, 5, x.shape, generator=generator).double() / 4 for x in results.values()]
-    loss = sum((x * weight.to(x)).double().sum() for x, weight in zip(results.values(), weights, strict=True))
-    gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    return results | {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-
-
-def widened(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs in float64."""
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(wide(each) for each in value)
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return {name: wide(value) for name, value in inputs.items()}
+    return evaluate_with(function, inputs, "return_final_states")
 
 
 def assert_matches_reference(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -529,16 +484,6 @@ SAMPLES = (torch.zeros(2, 4, 3, dtype=torch.float64), torch.zeros(2, 2, 5, dtype
 def test_messages(changed, error, message):
     with pytest.raises(error, match=f"^ssd_chunk_scan: {message}"):
         ssd_chunk_scan(**make_inputs("foh_ramp") | changed)
-
-
-def test_ranks_refuse():
-    inputs = {name: x for name, x in make_inputs("foh_ramp").items() if name != "previous"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(NotImplementedError, match=r"^ssd_chunk_scan: discretization 'foh_ramp' reads two input samples"):
-            distributed.ssd_chunk_scan(**inputs)
-    finally:
-        dist.destroy_process_group()
 
 
 OPTIONAL = ("D", "z", "dt_bias", "initial_states", "lam", "previous_x", "previous_B", "seq_idx", "cu_seqlens")
