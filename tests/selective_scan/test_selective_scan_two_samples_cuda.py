@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import debug_option
-from test_selective_scan_two_samples import evaluate, every_rule, make_inputs
+from test_selective_scan_two_samples import every_rule
 from torch import Tensor
+from two_sample_helpers import evaluate, make_scan_inputs, on, widened
 
 from ssm_kernels import selective_scan
 
@@ -31,24 +32,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_cuda(value: Any) -> Any:
-    """A copy on the GPU that keeps its strides."""
-    if isinstance(value, tuple):
-        return tuple(map(on_cuda, value))
-    return value.to("cuda") if isinstance(value, Tensor) else value
-
-
-def wide(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(wide, value))
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 def transposed(inputs: dict[str, Any]) -> dict[str, Any]:
     """The sequences with the channels, or states, contiguous."""
 
     def arrange(name: str, value: Any) -> Any:
-        is_sequence = name in ("u", "delta", "z", "lam", "B", "C") and isinstance(value, Tensor) and value.dim() > 2
+        is_sequence = name in ("u", "delta", "z", "lam", "delta_A", "B", "C") and isinstance(value, Tensor) and value.dim() > 2
         return value.movedim(-1, 1).contiguous().movedim(1, -1) if is_sequence else value
 
     return {name: arrange(name, value) for name, value in inputs.items()}
@@ -56,8 +44,8 @@ def transposed(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def assert_agrees_with_cpu(inputs: dict[str, Any], scales: dict[str, float] | None = None) -> None:
     """Errors are relative to the norm of the result, or to that of `scales`."""
-    found = evaluate(selective_scan, {name: on_cuda(value) for name, value in inputs.items()})
-    expected = evaluate(selective_scan, {name: wide(value) for name, value in inputs.items()})
+    found = evaluate(selective_scan, on("cuda", inputs))
+    expected = evaluate(selective_scan, widened(inputs))
     for name, value in expected.items():
         actual = found[name].cpu()
         bound = 5e-6 + 2 * torch.finfo(actual.dtype).eps if actual.dtype != torch.float64 else 1e-11
@@ -73,7 +61,7 @@ def assert_agrees_with_cpu(inputs: dict[str, Any], scales: dict[str, float] | No
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @every_rule
 def test_against_the_cpu(rule, options, dtype, layout):
-    inputs = make_inputs(rule, dtype=dtype, **options)
+    inputs = make_scan_inputs(rule, dtype=dtype, **options)
     inputs = transposed(inputs) if layout == "transposed" else inputs
     kernels = [WARP_SCAN] if dtype == torch.float64 else [WARP_SCAN, SEQUENTIAL]
     for kernel in kernels:
@@ -86,9 +74,9 @@ def test_against_the_cpu(rule, options, dtype, layout):
 @every_rule
 def test_packed_sequences(rule, chosen, previous):
     """Empty sequences, one of a single step, and ones that begin between vectors and tiles."""
-    inputs = make_inputs(rule, batch=1, dim=64, dstate=16, seqlen=150, sequences=6, previous=previous, dtype=torch.float32) | {
-        "cu_seqlens": torch.tensor([0, 0, 37, 37, 38, 101, 150])
-    }
+    options = {"batch": 1, "dim": 64, "dstate": 16, "seqlen": 150, "sequences": 6, "previous": previous}
+    inputs = make_scan_inputs(rule, dtype=torch.float32, **options)
+    inputs["cu_seqlens"] = torch.tensor([0, 0, 37, 37, 38, 101, 150])
     with debug_option("selective_scan_kernel", chosen):
         assert_agrees_with_cpu(inputs)
         assert_agrees_with_cpu(transposed(inputs))
@@ -97,7 +85,7 @@ def test_packed_sequences(rule, chosen, previous):
 @pytest.mark.parametrize("previous", ["repeat", "given"])
 @every_rule
 def test_resets(rule, previous):
-    inputs = make_inputs(rule, dim=64, dstate=16, seqlen=90, previous=previous, dtype=torch.float32)
+    inputs = make_scan_inputs(rule, dim=64, dstate=16, seqlen=90, previous=previous, dtype=torch.float32)
     seq_idx = torch.zeros(2, 90, dtype=torch.int32)
     seq_idx[0, 32:] += 1
     seq_idx[1, 1:] += 1
@@ -109,7 +97,7 @@ def test_resets(rule, previous):
 @every_rule
 def test_borders_of_tiles_and_segments(rule, length):
     """Few channels: forward cuts long sequences into segments."""
-    inputs = make_inputs(rule, batch=1, dim=5, dstate=16, seqlen=length, previous="given", dtype=torch.float32)
+    inputs = make_scan_inputs(rule, batch=1, dim=5, dstate=16, seqlen=length, previous="given", dtype=torch.float32)
     assert_agrees_with_cpu(inputs)
 
 
@@ -119,10 +107,10 @@ def test_lam_broadcasts(chosen, shape):
     """By strides of zero. Its gradient is the sum over the axes that it lacks, where terms cancel: the rounding errors of the
     terms, and with them that of the sum, are relative to the norm of the terms.
     """
-    inputs = make_inputs("exp_trapezoidal", seqlen=70, dstate=16, dtype=torch.float32)
+    inputs = make_scan_inputs("exp_trapezoidal", seqlen=70, dstate=16, dtype=torch.float32)
     lam = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     expanded = inputs | {"lam": lam.expand(inputs["u"].shape).contiguous()}
-    terms = evaluate(selective_scan, {name: wide(value) for name, value in expanded.items()})["grad_lam"]
+    terms = evaluate(selective_scan, widened(expanded))["grad_lam"]
     with debug_option("selective_scan_kernel", chosen):
         assert_agrees_with_cpu(expanded)
         assert_agrees_with_cpu(inputs | {"lam": lam}, {"grad_lam": terms.norm().item()})
