@@ -122,8 +122,8 @@ struct SelectiveScanParams {
   ChannelView D, delta_bias;
 };
 
-// Kernels of methods that read two input samples (common/two_sample_discretization.h), or of a step of its own for A, take
-// these parameters besides:
+// Kernels of methods that read two input samples (common/two_sample_discretization.h), of a step of its own for A or of complex
+// states take these parameters besides:
 //
 //   h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1})
 //
@@ -134,7 +134,10 @@ struct TwoSampleParams {
   SequenceView lam;  // of exp_trapezoidal; any strides, zero included. Data null for other methods
   bool lam_sigmoid = false;
   bool repeats_first = false;
-  // In the type of u. (batch or sequences, dim), stride_state zero; and (batch or sequences, groups of B, dstate), where
+  // Complex states (common/complex.h): dstate counts real numbers, and neighbors are the real and the imaginary part of a
+  // state. The output is the real part of <C, h>, twice with conjugate_pairs. B and C are of the accumulation type.
+  bool is_complex = false, conjugate_pairs = true;
+  // In the types of u and B. (batch or sequences, dim), stride_state zero; and (batch or sequences, groups of B, dstate), where
   // stride_dim is the stride between groups. A constant B has no previous_B: the previous sample's is B itself.
   StateView previous_u, previous_B;
   // The steps of A (common/separate_step.h), in place of delta in the decay; any strides, zero included. Data null: delta. With

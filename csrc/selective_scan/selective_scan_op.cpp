@@ -105,16 +105,17 @@ void check_layout(const char* op, const Inputs& in) {
 
 void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tensor& matrix, const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
+  const at::ScalarType dtype = in.is_complex ? checks.accumulate() : in.u.scalar_type();
   switch (matrix.dim()) {
     case 2:
       return checks.tensor(name, matrix, "(dim, dstate)", {dim, dstate}, checks.accumulate());
     case 3:
-      return checks.tensor(name, matrix, "(batch, dstate, seqlen)", {batch, dstate, seqlen}, in.u.scalar_type());
+      return checks.tensor(name, matrix, "(batch, dstate, seqlen)", {batch, dstate, seqlen}, dtype);
     case 4: {
       // In the layout (batch, seqlen, groups, dstate) the groups are the third axis: the check then says how to reorder.
       const bool is_swapped = matrix.sym_size(2) != dstate && matrix.sym_size(3) == dstate && matrix.sym_size(1) == seqlen;
       const c10::SymInt groups = matrix.sym_size(is_swapped ? 2 : 1);
-      checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, in.u.scalar_type());
+      checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, dtype);
       TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, checks.op(), ": expected the groups of ", name,
                         " to divide dim = ", dim, ", got ", groups);
       return;

@@ -28,6 +28,7 @@ struct Inputs {
   bool delta_softplus = false, reverse = false;
 
   // Not among the public operator's arguments.
+  bool is_complex = false;  // of selective_scan_two_sample: B and C are then of the dtype of A
   bool save_chunk_states = false;
   bool has_initial_state = false;  // of the node, which saves the state itself only for a packed call
   OptionalTensor packed_initial_state;

@@ -15,6 +15,7 @@
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/complex_states.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
 #include "torch/states_at.h"
@@ -27,17 +28,21 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
 
   // The selective scan with h_t = Abar(z_t) h_{t-1} + delta_t (k(z_t) B_t u_t + m(z_t) B_{t-1} u_{t-1}). The sample before the
   // first step of a sequence is that of previous_u and previous_B; else with repeats_first the first one; else zero. delta_A
-  // takes the place of delta in the decay (common/separate_step.h); the discretization may then read one sample.
+  // takes the place of delta in the decay (common/separate_step.h); the discretization may then read one sample. It may, too,
+  // with is_complex: A, B, C and states then hold the real and the imaginary part of each state as neighbors, dstate counts
+  // both, B and C have the dtype of A, and the output is Re(C h), twice with conjugate_pairs (common/complex.h).
   const std::string tensors =
       "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? initial_state, "
       "Tensor? lam, Tensor? previous_u, Tensor? previous_B, Tensor? delta_A, Tensor? seq_idx, Tensor? cu_seqlens";
-  const std::string options = "str discretization, bool lam_sigmoid, bool repeats_first, bool delta_softplus, bool reverse";
+  const std::string options =
+      "str discretization, bool lam_sigmoid, bool repeats_first, bool delta_softplus, bool reverse, bool is_complex, bool "
+      "conjugate_pairs";
   schemas.def(
       "selective_scan_two_sample(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
       "Tensor? delta_bias=None, Tensor? initial_state=None, Tensor? lam=None, Tensor? previous_u=None, "
       "Tensor? previous_B=None, Tensor? delta_A=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization, "
-      "bool lam_sigmoid=False, bool repeats_first=False, bool delta_softplus=False, bool reverse=False) -> (Tensor out, Tensor "
-      "last_state)");
+      "bool lam_sigmoid=False, bool repeats_first=False, bool delta_softplus=False, bool reverse=False, bool "
+      "is_complex=False, bool conjugate_pairs=True) -> (Tensor out, Tensor last_state)");
   schemas.refuse_nested("selective_scan_two_sample");
   // Returns the scan's results, the last sample of each sequence, and the states and samples at positions. A constant B has
   // samples without elements, and so have u and B of discretizations that read one sample.
@@ -66,7 +71,12 @@ c10::SymInt count_sequences(const TwoSampleInputs& in) { return count_states(in.
 Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
   const bool is_separate = is_present(in.delta_A);
   const auto is_any = [](Discretization) { return true; };
-  const Discretization method = check_inputs_of(kTwoSampleOp, in, is_separate ? +is_any : &is_two_sample, /*lists_all=*/true);
+  const Discretization method =
+      check_inputs_of(kTwoSampleOp, in, is_separate || in.is_complex ? +is_any : &is_two_sample, /*lists_all=*/true);
+  if (in.is_complex) {
+    check_complex_states(kTwoSampleOp, method, in.discretization, in.A.sym_size(1));
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_separate, kTwoSampleOp, ": delta_A is not supported with a complex A");
+  }
   const ArgumentChecks checks(kTwoSampleOp, "u", in.u);
   if (is_separate) check_takes_delta_A(kTwoSampleOp, "delta_A", method, in.discretization);
   checks.tensor("delta_A", in.delta_A, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
@@ -80,6 +90,7 @@ Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
   const c10::SymInt sequences = count_sequences(in);
   checks.tensor("previous_u", in.previous_u, is_packed ? "(sequences, dim)" : "(batch, dim)", {sequences, in.u.sym_size(1)},
                 in.u.scalar_type());
+  const at::ScalarType matrix_dtype = in.is_complex ? checks.accumulate() : in.u.scalar_type();
   const bool has_previous_B = is_present(in.previous_u) && in.B.dim() > 2;
   TORCH_CHECK_VALUE(is_present(in.previous_B) == has_previous_B, kTwoSampleOp,
                     ": expected previous_B together with previous_u, unless B is constant, got ",
@@ -90,7 +101,7 @@ Discretization check_two_sample_inputs(const TwoSampleInputs& in) {
   shape[0] = sequences;
   const char* const axes = in.B.dim() == 4 ? (is_packed ? "(sequences, groups, dstate)" : "(batch, groups, dstate)")
                                            : (is_packed ? "(sequences, dstate)" : "(batch, dstate)");
-  checks.tensor("previous_B", in.previous_B, axes, shape, in.u.scalar_type());
+  checks.tensor("previous_B", in.previous_B, axes, shape, matrix_dtype);
   return method;
 }
 
@@ -157,6 +168,8 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
   params.lam = sequence_view(in.lam, Access::kRead, in.reverse);
   params.lam_sigmoid = in.lam_sigmoid;
   params.repeats_first = in.repeats_first;
+  params.is_complex = in.is_complex;
+  params.conjugate_pairs = in.conjugate_pairs;
   params.delta_A = sequence_view(in.delta_A, Access::kRead, in.reverse);
   if (is_present(in.previous_u)) {
     params.previous_u = {in.previous_u->const_data_ptr(), in.previous_u->stride(0), in.previous_u->stride(1), 0};
@@ -222,11 +235,14 @@ struct SelectiveScanTwoSample
 
   // Sequences and samples in the autocast dtype; parameters and states in float32.
   static void cast(Inputs& in, const Autocast& to) {
-    to.to_lower(in.u, in.delta, in.z, in.previous_u, in.previous_B);
+    to.to_lower(in.u, in.delta, in.z, in.previous_u);
+    in.is_complex ? to.to_float(in.previous_B) : to.to_lower(in.previous_B);
     to.expanded_to_lower(in.lam);
     to.expanded_to_lower(in.delta_A);
     to.to_float(in.A, in.D, in.delta_bias, in.initial_state);
-    for (at::Tensor* matrix : {&in.B, &in.C}) matrix->dim() == 2 ? to.to_float(*matrix) : to.to_lower(*matrix);
+    for (at::Tensor* matrix : {&in.B, &in.C}) {
+      in.is_complex || matrix->dim() == 2 ? to.to_float(*matrix) : to.to_lower(*matrix);
+    }
   }
 
  private:

@@ -1,6 +1,6 @@
 // Shared by the dispatcher's side of selective_scan_two_sample (two_sample_op.cpp), the selective scan with a discretization
-// that reads two input samples a step or with a step of its own for A, and its devices. What it shares with selective_scan is
-// in selective_scan_op.h.
+// that reads two input samples a step or with a step of its own for A, and its devices. What it shares with
+// selective_scan is in selective_scan_op.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,10 +15,12 @@ namespace ssm_kernels::selective_scan {
 // initial_state is an argument of backward for packed calls only: the first of chunk_states is that of others.
 struct TwoSampleInputs : Inputs {
   OptionalTensor lam, previous_u, previous_B, delta_A;
-  bool lam_sigmoid = false, repeats_first = false;
+  bool lam_sigmoid = false, repeats_first = false, conjugate_pairs = true;
 
   auto tensors() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, lam, previous_u, previous_B, delta_A)); }
-  auto options() { return std::tie(discretization, lam_sigmoid, repeats_first, delta_softplus, reverse); }
+  auto options() {
+    return std::tie(discretization, lam_sigmoid, repeats_first, delta_softplus, reverse, is_complex, conjugate_pairs);
+  }
   auto fields() { return std::tuple_cat(tensors(), std::tie(seq_idx, cu_seqlens), options()); }
 };
 

@@ -81,8 +81,8 @@ struct TokenParams {
   int64_t intermediate_row = 0;  // elements between the rows of neighboring channels. Set by CUDA's entry point
 };
 
-// The additional parameters of methods that read two input samples (common/two_sample_discretization.h), or of a step of its
-// own for A (common/separate_step.h):
+// The additional parameters of methods that read two input samples (common/two_sample_discretization.h), of a step of its own
+// for A (common/separate_step.h) or of complex states (common/complex.h):
 //
 //   h = Abar(delta A) h + delta (k(delta A) B x + m(delta A) previous_B previous_x)
 //
@@ -96,8 +96,10 @@ struct TwoSampleParams {
   ChannelView lam;        // as x; of exp_trapezoidal. Data null for other methods
   int64_t lam_token = 0;  // its stride between tokens
   bool lam_sigmoid = false;
+  // Complex states, as in selective_scan.h: dstate counts real numbers, and B, C and previous_B are of the accumulation type.
+  bool is_complex = false, conjugate_pairs = true;
   ChannelView previous_x;  // (slots, heads, headdim), in the type of x
-  GroupView previous_B;    // (slots, groups, dstate), in the type of x
+  GroupView previous_B;    // (slots, groups, dstate), in the type of B
   ChannelView dt_A;        // as x: the step of A in place of delta, without bias, softplus and limits. Data null: delta
   int64_t dt_A_token = 0;  // its stride between tokens
 };

@@ -103,13 +103,14 @@ void check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& la
   if (has_groups) matrix_shape.push_back(in.B.sym_size(groups_axis));
   matrix_shape.push_back(dstate);
   const char* const matrix = has_groups ? layout.groups : layout.matrix;
-  checks.tensor("B", in.B, matrix, matrix_shape, dtype);
+  const at::ScalarType matrix_dtype = in.is_complex ? checks.accumulate() : dtype;
+  checks.tensor("B", in.B, matrix, matrix_shape, matrix_dtype);
   if (has_groups) {
     const c10::SymInt groups = in.B.sym_size(groups_axis);
     TORCH_CHECK_VALUE(groups > 0 && channels[0] % groups == 0, kOp, ": expected the groups of B and C to divide ",
                       form.channels, " = ", channels[0], ", got ", groups);
   }
-  checks.tensor("C", in.C, matrix, matrix_shape, dtype);
+  checks.tensor("C", in.C, matrix, matrix_shape, matrix_dtype);
   checks.parameter("D", in.D, form.parameter, channels);
   checks.tensor("z", in.z, form.input, in.x.sym_sizes(), dtype);
   checks.parameter("dt_bias", in.dt_bias, form.parameter, channels);

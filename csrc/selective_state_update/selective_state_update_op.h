@@ -28,6 +28,8 @@ struct Inputs {
   bool A_is_log = false;
 
   bool (*supports)(Discretization) = &is_one_sample;  // not an argument
+  // Of selective_state_update_two_sample: states are complex, and B and C of the accumulation type.
+  bool is_complex = false;
 
   auto fields() {
     return std::tie(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);

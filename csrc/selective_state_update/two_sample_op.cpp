@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include "torch/checks.h"
+#include "torch/choices.h"
+#include "torch/complex_states.h"
 #include "torch/decoding_op.h"
 #include "torch/schemas.h"
 #include "torch/tensor_data.h"
@@ -15,12 +17,14 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
   // One step of selective_scan_two_sample, or a few: the state and the samples of the last step are updated in place. The
-  // samples have no elements where the discretization reads one, which has dt_A, the step of A in place of dt.
+  // samples have no elements where the discretization reads one: with dt_A, the step of A in place of dt, or with is_complex,
+  // as of selective_scan_two_sample. The state, A, B and C are then of the accumulation type.
   schemas.in_place(
       "selective_state_update_two_sample(Tensor(a!) state, Tensor(b!) previous_x, Tensor(c!) previous_B, Tensor x, Tensor dt, "
       "Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? lam=None, "
       "bool dt_softplus=False, Tensor? state_batch_indices=None, Tensor? dt_A=None, *, str discretization, bool "
-      "lam_sigmoid=False, float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
+      "lam_sigmoid=False, float[]? dt_limit=None, bool A_is_log=False, bool is_complex=False, bool conjugate_pairs=True) -> "
+      "Tensor");
 }
 
 namespace {
@@ -36,14 +40,26 @@ OutInputs base_of(const TwoSampleOutInputs& in) {
 // The axes of x in front of those of the channels.
 int64_t leading_of(const TwoSampleInputs& in) { return in.x.dim() == in.state.dim() ? 2 : 1; }
 
+void check_complex_inputs(const ArgumentChecks& checks, const TwoSampleInputs& in, Discretization method) {
+  check_complex_states(kTwoSampleStep, method, in.discretization, in.state.sym_size(-1));
+  for (const NamedTensor& parts : {NamedTensor("state", in.state), NamedTensor("A", in.A)}) {
+    TORCH_CHECK(parts.tensor->scalar_type() == checks.accumulate(), kTwoSampleStep, ": expected ", parts.name,
+                " of complex states to have dtype ", dtype_name(checks.accumulate()), ", got ",
+                dtype_name(parts.tensor->scalar_type()));
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.dt_A) && !in.A_is_log, kTwoSampleStep, ": ", in.A_is_log ? "A_is_log" : "dt_A",
+                              " is not supported with a complex A");
+}
+
 void check_samples(const TwoSampleInputs& in) {
   const ArgumentChecks checks(kTwoSampleStep, "x", in.x);
   const at::ScalarType dtype = in.x.scalar_type();
   const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading_of(in) + 2;
   check_defined(kTwoSampleStep, "previous_x", in.previous_x);
   check_defined(kTwoSampleStep, "previous_B", in.previous_B);
-  const Discretization method =
-      parse_discretization(kTwoSampleStep, in.discretization, is_present(in.dt_A) ? in.supports : &is_two_sample);
+  const Discretization method = parse_discretization(kTwoSampleStep, in.discretization,
+                                                     is_present(in.dt_A) || in.is_complex ? in.supports : &is_two_sample);
+  if (in.is_complex) check_complex_inputs(checks, in, method);
   if (is_present(in.dt_A)) check_takes_delta_A(kTwoSampleStep, "dt_A", method, in.discretization);
   const bool has_tokens = leading_of(in) == 2;
   const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
@@ -61,7 +77,8 @@ void check_samples(const TwoSampleInputs& in) {
   c10::SymDimVector shape = {in.state.sym_size(0)};
   if (has_groups) shape.push_back(in.B.sym_size(-2));
   shape.push_back(in.B.sym_size(-1));
-  checks.tensor("previous_B", in.previous_B, has_groups ? "(batch, groups, dstate)" : "(batch, dstate)", shape, dtype);
+  checks.tensor("previous_B", in.previous_B, has_groups ? "(batch, groups, dstate)" : "(batch, dstate)", shape,
+                in.is_complex ? checks.accumulate() : dtype);
 }
 
 // The step writes to the samples, which must share memory with no other argument. make_params checks the state against the
@@ -108,6 +125,8 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
   TwoSampleParams params;
   params.method = parse_method_parameters(in.discretization);
   params.lam_sigmoid = in.lam_sigmoid;
+  params.is_complex = in.is_complex;
+  params.conjugate_pairs = in.conjugate_pairs;
   const auto read = [&](const OptionalTensor& tensor, ChannelView& view, int64_t& token) {
     if (!is_present(tensor)) return;
     view = channels(*tensor, Access::kRead);
@@ -140,7 +159,8 @@ struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
 
   // Inputs in the autocast dtype, parameters in float32. The state and the samples are written to and are not cast.
   static void cast(Inputs& in, const Autocast& to) {
-    to.to_lower(in.x, in.dt, in.B, in.C, in.z);
+    to.to_lower(in.x, in.dt, in.z);
+    in.is_complex ? to.to_float(in.B, in.C) : to.to_lower(in.B, in.C);
     to.expanded_to_lower(in.lam);
     to.expanded_to_lower(in.dt_A);
     to.to_float(in.A, in.D, in.dt_bias);

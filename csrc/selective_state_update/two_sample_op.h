@@ -1,6 +1,6 @@
 // Shared by the dispatcher's side of selective_state_update_two_sample (two_sample_op.cpp), the step of discretizations that
-// read two input samples or have a step of its own for A, and its devices. What it shares with selective_state_update is in
-// selective_state_update_op.h.
+// read two input samples, have a step of its own for A or complex states, and its devices. What it shares with
+// selective_state_update is in selective_state_update_op.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace ssm_kernels::selective_state_update {
 struct TwoSampleInputs : Inputs {
   at::Tensor previous_x, previous_B;  // without elements for discretizations that read one sample
   OptionalTensor lam, dt_A;
-  bool lam_sigmoid = false;
+  bool lam_sigmoid = false, conjugate_pairs = true;
 
   TwoSampleInputs() {
     supports = [](Discretization) { return true; };
@@ -22,7 +22,7 @@ struct TwoSampleInputs : Inputs {
 
   auto fields() {
     return std::tie(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias, lam, dt_softplus, state_batch_indices, dt_A,
-                    discretization, lam_sigmoid, dt_limit, A_is_log);
+                    discretization, lam_sigmoid, dt_limit, A_is_log, is_complex, conjugate_pairs);
   }
 };
 // Calls with several tokens a row take these. The operator itself takes no other option of servers.

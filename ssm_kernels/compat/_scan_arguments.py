@@ -3,6 +3,7 @@ them. The functions, the extension modules and their gradients share this file."
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .._dtypes import cast, wide_dtype
@@ -22,15 +23,20 @@ def operator_arguments(
     D: Tensor | None,
     z: Tensor | None,
     delta_bias: Tensor | None,
+    *,
+    takes_complex: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The tensors in the dtypes of :func:`ssm_kernels.selective_scan`.
 
     Sequences (``u``, ``delta``, ``z``, and ``B`` and ``C`` of more than two axes) get their common dtype, and parameters the
-    wide dtype of it. Differentiable. ``function`` is the name in errors.
+    wide dtype of it. Differentiable. ``function`` is the name in errors. With ``takes_complex`` ``A`` may be complex: ``B`` and
+    ``C`` of each step are then real, (..., dstate, 2 seqlen), with the real and the imaginary part of a step as neighbors.
 
     Raises:
         NotImplementedError, RuntimeError, TypeError: as :func:`._promotion.common_dtype`.
     """
+    if takes_complex and isinstance(A, Tensor) and A.is_complex():
+        return _complex_arguments(function, u, delta, A, B, C, D, z, delta_bias)
     common_dtype(function, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
     per_step = {"u": u, "delta": delta, "z": z}
     per_step |= {key: value for key, value in (("B", B), ("C", C)) if value.dim() > 2}
@@ -42,6 +48,45 @@ def operator_arguments(
         cast(A, wide),
         cast(B, dtype if B.dim() > 2 else wide),
         cast(C, dtype if C.dim() > 2 else wide),
+        cast(D, wide),
+        cast(z, dtype),
+        cast(delta_bias, wide),
+    )
+
+
+def _complex_arguments(
+    function: str,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dtype = common_dtype(function, u=u, delta=delta, z=z)
+    common_dtype(function, u=u, D=D, delta_bias=delta_bias)
+    wide = wide_dtype(dtype)
+    number = torch.complex128 if wide == torch.float64 else torch.complex64
+
+    def matrix(name: str, value: Tensor) -> Tensor:
+        if value.is_complex():
+            return value.to(number)
+        if value.dim() < 3:
+            raise RuntimeError(
+                f"{function}: expected a complex {name} of shape (dim, dstate) with a complex A, got {value.dtype}"
+            )
+        if value.shape[-1] % 2 != 0:
+            raise ValueError(f"{function}: expected {name} of shape (..., dstate, 2 seqlen), got {[*value.shape]}")
+        return torch.view_as_complex(cast(value, wide).unflatten(-1, (-1, 2)).contiguous())
+
+    return (
+        cast(u, dtype),
+        cast(delta, dtype),
+        A.to(number),
+        matrix("B", B),
+        matrix("C", C),
         cast(D, wide),
         cast(z, dtype),
         cast(delta_bias, wide),

@@ -18,6 +18,7 @@ from .._dtypes import cast, wide_dtype
 from .._torchscript import refuse_script_of
 from ..choices import DiscretizationName
 from ._promotion import common_dtype
+from ._scan_arguments import operator_arguments
 from .causal_conv1d import write_final_states
 
 __all__ = [
@@ -52,6 +53,12 @@ def selective_scan_ref(
     discretization: DiscretizationName = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`.selective_scan.selective_scan_fn` by :func:`ssm_kernels.reference.selective_scan`."""
+    if A.is_complex():
+        arguments = operator_arguments("selective_scan_ref", u, delta, A, B, C, D, z, delta_bias, takes_complex=True)
+        out, last_state = reference.complex_scan(
+            *arguments, delta_softplus=delta_softplus, return_last_state=True, discretization=discretization
+        )
+        return (out.to(u.dtype), last_state) if return_last_state else out.to(u.dtype)
     tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
     out, last_state = reference.selective_scan(
         **_widen("selective_scan_ref", tensors),

@@ -46,8 +46,9 @@ def selective_scan_fn(
     Args:
         u: (batch, dim, seqlen).
         delta: shape of ``u``.
-        A: (dim, dstate), real.
-        B: (dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen).
+        A: (dim, dstate), real or complex.
+        B: (dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen). With a complex ``A`` complex, or real with
+            a last axis of 2 seqlen: the real and the imaginary part of each step as neighbors.
         C: as ``B``, independently of it.
         D: (dim,).
         z: shape of ``u``.
@@ -63,11 +64,11 @@ def selective_scan_fn(
 
     Returns:
         ``out``, shape and dtype of ``u``; with ``return_last_state`` also ``last_state``, (batch, dim, dstate), float32
-        (float64 beside float64 sequences). Both are differentiable with respect to every tensor (in ``mamba_ssm`` the last
-        state is not); gradients have the dtype of their tensor. Autocast changes nothing.
+        (float64 beside float64 sequences), or complex as ``A``. Both are differentiable with respect to every tensor (in
+        ``mamba_ssm`` the last state is not); gradients have the dtype of their tensor. Autocast changes nothing.
 
     Raises:
-        NotImplementedError: a complex tensor.
+        NotImplementedError: a tensor other than ``A``, ``B`` and ``C`` is complex, or CUDA has no kernel of a complex ``A``.
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
 
     Examples:
@@ -95,7 +96,7 @@ def _selective_scan(
     discretization: DiscretizationName,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    arguments = operator_arguments("selective_scan_fn", u, delta, A, B, C, D, z, delta_bias)
+    arguments = operator_arguments("selective_scan_fn", u, delta, A, B, C, D, z, delta_bias, takes_complex=True)
     with no_autocast(u):
         out, last_state = ops.selective_scan(
             *arguments,

@@ -85,7 +85,8 @@ class TwoSampleScan(torch.autograd.Function):
             previous, final_samples, from_before, has_steps = samples.receive(steps, given, carry_mask, needs_final)
         before_u, before_B = [*previous, None, None][:2]
         carry = Carry.of(group, "selective_scan", reverse, chain)
-        options = (discretization, lam_sigmoid, repeats, delta_softplus, reverse)
+        is_complex, conjugate_pairs = False, True
+        options = (discretization, lam_sigmoid, repeats, delta_softplus, reverse, is_complex, conjugate_pairs)
         more = (lam, before_u, before_B, delta_A, seq_idx)
 
         def summarize() -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ class TwoSampleScan(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None, *grad_samples: Tensor) -> Any:
         *tensors, chunk_states, decays, carry_mask, from_before, has_steps = ctx.saved_tensors
         u, delta, A, B, C, _, z, delta_bias, _, _, before_u, _, delta_A, seq_idx = tensors
-        discretization, _, _, delta_softplus, reverse = ctx.options
+        discretization, _, _, delta_softplus, reverse = ctx.options[:5]
         needs = [*ctx.needs_input_grad[:13]]
         state = (u.shape[0], *A.shape), A.dtype
 

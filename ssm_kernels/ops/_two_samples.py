@@ -1,5 +1,5 @@
 """Calls of :func:`ssm_kernels.selective_scan` and :func:`ssm_kernels.ssd_chunk_scan` with a discretization that reads two input
-samples a step, and of the former with a step of its own for A.
+samples a step, and of the former with a step of its own for A or with complex states.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def two_sample_scan(
     cu_seqlens: Tensor | None,
     return_last_state: bool,
     states_at: Positions | None,
+    is_complex: bool = False,
+    conjugate_pairs: bool = True,
 ) -> Any:
     if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan", discretization, alpha)
@@ -111,12 +113,13 @@ def two_sample_scan(
             repeats_first=repeats,
             delta_softplus=delta_softplus,
             reverse=reverse,
+            is_complex=is_complex,
+            conjugate_pairs=conjugate_pairs,
         )
         return out
     positions = [] if states_at is None else read_positions("selective_scan", states_at)
-    out, *found = torch.ops.ssm_kernels._selective_scan_two_sample_states_at(
-        *tensors, discretization, lam_sigmoid, repeats, delta_softplus, reverse, positions
-    )
+    options = (discretization, lam_sigmoid, repeats, delta_softplus, reverse, is_complex, conjugate_pairs)
+    out, *found = torch.ops.ssm_kernels._selective_scan_two_sample_states_at(*tensors, *options, positions)
     last, at = found[0], found[3]
     if reads_two:
         last, at = (ScanState(state, u, matrix if B.dim() > 2 else None) for state, u, matrix in (found[:3], found[3:]))

@@ -11,6 +11,7 @@ from .._discretizations import is_two_sample, with_alpha
 from .._scan_state import ScanState
 from ..choices import DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import names_arguments
+from ._complex import complex_scan, is_complex
 from ._states_at import Positions, is_transformed, read_positions
 from ._two_samples import refuse_one_sample, two_sample_scan
 
@@ -37,6 +38,7 @@ def selective_scan(
     lam_sigmoid: bool = False,
     previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
     delta_A: Tensor | None = None,
+    conjugate_pairs: bool = True,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -61,7 +63,8 @@ def selective_scan(
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
             dim-contiguous tensors are read in 16-byte vectors, others element by element on CUDA.
         delta: step sizes, shape and dtype of ``u``.
-        A: diagonal of the continuous system, (dim, dstate), real, float32 (float64 with float64 inputs); dstate <= 256.
+        A: diagonal of the continuous system, (dim, dstate), float32 (float64 with float64 inputs); dstate <= 256. Or complex64
+            (complex128), with dstate <= 128, ``B`` and ``C`` and states of that dtype too.
         B: input matrix. Constant: (dim, dstate) in the dtype of ``A``. Per step: (batch, dstate, seqlen) or
             (batch, groups, dstate, seqlen) in the dtype of ``u``; channel ``d`` reads group ``d // (dim // groups)``.
         C: output matrix, as ``B``, independently of it.
@@ -85,6 +88,8 @@ def selective_scan(
             A sequence without steps and without a given sample returns a sample of zero.
         delta_A: the steps of ``A``, in place of those of ``delta``, which are then those of the input alone:
             (batch, dim, seqlen) or a shape that broadcasts to it, dtype of ``u``. No bias and no softplus applies to it.
+        conjugate_pairs: of a complex ``A``: states are one of each conjugate pair, and the output is
+            :math:`2\, \mathrm{Re} \langle C_t, h_t \rangle`. False: without the factor 2.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
             (sequences, dim, dstate), one for each sequence.
@@ -130,6 +135,13 @@ def selective_scan(
     Rules that advance the state and the input by one step of a rational function or of a line do not. On CUDA such calls take
     the warp scan, and ``"exp_trapezoidal"`` takes it on the CPU alone.
 
+    **Complex states.** With a complex ``A`` states are complex, and ``u``, ``delta``, ``D``, ``z`` and ``out`` real:
+    :math:`y_t = 2\, \mathrm{Re} \sum_n C_{t,n} h_{t,n}`, without a conjugate on ``C``, before the skip connection and the gate.
+    ``B`` and ``C`` of each step are complex64 beside float16 and bfloat16 inputs too. ``"zoh"``, ``"zoh_exact"``,
+    ``"bilinear"``, ``"trapezoidal"`` and ``"exp_trapezoidal"`` take it, without ``delta_A``. Angles are reduced as turns, so
+    that :math:`\Delta\, \mathrm{Im} A` may be large. Gradients of complex tensors follow PyTorch's convention,
+    :math:`\partial L / \partial \mathrm{Re} + i\, \partial L / \partial \mathrm{Im}`. CUDA has no such kernels.
+
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
     seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it.
@@ -148,7 +160,7 @@ def selective_scan(
             meaning.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
-        NotImplementedError: CUDA has no kernel of the rule with ``delta_A``.
+        NotImplementedError: CUDA has no kernel of the rule with ``delta_A`` or of a complex ``A``, or both are given.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 
@@ -173,10 +185,34 @@ def selective_scan(
         >>> gaps = torch.tensor([0.0, 1.0, 0.5])  # times since the event before, of all channels
         >>> selective_scan(u[..., :3], delta[..., :3], A, B[..., :3], C[..., :3], delta_A=gaps).shape
         torch.Size([2, 8, 3])
+        >>> A = torch.complex(-torch.rand(dim, dstate), torch.randn(dim, dstate))  # complex states, constant B and C
+        >>> B, C = torch.randn(2, dim, dstate, dtype=torch.complex64)
+        >>> selective_scan(u, delta, A, B, C, discretization="bilinear").shape
+        torch.Size([2, 8, 100])
         >>> one = torch.ones(1, 1, 3)  # a held input of 1, with A = -1 and steps of 1: 1 - exp(-t)
         >>> selective_scan(one, one, -torch.ones(1, 1), one, one, discretization="zoh_exact")
         tensor([[[0.6321, 0.8647, 0.9502]]])
     """
+    if is_complex(A):
+        return complex_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=discretization,
+            alpha=alpha,
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            previous=previous,
+            delta_A=delta_A,
+            conjugate_pairs=conjugate_pairs,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=return_last_state,
+            states_at=states_at,
+        )
+    if conjugate_pairs is not True:
+        raise ValueError("selective_scan: expected conjugate_pairs=False with a complex A only, got a real A")
     if delta_A is not None or (discretization != "zoh" and is_two_sample(discretization)):
         return two_sample_scan(
             *(u, delta, A, B, C, D, z, delta_bias),

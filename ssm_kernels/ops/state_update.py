@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .._discretizations import is_two_sample, with_alpha
 from ..choices import DiscretizationName, TwoSampleDiscretizationName
 from ._arguments import empty_output, names_arguments, read_dt_limit
+from ._complex import complex_step, is_complex
 from ._two_samples import broadcast_steps
 
 __all__ = ["selective_state_update"]
@@ -55,6 +57,7 @@ def selective_state_update(
     previous_x: Tensor | None = None,
     previous_B: Tensor | None = None,
     dt_A: Tensor | None = None,
+    conjugate_pairs: bool = True,
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
     out: Tensor | None = None,
@@ -102,6 +105,9 @@ def selective_state_update(
         dt_A: the step of ``A``, as ``delta_A`` of :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to
             it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it. Such steps take none of the arguments from
             ``out`` on, and ``"exp_trapezoidal"`` takes it on the CPU alone.
+        conjugate_pairs: of a complex ``A``, as for :func:`selective_scan`. ``state``, ``A``, ``B``, ``C`` and ``previous_B``
+            are then complex64, or complex128 with float64 inputs. The step takes none of the arguments from ``out`` on, no
+            ``dt_A`` and no ``A_is_log``. A constant ``B`` is one of dim groups, ``B.expand(batch, -1, -1)``. On the CPU alone.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
@@ -179,7 +185,10 @@ def selective_state_update(
         _refuse_one_sample(
             discretization, lam=lam, lam_sigmoid=lam_sigmoid or None, previous_x=previous_x, previous_B=previous_B
         )
-    if reads_two or dt_A is not None:
+    of_complex = is_complex(A)
+    if conjugate_pairs is not True and not of_complex:
+        raise ValueError("selective_state_update: expected conjugate_pairs=False with a complex A only, got a real A")
+    if reads_two or dt_A is not None or of_complex:
         for_servers = {
             "out": out,
             "dst_state_batch_indices": dst_state_batch_indices,
@@ -192,13 +201,17 @@ def selective_state_update(
         }
         for name, value in for_servers.items():
             if value is not None:
-                what = f"discretization {discretization!r}, whose previous samples it would have to choose too"
-                raise NotImplementedError(
-                    f"selective_state_update: {name} is not supported with {what if reads_two else 'dt_A'}"
-                )
+                what = "a complex A" if of_complex else "dt_A"
+                if reads_two:
+                    what = f"discretization {discretization!r}, whose previous samples it would have to choose too"
+                raise NotImplementedError(f"selective_state_update: {name} is not supported with {what}")
         axes = "(batch, " + "tokens, " * (x.dim() == state.dim()) + ("dim)" if state.dim() == 3 else "heads, headdim)")
         samples = (previous_x, previous_B) if reads_two else (x.new_empty(0), x.new_empty(0))
-        return _two_sample_step(
+        step: Callable[..., Tensor] = _two_sample_step
+        options: dict[str, Any] = {}
+        if of_complex:
+            step, options = partial(complex_step, _two_sample_step), {"conjugate_pairs": conjugate_pairs}
+        return step(
             *(state, *samples, x, dt, A, B, C, D, z, dt_bias),
             broadcast_steps("selective_state_update", "lam", lam, x, axes),
             dt_softplus,
@@ -208,6 +221,7 @@ def selective_state_update(
             lam_sigmoid=lam_sigmoid,
             dt_limit=limits,
             A_is_log=A_is_log,
+            **options,
         )
     if (
         out is None

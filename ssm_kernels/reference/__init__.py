@@ -18,6 +18,7 @@ as the matrix does, and divides its output by the size of ``n q``.
 from .._submodules import public_names
 from .._torchscript import refuse_script_of
 from . import recurrences
+from .complex_states import complex_scan, complex_state_update
 from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
@@ -42,6 +43,8 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "coefficients",
+    "complex_scan",
+    "complex_state_update",
     "delta_rule_scan",
     "delta_rule_step",
     "discretization_of",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._discretizations import is_two_sample
 from .._scan_state import ScanState
-from ..choices import ExponentialTwoSampleDiscretizationName, TwoSampleDiscretizationName
+from ..choices import DiscretizationName, ExponentialTwoSampleDiscretizationName, TwoSampleDiscretizationName
 from ..ops._states_at import Positions
 from ..ops._two_samples import read_previous
-from .discretizations import decaying, exponents_of_A, phi1
+from .discretizations import coefficients, decaying, exponents_of_A, phi1
 from .selective_scan import _per_step
 from .sequences import promoted_dtype, resets_of, step_sizes
 
@@ -113,13 +114,15 @@ def two_sample_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     states_at: Positions | None = None,
+    conjugate_pairs: bool = True,
 ) -> Any:
     r"""The selective scan with two input samples a step, as a loop over time.
 
     .. math::
         h_t = \bar A(z_t)\, h_{t-1} + \Delta_t \left(k(z_t)\, B_t u_t + m(z_t)\, B_{t-1} u_{t-1}\right), \quad z_t = \Delta_t A
 
-    Other arguments as :func:`ssm_kernels.selective_scan`. Computed in the promoted dtype of all arguments.
+    Other arguments as :func:`ssm_kernels.selective_scan`. Computed in the promoted dtype of all arguments. With a complex
+    ``A`` as :func:`ssm_kernels.reference.complex_scan`.
 
     Args:
         discretization: see :func:`two_sample_coefficients`.
@@ -133,6 +136,7 @@ def two_sample_scan(
         delta_A: of ``"exp_trapezoidal"``, as for :func:`ssm_kernels.selective_scan`.
         return_last_state: also return a :class:`ScanState`, which continues the scan as ``initial_state`` and ``previous``.
         states_at: also return a :class:`ScanState` for each of these positions, in a list. Not with ``reverse``.
+        conjugate_pairs: of a complex ``A``.
 
     A step size of zero keeps the state, and its sample becomes the previous one.
 
@@ -158,9 +162,10 @@ def two_sample_scan(
             f"constant, got {'None' if given[1] is None else 'a tensor'} with B of shape {[*B.shape]}"
         )
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, lam, delta_A, *given)
-    delta_A = None if delta_A is None else delta_A.to(dtype).expand(u.shape)
+    real = dtype.to_real()
+    delta_A = None if delta_A is None else delta_A.to(real).expand(u.shape)
     if lam is not None:
-        lam = lam.to(dtype).expand(batch, dim, seqlen)
+        lam = lam.to(real).expand(batch, dim, seqlen)
         lam = torch.sigmoid(lam) if lam_sigmoid else lam
     if reverse:
         if states_at is not None:
@@ -171,12 +176,12 @@ def two_sample_scan(
             cu_seqlens = seqlen - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
             given = tuple(None if v is None else v.flip(0) for v in given)
-    u, A, own_B = u.to(dtype), A.to(dtype), B.to(dtype)
-    delta = step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
+    u, A, own_B = u.to(real), A.to(dtype), B.to(dtype)
+    delta = step_sizes(delta.to(real), None if delta_bias is None else delta_bias.to(real)[:, None], delta_softplus)
     Bt, Ct = _per_step(own_B, batch, dim, seqlen), _per_step(C.to(dtype), batch, dim, seqlen)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     states = A.new_zeros(sequences, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
-    given_u = u.new_zeros(sequences, dim) if given[0] is None else given[0].to(dtype)
+    given_u = u.new_zeros(sequences, dim) if given[0] is None else given[0].to(real)
     given_B = None if B.dim() == 2 else own_B.new_zeros(sequences, *own_B.shape[1:-1])
     if given_B is not None and given[1] is not None:
         given_B = given[1].to(dtype)
@@ -186,7 +191,11 @@ def two_sample_scan(
     # The factors of all steps at once: a call for each step takes many times as long.
     weight = None if lam is None else lam[..., None]
     of_A = None if delta_A is None else delta_A[..., None]
-    factors = two_sample_coefficients(discretization, delta[..., None], A[:, None], alpha=alpha, lam=weight, delta_A=of_A)
+    if A.is_complex() and not is_two_sample(discretization):
+        Abar, c = coefficients(cast(DiscretizationName, discretization), delta[..., None], A[:, None])
+        factors = (Abar, c, torch.zeros_like(c))
+    else:
+        factors = two_sample_coefficients(discretization, delta[..., None], A[:, None], alpha=alpha, lam=weight, delta_A=of_A)
     decays, gains, gains_before = (factor.unbind(2) for factor in factors)
     samples = (Bt * u[:, :, None]).unbind(-1)
 
@@ -212,15 +221,16 @@ def two_sample_scan(
             sample = torch.where(first, now if repeats else 0, sample)
             h = decays[t] * h + gains[t] * now + gains_before[t] * sample
             sample, u_before, B_before = now, u[..., t], None if B.dim() == 2 else own_B[..., t]
-            outputs.append((h * Ct[..., t]).sum(-1))
+            y = (h * Ct[..., t]).sum(-1)
+            outputs.append(y.real * (1 + conjugate_pairs) if y.is_complex() else y)
             at[t + 1] = ScanState(h, u_before, B_before)
         last.append(ScanState(h, u_before, B_before))
 
     out = torch.stack(outputs, dim=-1) if outputs else u[..., :0]
     if D is not None:
-        out = out + D.to(dtype)[:, None] * u
+        out = out + D.to(real)[:, None] * u
     if z is not None:
-        out = out * F.silu(z.to(dtype))
+        out = out * F.silu(z.to(real))
     if reverse:
         out = out.flip(-1)
         last = last[::-1]

@@ -520,7 +520,7 @@ def test_positions_of_arguments(name):
             ValueError,
             "final_states_out is written with return_final_states=True only",
         ),
-        (lambda x: selective_scan_fn(x, x, x[0].to(torch.complex64), x, x), NotImplementedError, "complex A is not supported"),
+        (lambda x: selective_scan_fn(x.to(torch.complex64), x, x[0], x, x), NotImplementedError, "complex u is not supported"),
         (lambda x: mamba_inner_fn(x[:, :5], x, None, x, x[0], x, None, x[0]), ValueError, r"\(batch, 2 \* dim, seqlen\)"),
         (lambda x: layer_norm_fn(x, x[0, 0], None, x1=x, rowscale=x[..., 0]), ValueError, "rowscale is not supported"),
     ],

@@ -75,6 +75,8 @@ def test_dtype_of_the_first_tensor(function, device):
 def test_complex_is_not_supported(function, device):
     inputs = function.inputs(device=device)
     for name in tensor_names(inputs):
+        if name == "A" and function.name.startswith("selective_s") and not function.name.endswith("summary"):
+            continue  # complex states: test_selective_scan_complex.py
         message = f"expected a real {name}, got complex64: complex tensors are not supported"
         assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
 

@@ -62,6 +62,6 @@ def test_typed_functions_have_the_arguments_of_the_schema(name):
     # alpha becomes a part of the name of the discretization.
     options = {*parameters} - (FLAGS - of_schema) - {"alpha"}
     if name in ("selective_scan", "ssd_chunk_scan"):  # of selective_scan_two_sample and ssd_chunk_scan_two_sample
-        options -= {"lam", "lam_sigmoid", "previous", "delta_A"}
+        options -= {"lam", "lam_sigmoid", "previous", "delta_A", "conjugate_pairs"}
     # Steps and summaries have Python options, such as reset, that their operators do not see.
     assert options == of_schema if name in FLAGGED else options >= of_schema

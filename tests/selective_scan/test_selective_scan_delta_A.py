@@ -234,7 +234,7 @@ def test_opcheck(rule):
     with_grad = [x if x is None else x.clone().requires_grad_() for x in tensors]
     keywords = {"discretization": rule, "delta_softplus": True, "lam_sigmoid": rule == "exp_trapezoidal"}
     torch.library.opcheck(ops.selective_scan_two_sample.default, tuple(with_grad), keywords)
-    options = (rule, rule == "exp_trapezoidal", False, True, False)
+    options = (rule, rule == "exp_trapezoidal", False, True, False, False, True)
     out, last_state, states = ops._selective_scan_two_sample_fwd(*tensors, *options, True)
     torch.library.opcheck(ops._selective_scan_two_sample_fwd.default, (*tensors, *options, True))
     arguments = (torch.randn_like(out), torch.randn_like(last_state), *tensors, states, *options, [True] * 13)

@@ -18,6 +18,7 @@
 // To bound the workspace, all tasks finish a sweep of some chunks before the next begins. Chunks are visited from last to
 // first, with grad_state carried between them. This file is compiled once per instruction set.
 
+#include "selective_scan/cpu/complex_kernel.h"
 #include "selective_scan/cpu/kernel.h"
 #include "selective_scan/cpu/two_sample_kernel.h"
 
@@ -255,7 +256,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
   const TwoSampleParams* const two_samples = blocking.two_samples;
   if (p.B.per_step) load_samples_of_B<Acc, Scalar>(tiles.B_steps, p, blocking, task, start, steps);
-  if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
+  if (p.C.per_step) load_steps_of_C<Acc, Scalar>(tiles.C_steps, p, blocking, task, start, steps);
   if (p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, steps * row, Acc(0));
   if (p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, steps * row, Acc(0));
 
@@ -270,6 +271,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     bound_rates(tiles.A, p.dstate * Vec<Acc>::size());
     load_constant(tiles.B_constant, p.B, channel, channels, p.dstate);
     load_constant(tiles.C_constant, p.C, channel, channels, p.dstate);
+    if (!p.C.per_step) conjugate_rows(tiles.C_constant, blocking, p.dstate);
     if (p.saves_chunk_state(task.row, chunk)) {
       const int64_t saved = (p.chunk_state(task.row, chunk) * p.dim + channel) * p.dstate;
       load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
@@ -313,7 +315,9 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
         p.grad_B.per_step ? row : 0,
         p.grad_C.per_step ? row : 0,
         channels};
-    if (two_samples != nullptr) {
+    if (has_complex_states(blocking)) {
+      visit_complex_rule(p.discretization, [&](auto rule) { scan_complex_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
+    } else if (two_samples != nullptr) {
       visit_rule(blocking, p.discretization,
                  [&](auto rule) { scan_two_sample_chunk_backward<Acc, decltype(rule)>(rule, scanned); });
     } else {
@@ -322,6 +326,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     }
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
+    if (!p.C.per_step) conjugate_rows(tiles.grad_C_lanes, blocking, p.dstate);
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
 
     const V D = load_channels<Acc>(p.D, channel, channels);
@@ -384,7 +389,9 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     sum_lanes(static_cast<Acc*>(workspace.grad_B) + part, blocking.padded_dstate, tiles.grad_B_lanes, steps, p.dstate);
   }
   if (p.grad_C.per_step) {
-    sum_lanes(static_cast<Acc*>(workspace.grad_C) + part, blocking.padded_dstate, tiles.grad_C_lanes, steps, p.dstate);
+    Acc* const sums = static_cast<Acc*>(workspace.grad_C) + part;
+    sum_lanes(sums, blocking.padded_dstate, tiles.grad_C_lanes, steps, p.dstate);
+    conjugate_steps(sums, blocking, steps);
   }
 }
 
@@ -444,8 +451,13 @@ void bwd_reduce(const SelectiveScanBwdParams& p, const Blocking& blocking, const
     using Acc = AccumulateType<Scalar>;
     Scratch scratch(memory);
     Acc* sums = reduce_tile<Acc>(scratch, blocking);
-    if (p.grad_B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, row, in_pass, chunk, sums);
-    if (p.grad_C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, row, in_pass, chunk, sums);
+    const auto reduce = [&](const MatrixView& grad, const void* parts) {
+      if (!grad.per_step) return;
+      if (has_complex_states(blocking)) return reduce_matrix<Acc, Acc>(grad, parts, p, blocking, row, in_pass, chunk, sums);
+      reduce_matrix<Acc, Scalar>(grad, parts, p, blocking, row, in_pass, chunk, sums);
+    };
+    reduce(p.grad_B, workspace.grad_B);
+    reduce(p.grad_C, workspace.grad_C);
   });
 }
 

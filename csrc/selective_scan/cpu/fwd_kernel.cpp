@@ -8,6 +8,7 @@
 // (kernels.h) is one thread's work: it scans all chunks in order and saves the state at their boundaries. This file is compiled
 // once per instruction set.
 
+#include "selective_scan/cpu/complex_kernel.h"
 #include "selective_scan/cpu/kernel.h"
 #include "selective_scan/cpu/two_sample_kernel.h"
 
@@ -67,6 +68,7 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
     load_states(tiles.A + at, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     load_constant(tiles.B_constant + at, p.B, channel, channels, p.dstate);
     load_constant(tiles.C_constant + at, p.C, channel, channels, p.dstate);
+    if (!p.C.per_step) conjugate_rows(tiles.C_constant + at, blocking, p.dstate);
     if (p.initial_state.data != nullptr && task.row.initial >= 0) {
       const int64_t offset = task.row.initial * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
       load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state,
@@ -79,7 +81,7 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, task.steps() - start);
     if (p.B.per_step) load_samples_of_B<Acc, Scalar>(tiles.B_steps, p, blocking, task, start, steps);
-    if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
+    if (p.C.per_step) load_steps_of_C<Acc, Scalar>(tiles.C_steps, p, blocking, task, start, steps);
     for (int64_t block = 0; block < task.blocks; ++block) {
       const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
       save_state(chunk, block);
@@ -100,9 +102,14 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
       if (blocking.two_samples != nullptr) {
         load_lam<Acc, Scalar>(tiles.lam, blocking, task.row, channel, channels, start, steps);
         load_delta_A<Acc, Scalar>(tiles.delta_A, blocking, task.row, channel, channels, start, steps);
-        visit_rule(blocking, p.discretization, [&](auto rule) {
-          scan_two_sample_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam, tiles.delta_A);
-        });
+        if (has_complex_states(blocking)) {
+          visit_complex_rule(p.discretization,
+                             [&](auto rule) { scan_complex_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam); });
+        } else {
+          visit_rule(blocking, p.discretization, [&](auto rule) {
+            scan_two_sample_chunk<Acc, decltype(rule), false>(rule, scanned, tiles.lam, tiles.delta_A);
+          });
+        }
       } else {
         visit_discretization(p.discretization, blocking.method,
                              [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(rule, scanned); });

@@ -3,6 +3,8 @@
 // sample before the chunk, at index -1.
 #pragma once
 
+#include <type_traits>
+
 #include "common/separate_step.h"
 #include "selective_scan/cpu/kernel.h"
 
@@ -15,6 +17,10 @@ inline bool has_lam(const Blocking& blocking) {
 
 inline bool has_delta_A(const Blocking& blocking) {
   return blocking.two_samples != nullptr && blocking.two_samples->delta_A.data != nullptr;
+}
+
+inline bool has_complex_states(const Blocking& blocking) {
+  return blocking.two_samples != nullptr && blocking.two_samples->is_complex;
 }
 
 // Whether the sample before the first step of a row is that of the step.
@@ -59,6 +65,9 @@ void load_samples_of_u(Acc* tile, const SelectiveScanParams& p, const Blocking& 
 template <typename Acc, typename Scalar>
 void load_samples_of_B(Acc* tile, const SelectiveScanParams& p, const Blocking& blocking, const Task& task, int64_t start,
                        int64_t steps) {
+  if constexpr (!std::is_same_v<Acc, Scalar>) {
+    if (has_complex_states(blocking)) return load_samples_of_B<Acc, Acc>(tile, p, blocking, task, start, steps);
+  }
   const int64_t before = blocking.two_samples != nullptr && start > 0 ? 1 : 0;
   load_matrix_steps<Acc, Scalar>(tile - before * blocking.padded_dstate, p.B, p, blocking, task, start - before,
                                  steps + before);
@@ -67,6 +76,37 @@ void load_samples_of_B(Acc* tile, const SelectiveScanParams& p, const Blocking& 
   const int64_t group = task.first_channel / (p.dim / p.B.groups);
   load_previous<Acc, Scalar>(tile, blocking.padded_dstate, blocking, task.row, given, group * given.stride_dim,
                              given.stride_state, p.dstate);
+}
+
+// Multiplies pairs of rows by weight and -weight: C becomes weight conj(C), and the gradient of that becomes the gradient of C.
+template <typename Acc>
+void conjugate_rows(Acc* tile, const Blocking& blocking, int64_t states) {
+  using V = Vec<Acc>;
+  if (!has_complex_states(blocking)) return;
+  const Acc weight = blocking.two_samples->conjugate_pairs ? Acc(2) : Acc(1);
+  for (int64_t n = 0; n < states; ++n) {
+    Acc* const row = tile + n * V::size();
+    (V::loadu(row) * V(n % 2 == 0 ? weight : -weight)).store(row);
+  }
+}
+// The same of [step][padded state], a number each.
+template <typename Acc>
+void conjugate_steps(Acc* tile, const Blocking& blocking, int64_t steps) {
+  if (!has_complex_states(blocking)) return;
+  const Acc weight = blocking.two_samples->conjugate_pairs ? Acc(2) : Acc(1);
+  for (int64_t i = 0; i < steps * blocking.padded_dstate; i += 2) {
+    tile[i] *= weight;
+    tile[i + 1] *= -weight;
+  }
+}
+
+// As load_matrix_steps; of complex states, weight conj(C).
+template <typename Acc, typename Scalar>
+void load_steps_of_C(Acc* tile, const SelectiveScanParams& p, const Blocking& blocking, const Task& task, int64_t start,
+                     int64_t steps) {
+  if (!has_complex_states(blocking)) return load_matrix_steps<Acc, Scalar>(tile, p.C, p, blocking, task, start, steps);
+  load_matrix_steps<Acc, Acc>(tile, p.C, p, blocking, task, start, steps);
+  conjugate_steps(tile, blocking, steps);
 }
 
 // The weights of exp_trapezoidal; nothing for other methods.

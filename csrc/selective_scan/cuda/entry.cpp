@@ -301,6 +301,7 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
 
 // Whether the call has a step of its own for A, whose kernels take methods that read one sample.
 bool has_separate_step(const TwoSampleInputs& in, Discretization method) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_scan: a complex A has kernels on the CPU only");
   TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.delta_A) || is_one_sample(method),
                               "selective_scan: delta_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
   return is_present(in.delta_A);

@@ -37,9 +37,9 @@ void update(const StateUpdateParams& params, const MethodParameters& method, con
 }
 
 // Copies the samples of the steps whose states were written to the same slots. All blocks have read the previous ones.
-void store_samples(const StateUpdateParams& p, const TokenParams* tokens, const TwoSampleParams& two_samples,
-                   int64_t element_bytes) {
-  const auto copy = [&](void* target, int64_t to, const void* source, int64_t from) {
+void store_samples(const StateUpdateParams& p, const TokenParams* tokens, const TwoSampleParams& two_samples, int64_t x_bytes,
+                   int64_t B_bytes) {
+  const auto copy = [](void* target, int64_t to, const void* source, int64_t from, int64_t element_bytes) {
     std::memcpy(static_cast<std::byte*>(target) + to * element_bytes,
                 static_cast<const std::byte*>(source) + from * element_bytes, element_bytes);
   };
@@ -49,7 +49,7 @@ void store_samples(const StateUpdateParams& p, const TokenParams* tokens, const 
     for (int64_t head = 0; head < p.heads; ++head) {
       for (int64_t i = 0; i < p.headdim; ++i) {
         copy(previous_x.data, slot * previous_x.stride_batch + head * previous_x.stride_head + i * previous_x.stride_dim,
-             x.data, x_at + head * x.stride_head + i * x.stride_dim);
+             x.data, x_at + head * x.stride_head + i * x.stride_dim, x_bytes);
       }
     }
     const GroupView &B = p.B, &previous_B = two_samples.previous_B;
@@ -57,7 +57,7 @@ void store_samples(const StateUpdateParams& p, const TokenParams* tokens, const 
     for (int64_t group = 0; group < p.groups; ++group) {
       for (int64_t n = 0; n < p.dstate; ++n) {
         copy(previous_B.data, slot * previous_B.stride_batch + group * previous_B.stride_group + n * previous_B.stride_state,
-             B.data, B_at + group * B.stride_group + n * B.stride_state);
+             B.data, B_at + group * B.stride_group + n * B.stride_state, B_bytes);
       }
     }
   };
@@ -94,7 +94,9 @@ struct Cpu {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
       const TwoSampleParams two_samples = make_two_sample_params(in);
       update(params, method, tokens, &two_samples);
-      if (two_samples.previous_x.data != nullptr) store_samples(params, tokens, two_samples, in.x.element_size());
+      if (two_samples.previous_x.data != nullptr) {
+        store_samples(params, tokens, two_samples, in.x.element_size(), in.B.element_size());
+      }
     } else {
       update(params, method, tokens, nullptr);
     }

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "common/activations.h"
+#include "common/complex.h"
 #include "common/discretization.h"
 #include "common/separate_step.h"
 #include "cpu/scalar_types.h"
@@ -147,6 +148,48 @@ void update_rows(const StateUpdateParams& p, const MethodOf& method_of, Rows<Acc
   }
 }
 
+inline bool has_complex_states(const Blocking& blocking) {
+  return blocking.two_samples != nullptr && blocking.two_samples->is_complex;
+}
+
+// The same of complex states, pairs of neighbors of a row, whose dtype is Acc. rows.C holds weight conj(C). The arithmetic is
+// that of one number at a time.
+template <typename Acc, typename Rule>
+void update_complex_rows(const StateUpdateParams& p, const Rule& rule, Rows<Acc>& rows) {
+  using C = Complex<Acc>;
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const auto row_of = [&](const StateView& view) {
+      return static_cast<Acc*>(view.data) + view.stride_batch * rows.slot + view.stride_head * rows.head[r] +
+             view.stride_dim * rows.dim[r];
+    };
+    Acc* h = row_of(p.state);
+    int64_t stride = p.state.stride_state;
+    if (rows.carried != nullptr) {
+      h = static_cast<Acc*>(rows.carried) + r * kMaxDstate;
+      stride = 1;
+    }
+    const Acc* const row_A = row_of(p.A);
+    const auto method = rule.step(C(rows.lam[r], Acc(0)));
+    using Method = std::decay_t<decltype(method)>;
+    const Acc delta = rows.delta[r];
+    Acc y = 0;
+    for (int64_t n = 0; n < p.dstate; n += 2) {
+      const C A(row_A[n * p.A.stride_state], row_A[(n + 1) * p.A.stride_state]), z = scaled(delta, A);
+      const C basis = complex_basis(method, delta, z, ComplexRate<Acc>(A.re, A.im));
+      const auto gain = method.gain(z, basis);
+      C inputs = gain.current * scaled(rows.input[r], C(rows.B[n], rows.B[n + 1]));
+      if constexpr (Method::kUsesPreviousInput) {
+        inputs = multiply_add(gain.previous, scaled(rows.input_before[r], C(rows.B_before[n], rows.B_before[n + 1])), inputs);
+      }
+      const C value = multiply_add(method.abar(z, basis), C(h[n * stride], h[(n + 1) * stride]), inputs);
+      h[n * stride] = value.re;
+      h[(n + 1) * stride] = value.im;
+      y = dot_add(value, C(rows.C[n], rows.C[n + 1]), y);
+    }
+    rows.y[r] = y;
+  }
+}
+
 inline bool has_dt_A(const Blocking& blocking) {
   return blocking.two_samples != nullptr && blocking.two_samples->dt_A.data != nullptr;
 }
@@ -157,7 +200,11 @@ void update_rows(const StateUpdateParams& p, const Blocking& blocking, Rows<Acc>
   visit_scalar(p.state_kind, [&](auto state) {
     using State = decltype(state);
     if constexpr (std::is_same_v<AccumulateType<State>, Acc>) {
-      if (has_dt_A(blocking)) {
+      if (has_complex_states(blocking)) {
+        if constexpr (std::is_same_v<State, Acc>) {
+          visit_complex_rule(p.discretization, [&](auto rule) { update_complex_rows<Acc>(p, rule, rows); });
+        }
+      } else if (has_dt_A(blocking)) {
         visit_separate_step(p.discretization, [&](auto rule) {
           constexpr bool kReadsTwo = decltype(rule)::kUsesPreviousInput;
           update_rows<Acc, State, kReadsTwo, true>(p, [&](const V& lam) { return rule.step(lam); }, rows);
@@ -192,7 +239,7 @@ void visit_states(const StateUpdateParams& p, const StateView& view, int64_t off
 }
 
 // The params whose views begin at a token.
-template <typename Input>
+template <typename Input, typename Matrix>
 StateUpdateParams at_token(const StateUpdateParams& p, const TokenParams& tokens, int64_t token) {
   StateUpdateParams shifted = p;
   const auto shift = [&](auto& view, int64_t stride) {
@@ -202,18 +249,19 @@ StateUpdateParams at_token(const StateUpdateParams& p, const TokenParams& tokens
   shift(shifted.dt, tokens.dt);
   shift(shifted.z, tokens.z);
   shift(shifted.out, tokens.out);
-  shift(shifted.B, tokens.B);
-  shift(shifted.C, tokens.C);
+  shifted.B.data = static_cast<Matrix*>(shifted.B.data) + token * tokens.B;
+  shifted.C.data = static_cast<Matrix*>(shifted.C.data) + token * tokens.C;
   return shifted;
 }
 
-template <typename Input>
+// Matrix: the type of B and C.
+template <typename Input, typename Matrix>
 void run(const StateUpdateParams& params, const TokenParams* tokens, const Blocking& blocking, int64_t begin, int64_t end) {
   using Acc = AccumulateType<Input>;
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   Rows<Acc> rows = {};
-  const Input *loaded_B = nullptr, *loaded_C = nullptr;
+  const Matrix *loaded_B = nullptr, *loaded_C = nullptr;
   const TwoSampleParams* const two_samples = blocking.two_samples;
   bool input_has_delta = true;
   if (is_one_sample(params.discretization)) {
@@ -234,22 +282,26 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     for (int64_t r = 0; r < rows.count; ++r) {
       rows.x_before[r] = static_cast<Acc>(static_cast<const Input*>(x.data)[offset_in(x, slot, r)]);
     }
-    const Input* const source = static_cast<const Input*>(B.data) + slot * B.stride_batch + group * B.stride_group;
+    const Matrix* const source = static_cast<const Matrix*>(B.data) + slot * B.stride_batch + group * B.stride_group;
     for (int64_t n = 0; n < params.dstate; ++n) rows.B_before[n] = static_cast<Acc>(source[n * B.stride_state]);
   };
   // One token of the rows.
   const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group, const ChannelView& lam_of_token,
                         const ChannelView& dt_A_of_token) {
     const auto group_of = [&](const GroupView& view) {
-      return static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
+      return static_cast<const Matrix*>(view.data) + b * view.stride_batch + group * view.stride_group;
     };
     if (group_of(p.B) != loaded_B || group_of(p.C) != loaded_C) {
       const auto load_group = [&](Acc* target, const GroupView& view) {
-        const Input* source = group_of(view);
+        const Matrix* source = group_of(view);
         for (int64_t n = 0; n < p.dstate; ++n) target[n] = static_cast<Acc>(source[n * view.stride_state]);
       };
       load_group(rows.B, p.B);
       load_group(rows.C, p.C);
+      if (has_complex_states(blocking)) {
+        const Acc weight = two_samples->conjugate_pairs ? Acc(2) : Acc(1);
+        for (int64_t n = 0; n < p.dstate; ++n) rows.C[n] *= n % 2 == 0 ? weight : -weight;
+      }
       loaded_B = group_of(p.B);
       loaded_C = group_of(p.C);
     }
@@ -310,7 +362,7 @@ void run(const StateUpdateParams& params, const TokenParams* tokens, const Block
     };
     advance(range.first);
     for (int64_t t = 0; t < range.count; ++t) {
-      const StateUpdateParams p = at_token<Input>(params, *tokens, range.first + t);
+      const StateUpdateParams p = at_token<Input, Matrix>(params, *tokens, range.first + t);
       if (read < 0) {
         clear_out(p, b);
         continue;
@@ -359,7 +411,11 @@ int64_t vector_size(const StateUpdateParams& p) {
 
 void update_blocks(const StateUpdateParams& p, const TokenParams* tokens, const Blocking& blocking, int64_t begin,
                    int64_t end) {
-  visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, tokens, blocking, begin, end); });
+  visit_scalar(p.input_kind, [&](auto input) {
+    using Input = decltype(input);
+    if (has_complex_states(blocking)) return run<Input, AccumulateType<Input>>(p, tokens, blocking, begin, end);
+    run<Input, Input>(p, tokens, blocking, begin, end);
+  });
 }
 
 SSM_KERNEL_API const CpuKernels& kernels() {

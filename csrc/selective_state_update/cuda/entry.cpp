@@ -312,6 +312,7 @@ struct Cuda {
       TORCH_CHECK_NOT_IMPLEMENTED(
           !is_present(in.dt_A) || is_one_sample(params.discretization),
           "selective_state_update: dt_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
+      TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_state_update: a complex A has kernels on the CPU only");
       run_two_samples(params, make_two_sample_params(in), tokens);
     } else {
       selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
