@@ -96,7 +96,7 @@ TWO_SAMPLES = re.compile(r" \| (\w*TwoSampleDiscretizationName)")
 
 def function_stub(source: str, function: ast.FunctionDef) -> str:
     arguments, returned = parameters(source, function.args), ast.get_source_segment(source, function.returns)
-    states = re.search(r"tuple\[Tensor, (tuple\[[^]]*\])", returned)  # several tensors
+    states = re.search(r"tuple\[Tensor, (tuple\[[^]]*\]|Mamba3State)", returned)  # several tensors
     names = {name for name, _ in arguments}
     of_flags = overloads(names, states[1] if states else "Tensor")
     rule = dict(arguments).get("discretization", "")

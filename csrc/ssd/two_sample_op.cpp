@@ -161,14 +161,23 @@ FwdOutputs two_sample_fwd(const TwoSampleInputs& in) {
   if (is_present(in.cu_seqlens) && in.x.is_cpu()) {
     check_cu_seqlens_values(kTwoSampleScan, *in.cu_seqlens, in.x.size(1));
   }
-  const ExactProducts exact;
-  return fwd(GatedScan(in, method).scan);
+  return two_sample_scan(in, method);
 }
 
 TwoSampleGrads two_sample_bwd(const TwoSampleBwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return meta<check_two_sample_inputs, allocate_two_sample_bwd>(bwd);
+  return two_sample_scan_adjoint(bwd, check_two_sample_inputs(bwd.in));
+}
+
+}  // namespace
+
+FwdOutputs two_sample_scan(const TwoSampleInputs& in, Discretization method) {
+  const ExactProducts exact;
+  return fwd(GatedScan(in, method).scan);
+}
+
+TwoSampleGrads two_sample_scan_adjoint(const TwoSampleBwdInputs& bwd, Discretization method) {
   const TwoSampleInputs& in = bwd.in;
-  const Discretization method = check_two_sample_inputs(in);
   const TwoSampleGrads grads = allocate_two_sample_bwd(bwd);
   const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
   if (in.x.size(1) == 0) {
@@ -198,6 +207,20 @@ TwoSampleGrads two_sample_bwd(const TwoSampleBwdInputs& bwd) {
                            of_scan.needs_grad[kGradInitialStates] ? found[kGradInitialStates] : at::Tensor(), grads);
   return grads;
 }
+
+at::Tensor last_steps(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& before) {
+  const c10::SymInt seqlen = steps.sym_size(1);
+  c10::SymDimVector shape = {count_sequences(in), steps.sym_size(2), steps.sym_size(3)};
+  const auto given = [&] { return is_present(before) ? *before : at::zeros_symint(shape, steps.options()); };
+  if (seqlen == 0) return given().clone();
+  if (!is_present(in.cu_seqlens)) return steps.select(1, in.reverse ? 0 : -1).clone();
+  const at::Tensor begins = in.cu_seqlens->slice(0, 0, -1), ends = in.cu_seqlens->slice(0, 1);
+  const at::Tensor index = in.reverse ? begins : ends - 1;
+  const at::Tensor found = steps.select(0, 0).index_select(0, index.clamp(0).clamp_max(at::Scalar(seqlen - 1)));
+  return at::where(ends.gt(begins).view({-1, 1, 1}), found, given());
+}
+
+namespace {
 
 // The public operator's arguments: dt_limit in place of dt_min and dt_max.
 struct PublicTwoSampleInputs : TwoSampleInputs {
@@ -235,20 +258,6 @@ FwdOutputs ssd_chunk_scan_two_sample(PublicTwoSampleInputs& in) {
   public_two_sample_operator().check(in);
   std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kTwoSampleScan, in.dt_limit));
   return operator_of<SsdChunkScanTwoSample>()(in);
-}
-
-// Takes the last step of each sequence, in the scan's order, of (batch, seqlen, ...). A sequence without steps takes that of
-// `before`, or zero.
-at::Tensor last_steps(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& before) {
-  const c10::SymInt seqlen = steps.sym_size(1);
-  c10::SymDimVector shape = {count_sequences(in), steps.sym_size(2), steps.sym_size(3)};
-  const auto given = [&] { return is_present(before) ? *before : at::zeros_symint(shape, steps.options()); };
-  if (seqlen == 0) return given().clone();
-  if (!is_present(in.cu_seqlens)) return steps.select(1, in.reverse ? 0 : -1).clone();
-  const at::Tensor begins = in.cu_seqlens->slice(0, 0, -1), ends = in.cu_seqlens->slice(0, 1);
-  const at::Tensor index = in.reverse ? begins : ends - 1;
-  const at::Tensor found = steps.select(0, 0).index_select(0, index.clamp(0).clamp_max(at::Scalar(seqlen - 1)));
-  return at::where(ends.gt(begins).view({-1, 1, 1}), found, given());
 }
 
 // The states at none of the positions, like the states of all sequences.

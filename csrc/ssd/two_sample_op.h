@@ -13,6 +13,7 @@
 
 namespace ssm_kernels::ssd {
 
+// Callers in C++ may give A a step, (batch, seqlen, heads), and with `premultiplied` zeta, d A, in its place.
 struct TwoSampleInputs {
   at::Tensor x, dt, A, B, C;
   OptionalTensor D, z, dt_bias, initial_states, lam, previous_x, previous_B, seq_idx, cu_seqlens;
@@ -22,6 +23,7 @@ struct TwoSampleInputs {
   bool dt_softplus = false;
   double dt_min = 0, dt_max = 0;  // as those of Inputs
   bool reverse = false;
+  bool premultiplied = false;  // no schema has it
 
   auto tensors() { return std::tie(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, previous_x, previous_B); }
   auto fields() {
@@ -46,5 +48,13 @@ struct TwoSampleBwdInputs {
   auto saved() { return std::tie(); }
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 };
+
+// Forward and backward for operators composed of this one, which have checked the arguments. Not on Meta.
+FwdOutputs two_sample_scan(const TwoSampleInputs& in, Discretization method);
+TwoSampleGrads two_sample_scan_adjoint(const TwoSampleBwdInputs& bwd, Discretization method);
+
+// Takes the last step of each sequence, in the scan's order, of (batch, seqlen, ...). A sequence without steps takes that of
+// `before`, or zero.
+at::Tensor last_steps(const TwoSampleInputs& in, const at::Tensor& steps, const OptionalTensor& before);
 
 }  // namespace ssm_kernels::ssd

@@ -37,6 +37,7 @@ std::array<Option, static_cast<size_t>(DebugOption::kCount)> options = {{
     {"delta_rule_mma", 0, 1, "wgmma, mma", {0}},
     {"delta_rule_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
     {"delta_rule_cpu", 0, 1, "kernels, matmuls", {0}},
+    {"mamba3_cpu", 0, 1, "kernels, operators", {0}},
 }};
 
 std::string range_of(const Option& option) {

@@ -37,6 +37,8 @@ enum class DebugOption : int {
   kDeltaRuleSharedBytes,
   // The products of delta_rule_scan on the CPU: 0, by its kernels; 1, as PyTorch matmuls, like those of other devices.
   kDeltaRuleCpu,
+  // The rotation of mamba3_chunk_scan on the CPU: likewise.
+  kMamba3Cpu,
   kCount
 };
 

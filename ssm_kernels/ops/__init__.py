@@ -5,6 +5,8 @@ from . import recurrences
 from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
+from .mamba3 import mamba3_chunk_scan
+from .mamba3_step import mamba3_state_update
 from .mlstm import mlstm_scan
 from .mlstm_step import mlstm_step
 from .norm import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -22,6 +24,8 @@ __all__ = [
     "delta_rule_scan",
     "delta_rule_step",
     "layer_norm_gated",
+    "mamba3_chunk_scan",
+    "mamba3_state_update",
     "mlstm_scan",
     "mlstm_step",
     "rms_norm_gated",

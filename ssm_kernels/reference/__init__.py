@@ -23,6 +23,7 @@ from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, discretization_of, phi1
+from .mamba3 import Mamba3State, mamba3_chunk_scan, mamba3_state_update
 from .mlstm import mlstm_scan
 from .mlstm_step import mlstm_step
 from .norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
@@ -37,6 +38,7 @@ __all__ = [
     "DISCRETIZATIONS",
     "GATE_ACTIVATIONS",
     "Discretization",
+    "Mamba3State",
     "ScanState",
     "add_layer_norm",
     "add_rms_norm",
@@ -49,6 +51,8 @@ __all__ = [
     "delta_rule_step",
     "discretization_of",
     "layer_norm_gated",
+    "mamba3_chunk_scan",
+    "mamba3_state_update",
     "mlstm_scan",
     "mlstm_step",
     "phi1",

@@ -88,7 +88,8 @@ def test_schemas_of_the_page_are_those_registered():
             name = name.removesuffix("_two_sample")
             results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
             has_states = any(argument.name == "states_at" for argument in schema.arguments)
-            assert len(schema.returns) == (1 if name in (*DECODING_STEPS, "mlstm_step") else len(results) + has_states)
+            is_step = name in (*DECODING_STEPS, "mamba3_state_update", "mlstm_step")
+            assert len(schema.returns) == (1 if is_step else len(results) + has_states)
         else:
             forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan(_two_sample)?_states_at|"
             forms += "_ssd_chunk_scan_(states|two_sample)|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"

@@ -246,6 +246,7 @@ DEBUG_OPTION_VALUES = {
     "ssd_diagonal_gain": ("kernels", "matmuls"),
     "delta_rule_mma": ("wgmma", "mma"),
     "delta_rule_cpu": ("kernels", "matmuls"),
+    "mamba3_cpu": ("kernels", "operators"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, Draws, arrange, parameter_dtype
+from mamba3_helpers import SCAN as MAMBA3_SCAN
 from mlstm_rounding import in_two_tf32_parts, mlstm_scan_in_16_bit_products
 from operator_spec import Cotangents, Offsets, OperatorSpec, Shapes
 from ssd_helpers import PACKED, make_seq_idx
@@ -157,8 +158,8 @@ SCAN, REFERENCE_SCAN = of_tensors(ssm_kernels.mlstm_scan), of_tensors(reference.
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The Python function of an operator, that of mlstm_scan with the operator's arguments."""
-    return SCAN if name == "mlstm_scan" else getattr(ssm_kernels, name)
+    """The Python function of an operator, whose states are arguments as those of the operator."""
+    return {"mlstm_scan": SCAN, "mamba3_chunk_scan": MAMBA3_SCAN}.get(name) or getattr(ssm_kernels, name)
 
 
 def states_like(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conv_helpers import CONV
 from delta_rule_helpers import DELTA_RULE
+from mamba3_helpers import MAMBA3
 from mlstm_helpers import MLSTM
 from norm_helpers import NORMS
 from operator_spec import OperatorSpec
@@ -15,7 +16,8 @@ from recurrence_helpers import PLAIN, VARIANTS
 from selective_scan_helpers import SELECTIVE_SCAN
 from ssd_helpers import SSD
 
-SCANS: dict[str, OperatorSpec] = {spec.name: spec for spec in (SELECTIVE_SCAN, SSD, DELTA_RULE, MLSTM, *PLAIN.values(), CONV)}
+_SCANS = (SELECTIVE_SCAN, SSD, DELTA_RULE, MAMBA3, MLSTM, *PLAIN.values(), CONV)
+SCANS: dict[str, OperatorSpec] = {spec.name: spec for spec in _SCANS}
 # With all options of the recurrences.
 ALL_SCANS: dict[str, OperatorSpec] = {name: spec for name, spec in SCANS.items() if name not in PLAIN} | VARIANTS
 OPERATORS: dict[str, OperatorSpec] = SCANS | NORMS

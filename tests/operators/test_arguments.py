@@ -16,6 +16,7 @@ import pytest
 import torch
 from decoding_helpers import DECODING_STEPS
 from helpers import split
+from mamba3_step_helpers import make_inputs as make_mamba3_step_inputs
 from mlstm_helpers import function_of
 from mlstm_step_helpers import make_inputs as make_mlstm_step_inputs
 from operators import OPERATORS as SPECS
@@ -112,6 +113,7 @@ OPERATORS = {
         *(operator for name in SPECS for operator in _operators(name)),
         *(operator for name in DECODING_STEPS for operator in _decoding_operators(name)),
         *(_summary(spec) for spec in SUMMARIES.values()),
+        Operator("mamba3_state_update", lambda device: make_mamba3_step_inputs(slots=3, dtype=torch.float32, device=device)),
         Operator("mlstm_step", lambda device: make_mlstm_step_inputs(slots=3, dtype=torch.float32, device=device)),
     )
 }

@@ -135,9 +135,9 @@ def test_decoding_operators_refuse_gradients_with_one_sentence(name: str) -> Non
     """When backward reaches the result; at once where the call writes it to an argument, or to a leaf."""
     operator = OPERATORS[name]
     function, good = getattr(ssm_kernels, operator.function), fresh(operator.make("cpu"))
-    scan = "causal_conv1d" if "conv" in name else "selective_scan"
+    scan = {"mamba3_state_update": "mamba3_chunk_scan"}.get(name, "causal_conv1d" if "conv" in name else "selective_scan")
     sentence = f"{operator.function}: decoding is not differentiable: train with {scan}, and decode under torch.no_grad()"
-    for leaf in ("x", "state" if "state" in good else "conv_state"):
+    for leaf in ("x", next(state for state in ("state", "conv_state", "ssm") if state in good)):
         with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
             function(**good | {leaf: good[leaf].clone().requires_grad_()}).sum().backward()
     with torch.no_grad():

@@ -22,6 +22,7 @@ OPTIONS = {
     "delta_rule_mma": (0, 0, 1),
     "delta_rule_shared_bytes": (LARGEST, 99 * 1024, LARGEST),
     "delta_rule_cpu": (0, 0, 1),
+    "mamba3_cpu": (0, 0, 1),
 }
 
 

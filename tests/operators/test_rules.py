@@ -13,6 +13,7 @@ from ssm_kernels.rules._table import Row
 # Exporters take neither updates in place nor summaries, which only ranks that share a sequence call.
 WITHOUT_DECOMPOSITION = {
     *DECODING_STEPS,
+    "mamba3_state_update",
     "mlstm_step",
     *(name for name in ops.__all__ if name.endswith("_summary")),
 }

@@ -82,6 +82,11 @@ void two_sample_gates_adjoint_cuda(const TwoSampleInputs&, Discretization, const
                                    const FirstStepGrads&, const TwoSampleGrads&) {}
 #endif
 
+// The kernels read one A for a head.
+static bool takes_gate_kernels(const TwoSampleInputs& in) {
+  return in.A.dim() == 1 && !in.premultiplied && has_gate_kernels(in);
+}
+
 at::Tensor TwoSampleGates::with_repeated() const {
   return is_repeated.defined() ? at::where(is_repeated, current + previous, current) : current;
 }
@@ -98,7 +103,8 @@ void evaluate_steps(const TwoSampleInputs& in, Discretization method, const at::
                     TwoSampleGates& gates) {
   gates.steps = make_step_sizes(in.of_scan(), dt);
   gates.steps.size = gates.steps.size.to(at::kDouble);
-  gates.zeta = gates.steps.size * in.A.to(at::kDouble);
+  gates.zeta = in.A.to(at::kDouble);
+  if (!in.premultiplied) gates.zeta = gates.steps.size * gates.zeta;
   if (lam.defined()) gates.lam = weight_of(in, lam);
   visit_steps(method, gates.lam, [&](const auto& rule) {
     const TensorValue zeta(gates.zeta);
@@ -119,7 +125,7 @@ void find_first_steps(const TwoSampleInputs& in, TwoSampleGates& gates) {
 
 TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method) {
   TwoSampleGates gates;
-  if (has_gate_kernels(in)) {
+  if (takes_gate_kernels(in)) {
     two_sample_gates_cuda(in, method, gates);
     if (!has_first_states(in)) return gates;
     find_first_steps(in, gates);
@@ -216,7 +222,7 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
                               const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads) {
   FirstStepGrads first;
   if (grad_first_states.defined()) first = first_states_adjoint(in, gates, grad_first_states, grads);
-  if (has_gate_kernels(in)) {
+  if (takes_gate_kernels(in)) {
     two_sample_gates_adjoint_cuda(in, method, gates, grad_gates, first, grads);
     return;
   }
@@ -238,15 +244,23 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
     const auto derivatives = rule.derivatives(zeta, basis);
     const at::Tensor& d = gates.steps.size;
     if (needs(kGradDt) || needs(kGradDtBias)) {
-      const at::Tensor grad_size = through_decay(scan, grad_zeta) + grad_current * derivatives.z_gain.tensor +
-                                   grad_previous * derivatives.z_previous.tensor;
+      at::Tensor grad_size;
+      if (in.premultiplied) {  // of k d and m d with zeta held
+        const auto gain = rule.gain(zeta, basis);
+        grad_size = grad_current * gain.current.tensor + grad_previous * gain.previous.tensor;
+      } else {
+        grad_size = through_decay(scan, grad_zeta) + grad_current * derivatives.z_gain.tensor +
+                    grad_previous * derivatives.z_previous.tensor;
+      }
       const at::Tensor biased = biased_grads(scan, gates.steps, grad_size);
       if (needs(kGradDt)) grads[kGradDt].copy_(biased);
       if (needs(kGradDtBias)) grads[kGradDtBias].copy_(biased.flatten(0, 1).sum(0));
     }
     if (needs(kGradA)) {
       const at::Tensor of_factors = grad_current * derivatives.gain.tensor + grad_previous * derivatives.previous.tensor;
-      grads[kGradA].copy_(((grad_zeta + of_factors * d) * d).flatten(0, 1).sum(0));
+      at::Tensor of_steps = grad_zeta + of_factors * d;
+      if (!in.premultiplied) of_steps = of_steps * d;
+      grads[kGradA].copy_(in.A.dim() == 1 ? of_steps.flatten(0, 1).sum(0) : of_steps);
     }
     if (needs(kGradLam)) {
       at::Tensor grad_lam = d * (grad_current - grad_previous * basis.tensor);

@@ -1,0 +1,274 @@
+// mamba3_state_update on every device: checks, conversion to plain data, Meta, Autograd and Autocast; and, for CUDA, the step
+// as operators of PyTorch.
+
+#include "mamba3/mamba3_step_op.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/stack.h>
+#include <torch/library.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/limits.h"
+#include "mamba3/mamba3_op.h"
+#include "ssd/ssd_op.h"
+#include "torch/allocation.h"
+#include "torch/autograd_op.h"
+#include "torch/checks.h"
+#include "torch/memory_overlap.h"
+#include "torch/schemas.h"
+#include "torch/slot_indices.h"
+#include "torch/tensor_data.h"
+
+namespace ssm_kernels::mamba3::step {
+
+TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
+  const Schemas schemas(library);
+
+  // A step of mamba3_chunk_scan, the four states updated in place.
+  schemas.in_place(
+      "mamba3_state_update(Tensor(a!) angle, Tensor(b!) ssm, Tensor(c!) previous_k, Tensor(d!) previous_x, Tensor x, "
+      "Tensor dt, Tensor A, Tensor B, Tensor C, Tensor trap, Tensor angles, Tensor? B_bias=None, Tensor? C_bias=None, "
+      "Tensor? D=None, Tensor? z=None, Tensor? norm_weight=None, float norm_eps=1e-05, str rotate='pairs', "
+      "Tensor? state_batch_indices=None) -> Tensor");
+}
+
+namespace {
+
+constexpr char kStep[] = "mamba3_state_update", kStepScan[] = "mamba3_chunk_scan";
+
+}  // namespace
+
+void check_inputs(const Inputs& in) {
+  const ArgumentChecks checks(kStep, "x", in.x);
+  checks.rank("x", in.x, 3, "(batch, heads, headdim)");
+  TORCH_CHECK_NOT_IMPLEMENTED(in.B.dim() != 4, kStep, ": expected B of shape (batch, groups, dstate), got B of shape ",
+                              in.B.sym_sizes(), ": ranks above one (MIMO) are not supported");
+  checks.rank("B", in.B, 3, "(batch, groups, dstate)");
+  const c10::SymInt batch = in.x.sym_size(0), heads = in.x.sym_size(1), headdim = in.x.sym_size(2);
+  const c10::SymInt groups = in.B.sym_size(1), dstate = in.B.sym_size(2);
+  const at::ScalarType dtype = in.x.scalar_type(), accumulate = checks.accumulate();
+  TORCH_CHECK_VALUE(headdim >= 1 && headdim <= ssd::kMaxHeaddim, kStep, ": expected headdim from 1 to ", ssd::kMaxHeaddim,
+                    ", got ", headdim);
+  for (const auto& [name, tensor] : {std::pair<const char*, const at::Tensor&>("dt", in.dt), {"A", in.A}, {"trap", in.trap}}) {
+    checks.parameter(name, tensor, "(batch, heads)", {batch, heads});
+  }
+  checks.tensor("B", in.B, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
+  TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, kStep, ": expected the groups of B and C to divide heads = ", heads,
+                    ", got ", groups);
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kStep, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  checks.tensor("C", in.C, "(batch, groups, dstate)", in.B.sym_sizes(), dtype);
+  const int64_t rank = in.angles.dim();
+  checks.rank("angles", in.angles, rank == 3 ? 3 : 2, "(batch, angles) or (batch, heads, angles)");
+  const c10::SymInt angles = in.angles.sym_size(-1);
+  if (rank == 2) {
+    checks.parameter("angles", in.angles, "(batch, angles)", {batch, angles});
+  } else {
+    checks.parameter("angles", in.angles, "(batch, heads, angles)", {batch, heads, angles});
+  }
+  check_rotation(kStep, in.rotate, angles, dstate);
+  check_norm_eps(kStep, in.norm_eps);
+  checks.tensor("B_bias", in.B_bias, "(heads, dstate)", {heads, dstate}, accumulate);
+  checks.tensor("C_bias", in.C_bias, "(heads, dstate)", {heads, dstate}, accumulate);
+  if (is_present(in.D)) {
+    if (in.D->dim() == 2) {
+      checks.tensor("D", in.D, "(heads, headdim)", {heads, headdim}, accumulate);
+    } else {
+      checks.tensor("D", in.D, "(heads,) or (heads, headdim)", {heads}, accumulate);
+    }
+  }
+  checks.tensor("z", in.z, "(batch, heads, headdim)", in.x.sym_sizes(), dtype);
+  checks.tensor("norm_weight", in.norm_weight, "(heads, headdim)", {heads, headdim}, accumulate);
+  checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
+  checks.rank("ssm", in.ssm, 4, "(batch, heads, headdim, dstate)");
+  const c10::SymInt slots = is_present(in.state_batch_indices) ? in.ssm.sym_size(0) : batch;
+  checks.parameter("ssm", in.ssm, "(batch, heads, headdim, dstate)", {slots, heads, headdim, dstate});
+  if (in.angle.scalar_type() == at::kDouble) {
+    checks.tensor("angle", in.angle, "(batch, heads, angles)", {slots, heads, angles}, at::kDouble);
+  } else {
+    checks.tensor("angle", in.angle, "(batch, heads, angles)", {slots, heads, angles}, accumulate);
+  }
+  checks.tensor("previous_k", in.previous_k, "(batch, heads, dstate)", {slots, heads, dstate}, accumulate);
+  checks.tensor("previous_x", in.previous_x, "(batch, heads, headdim)", {slots, heads, headdim}, dtype);
+}
+
+at::Tensor allocate_out(const Inputs& in) { return empty_tensor(in.x.sym_sizes(), in.x.options()); }
+
+void check_memory(const Inputs& in) {
+  const std::vector<NamedTensor> states = {
+      {"angle", in.angle}, {"ssm", in.ssm}, {"previous_k", in.previous_k}, {"previous_x", in.previous_x}};
+  const std::vector<NamedTensor> read = {{"x", in.x},
+                                         {"dt", in.dt},
+                                         {"A", in.A},
+                                         {"B", in.B},
+                                         {"C", in.C},
+                                         {"trap", in.trap},
+                                         {"angles", in.angles},
+                                         {"B_bias", in.B_bias},
+                                         {"C_bias", in.C_bias},
+                                         {"D", in.D},
+                                         {"z", in.z},
+                                         {"norm_weight", in.norm_weight},
+                                         {"state_batch_indices", in.state_batch_indices}};
+  for (size_t i = 0; i < states.size(); ++i) {
+    check_in_place(kStep, states[i].name, *states[i].tensor, read);
+    check_in_place(kStep, states[i].name, *states[i].tensor, at::ArrayRef<NamedTensor>(states).slice(i + 1));
+  }
+}
+
+namespace {
+
+// Zero for an axis of size 1, whose stride is arbitrary.
+int64_t step_stride(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
+
+// Of (rows, heads), (rows, heads, columns), or with `has_rows` false of parameters, (heads,) or (heads, columns).
+TokenView step_view(const OptionalTensor& tensor, at::ScalarType input, Access access = Access::kRead, bool has_rows = true) {
+  TokenView view;
+  if (!is_present(tensor)) return view;
+  view.data = data_of(*tensor, access);
+  view.is_input_kind = tensor->scalar_type() == input;
+  if (has_rows) view.stride_row = step_stride(*tensor, 0);
+  view.stride_head = step_stride(*tensor, has_rows);
+  if (tensor->dim() == 2 + has_rows) view.stride_column = step_stride(*tensor, -1);
+  return view;
+}
+
+StateView step_state(const at::Tensor& tensor) {
+  StateView view;
+  view.data = tensor.mutable_data_ptr();
+  view.kind = scalar_kind(tensor.scalar_type());
+  view.stride_slot = step_stride(tensor, 0);
+  view.stride_head = step_stride(tensor, 1);
+  if (tensor.dim() == 4) view.stride_row = step_stride(tensor, 2);
+  view.stride_column = tensor.size(-1) == 1 ? 1 : tensor.stride(-1);
+  return view;
+}
+
+}  // namespace
+
+StepParams make_params(const Inputs& in, const at::Tensor& out) {
+  const at::ScalarType dtype = in.x.scalar_type();
+  StepParams params;
+  params.rows = in.x.size(0);
+  params.slots = in.ssm.size(0);
+  params.heads = in.x.size(1);
+  params.groups = in.B.size(1);
+  params.headdim = in.x.size(2);
+  params.dstate = in.B.size(2);
+  params.angles = in.angles.size(-1);
+  params.input_kind = scalar_kind(dtype);
+  params.is_pairs = in.rotate == "pairs";
+  params.norm_eps = in.norm_eps;
+  params.x = step_view(in.x, dtype);
+  params.dt = step_view(in.dt, dtype);
+  params.A = step_view(in.A, dtype);
+  params.B = step_view(in.B, dtype);
+  params.C = step_view(in.C, dtype);
+  params.trap = step_view(in.trap, dtype);
+  params.rates = step_view(in.angles, dtype);
+  if (in.angles.dim() == 2) {  // shared by the heads
+    params.rates.stride_column = std::exchange(params.rates.stride_head, 0);
+  }
+  params.B_bias = step_view(in.B_bias, dtype, Access::kRead, /*has_rows=*/false);
+  params.C_bias = step_view(in.C_bias, dtype, Access::kRead, /*has_rows=*/false);
+  params.D = step_view(in.D, dtype, Access::kRead, /*has_rows=*/false);
+  params.z = step_view(in.z, dtype);
+  params.norm_weight = step_view(in.norm_weight, dtype, Access::kRead, /*has_rows=*/false);
+  params.out = step_view(out, dtype, Access::kWrite);
+  params.angle = step_state(in.angle);
+  params.ssm = step_state(in.ssm);
+  params.k = step_state(in.previous_k);
+  params.previous_x = step_state(in.previous_x);
+  params.slot_of_row = index_table(in.state_batch_indices);
+  return params;
+}
+
+namespace {
+
+struct Mamba3StateUpdate : InPlaceOp<Inputs> {
+  static constexpr char kSchema[] = "ssm_kernels::mamba3_state_update";
+  static constexpr const char *kName = kStep, *kScan = kStepScan;
+  static constexpr size_t kStates = 4;
+
+  static auto tensors(const Inputs& in) {
+    return std::tie(in.angle, in.ssm, in.previous_k, in.previous_x, in.x, in.dt, in.A, in.B, in.C, in.trap, in.angles,
+                    in.B_bias, in.C_bias, in.D, in.z, in.norm_weight);
+  }
+
+  static void count_writes(const Inputs& in) {
+    for (const at::Tensor& state : {in.angle, in.ssm, in.previous_k, in.previous_x}) {
+      torch::autograd::increment_version(state);
+    }
+  }
+
+  // Tokens in the dtype of previous_x, gates and parameters in float32. The states are written to and are not cast.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to(in.previous_x.scalar_type(), in.x, in.B, in.C, in.z);
+    to.to_float(in.dt, in.A, in.trap, in.angles, in.B_bias, in.C_bias, in.D, in.norm_weight);
+  }
+
+  static at::Tensor meta(const Inputs& in) {
+    check_inputs(in);
+    return allocate_out(in);
+  }
+};
+
+}  // namespace
+
+SSM_IN_PLACE_OPERATOR(Mamba3StateUpdate)
+
+#ifdef SSM_KERNELS_WITH_CUDA
+namespace {
+
+// The step as operators of PyTorch, on CUDA.
+at::Tensor step_aten(const Inputs& in) {
+  check_inputs(in);
+  check_memory(in);
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.state_batch_indices), kStep, ": state_batch_indices are not supported on CUDA");
+  const at::ScalarType wide = accumulate_type(in.x.scalar_type());
+  const int64_t heads = in.x.size(1), count = in.angles.size(-1), dstate = in.B.size(2);
+  const bool is_pairs = in.rotate == "pairs";
+  const at::Tensor dt = in.dt.to(at::kDouble), weight = in.trap.to(at::kDouble).sigmoid();
+  const at::Tensor decay = (in.A.to(at::kDouble) * dt).exp();
+  const at::Tensor rates = in.angles.to(at::kDouble).tanh();
+  const at::Tensor added = (in.angles.dim() == 2 ? rates.unsqueeze(1) : rates) * dt.unsqueeze(-1) * 0.5;
+  at::Tensor turns = in.angle.to(at::kDouble) / (2 * kPi) + added;
+  turns = turns - turns.round();
+  const at::Tensor radians = turns * (2 * kPi), cos = radians.cos().to(wide), sin = radians.sin().to(wide);
+  const auto rotated = [&](const at::Tensor& tensor, const OptionalTensor& bias) {
+    const at::Tensor of_heads = tensor.to(wide).repeat_interleave(heads / in.B.size(1), 1);
+    const at::Tensor rows = is_present(bias) ? of_heads + *bias : of_heads.clone();
+    const at::Tensor pairs = is_pairs ? rows.narrow(-1, 0, 2 * count).unflatten(-1, {count, 2}) : rows;
+    const at::Tensor first = is_pairs ? pairs.select(-1, 0) : rows.narrow(-1, 0, count);
+    const at::Tensor second = is_pairs ? pairs.select(-1, 1) : rows.narrow(-1, dstate / 2, count);
+    const at::Tensor turned = cos * first - sin * second;
+    at::Tensor(second).copy_(sin * first + cos * second);
+    at::Tensor(first).copy_(turned);
+    return rows;
+  };
+  const at::Tensor k = rotated(in.B, in.B_bias), q = rotated(in.C, in.C_bias), x = in.x.to(wide);
+  const auto of_matrix = [&](const at::Tensor& gate) { return gate.to(wide).unsqueeze(-1).unsqueeze(-1); };
+  const auto outer = [](const at::Tensor& a, const at::Tensor& b) { return a.unsqueeze(-1) * b.unsqueeze(-2); };
+  const at::Tensor S = of_matrix(decay) * in.ssm.to(wide) +
+                       of_matrix((1 - weight) * dt * decay) * outer(in.previous_x.to(wide), in.previous_k) +
+                       of_matrix(weight * dt) * outer(x, k);
+  at::Tensor y = (S * q.unsqueeze(-2)).sum(-1);
+  if (is_present(in.D)) y = y + (in.D->dim() == 2 ? *in.D : in.D->unsqueeze(-1)) * x;
+  if (is_present(in.norm_weight)) y = y * (y.square().mean(-1, /*keepdim=*/true) + in.norm_eps).rsqrt() * *in.norm_weight;
+  if (is_present(in.z)) y = y * at::silu(in.z->to(wide));
+  at::Tensor(in.angle).copy_(radians);
+  at::Tensor(in.ssm).copy_(S);
+  at::Tensor(in.previous_k).copy_(k);
+  at::Tensor(in.previous_x).copy_(in.x);
+  return y.to(in.x.scalar_type());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { implement<&step_aten>(m, "mamba3_state_update"); }
+#endif
+
+}  // namespace ssm_kernels::mamba3::step

@@ -1,0 +1,41 @@
+// Shared by the dispatcher's side of mamba3_state_update (mamba3_step_op.cpp) and its devices: arguments, checks and
+// allocation, and conversion to plain data.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "mamba3/mamba3_step.h"
+
+namespace ssm_kernels::mamba3::step {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct Inputs {
+  at::Tensor angle, ssm, previous_k, previous_x, x, dt, A, B, C, trap, angles;
+  OptionalTensor B_bias, C_bias, D, z, norm_weight;
+  double norm_eps = 1e-5;
+  std::string_view rotate;
+  OptionalTensor state_batch_indices;
+
+  auto fields() {
+    return std::tie(angle, ssm, previous_k, previous_x, x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, norm_weight,
+                    norm_eps, rotate, state_batch_indices);
+  }
+};
+
+// Raises unless the inputs are as ssm_kernels.mamba3_state_update documents.
+void check_inputs(const Inputs& in);
+
+// Uninitialized, contiguous, like x (the Meta device included).
+at::Tensor allocate_out(const Inputs& in);
+
+// Raises if two elements of a state share memory, or a state shares memory with another argument.
+void check_memory(const Inputs& in);
+
+StepParams make_params(const Inputs& in, const at::Tensor& out);
+
+}  // namespace ssm_kernels::mamba3::step

@@ -1,0 +1,31 @@
+// The bias and the rotation that make k and q of Mamba-3's B and C, and the adjoint: on the CPU kernels of their own
+// (cpu/rotation_kernel.cpp has the formulas), elsewhere operators of PyTorch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "mamba3/mamba3_op.h"
+
+namespace ssm_kernels::mamba3 {
+
+struct Rotation {
+  at::Tensor rates;   // tanh(angles), (batch, seqlen, angles) or (batch, seqlen, heads, angles), float64
+  at::Tensor sizes;   // dt, (batch, seqlen, heads), float64
+  at::Tensor k, q;    // (batch, seqlen, heads, dstate), accumulation type
+  at::Tensor turns;   // the phase of each step, (batch, seqlen, heads, angles), accumulation type
+  at::Tensor phases;  // after the last step of each sequence, (sequences, heads, angles), in turns, float64
+};
+Rotation rotate(const Inputs& in);
+
+// Overwrites the gradients of k and q with those of the rows before the rotation, `turns` with those of the radians that each
+// step adds to its phase, and `phases`, which has those of the radians after the last steps, with those of the radians before
+// the first ones.
+void rotate_adjoint(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
+
+// The same as operators of PyTorch, and by kernels on the CPU.
+Rotation rotate_aten(const Inputs& in, Rotation rotation);
+void rotate_adjoint_aten(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
+Rotation rotate_cpu(const Inputs& in, Rotation rotation);
+void rotate_adjoint_cpu(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
+
+}  // namespace ssm_kernels::mamba3

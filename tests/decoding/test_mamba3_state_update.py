@@ -1,0 +1,161 @@
+"""mamba3_state_update against its reference; slots, layouts, dtypes, guarded memory, autograd, vmap and compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_as_accurate
+from mamba3_step_helpers import CASES, DTYPES, STATES, make_inputs, step
+from torch import Tensor
+
+from ssm_kernels import mamba3_state_update, reference
+
+OPERATOR = "mamba3_state_update"
+
+every_case = pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
+
+
+def assert_matches_reference(inputs: dict[str, Any]) -> None:
+    def in_float64(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    exact = step({name: in_float64(x) for name, x in inputs.items()}, reference.mamba3_state_update)
+    native = step(inputs, reference.mamba3_state_update)
+    for name, actual, own, wanted in zip(("out", *STATES), step(inputs), native, exact, strict=True):
+        if inputs["x"].dtype == torch.float64:
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert_as_accurate(actual, own.to(actual.dtype), wanted, name)
+
+
+@every_case
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_matches_reference(dtypes, options, device):
+    dtype, state_dtype = dtypes
+    for slots in (None, 5) if device == "cpu" else (None,):
+        assert_matches_reference(make_inputs(slots=slots, dtype=dtype, state_dtype=state_dtype, device=device, **options))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (7, 5, 2), (48, 33, 16), (80, 96, 48), (16, 256, 128), (256, 1, 0)], ids=str)
+def test_sizes(sizes, device):
+    headdim, dstate, angles = sizes
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for groups in (1, 2, 4):
+            assert_matches_reference(
+                make_inputs(headdim=headdim, dstate=dstate, angles=angles, groups=groups, dtype=dtype, device=device)
+            )
+
+
+@pytest.mark.parametrize("layout", ["transposed", "permuted", "offset", "sliced"])
+def test_layouts(layout, device):
+    for dtype in (torch.float64, torch.float32):
+        assert_matches_reference(make_inputs(layout=layout, dtype=dtype, device=device))
+
+
+def test_angles_of_float64(device):
+    inputs = make_inputs(dtype=torch.float32, angle_dtype=torch.float64, device=device)
+    assert_matches_reference(inputs)
+    assert step(inputs)[1].dtype == torch.float64
+
+
+def test_padding_touches_nothing():
+    inputs = make_inputs(slots=4, batch=3)
+    inputs["state_batch_indices"] = torch.tensor([2, -1, 0], dtype=torch.int64)
+    out, *states = step(inputs)
+    assert out[1].eq(0).all() and not out[[0, 2]].eq(0).any()
+    for state, name in zip(states, STATES, strict=True):
+        assert torch.equal(state[[1, 3]], inputs[name][[1, 3]])
+        assert not torch.equal(state[2], inputs[name][2])
+    for values, message in (((2, 2, 0), "same slot|distinct|twice"), ((4, 1, 0), "4")):
+        inputs["state_batch_indices"] = torch.tensor(values)
+        with pytest.raises(ValueError, match=message):
+            mamba3_state_update(**inputs)
+
+
+def test_writes_nothing_else(device):
+    """Trap 11: elements between those of strided states, and beyond them, keep their bits at odd sizes."""
+    inputs = make_inputs(headdim=5, dstate=7, angles=3, dtype=torch.float32, device=device)
+    wide = {}
+    for name in STATES:
+        memory = torch.full(
+            [*inputs[name].shape[:-1], inputs[name].shape[-1] + 3], 7.0, dtype=inputs[name].dtype, device=device
+        )
+        view = memory[..., 1:-2]
+        view.copy_(inputs[name])
+        wide[name] = memory, view
+    mamba3_state_update(**inputs | {name: view for name, (_, view) in wide.items()})
+    for memory, _ in wide.values():
+        assert memory[..., 0].eq(7).all() and memory[..., -2:].eq(7).all()
+
+
+def test_no_gradients(device):
+    inputs = make_inputs(device=device)
+    out = mamba3_state_update(**inputs | {"x": inputs["x"].clone().requires_grad_()})
+    with pytest.raises(RuntimeError, match="mamba3_state_update: decoding is not differentiable: train with mamba3_chunk"):
+        out.sum().backward()
+    version = inputs["ssm"]._version
+    mamba3_state_update(**inputs)
+    assert inputs["ssm"]._version == version + 1
+
+
+def test_memory_is_not_shared(device):
+    inputs = make_inputs(device=device)
+    with pytest.raises(RuntimeError, match="previous_x"):
+        mamba3_state_update(**inputs | {"x": inputs["previous_x"]})
+    with pytest.raises(RuntimeError, match="ssm"):
+        mamba3_state_update(**inputs | {"ssm": inputs["ssm"][:1].expand(2, -1, -1, -1)})
+
+
+def test_vmap(device):
+    inputs = make_inputs(device=device)
+    states = {name: torch.stack([inputs[name], 2 * inputs[name]]) for name in STATES}
+    others = {name: value for name, value in inputs.items() if name not in STATES}
+
+    def call(angle: Tensor, ssm: Tensor, previous_k: Tensor, previous_x: Tensor) -> Tensor:
+        return mamba3_state_update(angle, ssm, previous_k, previous_x, **others)
+
+    copies = [value.clone() for value in states.values()]
+    mapped = torch.vmap(call)(*copies)
+    for sample in range(2):
+        own = [value[sample].clone() for value in states.values()]
+        torch.testing.assert_close(mapped[sample], call(*own), rtol=0, atol=0)
+        for copy, wanted in zip(copies, own, strict=True):
+            torch.testing.assert_close(copy[sample], wanted, rtol=0, atol=0)
+
+
+def test_compiles(device):
+    inputs = make_inputs(device=device, dtype=torch.float32)
+    expected = step(inputs)
+    compiled = torch.compile(mamba3_state_update, fullgraph=True, backend="aot_eager")
+    for actual, wanted in zip(step(inputs, compiled), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+def test_opcheck(device):
+    inputs = make_inputs(device=device)
+    names = [argument.name for argument in torch.ops.ssm_kernels.mamba3_state_update.default._schema.arguments]
+    arguments = tuple((inputs | {"norm_eps": 1e-5})[name] for name in names)
+    torch.library.opcheck(torch.ops.ssm_kernels.mamba3_state_update.default, arguments)
+
+
+def test_bad_arguments(device):
+    inputs = make_inputs(device=device)
+    for changes, message in (
+        ({"ssm": inputs["ssm"][:1]}, r"expected ssm of shape \(batch, heads, headdim, dstate\)"),
+        ({"angle": inputs["angle"][..., :2]}, r"expected angle of shape \(batch, heads, angles\)"),
+        ({"previous_k": inputs["previous_k"][:, :2]}, r"expected previous_k of shape"),
+        ({"B_bias": inputs["B_bias"][:2]}, r"expected B_bias of shape \(heads, dstate\)"),
+        ({"rotate": "half"}, r'expected rotate "pairs" or "halves", got "half"'),
+        ({"angles": torch.zeros(2, 9, dtype=torch.float64, device=device)}, "at most dstate / 2 angles, got 9"),
+    ):
+        with pytest.raises(ValueError, match=f"^mamba3_state_update: .*{message}"):
+            mamba3_state_update(**inputs | changes)
+    with pytest.raises(NotImplementedError, match=r"ranks above one \(MIMO\) are not supported"):
+        mamba3_state_update(**inputs | {name: inputs[name].unsqueeze(1) for name in "BC"})
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_batches(batch, device):
+    assert_matches_reference(make_inputs(batch=batch, device=device))
