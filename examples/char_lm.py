@@ -1,4 +1,4 @@
-"""Trains a language model on the bytes of any text file: Mamba, Mamba-2, Gated DeltaNet, minGRU or minLSTM. Samples from it.
+"""Trains a language model on the bytes of any text file: Mamba, Mamba-2, Mamba-3, a delta rule, mLSTM, minGRU or minLSTM.
 
 Without ``--text`` it reads the reference pages that ship with Python (the text of ``help("for")``): nothing is downloaded. The
 last tenth of the text is for testing. The loss is in bits per byte; an untrained model has 8.
@@ -45,6 +45,7 @@ except ImportError as error:
 MIXERS: dict[str, MixerName] = {
     "mamba": "Mamba",
     "mamba2": "Mamba2",
+    "mamba3": "Mamba3",
     "gated_deltanet": "GatedDeltaNet",
     "mlstm": "MLSTM",
     "mingru": "MinGRU",
@@ -54,11 +55,12 @@ MIXERS: dict[str, MixerName] = {
 
 def make_model(name: str, d_model: int, n_layers: int, discretization: DiscretizationName) -> MambaLM:
     """A model whose tokens are bytes."""
-    # The defaults of Mamba2, 64 channels a head and 128 states, of GatedDeltaNet, six heads of 256, and of MLSTM, eight heads,
-    # suit larger models.
+    # The defaults of Mamba2 and Mamba3, 64 channels a head and 128 states, of GatedDeltaNet, six heads of 256, and of MLSTM,
+    # eight heads, suit larger models.
     heads = math.gcd(d_model, 4)
     sizes = {
         "mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32},
+        "mamba3": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32},
         "gated_deltanet": {"num_heads": heads, "head_dim": d_model // heads},
         "mlstm": {"num_heads": heads},
     }

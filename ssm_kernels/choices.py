@@ -76,7 +76,16 @@ TimeStepsScale = Literal["both", "A"]
 """``time_steps_scale`` of :class:`ssm_kernels.nn.Mamba` and :class:`ssm_kernels.nn.SelectiveSSM`."""
 
 MixerName = Literal[
-    "Mamba", "Mamba2", "MinGRU", "MinLSTM", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct", "MLSTM"
+    "Mamba",
+    "Mamba2",
+    "Mamba3",
+    "MinGRU",
+    "MinLSTM",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "GatedDeltaProduct",
+    "MLSTM",
 ]
 """``mixer`` of :class:`ssm_kernels.models.MambaConfig`."""
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..choices import Exchange
 from ..nn._operators import CallsOperators
+from ..nn.mamba3 import Mamba3
 from ..nn.naming import class_name
 from ._agreement import calls_begun, failure, report
 from ._group import Group, GroupLike, check_dimensions
@@ -100,6 +101,8 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = Group.of(device_mesh)
+        if any(isinstance(layer, Mamba3) for layer in module.modules()):
+            raise ValueError("ContextParallel: expected a module without Mamba3, which does not support spans of sequences")
         layers = [layer for layer in module.modules() if isinstance(layer, CallsOperators)]
         if not layers:
             raise ValueError(

@@ -16,6 +16,7 @@ from ..nn.gated_delta_product import GatedDeltaProduct
 from ..nn.kimi_delta_attention import KimiDeltaAttention
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.mamba3 import Mamba3
 from ..nn.mlstm import MLSTM
 from ..ops._arguments import did_you_mean
 from .recurrent_mixer import RecurrentMixer
@@ -30,13 +31,13 @@ DELTA_RULES: dict[MixerName, Any] = {
     "GatedDeltaProduct": GatedDeltaProduct,
 }
 _CLASSES: dict[MixerName, Any] = {
-    **{"Mamba": Mamba, "Mamba2": Mamba2, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer},
+    **{"Mamba": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3, "MinGRU": RecurrentMixer, "MinLSTM": RecurrentMixer},
     **DELTA_RULES,
     "MLSTM": MLSTM,
 }
 MIXERS = tuple(_CLASSES)
 # mamba_ssm's names, in ssm_cfg["layer"].
-_LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
+_LAYERS: dict[str, MixerName] = {"Mamba1": "Mamba", "Mamba2": "Mamba2", "Mamba3": "Mamba3"}
 _OWN_FIELDS = ("discretization", "recompute")
 _SET_BY_THE_MODEL = ("d_model", "hidden_size", "embedding_dim", "rnn", "layer_idx", "device", "dtype")
 # The largest sizes: far above those of any model, and small enough that no product of them overflows.
@@ -78,8 +79,8 @@ class MambaConfig(MambaSsmFields):
         d_intermediate: channels of the gated MLP of each block, rounded up to a multiple of 128; 0: blocks have no MLP.
         n_layer: blocks.
         vocab_size: tokens.
-        ssm_cfg: arguments of the mixer's constructor, such as ``{"d_state": 64}``. ``mamba_ssm``'s ``"layer"``, ``"Mamba1"`` or
-            ``"Mamba2"``, moves from here to ``mixer``.
+        ssm_cfg: arguments of the mixer's constructor, such as ``{"d_state": 64}``. ``mamba_ssm``'s ``"layer"``, ``"Mamba1"``,
+            ``"Mamba2"`` or ``"Mamba3"``, moves from here to ``mixer``.
         attn_layer_idx: must be empty: attention layers are not supported.
         attn_cfg: must be empty.
         rms_norm: norm with ``nn.RMSNorm`` instead of ``nn.LayerNorm``.
@@ -87,7 +88,7 @@ class MambaConfig(MambaSsmFields):
         fused_add_norm: computes residual sum and norm in one operator; see :class:`ssm_kernels.nn.Block`.
         pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
         tie_embeddings: embedding and head share their weight.
-        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"``, ``"MinLSTM"``, ``"DeltaNet"``, ``"GatedDeltaNet"``,
+        mixer: ``"Mamba"``, ``"Mamba2"``, ``"Mamba3"``, ``"MinGRU"``, ``"MinLSTM"``, ``"DeltaNet"``, ``"GatedDeltaNet"``,
             ``"KimiDeltaAttention"``, ``"GatedDeltaProduct"`` or ``"MLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or
             ``"Mamba"``.
         discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
@@ -182,8 +183,8 @@ class MambaConfig(MambaSsmFields):
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mixer, discretization = fields.pop("mixer"), fields.pop("discretization")
-        if mixer == "Mamba2":
-            fields["ssm_cfg"] = {"layer": "Mamba2", **self.ssm_cfg}
+        if mixer in ("Mamba2", "Mamba3"):
+            fields["ssm_cfg"] = {"layer": mixer, **self.ssm_cfg}
         elif mixer != "Mamba":
             fields["mixer"] = mixer
         if discretization != "zoh":

@@ -19,6 +19,7 @@ from ..nn.common import ConvMixer
 from ..nn.initialization import initialized, reset_all, reset_embedding, reset_linear
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.mamba3 import Mamba3
 from ..nn.mlstm import MLSTM
 from ..nn.naming import class_name
 from ..nn.weight_decay import NamesNoDecay
@@ -42,6 +43,8 @@ def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
         return functools.partial(Mamba2, discretization=rule, recompute=config.recompute, **config.ssm_cfg)
     if config.mixer in DELTA_RULES:
         return functools.partial(_delta_rule, DELTA_RULES[config.mixer], config.recompute, **config.ssm_cfg)
+    if config.mixer == "Mamba3":
+        return functools.partial(Mamba3, **config.ssm_cfg)
     if config.mixer == "MLSTM":
         return functools.partial(MLSTM, **config.ssm_cfg)
     return functools.partial(RecurrentMixer, rnn=cast(RecurrenceName, config.mixer), **config.ssm_cfg)

@@ -5,6 +5,7 @@
   and the ``state_dict`` of ``mamba_ssm``'s ``Mamba``.
 - :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm; also with ``mamba_ssm``'s
   constructor and ``state_dict``.
+- :class:`Mamba3`: the mixer of Mamba-3 of rank one, with rotated B and C and two samples a step; likewise.
 - :class:`DeltaNet`, :class:`GatedDeltaNet`, :class:`KimiDeltaAttention`, :class:`GatedDeltaProduct`: layers around the delta
   rule, with the constructors and the ``state_dict`` of flash-linear-attention.
 - :class:`MLSTM`: the layer of xLSTM-7B around the matrix memory, with its parameters.
@@ -25,6 +26,7 @@ from .kimi_delta_attention import KimiDeltaAttention
 from .liquid import Liquid
 from .mamba import Mamba
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
 from .minrnn import MinGRU, MinLSTM
 from .mlstm import MLSTM
 from .selective_ssm import SelectiveSSM
@@ -40,6 +42,7 @@ __all__ = [
     "Liquid",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "MinGRU",
     "MinLSTM",
     "SelectiveSSM",

@@ -236,7 +236,7 @@ def test_folders_that_do_not_fit(tmp_path):
     for fields, words in (
         ({"activation": "gelu"}, ["config.json", "got ['activation'] too"]),
         ({"attn_layer_idx": [1]}, ["attention layers", "attn_layer_idx=[1]"]),
-        ({"ssm_cfg": {"layer": "Mamba3"}}, ["unknown ssm_cfg", "'Mamba3'", "'Mamba2'"]),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, ["unknown ssm_cfg", "'Mamba4'", "'Mamba2'"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | fields))
         with pytest.raises(ValueError, match=says(*words)):

@@ -104,6 +104,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda name=name: new_layer(name) for name in LAYERS},  # type: ignore[misc]
     **{name: lambda name=name: make_delta_layer(name) for name in DELTA_LAYERS},  # type: ignore[misc]
     "MLSTM": lambda: ssm_kernels.nn.MLSTM(8, 2),
+    "Mamba3": lambda: ssm_kernels.nn.Mamba3(8, headdim=8),
     "Block": a_block,
     "GatedMLP": a_mlp,
     "MambaLM": lambda: make_model("Mamba"),

@@ -184,7 +184,7 @@ def misspelt_names(name: str) -> None:
     ssm_kernels.nn.Mamba(16, dt_rank="all")  # type: ignore[arg-type]
     ssm_kernels.nn.Mamba2(64, discretization="euler")  # type: ignore[arg-type]
     ssm_kernels.nn.Liquid(3, 5, candidate_activation="g")  # type: ignore[arg-type]
-    models.MambaConfig(mixer="Mamba3")  # type: ignore[arg-type]
+    models.MambaConfig(mixer="Mamba4")  # type: ignore[arg-type]
     models.MambaConfig(discretization="zho")  # type: ignore[arg-type]
     models.RecurrentMixer(16, rnn="GRU")  # type: ignore[arg-type]
     ssm_kernels.distributed.ContextParallel(exchange="ring")  # type: ignore[arg-type]
