@@ -33,7 +33,6 @@ std::array<Option, static_cast<size_t>(DebugOption::kCount)> options = {{
     {"ssd_mma", 0, 1, "wgmma, mma", {0}},
     {"ssd_workspace_bytes", 1, kUnlimited, "", {int64_t(1) << 30}},
     {"ssd_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
-    {"ssd_diagonal_gain", 0, 1, "kernels, matmuls", {1}},
     {"delta_rule_mma", 0, 1, "wgmma, mma", {0}},
     {"delta_rule_shared_bytes", kMinSharedBytesPerBlock, kUnlimited, "", {kUnlimited}},
     {"delta_rule_cpu", 0, 1, "kernels, matmuls", {0}},

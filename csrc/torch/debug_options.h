@@ -27,9 +27,6 @@ enum class DebugOption : int {
   kSsdWorkspaceBytes,
   // ssd_chunk_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
   kSsdSharedBytes,
-  // ssd_chunk_scan with a gain on the diagonal, as rules with two input samples have, on CUDA: 0, by its kernels; 1, as PyTorch
-  // matmuls.
-  kSsdDiagonalGain,
   // The tensor-core instructions of delta_rule_scan with one gate a head or none: 0, wgmma where the device has it; 1,
   // mma.sync.
   kDeltaRuleMma,

@@ -243,7 +243,6 @@ DEBUG_OPTION_VALUES = {
     "linear_scan_kernel": ("faster", "tiles", "sequential"),
     "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
-    "ssd_diagonal_gain": ("kernels", "matmuls"),
     "delta_rule_mma": ("wgmma", "mma"),
     "delta_rule_cpu": ("kernels", "matmuls"),
     "mamba3_cpu": ("kernels", "operators"),

@@ -18,7 +18,6 @@ OPTIONS = {
     "ssd_mma": (0, 0, 1),
     "ssd_workspace_bytes": (2**30, 1, LARGEST),
     "ssd_shared_bytes": (LARGEST, 99 * 1024, LARGEST),
-    "ssd_diagonal_gain": (1, 0, 1),
     "delta_rule_mma": (0, 0, 1),
     "delta_rule_shared_bytes": (LARGEST, 99 * 1024, LARGEST),
     "delta_rule_cpu": (0, 0, 1),

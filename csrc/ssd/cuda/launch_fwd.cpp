@@ -133,7 +133,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
   if (dtype == at::kDouble) return false;
   const bool has_diagonal_gain = is_present(in.diagonal_gain);
-  if (has_diagonal_gain && debug_option(DebugOption::kSsdDiagonalGain) != 0) return false;
   if (is_backward && (in.x.numel() == 0 || in.B.numel() == 0)) return false;
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);

@@ -22,7 +22,6 @@
 #include "ssd/cuda/two_sample_gates.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
-#include "torch/debug_options.h"
 
 namespace ssm_kernels::ssd {
 namespace {
@@ -84,9 +83,7 @@ at::Tensor sequences_by_first_step(const TwoSampleInputs& in, const TwoSampleGat
 
 }  // namespace
 
-bool has_gate_kernels(const TwoSampleInputs& in) {
-  return in.x.is_cuda() && in.x.scalar_type() != at::kDouble && debug_option(DebugOption::kSsdDiagonalGain) == 0;
-}
+bool has_gate_kernels(const TwoSampleInputs& in) { return in.x.is_cuda() && in.x.scalar_type() != at::kDouble; }
 
 void two_sample_gates_cuda(const TwoSampleInputs& in, Discretization method, TwoSampleGates& gates) {
   const c10::cuda::CUDAGuard guard(in.x.device());
