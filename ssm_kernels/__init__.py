@@ -17,6 +17,7 @@ from ._build_info import build_info, load_operators
 load_operators()
 
 from . import _vmap, choices, models, nn, ops, reference  # noqa: E402, F401
+from ._diagonalization import DiagonalSystem, diagonalize  # noqa: E402
 from ._discretizations import two_sample_discretizations as _two_sample_discretizations  # noqa: E402
 from ._earlier_modules import register as _register_earlier_modules  # noqa: E402
 from ._submodules import public_names, submodules_on_use  # noqa: E402
@@ -44,9 +45,11 @@ two_sample_discretizations: tuple[_TwoSampleDiscretizationName, ...] = _two_samp
 """Those of the rules that read two input samples a step."""
 
 __all__ = [
+    "DiagonalSystem",
     "__version__",
     "build_info",
     "choices",
+    "diagonalize",
     "discretizations",
     "models",
     "nn",

@@ -22,6 +22,7 @@ from .complex_states import complex_scan, complex_state_update
 from .convolution import causal_conv1d, causal_conv1d_update
 from .delta_rule import delta_rule_scan
 from .delta_rule_step import delta_rule_step
+from .dense import dense_coefficients, dense_scan
 from .discretizations import ALIASES, DISCRETIZATIONS, Discretization, coefficients, discretization_of, phi1
 from .mamba3 import Mamba3State, mamba3_chunk_scan, mamba3_state_update
 from .mlstm import mlstm_scan
@@ -49,6 +50,8 @@ __all__ = [
     "complex_state_update",
     "delta_rule_scan",
     "delta_rule_step",
+    "dense_coefficients",
+    "dense_scan",
     "discretization_of",
     "layer_norm_gated",
     "mamba3_chunk_scan",

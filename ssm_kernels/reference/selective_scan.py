@@ -70,6 +70,25 @@ def selective_scan(
     refuse_tracing("selective_scan", REFERENCE_LOOPS)
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_scan", discretization, alpha)
+    if A.dim() == 3:
+        from .dense import dense_scan  # which uses this module
+
+        if delta_A is not None:
+            raise ValueError("selective_scan: expected no delta_A with A of shape (dim, dstate, dstate)")
+        results = dense_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=discretization,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=True,
+            states_at=states_at,
+        )
+        found = [torch.stack([at.state for at in each], dim=1) for each in results[2:]]
+        found = [results[0], *([results[1].state] if return_last_state else []), *found]
+        return tuple(found) if len(found) > 1 else found[0]
     batch, dim, seqlen = u.shape
     dtype = promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state, delta_A)
     delta_A = None if delta_A is None else delta_A.to(dtype).expand(u.shape)

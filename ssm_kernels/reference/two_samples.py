@@ -153,6 +153,26 @@ def two_sample_scan(
         >>> two_sample_scan(one, one, A, one, one, discretization="foh_ramp", previous="repeat")  # 1 - exp(-t)
         tensor([[[0.6321, 0.8647, 0.9502]]], dtype=torch.float64)
     """
+    if A.dim() == 3:
+        from .dense import dense_scan  # which uses this package's modules
+
+        if delta_A is not None:
+            raise ValueError("two_sample_scan: expected no delta_A with A of shape (dim, dstate, dstate)")
+        return dense_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=discretization,
+            alpha=alpha,
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            previous=previous,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=return_last_state,
+            states_at=states_at,
+        )
     batch, dim, seqlen = u.shape
     previous_u, previous_B, repeats = read_previous("two_sample_scan", previous)
     given: tuple[Tensor | None, ...] = (previous_u, previous_B)
