@@ -36,7 +36,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # warpgroups: the warps that make tables and matrices, which work ahead, spill words that the others would lack. In its
 # backward, those that make a chunk's gradients spill some words. Its kernels with mma.sync keep 256 columns of a state in
 # half of a thread's registers, and spill operands; with fewer columns, in fp32 and fp16, they spill words of tables. mLSTM's
-# normalizer spills doubles of the steps that its backward keeps, and before 9.0a addresses of rows of any alignment.
+# normalizer spills doubles of the steps that its backward keeps, and before 9.0a addresses of rows of any alignment. The
+# scan with matrices A keeps those of a channel in the registers of its lanes, and spills addresses and, in float64, entries.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 48,
@@ -67,6 +68,8 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::sequential::sequential_two_sample_fwd_kernel<\w+>@(?!sm_90a)"): 760,
     re.compile(r"selective_scan::warp_scan::warp_scan_two_sample_bwd_kernel<double>@"): 240,
     re.compile(r"selective_scan::warp_scan::warp_scan_separate_bwd_kernel<double>@"): 640,
+    re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<float, (8|16), .*>@"): 800,
+    re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<double, .*>@"): 2400,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,

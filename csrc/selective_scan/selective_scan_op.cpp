@@ -11,6 +11,7 @@
 
 #include <map>
 
+#include "selective_scan/dense.h"
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
@@ -97,6 +98,7 @@ at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
 // Names the layout of a u whose last axis, not the second, has as many entries as A has rows, unless B says that it is time.
 void check_layout(const char* op, const Inputs& in) {
   const c10::SymInt channels = in.A.sym_size(0), last = in.u.sym_size(2);
+  if (in.is_dense && channels == 1) return;
   if (in.u.sym_size(1) == channels || last != channels || (in.B.dim() > 2 && in.B.sym_size(-1) == last)) return;
   TORCH_CHECK_VALUE(false, op, ": expected u of shape (batch, dim, seqlen) with dim = ", channels,
                     ", the rows of A, got (batch, seqlen, dim) = ", in.u.sym_sizes(),
@@ -132,14 +134,22 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
 Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization), bool lists_all) {
   const ArgumentChecks checks(op, "u", in.u);
   checks.rank("u", in.u, 3, "(batch, dim, seqlen)");
-  checks.rank("A", in.A, 2, "(dim, dstate)");
+  checks.rank("A", in.A, in.is_dense ? 3 : 2, in.is_dense ? "(dim, dstate, dstate) or (1, dstate, dstate)" : "(dim, dstate)");
   check_defined(op, "B", in.B);
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
   const at::ScalarType dtype = in.u.scalar_type(), accumulate = checks.accumulate();
   check_layout(op, in);
   checks.tensor("delta", in.delta, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
-  checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
-  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  if (in.is_dense) {
+    const bool is_shared = in.A.sym_size(0) == 1;
+    checks.tensor("A", in.A, is_shared ? "(1, dstate, dstate)" : "(dim, dstate, dstate)",
+                  {is_shared ? c10::SymInt(1) : dim, dstate, dstate}, accumulate);
+  } else {
+    checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
+  }
+  const int64_t largest = in.is_dense ? kMaxDenseDstate : kMaxDstate;
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= largest, op, ": expected dstate from 1 to ", largest,
+                    in.is_dense ? " with a matrix A for each channel" : "", ", got ", dstate);
   check_matrix(checks, "B", in.B, in);
   check_matrix(checks, "C", in.C, in);
   checks.tensor("D", in.D, "(dim,)", {dim}, accumulate);
@@ -152,22 +162,31 @@ Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_suppo
 
 Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in, &is_one_sample, /*lists_all=*/true); }
 
+namespace {
+
+c10::SymInt chunk_boundaries(const Inputs& in) {
+  const c10::SymInt seqlen = in.u.sym_size(2);
+  return in.is_dense ? dense_chunk_boundary_count(seqlen) : chunk_boundary_count(seqlen, in.A.sym_size(1));
+}
+
+}  // namespace
+
 FwdOutputs allocate_fwd(const Inputs& in) {
-  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
-  const c10::SymInt boundaries = in.save_chunk_states ? chunk_boundary_count(seqlen, dstate) : c10::SymInt(0);
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
+  const c10::SymInt boundaries = in.save_chunk_states ? chunk_boundaries(in) : c10::SymInt(0);
   return {empty_tensor_like(in.u), allocate_states(in, in.initial_state),
           empty_tensor({batch, boundaries, dim, dstate}, in.A.options())};
 }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
-  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", bwd.grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_last_state", bwd.grad_last_state, states_axes(in), states_shape(in), checks.accumulate());
   checks.tensor("initial_state", in.packed_initial_state, states_axes(in), states_shape(in), checks.accumulate());
   checks.tensor("chunk_states", bwd.chunk_states, "(batch, chunks + 1, dim, dstate)",
-                {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
+                {batch, chunk_boundaries(in), dim, dstate}, checks.accumulate());
   TORCH_CHECK_VALUE(is_present(in.z) || !is_present(bwd.grad_z),
                     "selective_scan backward: expected z with bwd.grad_z, got None");
   checks.tensor("grad_z", bwd.grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
@@ -246,8 +265,9 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.dim = in.u.size(1);
   params.seqlen = in.u.size(2);
   params.dstate = in.A.size(1);
-  params.chunk_length = chunk_length(params.dstate);
-  params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
+  params.chunk_length = in.is_dense ? kDenseChunk : chunk_length(params.dstate);
+  params.chunk_boundaries =
+      in.is_dense ? dense_chunk_boundary_count(params.seqlen) : chunk_boundary_count(params.seqlen, params.dstate);
   params.discretization = method;
   params.delta_softplus = in.delta_softplus;
   params.u = sequence_view(in.u, Access::kRead, in.reverse);
@@ -255,7 +275,7 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.z = sequence_view(in.z, Access::kRead, in.reverse);
   params.B = matrix_view(in.B, Access::kRead, in.reverse);
   params.C = matrix_view(in.C, Access::kRead, in.reverse);
-  params.A = state_view(in.A);
+  if (!in.is_dense) params.A = state_view(in.A);
   params.D = channel_view(in.D);
   params.delta_bias = channel_view(in.delta_bias);
 }

@@ -32,6 +32,7 @@ struct Inputs {
   bool save_chunk_states = false;
   bool has_initial_state = false;  // of the node, which saves the state itself only for a packed call
   OptionalTensor packed_initial_state;
+  bool is_dense = false;  // A has a matrix for each channel, or one for all: selective_scan_dense
 
   bool is_packed() const { return is_present(seq_idx) || is_present(cu_seqlens); }
 

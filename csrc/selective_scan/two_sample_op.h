@@ -49,6 +49,11 @@ struct TwoSampleBwdInputs {
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
 Discretization check_two_sample_inputs(const TwoSampleInputs& in);
+// Of these checks, those of the sample before the sequences.
+void check_previous(const ArgumentChecks& checks, const TwoSampleInputs& in);
+
+// The number of states of a call: those of its batch rows or, with cu_seqlens, of its sequences.
+c10::SymInt count_sequences(const TwoSampleInputs& in);
 
 // Backward as the kernels know it. The gradients that they write are those of `scan`, grads[kGradLam], grads[kGradDeltaA] and
 // grad_previous, of the sample before each sequence, which has no elements if nothing needs it. `finish` then makes the

@@ -12,6 +12,7 @@ from .._scan_state import ScanState
 from ..choices import DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import names_arguments
 from ._complex import complex_scan, is_complex
+from ._dense import dense_scan
 from ._states_at import Positions, is_transformed, read_positions
 from ._two_samples import refuse_one_sample, two_sample_scan
 
@@ -64,7 +65,8 @@ def selective_scan(
             dim-contiguous tensors are read in 16-byte vectors, others element by element on CUDA.
         delta: step sizes, shape and dtype of ``u``.
         A: diagonal of the continuous system, (dim, dstate), float32 (float64 with float64 inputs); dstate <= 256. Or complex64
-            (complex128), with dstate <= 128, ``B`` and ``C`` and states of that dtype too.
+            (complex128), with dstate <= 128, ``B`` and ``C`` and states of that dtype too. Or a matrix for each
+            channel, (dim, dstate, dstate), or one for all, (1, dstate, dstate), real, with dstate <= 32.
         B: input matrix. Constant: (dim, dstate) in the dtype of ``A``. Per step: (batch, dstate, seqlen) or
             (batch, groups, dstate, seqlen) in the dtype of ``u``; channel ``d`` reads group ``d // (dim // groups)``.
         C: output matrix, as ``B``, independently of it.
@@ -142,6 +144,13 @@ def selective_scan(
     that :math:`\Delta\, \mathrm{Im} A` may be large. Gradients of complex tensors follow PyTorch's convention,
     :math:`\partial L / \partial \mathrm{Re} + i\, \partial L / \partial \mathrm{Im}`. CUDA has no such kernels.
 
+    **A matrix for A.** ``"bilinear"``, ``"trapezoidal"``, ``"gbt"``, ``"gbt_two_sample"``, ``"euler"``, ``"backward_euler"``
+    and ``"rk4"`` take any real matrices, defective ones included: :math:`z` above is then :math:`Z_t = \Delta_t A`, and a
+    quotient is a solve. ``"rk4"`` is the classical Runge-Kutta step, whose decay is a polynomial of :math:`Z_t`, too. An
+    orthogonal reduction once a call, :math:`A = Q T Q^T` with a real Schur form :math:`T`, makes the solve of a step one with a
+    triangular matrix. The other rules need the exponential of a matrix in each step; the reference has them. ``delta_A`` and
+    ``lam`` are not taken.
+
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
     seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it.
@@ -213,6 +222,23 @@ def selective_scan(
         )
     if conjugate_pairs is not True:
         raise ValueError("selective_scan: expected conjugate_pairs=False with a complex A only, got a real A")
+    if A.dim() == 3 and not A.is_nested:
+        return dense_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=discretization,
+            alpha=alpha,
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            previous=previous,
+            delta_A=delta_A,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=return_last_state,
+            states_at=states_at,
+        )
     if delta_A is not None or (discretization != "zoh" and is_two_sample(discretization)):
         return two_sample_scan(
             *(u, delta, A, B, C, D, z, delta_bias),

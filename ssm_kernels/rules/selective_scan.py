@@ -11,7 +11,7 @@ from ..choices import DiscretizationName
 from ..reference.sequences import step_sizes
 from ._batching import each_sample, fold
 from ._decomposition import in_dtype, kept_states, refuse_packed, scan_states, skip_and_gate
-from ._table import Call, Composed, Row
+from ._table import Axes, Call, Composed, Row
 
 __all__ = ["ROWS", "decomposed_scan", "flops"]
 
@@ -32,6 +32,7 @@ TWO_SAMPLE_AXES = AXES | {
     "states_u": "batch positions channels",
     "states_B": "batch positions groups dstate",
 }
+DENSE_AXES = TWO_SAMPLE_AXES | {"A": "channels dstate dstate"}
 _CHANNELS = dict.fromkeys(("u", "delta", "B", "C", "z", "initial_state"), 1)
 
 
@@ -41,6 +42,15 @@ def flops(call: Call, *, x: str = "u", A: str = "A", backward: bool = False) -> 
 
 def _two_sample_flops(call: Call, *, backward: bool = False) -> int:
     return (1 + backward) * 13 * call["u"].numel() * call["A"].shape[-1]
+
+
+def _dense_flops(call: Call, *, backward: bool = False) -> int:
+    dstate = call["A"].shape[-1]
+    return (4 if backward else 1) * 8 * call["u"].numel() * dstate * dstate
+
+
+def _dense_axes(call: Call) -> Axes:
+    return DENSE_AXES if call["A"].shape[0] == call["u"].shape[1] else DENSE_AXES | {"A": "matrices dstate dstate"}
 
 
 def _summary_flops(call: Call, *, backward: bool = False) -> int:
@@ -91,6 +101,7 @@ def _with_groups(X: Tensor) -> Tensor:
 
 _FORWARD = ("selective_scan", "_selective_scan_states_at", "_selective_scan_fwd")
 _TWO_SAMPLES = ("selective_scan_two_sample", "_selective_scan_two_sample_states_at", "_selective_scan_two_sample_fwd")
+_DENSE = ("selective_scan_dense", "_selective_scan_dense_states_at", "_selective_scan_dense_fwd")
 
 ROWS = {
     "selective_scan": Row(
@@ -101,15 +112,21 @@ ROWS = {
             "selective_scan_two_sample": each_sample("selective_scan_two_sample"),
             "_selective_scan_two_sample_states_at": Composed(),
             "_selective_scan_two_sample_bwd": each_sample("_selective_scan_two_sample_bwd"),
+            "selective_scan_dense": each_sample("selective_scan_dense"),
+            "_selective_scan_dense_states_at": Composed(),
+            "_selective_scan_dense_bwd": each_sample("_selective_scan_dense_bwd"),
         },
         flops=dict.fromkeys(_FORWARD, flops)
         | dict.fromkeys(
             ("_selective_scan_bwd", "_selective_scan_bwd_last", "_selective_scan_bwd_out"), partial(flops, backward=True)
         )
         | dict.fromkeys(_TWO_SAMPLES, _two_sample_flops)
-        | {"_selective_scan_two_sample_bwd": partial(_two_sample_flops, backward=True)},
+        | {"_selective_scan_two_sample_bwd": partial(_two_sample_flops, backward=True)}
+        | dict.fromkeys(_DENSE, _dense_flops)
+        | {"_selective_scan_dense_bwd": partial(_dense_flops, backward=True)},
         axes=dict.fromkeys((*_FORWARD, "_selective_scan_bwd", "_selective_scan_bwd_last"), AXES)
-        | dict.fromkeys((*_TWO_SAMPLES, "_selective_scan_two_sample_bwd"), TWO_SAMPLE_AXES),
+        | dict.fromkeys((*_TWO_SAMPLES, "_selective_scan_two_sample_bwd"), TWO_SAMPLE_AXES)
+        | dict.fromkeys((*_DENSE, "_selective_scan_dense_bwd"), _dense_axes),
         decompositions={"_selective_scan_fwd": decomposed_scan},
     ),
     "selective_scan_summary": Row(

@@ -85,13 +85,16 @@ def test_schemas_of_the_page_are_those_registered():
     for schema in schemas:
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
-            name = name.removesuffix("_two_sample")
+            name = name.removesuffix("_two_sample").removesuffix("_dense")
             results = OPERATORS[name].results if name in OPERATORS else () if name.endswith("_out") else ("out", "state")
             has_states = any(argument.name == "states_at" for argument in schema.arguments)
             is_step = name in (*DECODING_STEPS, "mamba3_state_update", "mlstm_step")
             assert len(schema.returns) == (1 if is_step else len(results) + has_states)
         else:
-            forms = "|".join(f"_{each}" for each in OPERATORS) + "|_(selective|ssd_chunk|mlstm)_scan(_two_sample)?_states_at|"
+            forms = (
+                "|".join(f"_{each}" for each in OPERATORS)
+                + "|_(selective|ssd_chunk|mlstm)_scan(_two_sample|_dense)?_states_at|"
+            )
             forms += "_ssd_chunk_scan_(states|two_sample)|_linear_recurrence|_norm_gated(_squares|_products)?|_add_norm"
             forms += "|_(mamba2?|delta_rule|mlstm)_mixer(_projected)?|_mamba_inner|_mamba_conv|_mixer_parameters|_copy_rows"
             forms += "|_(two_sample_)?discretizations|_discretization_aliases|_recurrences|_nearest_choice"
