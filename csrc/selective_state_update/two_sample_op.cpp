@@ -25,14 +25,32 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "bool dt_softplus=False, Tensor? state_batch_indices=None, Tensor? dt_A=None, *, str discretization, bool "
       "lam_sigmoid=False, float[]? dt_limit=None, bool A_is_log=False, bool is_complex=False, bool conjugate_pairs=True) -> "
       "Tensor");
+  // The same with the options of servers that selective_state_update_out has. Slots that receive the state after a token then
+  // receive its samples.
+  schemas.in_place(
+      "selective_state_update_two_sample_out(Tensor(a!) state, Tensor(b!) previous_x, Tensor(c!) previous_B, Tensor x, "
+      "Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? lam, bool dt_softplus, "
+      "Tensor? state_batch_indices, Tensor? dt_A, str discretization, bool lam_sigmoid, float[]? dt_limit, bool A_is_log, "
+      "bool is_complex, bool conjugate_pairs, Tensor(d!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, "
+      "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, Tensor(e!)? intermediate_states_buffer=None, Tensor? "
+      "intermediate_state_indices=None, "
+      "bool disable_state_update=False) -> ()");
 }
 
 namespace {
 
 constexpr char kTwoSampleStep[] = "selective_state_update", kTwoSampleScan[] = "selective_scan";
+constexpr char kStatesBuffer[] = "intermediate_states_buffer";
 
+// The arguments that selective_state_update_out has too.
 OutInputs base_of(const TwoSampleOutInputs& in) {
   OutInputs base(in, in.out);
+  base.dst_state_batch_indices = in.dst_state_batch_indices;
+  base.pad_slot_id = in.pad_slot_id;
+  base.num_accepted_tokens = in.num_accepted_tokens;
+  base.cu_seqlens = in.cu_seqlens;
+  base.intermediate = in.intermediate;
+  base.intermediate_state_indices = in.intermediate_state_indices;
   base.disable_state_update = in.disable_state_update;
   return base;
 }
@@ -51,7 +69,15 @@ void check_complex_inputs(const ArgumentChecks& checks, const TwoSampleInputs& i
                               " is not supported with a complex A");
 }
 
-void check_samples(const TwoSampleInputs& in) {
+// Shapes of x, for messages.
+struct InputNames {
+  const char *channels, *heads;
+};
+constexpr InputNames kNamesOfOneToken{"(batch, dim)", "(batch, heads, headdim)"},
+    kNamesOfTokens{"(batch, tokens, dim)", "(batch, tokens, heads, headdim)"},
+    kNamesOfPacked{"(tokens, dim)", "(tokens, heads, headdim)"};
+
+void check_samples(const TwoSampleInputs& in, const InputNames& names) {
   const ArgumentChecks checks(kTwoSampleStep, "x", in.x);
   const at::ScalarType dtype = in.x.scalar_type();
   const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading_of(in) + 2;
@@ -61,11 +87,9 @@ void check_samples(const TwoSampleInputs& in) {
                                                      is_present(in.dt_A) || in.is_complex ? in.supports : &is_two_sample);
   if (in.is_complex) check_complex_inputs(checks, in, method);
   if (is_present(in.dt_A)) check_takes_delta_A(kTwoSampleStep, "dt_A", method, in.discretization);
-  const bool has_tokens = leading_of(in) == 2;
-  const char* const of_heads = has_tokens ? "(batch, tokens, heads, headdim)" : "(batch, heads, headdim)";
-  const char* const of_channels = has_tokens ? "(batch, tokens, dim)" : "(batch, dim)";
-  checks.tensor("lam", in.lam, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
-  checks.tensor("dt_A", in.dt_A, has_heads ? of_heads : of_channels, in.x.sym_sizes(), dtype);
+  const char* const axes = has_heads ? names.heads : names.channels;
+  checks.tensor("lam", in.lam, axes, in.x.sym_sizes(), dtype);
+  checks.tensor("dt_A", in.dt_A, axes, in.x.sym_sizes(), dtype);
   check_lam_options(kTwoSampleStep, method, in.discretization, is_present(in.lam), in.lam_sigmoid);
   if (!is_two_sample(method)) {
     checks.tensor("previous_x", in.previous_x, "(0,)", {0}, dtype);
@@ -98,12 +122,12 @@ void check_sample_writes(const TwoSampleInputs& in) {
 
 void check_inputs(const TwoSampleInputs& in) {
   check_inputs(static_cast<const Inputs&>(in));
-  check_samples(in);
+  check_samples(in, leading_of(in) == 2 ? kNamesOfTokens : kNamesOfOneToken);
 }
 
 void check_out_inputs(const TwoSampleOutInputs& in) {
   check_out_inputs(base_of(in));
-  check_samples(in);
+  check_samples(in, in.is_packed() ? kNamesOfPacked : leading_of(in) == 2 ? kNamesOfTokens : kNamesOfOneToken);
 }
 
 StateUpdateParams make_params(const TwoSampleInputs& in, const at::Tensor& out) {
@@ -113,10 +137,13 @@ StateUpdateParams make_params(const TwoSampleInputs& in, const at::Tensor& out) 
 
 StateUpdateParams make_out_params(const TwoSampleOutInputs& in, TokenParams& tokens) {
   check_sample_writes(in);
+  const NamedTensor samples[] = {
+      {"previous_x", in.previous_x}, {"previous_B", in.previous_B}, {"lam", in.lam}, {"dt_A", in.dt_A}};
+  check_writes(kTwoSampleStep, {{"out", in.out}, {kStatesBuffer, in.intermediate}}, samples, in.decoding());
   return make_out_params(base_of(in), tokens);
 }
 
-TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in, bool is_packed) {
   const bool has_heads = in.state.dim() == 4, has_groups = in.previous_B.dim() == 3;
   const auto channels = [&](const at::Tensor& tensor, Access access) {
     return ChannelView{data_of(tensor, access), stride_of(tensor, 0), has_heads ? stride_of(tensor, -2) : 0,
@@ -130,7 +157,8 @@ TwoSampleParams make_two_sample_params(const TwoSampleInputs& in) {
   const auto read = [&](const OptionalTensor& tensor, ChannelView& view, int64_t& token) {
     if (!is_present(tensor)) return;
     view = channels(*tensor, Access::kRead);
-    token = leading_of(in) == 2 ? stride_of(*tensor, 1) : 0;
+    token = is_packed ? view.stride_batch : leading_of(in) == 2 ? stride_of(*tensor, 1) : 0;
+    if (is_packed) view.stride_batch = 0;
   };
   read(in.lam, params.lam, params.lam_token);
   read(in.dt_A, params.dt_A, params.dt_A_token);
@@ -172,8 +200,19 @@ struct SelectiveStateUpdateTwoSample : InPlaceOp<TwoSampleInputs> {
   }
 };
 
+struct SelectiveStateUpdateTwoSampleOut : ServerOp<SelectiveStateUpdateTwoSample> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_state_update_two_sample_out";
+  static constexpr size_t kStates = 3;
+
+  static NoResult meta(const TwoSampleOutInputs& in) {
+    check_out_inputs(in);
+    return {};
+  }
+};
+
 }  // namespace
 
 SSM_IN_PLACE_OPERATOR(SelectiveStateUpdateTwoSample)
+SSM_IN_PLACE_OPERATOR(SelectiveStateUpdateTwoSampleOut)
 
 }  // namespace ssm_kernels::selective_state_update

@@ -25,7 +25,6 @@ struct TwoSampleInputs : Inputs {
                     discretization, lam_sigmoid, dt_limit, A_is_log, is_complex, conjugate_pairs);
   }
 };
-// Calls with several tokens a row take these. The operator itself takes no other option of servers.
 using TwoSampleOutInputs = ServerInputs<TwoSampleInputs>;
 
 // As the functions of selective_state_update_op.h.
@@ -34,6 +33,7 @@ void check_out_inputs(const TwoSampleOutInputs& in);
 StateUpdateParams make_params(const TwoSampleInputs& in, const at::Tensor& out);
 StateUpdateParams make_out_params(const TwoSampleOutInputs& in, TokenParams& tokens);
 
-TwoSampleParams make_two_sample_params(const TwoSampleInputs& in);
+// `is_packed`: the first axis of lam and dt_A is that of packed tokens.
+TwoSampleParams make_two_sample_params(const TwoSampleInputs& in, bool is_packed);
 
 }  // namespace ssm_kernels::selective_state_update

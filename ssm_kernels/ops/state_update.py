@@ -19,21 +19,39 @@ __all__ = ["selective_state_update"]
 
 
 def _two_sample_step(
-    state: Tensor, previous_x: Tensor | None, previous_B: Tensor | None, *others: Any, **options: Any
+    state: Tensor,
+    previous_x: Tensor | None,
+    previous_B: Tensor | None,
+    x: Tensor,
+    *others: Any,
+    out: Tensor | None = None,
+    for_servers: tuple[Any, ...] | None = None,
+    **options: Any,
 ) -> Tensor:
     for name, sample in (("previous_x", previous_x), ("previous_B", previous_B)):
         if sample is None:
             raise ValueError(
                 f"selective_state_update: expected {name} with discretization {options['discretization']!r}, got None"
             )
-    out: Tensor = torch.ops.ssm_kernels.selective_state_update_two_sample(state, previous_x, previous_B, *others, **options)
-    return out
+    tensors = (state, previous_x, previous_B, x, *others)
+    if for_servers is None:
+        result: Tensor = torch.ops.ssm_kernels.selective_state_update_two_sample.default(*tensors, **options)
+        return result
+    result = empty_output(x, for_servers[3]) if out is None else out
+    given = [options[name] for name in ("discretization", "lam_sigmoid", "dt_limit", "A_is_log")]
+    torch.ops.ssm_kernels.selective_state_update_two_sample_out.default(*tensors, *given, False, True, result, *for_servers)
+    return result
 
 
 def _refuse_one_sample(discretization: str, **given: Any) -> None:
     name = next(name for name, value in given.items() if value is not None)
     rules = "discretization 'exp_trapezoidal'" if name.startswith("lam") else "a discretization that reads two input samples"
     raise ValueError(f"selective_state_update: expected {name} with {rules} only, got {discretization!r}")
+
+
+def _refuse_servers(**given: Any) -> None:
+    name = next(name for name, value in given.items() if value is not None)
+    raise NotImplementedError(f"selective_state_update: {name} is not supported with a complex A")
 
 
 @names_arguments
@@ -100,11 +118,10 @@ def selective_state_update(
         lam: of ``"exp_trapezoidal"``, as for :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to it.
         previous_x, previous_B: the samples of the step before, for rules that read two, beside ``state`` and in the same slots:
             (batch, dim) or (batch, heads, headdim), and (batch, dstate) or (batch, groups, dstate) as ``B``, dtype of ``x``;
-            modified in place. Zero before the first step. Steps of these rules take none of the arguments from
-            ``out`` on.
+            modified in place. Zero before the first step. Slots that receive the state after a token receive its samples too.
+            ``intermediate_states_buffer`` receives states alone: the samples beside them are the tokens' ``x`` and ``B``.
         dt_A: the step of ``A``, as ``delta_A`` of :func:`selective_scan`: dtype of ``x``, its shape or one that broadcasts to
-            it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it. Such steps take none of the arguments from
-            ``out`` on, and ``"exp_trapezoidal"`` takes it on the CPU alone.
+            it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it.
         conjugate_pairs: of a complex ``A``, as for :func:`selective_scan`. ``state``, ``A``, ``B``, ``C`` and ``previous_B``
             are then complex64, or complex128 with float64 inputs. The step takes none of the arguments from ``out`` on, no
             ``dt_A`` and no ``A_is_log``. A constant ``B`` is one of dim groups, ``B.expand(batch, -1, -1)``. On the CPU alone.
@@ -143,7 +160,8 @@ def selective_state_update(
     not written.
 
     These arguments are those of vLLM, FlashInfer and SGLang. With any of those after ``A_is_log`` the function calls
-    ``torch.ops.ssm_kernels.selective_state_update_out``, which raises if an argument requires a gradient.
+    ``torch.ops.ssm_kernels.selective_state_update_out``, or ``selective_state_update_two_sample_out`` of rules with two samples
+    and with ``dt_A``, which raise if an argument requires a gradient.
 
     Returns:
         ``out``, shape and dtype of ``x``; the argument if it is given. Not differentiable: backward through it raises.
@@ -180,6 +198,15 @@ def selective_state_update(
     if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_state_update", discretization, alpha)
     limits = read_dt_limit("selective_state_update", dt_limit)
+    for_servers = (
+        dst_state_batch_indices,
+        pad_slot_id,
+        num_accepted_tokens,
+        cu_seqlens,
+        intermediate_states_buffer,
+        intermediate_state_indices,
+    )
+    is_of_server = out is not None or disable_state_update or any(value is not None for value in for_servers)
     reads_two = is_two_sample(discretization)
     if not reads_two and (lam is not None or lam_sigmoid is not False or previous_x is not None or previous_B is not None):
         _refuse_one_sample(
@@ -188,27 +215,25 @@ def selective_state_update(
     of_complex = is_complex(A)
     if conjugate_pairs is not True and not of_complex:
         raise ValueError("selective_state_update: expected conjugate_pairs=False with a complex A only, got a real A")
+    if of_complex and is_of_server:
+        _refuse_servers(
+            out=out,
+            dst_state_batch_indices=dst_state_batch_indices,
+            pad_slot_id=pad_slot_id,
+            num_accepted_tokens=num_accepted_tokens,
+            cu_seqlens=cu_seqlens,
+            intermediate_states_buffer=intermediate_states_buffer,
+            intermediate_state_indices=intermediate_state_indices,
+            disable_state_update=disable_state_update or None,
+        )
     if reads_two or dt_A is not None or of_complex:
-        for_servers = {
-            "out": out,
-            "dst_state_batch_indices": dst_state_batch_indices,
-            "pad_slot_id": pad_slot_id,
-            "num_accepted_tokens": num_accepted_tokens,
-            "cu_seqlens": cu_seqlens,
-            "intermediate_states_buffer": intermediate_states_buffer,
-            "intermediate_state_indices": intermediate_state_indices,
-            "disable_state_update": disable_state_update or None,
-        }
-        for name, value in for_servers.items():
-            if value is not None:
-                what = "a complex A" if of_complex else "dt_A"
-                if reads_two:
-                    what = f"discretization {discretization!r}, whose previous samples it would have to choose too"
-                raise NotImplementedError(f"selective_state_update: {name} is not supported with {what}")
-        axes = "(batch, " + "tokens, " * (x.dim() == state.dim()) + ("dim)" if state.dim() == 3 else "heads, headdim)")
+        rows = "(tokens, " if cu_seqlens is not None else "(batch, tokens, " if x.dim() == state.dim() else "(batch, "
+        axes = rows + ("dim)" if state.dim() == 3 else "heads, headdim)")
         samples = (previous_x, previous_B) if reads_two else (x.new_empty(0), x.new_empty(0))
         step: Callable[..., Tensor] = _two_sample_step
         options: dict[str, Any] = {}
+        if is_of_server:
+            options = {"out": out, "for_servers": (*for_servers, disable_state_update)}
         if of_complex:
             step, options = partial(complex_step, _two_sample_step), {"conjugate_pairs": conjugate_pairs}
         return step(
@@ -223,16 +248,7 @@ def selective_state_update(
             A_is_log=A_is_log,
             **options,
         )
-    if (
-        out is None
-        and dst_state_batch_indices is None
-        and pad_slot_id is None
-        and num_accepted_tokens is None
-        and cu_seqlens is None
-        and intermediate_states_buffer is None
-        and intermediate_state_indices is None
-        and not disable_state_update
-    ):
+    if not is_of_server:
         result: Tensor = torch.ops.ssm_kernels.selective_state_update.default(
             state,
             x,
@@ -267,12 +283,7 @@ def selective_state_update(
         limits,
         A_is_log,
         result,
-        dst_state_batch_indices,
-        pad_slot_id,
-        num_accepted_tokens,
-        cu_seqlens,
-        intermediate_states_buffer,
-        intermediate_state_indices,
+        *for_servers,
         disable_state_update,
     )
     return result

@@ -30,7 +30,7 @@ def _axes(call: Call) -> Axes:
     }
 
 
-_STEPS = ("selective_state_update", "selective_state_update_out", "selective_state_update_two_sample")
+_STEPS = tuple(f"selective_state_update{of}{into}" for of in ("", "_two_sample") for into in ("", "_out"))
 
 ROWS = {
     "selective_state_update": Row(

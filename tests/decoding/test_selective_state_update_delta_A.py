@@ -47,22 +47,12 @@ def make_inputs(rule: str, *, groups: int | None = None, dtype: torch.dtype = to
 
 
 def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs on the device; skips the test where delta_A has no kernels."""
-    if device == "cpu":
-        return inputs
-
     def moved(value: Any) -> Any:
         return (
             tuple(map(moved, value)) if isinstance(value, tuple) else value.to(device) if isinstance(value, Tensor) else value
         )
 
-    inputs = {name: moved(value) for name, value in inputs.items()}
-    try:
-        selective_scan(**inputs)
-        selective_state_update(**step_arguments(inputs, 0, cache_of(inputs)))
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    return inputs
+    return {name: moved(value) for name, value in inputs.items()}
 
 
 def step_arguments(inputs: dict[str, Any], tokens: int | slice, cache: dict[str, Tensor]) -> dict[str, Any]:
@@ -135,10 +125,7 @@ def test_against_the_reference_with_heads(rule, device):
     dt_A = normal(2, 4, 1).abs()
     options = {"discretization": rule, "A_is_log": True}
     expected, last = reference.selective_state_update(state, x, dt, A, B, C, dt_A=dt_A.expand(2, 4, 3), **options)
-    try:
-        out = selective_state_update(state, x, dt, A, B, C, dt_A=dt_A, **options)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
+    out = selective_state_update(state, x, dt, A, B, C, dt_A=dt_A, **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
@@ -193,7 +180,6 @@ def test_opcheck_compile_and_vmap(rule):
         ({"discretization": "foh_ramp"}, ValueError, "expected previous_x with discretization 'foh_ramp'"),
         ({"dt_A": torch.zeros(3, dtype=torch.float64)}, ValueError, r"expected dt_A of shape \(batch, dim\)"),
         ({"dt_A": torch.zeros(SLOTS, DIM)}, RuntimeError, "expected dt_A of dtype float64"),
-        ({"pad_slot_id": 0}, NotImplementedError, "pad_slot_id is not supported with dt_A"),
         ({"previous_x": torch.zeros(SLOTS, DIM)}, ValueError, "expected previous_x with a discretization that reads two"),
     ],
 )

@@ -138,7 +138,7 @@ def test_every_public_operator_is_tested():
     names = {name.removeprefix("ssm_kernels::") for name in torch._C._dispatch_get_all_op_names() if "ssm_kernels::" in name}
     # test_*_two_samples.py and test_selective_scan_dense.py have the arguments of these.
     others = {f"{name}_two_sample" for name in ("selective_scan", "selective_state_update", "ssd_chunk_scan")}
-    others.add("selective_scan_dense")
+    others |= {"selective_scan_dense", "selective_state_update_two_sample_out"}
     assert {name for name in names if not name.startswith("_")} == {*OPERATORS, *others}
 
 

@@ -92,7 +92,8 @@ struct Cpu {
   static void run(const Inputs& in, const StateUpdateParams& params, const TokenParams* tokens) {
     const MethodParameters method = parse_method_parameters(in.discretization);
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
-      const TwoSampleParams two_samples = make_two_sample_params(in);
+      const bool is_packed = tokens != nullptr && tokens->rows.cu_seqlens.data != nullptr;
+      const TwoSampleParams two_samples = make_two_sample_params(in, is_packed);
       update(params, method, tokens, &two_samples);
       if (two_samples.previous_x.data != nullptr) {
         store_samples(params, tokens, two_samples, in.x.element_size(), in.B.element_size());
@@ -109,6 +110,7 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
   implement<&DecodingKernels<Cpu<Inputs>>::step>(m, "selective_state_update");
   implement<&DecodingKernels<Cpu<Inputs>>::out>(m, "selective_state_update_out");
   implement<&DecodingKernels<Cpu<TwoSampleInputs>>::step>(m, "selective_state_update_two_sample");
+  implement<&DecodingKernels<Cpu<TwoSampleInputs>>::out>(m, "selective_state_update_two_sample_out");
 }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -288,7 +288,7 @@ void run_two_samples(const StateUpdateParams& params, const TwoSampleParams& two
   C10_CUDA_CHECK(visit_types(params, [&](auto input, auto state) {
     using Input = decltype(input);
     using State = decltype(state);
-    if (two.dt_A.data != nullptr) return launch_separate_update<Input, State>(params, two, tokens, stream);
+    if (is_one_sample(params.discretization)) return launch_separate_update<Input, State>(params, two, tokens, stream);
     return launch_two_sample_update<Input, State>(params, two, tokens, stream);
   }));
 }
@@ -309,11 +309,12 @@ struct Cuda {
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_state_update: a complex A has kernels on the CPU only");
       TORCH_CHECK_NOT_IMPLEMENTED(
           !is_present(in.dt_A) || is_one_sample(params.discretization),
           "selective_state_update: dt_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
-      TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_state_update: a complex A has kernels on the CPU only");
-      run_two_samples(params, make_two_sample_params(in), tokens);
+      const bool is_packed = tokens != nullptr && tokens->rows.cu_seqlens.data != nullptr;
+      run_two_samples(params, make_two_sample_params(in, is_packed), tokens);
     } else {
       selective_state_update::run(params, parse_method_parameters(in.discretization), tokens, in.x);
     }
@@ -326,6 +327,7 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   implement<&DecodingKernels<Cuda<Inputs>>::step>(m, "selective_state_update");
   implement<&DecodingKernels<Cuda<Inputs>>::out>(m, "selective_state_update_out");
   implement<&DecodingKernels<Cuda<TwoSampleInputs>>::step>(m, "selective_state_update_two_sample");
+  implement<&DecodingKernels<Cuda<TwoSampleInputs>>::out>(m, "selective_state_update_two_sample_out");
 }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -6,76 +6,28 @@
 // fit 32 bits. A group of lanes takes kRowsInFlight neighboring channels of a row of the batch and loads all of them before it
 // uses the first; each of its first lanes owns a channel, as in update.cuh.
 //
-// The general kernel takes the others: a group of 1 to 32 lanes takes a channel through all tokens of the row, with kVectors
-// vectors of states, of A and of B of the token before in local memory. The state is rounded to its type after each token, as
-// calls of one token leave it. A lane moves a vector of the state at once where rows start at multiples of one, and else single
-// elements.
+// The general kernel takes the others: a group of lanes takes a channel through all tokens of a row (channel.cuh), with vectors
+// of states, of A and of B of the token before in local memory. It also takes exp_trapezoidal with a step of its own for A
+// (common/separate_step.h), e^{delta_A A} in place of e^z.
 //
 // A last kernel writes x and B of each token whose state was written to the same slot: the channels of a group share
 // previous_B, and all of them have read it by then. The kernel of rows has written x, which no other channel reads.
 #pragma once
 
 #include <algorithm>
-#include <limits>
+#include <type_traits>
 
 #include "common/activations.h"
+#include "common/separate_step.h"
 #include "common/two_sample_discretization.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/vector_io.cuh"
+#include "selective_state_update/cuda/channel.cuh"
 #include "selective_state_update/cuda/launch.h"
 #include "selective_state_update/cuda/rows.cuh"
 
 namespace ssm_kernels::selective_state_update::two_sample {
-
-using cuda::from_accumulate, cuda::to_accumulate, cuda::Vector;
-
-constexpr int kThreads = 128;
-constexpr int kVector = 4;  // states of a lane that are neighbors
-constexpr int kVectors = static_cast<int>(kMaxDstate) / (kWarpSize * kVector);
-static_assert(kVectors * kWarpSize * kVector == kMaxDstate, "32 lanes hold all states of a channel");
-
-// A call's properties besides its parameters. Without tokens, `tokens` has no meaning.
-struct Call {
-  bool has_tokens = false;
-  bool has_vectors = false;  // of states
-  bool has_written_x = false;
-  int log2_lanes = 0;
-  int64_t first = 0, count = 0;  // of the launch's first group of lanes, and all groups
-};
-
-// The tokens of a row, and its slots.
-struct Row {
-  const TokenParams* tokens;
-  const IndexView& indices;
-  int64_t b, slot;
-  TokenRange range;
-
-  __device__ __forceinline__ Row(const StateUpdateParams& p, const Call& call, const TokenParams& tokens_, int64_t b_)
-      : tokens(call.has_tokens ? &tokens_ : nullptr), indices(p.indices), b(b_) {
-    slot = tokens != nullptr ? tokens->rows.read_slot(b) : indices.at(b);
-    if (tokens != nullptr) range = tokens->rows.tokens_of(b);
-    is_in_state = slot >= 0 && slot < p.slots;
-  }
-  bool is_in_state;
-  // The slot for the state after token t of the row, or -1.
-  __device__ __forceinline__ int64_t write_slot(const StateUpdateParams& p, int64_t t) const {
-    const int64_t write = tokens != nullptr ? tokens->rows.write_slot(b, t, range.count) : slot;
-    return write < p.slots ? write : -1;
-  }
-};
-
-template <typename View>
-__device__ __forceinline__ int64_t offset_in(const View& view, int64_t b, int64_t head, int64_t dim) {
-  return b * view.stride_batch + head * view.stride_head + dim * view.stride_dim;
-}
-
-// A parameter of the type of the inputs or of the accumulation type.
-template <typename Input>
-__device__ __forceinline__ cuda::AccumulateType<Input> load_parameter(const void* data, int64_t offset, bool is_input_kind) {
-  using Acc = cuda::AccumulateType<Input>;
-  return is_input_kind ? to_accumulate(static_cast<const Input*>(data)[offset]) : static_cast<const Acc*>(data)[offset];
-}
 
 // How the kernel of rows divides a call: groups of lanes, of kRowsInFlight channels each.
 struct RowsCall {
@@ -208,128 +160,67 @@ __global__ void __launch_bounds__(kThreads)
                                              const __grid_constant__ TwoSampleParams two, const __grid_constant__ Call call,
                                              const __grid_constant__ TokenParams tokens) {
   using Acc = cuda::AccumulateType<Input>;
-  using States = Vector<State, kVector>;
-  const int lanes = 1 << call.log2_lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int64_t group_of_lanes = call.first + ((int64_t(blockIdx.x) * kThreads + threadIdx.x) >> call.log2_lanes);
-  const bool exists = group_of_lanes < call.count;  // the others take part in the exchanges of their warp
-  const int64_t place = exists ? group_of_lanes : call.count - 1, channels = p.channels();
-  const int64_t b = place / channels, channel = place - b * channels;
-  const int64_t head = channel / p.headdim, dim = channel - head * p.headdim, group = channel / (channels / p.groups);
-  const int dstate = static_cast<int>(p.dstate);
-  // Groups of other rows may have other numbers of tokens.
-  const unsigned int group_mask = (kAllLanes >> (kWarpSize - lanes)) << (threadIdx.x % kWarpSize - lane);
-  const Row row(p, call, tokens, b);
-  const auto token_stride = [&](int64_t stride) { return call.has_tokens ? stride : int64_t(0); };
-  Input* const out =
-      static_cast<Input*>(p.out.data) + offset_in(p.out, b, head, dim) + row.range.first * token_stride(tokens.out);
-  if (!row.is_in_state) {
-    if (!exists || lane != 0) return;
-    const Input value = from_accumulate<Input>(row.slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
-    for (int64_t t = 0; t < row.range.count; ++t) out[t * token_stride(tokens.out)] = value;
-    return;
-  }
-
-  // State i of a lane's vector v is (v * lanes + lane) * kVector + i.
-  const auto first_state = [&](int v) { return (v * lanes + lane) * kVector; };
-  const auto for_each = [&](const auto& visit) {
-#pragma unroll 1
-    for (int v = 0; v < kVectors; ++v) {
-      if (first_state(v) < dstate) visit(v, first_state(v));
-    }
-  };
-  const auto row_of_slot = [&](int64_t slot) {
-    return static_cast<State*>(p.state.data) + slot * p.state.stride_batch + head * p.state.stride_head +
-           dim * p.state.stride_dim;
-  };
-  States h[kVectors];
+  using Channel = Channel<Input, State>;
+  constexpr bool kUnrolls = false;
+  Channel channel(p, call, tokens);
+  if (!channel.row.is_in_state) return channel.write_without_slot();
+  typename Channel::States h[kVectors];
   Acc A[kVectors][kVector], b_before[kVectors][kVector];
-  const State* const state = row_of_slot(row.slot);
-  const Input* const B_before = static_cast<const Input*>(two.previous_B.data) + row.slot * two.previous_B.stride_batch +
-                                group * two.previous_B.stride_group;
-  const int64_t A_row = head * p.A.stride_head + dim * p.A.stride_dim;
-  for_each([&](int v, int n) {
-    if (call.has_vectors) {
-      h[v] = States::load_once(state + n);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (n + i < dstate) h[v].set(i, state[(n + i) * p.state.stride_state]);
-      }
-    }
-  });
-  for_each([&](int v, int n) {
+  const int64_t slot = channel.row.slot;
+  const Input* const B_before = static_cast<const Input*>(two.previous_B.data) + slot * two.previous_B.stride_batch +
+                                channel.group * two.previous_B.stride_group;
+  channel.template for_each<kUnrolls>([&](int v, int n) { channel.load_state(h[v], n); });
+  channel.template for_each<kUnrolls>([&](int v, int n) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (n + i >= dstate) continue;
-      A[v][i] = load_parameter<Input>(p.A.data, A_row + (n + i) * p.A.stride_state, p.A_is_input_kind);
-      if (p.A_is_log) A[v][i] = -Math<Acc>::exp(A[v][i]);
+      if (n + i >= channel.dstate) continue;
+      A[v][i] = channel.load_A(n + i);
       b_before[v][i] = to_accumulate(B_before[(n + i) * two.previous_B.stride_state]);
     }
   });
-  Acc x_before = to_accumulate(static_cast<const Input*>(two.previous_x.data)[offset_in(two.previous_x, row.slot, head, dim)]);
-
-  const Acc bias = p.dt_bias.data == nullptr
-                       ? Acc(0)
-                       : load_parameter<Input>(p.dt_bias.data, offset_in(p.dt_bias, 0, head, dim), p.dt_bias_is_input_kind);
-  const Acc skip =
-      p.D.data == nullptr ? Acc(0) : load_parameter<Input>(p.D.data, offset_in(p.D, 0, head, dim), p.D_is_input_kind);
+  Acc x_before =
+      to_accumulate(static_cast<const Input*>(two.previous_x.data)[offset_in(two.previous_x, slot, channel.head, channel.dim)]);
+  channel.load_parameters();
 #pragma unroll 1
-  for (int64_t t = 0; t < row.range.count; ++t) {
-    const int64_t token = row.range.first + t;
-    const auto of_channel = [&](const ChannelView& view, int64_t stride) {
-      return to_accumulate(static_cast<const Input*>(view.data)[offset_in(view, b, head, dim) + token * token_stride(stride)]);
-    };
-    const auto of_group = [&](const GroupView& view, int64_t stride, int n) {
-      return to_accumulate(static_cast<const Input*>(
-          view.data)[b * view.stride_batch + group * view.stride_group + token * token_stride(stride) + n * view.stride_state]);
-    };
-    const Acc x = of_channel(p.x, tokens.x);
-    Acc delta = of_channel(p.dt, tokens.dt), lam = 0, sum = 0;
-    if (p.dt_bias.data != nullptr) delta += bias;
-    if (p.dt_softplus) delta = softplus(delta);
-    delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
+  for (int64_t t = 0; t < channel.row.range.count; ++t) {
+    const Acc x = channel.of_channel(p.x, tokens.x, t), delta = channel.step_size(t);
+    Acc lam = 0, delta_A = 0, sum = 0;
     if (two.lam.data != nullptr) {
-      lam = of_channel(two.lam, two.lam_token);
+      lam = channel.of_channel(two.lam, two.lam_token, t);
       if (two.lam_sigmoid) lam = sigmoid(lam);
     }
+    // An infinite step and a rate of zero keep the state.
+    if (two.dt_A.data != nullptr) {
+      delta_A = Math<Acc>::min(channel.of_channel(two.dt_A, two.dt_A_token, t), kLargestRate<Acc>);
+    }
     const Acc current = delta * x, previous = delta * x_before;
-    visit_two_sample_discretization(p.discretization, two.method, [&](auto rule) {
+    const auto step = [&](auto rule) {
       const auto method = rule.step(lam);
-      for_each([&](int v, int n) {
+      channel.template for_each<kUnrolls>([&](int v, int n) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           // A step size of inf makes even a zero state NaN.
-          if (n + i >= dstate) continue;
-          const Acc own = of_group(p.B, tokens.B, n + i), z = delta * A[v][i], basis = method.basis(z);
+          if (n + i >= channel.dstate) continue;
+          const Acc own = channel.of_group(p.B, tokens.B, t, n + i), z = delta * A[v][i];
+          const Acc basis = method.basis(kHasSeparateStep<decltype(rule)> ? delta_A * A[v][i] : z);
           const Coefficients<Acc> gain = method.gain(z, basis);
           const Acc inputs = Math<Acc>::fma(previous * gain.previous, b_before[v][i], current * gain.current * own);
           const Acc value = Math<Acc>::fma(method.abar(z, basis), to_accumulate(h[v][i]), inputs);
-          sum = Math<Acc>::fma(value, of_group(p.C, tokens.C, n + i), sum);
+          sum = Math<Acc>::fma(value, channel.of_group(p.C, tokens.C, t, n + i), sum);
           h[v].set(i, from_accumulate<State>(value));
           b_before[v][i] = own;
         }
       });
-    });
-    x_before = x;
-    for (int distance = 1; distance < lanes; distance *= 2) sum += __shfl_xor_sync(group_mask, sum, distance);
-    if (exists && lane == 0) {
-      if (p.D.data != nullptr) sum = Math<Acc>::fma(skip, x, sum);
-      if (p.z.data != nullptr) sum *= silu(of_channel(p.z, tokens.z));
-      out[t * token_stride(tokens.out)] = from_accumulate<Input>(sum);
+    };
+    // One rule with two samples has a step of its own for A.
+    if (two.dt_A.data != nullptr) {
+      step(SeparateStep<ExpTrapezoidalRule>{});
+    } else {
+      visit_two_sample_discretization(p.discretization, two.method, step);
     }
-    const int64_t write = row.write_slot(p, t);
-    if (!exists || write < 0) continue;
-    State* const target = row_of_slot(write);
-    for_each([&](int v, int n) {
-      if (call.has_vectors) {
-        h[v].store_once(target + n);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          if (n + i < dstate) target[(n + i) * p.state.stride_state] = h[v][i];
-        }
-      }
-    });
+    x_before = x;
+    channel.write_out(t, x, sum);
+    channel.template write_states<kUnrolls>(t, h);
   }
 }
 
@@ -364,21 +255,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Launches the kernel for `count` groups of lanes or elements, `per_block` a block: a grid has a limited size. With
-// `is_dependent` it may start while the previous kernel runs.
-template <typename Kernel>
-cudaError_t launch_all(Kernel kernel, bool is_dependent, const StateUpdateParams& p, const TwoSampleParams& two, Call call,
-                       const TokenParams& tokens, int64_t count, int64_t per_block, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
-  call.count = count;
-  for (call.first = 0; call.first < count; call.first += kMaxBlocks * per_block) {
-    const int64_t blocks = std::min((count - call.first + per_block - 1) / per_block, kMaxBlocks);
-    const cudaError_t error = cuda::launch(kernel, blocks, kThreads, 0, stream, is_dependent, p, two, call, tokens);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace ssm_kernels::selective_state_update::two_sample
 
 namespace ssm_kernels::selective_state_update {
@@ -389,24 +265,12 @@ cudaError_t launch_two_sample_update(const StateUpdateParams& params, const TwoS
   namespace kernels = two_sample;
   constexpr int64_t kVector = kernels::kVector;
   const int64_t channels = params.channels(), groups = params.batch * channels;
-  kernels::Call call;
-  call.has_tokens = tokens != nullptr;
-  while ((kVector << call.log2_lanes) < params.dstate && (1 << call.log2_lanes) < kWarpSize) ++call.log2_lanes;
-  // Whether vectors of kVector elements of these sizes start at multiples of their size, or of 16 bytes.
-  const auto are_aligned = [&](const void* data, int64_t bytes, std::initializer_list<int64_t> strides) {
-    const int64_t alignment = std::min<int64_t>(kVector * bytes, 16);
-    bool result = reinterpret_cast<int64_t>(data) % alignment == 0;
-    for (const int64_t stride : strides) result &= stride * bytes % alignment == 0;
-    return result;
-  };
-  const auto has_vectors = [&](const StateView& view, int64_t bytes) {
-    return (view.stride_state == 1 || params.dstate == 1) && params.dstate % kVector == 0 &&
-           are_aligned(view.data, bytes, {view.stride_batch, view.stride_head, view.stride_dim});
-  };
+  kernels::Call call = kernels::make_call<State>(params, tokens);
   const auto has_group_vectors = [&](const GroupView& view) {
-    return view.stride_state == 1 && are_aligned(view.data, sizeof(Input), {view.stride_batch, view.stride_group});
+    constexpr int64_t kBytes = sizeof(Input), kAlignment = std::min<int64_t>(kVector * kBytes, 16);
+    return view.stride_state == 1 && reinterpret_cast<int64_t>(view.data) % kAlignment == 0 &&
+           view.stride_batch * kBytes % kAlignment == 0 && view.stride_group * kBytes % kAlignment == 0;
   };
-  call.has_vectors = has_vectors(params.state, sizeof(State));
   const TokenParams all = tokens != nullptr ? *tokens : TokenParams();
   const auto launch_samples = [&] {
     const auto kernel = kernels::selective_state_update_samples_kernel<Input>;
@@ -417,9 +281,10 @@ cudaError_t launch_two_sample_update(const StateUpdateParams& params, const TwoS
   if constexpr (!std::is_same_v<Input, double>) {
     constexpr int64_t kRows = kRowsInFlight, kLimit = int64_t(1) << 30;
     const int64_t bytes_of_A = params.A_is_input_kind ? sizeof(Input) : sizeof(cuda::AccumulateType<Input>);
-    if (tokens == nullptr && call.has_vectors && has_vectors(params.A, bytes_of_A) && has_group_vectors(params.B) &&
-        has_group_vectors(params.C) && has_group_vectors(two.previous_B) && params.dstate <= kWarpSize * kVector &&
-        groups > 0 && params.headdim % kRows == 0 && channels / params.groups % kRows == 0 && groups < kLimit) {
+    if (tokens == nullptr && two.dt_A.data == nullptr && call.has_vectors &&
+        kernels::has_vectors(params, params.A, bytes_of_A) && has_group_vectors(params.B) && has_group_vectors(params.C) &&
+        has_group_vectors(two.previous_B) && params.dstate <= kWarpSize * kVector && groups > 0 &&
+        params.headdim % kRows == 0 && channels / params.groups % kRows == 0 && groups < kLimit) {
       kernels::RowsCall rows;
       rows.log2_lanes = std::max(call.log2_lanes, 2);
       rows.count = static_cast<uint32_t>(groups / kRows);
