@@ -67,7 +67,7 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::sequential::sequential_two_sample_fwd_kernel<\w+>@sm_90a"): 272,
     re.compile(r"selective_scan::sequential::sequential_two_sample_fwd_kernel<\w+>@(?!sm_90a)"): 760,
     re.compile(r"selective_scan::warp_scan::warp_scan_two_sample_bwd_kernel<double>@"): 240,
-    re.compile(r"selective_scan::warp_scan::warp_scan_separate_bwd_kernel<double>@"): 640,
+    re.compile(r"selective_scan::warp_scan::warp_scan_separate_(two_sample_)?bwd_kernel<double>@"): 640,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<float, (8|16), .*>@"): 800,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<double, .*>@"): 2400,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,

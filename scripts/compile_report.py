@@ -37,7 +37,7 @@ KERNEL_LIMITS = {
     "mixers": 4,
     "mlstm": 73,
     "norm": 72,
-    "selective_scan": 142,
+    "selective_scan": 150,
     "selective_state_update": 178,
     "ssd": 227,
 }

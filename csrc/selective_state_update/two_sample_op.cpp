@@ -32,9 +32,8 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? lam, bool dt_softplus, "
       "Tensor? state_batch_indices, Tensor? dt_A, str discretization, bool lam_sigmoid, float[]? dt_limit, bool A_is_log, "
       "bool is_complex, bool conjugate_pairs, Tensor(d!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, "
-      "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, Tensor(e!)? intermediate_states_buffer=None, Tensor? "
-      "intermediate_state_indices=None, "
-      "bool disable_state_update=False) -> ()");
+      "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, Tensor(e!)? intermediate_states_buffer=None, "
+      "Tensor? intermediate_state_indices=None, bool disable_state_update=False) -> ()");
 }
 
 namespace {

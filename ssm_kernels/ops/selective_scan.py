@@ -135,7 +135,7 @@ def selective_scan(
     ``delta_A`` of event streams. 0 keeps the state, and infinity clears it. ``"zoh"``, ``"zoh_exact"``, ``"poly"``,
     ``"highorder"``, ``"rk4"``, ``"dirac"`` and ``"exp_trapezoidal"``, whose previous sample decays with the state, take it.
     Rules that advance the state and the input by one step of a rational function or of a line do not. On CUDA such calls take
-    the warp scan, and ``"exp_trapezoidal"`` takes it on the CPU alone.
+    the warp scan.
 
     **Complex states.** With a complex ``A`` states are complex, and ``u``, ``delta``, ``D``, ``z`` and ``out`` real:
     :math:`y_t = 2\, \mathrm{Re} \sum_n C_{t,n} h_{t,n}`, without a conjugate on ``C``, before the skip connection and the gate.
@@ -169,7 +169,7 @@ def selective_scan(
             meaning.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
-        NotImplementedError: CUDA has no kernel of the rule with ``delta_A`` or of a complex ``A``, or both are given.
+        NotImplementedError: CUDA has no kernel of a complex ``A``, or ``delta_A`` is given with it.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 

@@ -32,6 +32,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def with_delta_A(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Steps of A from 0 to 4; every fifth is 0."""
+    u = inputs["u"]
+    delta_A = 4 * torch.rand(u.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    delta_A[..., ::5] = 0
+    return inputs | {"delta_A": delta_A.to(u.dtype)}
+
+
 def transposed(inputs: dict[str, Any]) -> dict[str, Any]:
     """The sequences with the channels, or states, contiguous."""
 
@@ -67,6 +75,23 @@ def test_against_the_cpu(rule, options, dtype, layout):
     for kernel in kernels:
         with debug_option("selective_scan_kernel", kernel):
             assert_agrees_with_cpu(inputs)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_step_of_its_own_for_A(options, dtype, layout):
+    inputs = with_delta_A(make_scan_inputs("exp_trapezoidal", dtype=dtype, **options))
+    assert_agrees_with_cpu(transposed(inputs) if layout == "transposed" else inputs)
+
+
+@pytest.mark.parametrize("previous", ["zero", "repeat", "given"])
+def test_a_step_of_its_own_for_A_over_segments_and_packed(previous):
+    few = {"batch": 1, "dim": 5, "dstate": 16, "dtype": torch.float32, "previous": previous}
+    for seqlen in (2047, 2049):
+        assert_agrees_with_cpu(with_delta_A(make_scan_inputs("exp_trapezoidal", seqlen=seqlen, **few)))
+    inputs = with_delta_A(make_scan_inputs("exp_trapezoidal", seqlen=150, sequences=6, **few))
+    assert_agrees_with_cpu(inputs | {"cu_seqlens": torch.tensor([0, 0, 37, 37, 38, 101, 150])})
 
 
 @pytest.mark.parametrize("previous", ["zero", "repeat", "given"])

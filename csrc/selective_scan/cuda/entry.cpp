@@ -299,11 +299,9 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
                  });
 }
 
-// Whether the call has a step of its own for A, whose kernels take methods that read one sample.
-bool has_separate_step(const TwoSampleInputs& in, Discretization method) {
+// Whether the call has a step of its own for A, whose kernels are those of the warp scan.
+bool has_separate_step(const TwoSampleInputs& in) {
   TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_scan: a complex A has kernels on the CPU only");
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.delta_A) || is_one_sample(method),
-                              "selective_scan: delta_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
   return is_present(in.delta_A);
 }
 
@@ -319,7 +317,7 @@ Params with_method(Params params, Discretization method) {
 FwdOutputs two_sample_fwd_cuda(const TwoSampleFwdInputs& in) {
   const Discretization method = check_two_sample_inputs(in);
   const TwoSampleParams two = make_two_sample_params(in);
-  if (has_separate_step(in, method)) {
+  if (has_separate_step(in)) {
     return run_fwd(in, kPlannedMethod, KernelChoice::kWarpScan,
                    [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
                      return launch_separate_fwd<decltype(scalar)>(with_method(params, method), two, plan, stream);
@@ -411,7 +409,7 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
 TwoSampleGrads two_sample_bwd_cuda(const TwoSampleBwdInputs& inputs) {
   TwoSampleBwdInputs in = inputs;
   const Discretization method = check_two_sample_inputs(in.in);
-  const bool is_separate = has_separate_step(in.in, method);
+  const bool is_separate = has_separate_step(in.in);
   const c10::cuda::CUDAGuard guard(in.in.u.device());
   align_reverse_rows(in.in);
   TwoSampleBwd bwd(in);

@@ -21,15 +21,20 @@ constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 // SSM_BASIC_DISCRETIZATIONS. RareMethod: one of them that is not common. FurtherMethod: one of SSM_FURTHER_DISCRETIZATIONS,
 // whose kernels also take its MethodParameters. TwoSampleMethod: one of SSM_TWO_SAMPLE_DISCRETIZATIONS, in the forms of
 // two_sample_forms.cuh. SeparateMethod: one of those of separate_forms.cuh, with a step of its own for A.
+// SeparateTwoSampleMethod: exp_trapezoidal with such a step, in whose form e^{delta_A A} takes the place of e^z.
 struct RuntimeMethod {};
 struct RareMethod {};
 struct FurtherMethod {};
 struct TwoSampleMethod {};
 struct SeparateMethod {};
+struct SeparateTwoSampleMethod {};
 template <typename Method>
-constexpr bool kIsTwoSample = std::is_same_v<Method, TwoSampleMethod>;
+constexpr bool kIsTwoSample = std::is_same_v<Method, TwoSampleMethod> || std::is_same_v<Method, SeparateTwoSampleMethod>;
 template <typename Method>
 constexpr bool kIsSeparate = std::is_same_v<Method, SeparateMethod>;
+// Whether kernels keep delta_A where they keep delta for other methods.
+template <typename Method>
+constexpr bool kHasDeltaA = kIsSeparate<Method> || std::is_same_v<Method, SeparateTwoSampleMethod>;
 // The method itself if it is common, else RareMethod.
 template <typename Method>
 using OwnOrRareMethod = std::conditional_t<kIsCommon<Method>, Method, RareMethod>;
@@ -50,6 +55,8 @@ __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const
     visit_two_sample_form(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), parameters, visit);
   } else if constexpr (std::is_same_v<Method, SeparateMethod>) {
     visit_separate_form(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
+  } else if constexpr (std::is_same_v<Method, SeparateTwoSampleMethod>) {
+    visit(ExpTrapezoidalForm());
   } else {
     visit(Method{});
   }

@@ -11,9 +11,6 @@
 
 namespace ssm_kernels::selective_scan {
 
-// The kernel's parameters besides those of other methods.
-using TwoSample = TwoSampleParams;
-
 // Elements from the data of a tensor to its first step: data of descending vectors points at the vector that ends there.
 template <typename Scalar>
 __device__ __forceinline__ int first_element(VectorAccess access) {
@@ -21,14 +18,14 @@ __device__ __forceinline__ int first_element(VectorAccess access) {
 }
 
 // Whether the sample before the row's first step is its first one.
-__device__ __forceinline__ bool repeats_first(const TwoSample& two, const Position& at) {
+__device__ __forceinline__ bool repeats_first(const TwoSampleParams& two, const Position& at) {
   return two.repeats_first && (two.previous_u.data == nullptr || at.initial < 0);
 }
 
 // The address of u before step t0 of the row, which exists, of a channel of the block; null if it is zero. `row` is that of the
 // block's first channel.
 template <typename Scalar>
-__device__ __forceinline__ const Scalar* u_address_before(const SelectiveScanParams& p, const TwoSample& two,
+__device__ __forceinline__ const Scalar* u_address_before(const SelectiveScanParams& p, const TwoSampleParams& two,
                                                           const Position& at, VectorAccess access, const Scalar* row,
                                                           int channel, int64_t t0) {
   const Scalar* const first = row + first_element<Scalar>(access) + channel * p.u.stride_dim;
@@ -42,7 +39,7 @@ __device__ __forceinline__ const Scalar* u_address_before(const SelectiveScanPar
 
 // The same of B, which is per step. `row` is that of the first state of the block's group.
 template <typename Scalar>
-__device__ __forceinline__ const Scalar* B_address_before(const SelectiveScanParams& p, const TwoSample& two,
+__device__ __forceinline__ const Scalar* B_address_before(const SelectiveScanParams& p, const TwoSampleParams& two,
                                                           const Position& at, VectorAccess access, const Scalar* row, int state,
                                                           int64_t t0) {
   const Scalar* const first = row + first_element<Scalar>(access) + state * p.B.stride_state;
@@ -64,7 +61,7 @@ __device__ __forceinline__ Scalar load_or_zero(const Scalar* element) {
 
 // An element of lam, from its address.
 template <typename Scalar>
-__device__ __forceinline__ AccumulateType<Scalar> load_lam(const TwoSample& two, const Scalar* element) {
+__device__ __forceinline__ AccumulateType<Scalar> load_lam(const TwoSampleParams& two, const Scalar* element) {
   const AccumulateType<Scalar> raw = to_accumulate(*element);
   return two.lam_sigmoid ? sigmoid(raw) : raw;
 }
@@ -75,7 +72,7 @@ __device__ __forceinline__ bool is_bilinear(const SelectiveScanParams& p) {
 
 // The weight of a step's own sample where it is not lam. The true first-order hold has none.
 template <typename Acc>
-__device__ __forceinline__ Acc constant_weight(const SelectiveScanParams& p, const TwoSample& two) {
+__device__ __forceinline__ Acc constant_weight(const SelectiveScanParams& p, const TwoSampleParams& two) {
   return p.discretization == Discretization::kTrapezoidal ? Acc(0.5) : static_cast<Acc>(two.method.alpha);
 }
 

@@ -19,6 +19,7 @@ namespace ssm_kernels::selective_scan {
 struct FurtherMethod;    // transition.cuh
 struct TwoSampleMethod;  // transition.cuh
 struct SeparateMethod;   // transition.cuh
+struct SeparateTwoSampleMethod;
 
 namespace warp_scan {
 
@@ -62,10 +63,12 @@ enum class Pass : int { kPerStep, kAny, kCarry };
 // Doubles have kAny alone.
 template <typename Scalar>
 constexpr bool kHasCommonPasses = !std::is_same_v<Scalar, double>;
-// Whether a launch of kAny may be a carry pass. FurtherMethod, TwoSampleMethod and SeparateMethod have no kernels but kAny.
+// Whether a launch of kAny may be a carry pass. FurtherMethod, TwoSampleMethod, SeparateMethod and SeparateTwoSampleMethod have
+// no kernels but kAny.
 template <typename Scalar, typename Method>
-constexpr bool kAnyCarries = !kHasCommonPasses<Scalar> || std::is_same_v<Method, FurtherMethod> ||
-                             std::is_same_v<Method, TwoSampleMethod> || std::is_same_v<Method, SeparateMethod>;
+constexpr bool kAnyCarries =
+    !kHasCommonPasses<Scalar> || std::is_same_v<Method, FurtherMethod> || std::is_same_v<Method, TwoSampleMethod> ||
+    std::is_same_v<Method, SeparateMethod> || std::is_same_v<Method, SeparateTwoSampleMethod>;
 
 // A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
 // the slices shrink too. Backward also halves its slices where more blocks then fit into a multiprocessor.

@@ -126,7 +126,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (first_state == 0) {
         read_steps<Method>(p, inputs, lane, of_channel, first_step, valid, carry_pass, delta, u_or_delta_u, dy, y, grad_input,
                            grad_step, sum_of_delta);
-        if constexpr (kIsSeparate<Method>) {
+        if constexpr (kHasDeltaA<Method>) {
           samples.read_delta_A(at, lane.channel, t0 + first_step, valid, input_has_delta<Method>(p), delta, own);
           sum_of_delta = 0;
 #pragma unroll
@@ -140,7 +140,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (carry_pass) {
             if (t0 == at.begin && is_first) samples.skip_first(delta, dy, sum_of_delta);
           } else {
-            samples.weigh(p, plan, at, lane, rows.u, t0, valid, delta, u_or_delta_u, of_previous, first_size);
+            samples.weigh(p, plan, at, lane, rows.u, t0, valid, kHasDeltaA<Method> ? own : delta, u_or_delta_u, of_previous,
+                          first_size);
 #pragma unroll
             for (int j = 0; j < K; ++j) grad_previous[j] = 0;
           }
@@ -316,8 +317,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (is_later && !carry_pass) {
         Acc u[K], of_u[K];
         inputs.u.read(lane.channel, first_step, u);
-        samples.finish(p, plan, at, lane, rows.u, t0, valid, false, false, delta, u, grad_input, grad_previous, of_u,
-                       carry_of_u);
+        samples.finish(p, plan, at, lane, rows.u, t0, valid, false, false, kHasDeltaA<Method> ? own : delta, u, grad_input,
+                       grad_previous, of_u, carry_of_u);
       }
       if (is_later) samples.set_end(shared.position, end);
     }
@@ -355,17 +356,17 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       const bool has_delta = input_has_delta<Method>(p), multiplies = has_unit_gain<Method>(p) && has_delta;
       const Acc scale = scale_of_A<Method, Acc>(p);
       Acc grad_D = 0, grad_bias = 0;
-      [[maybe_unused]] Acc of_u[K];
+      [[maybe_unused]] Acc of_u[K], grad_delta_A[K];
       if constexpr (kTwoSample) {
-        samples.finish(p, plan, at, lane, rows.u, t0, valid, repeats, true, delta, u, grad_input, grad_previous, of_u,
-                       carry_of_u);
+        samples.finish(p, plan, at, lane, rows.u, t0, valid, repeats, true, kHasDeltaA<Method> ? own : delta, u, grad_input,
+                       grad_previous, of_u, carry_of_u);
       }
 #pragma unroll
       for (int j = 0; j < K; ++j) {
         Acc grad_delta = grad_step[j] * (1 / scale);
-        if constexpr (kIsSeparate<Method>) {
-          of_u[j] = grad_delta;  // the gradient of delta_A
-          grad_delta = grad_own[j];
+        if constexpr (kHasDeltaA<Method>) {
+          grad_delta_A[j] = grad_delta;
+          grad_delta = kTwoSample ? Acc(0) : grad_own[j];
         }
         if constexpr (kTwoSample) grad_delta += grad_previous[j];
         if (multiplies) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
@@ -383,7 +384,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         }
         grad_step[j] = grad_delta;
       }
-      if constexpr (kIsSeparate<Method>) samples.store_grad_delta_A(at, lane.channel, t0 + first_step, valid, of_u);
+      if constexpr (kHasDeltaA<Method>) samples.store_grad_delta_A(at, lane.channel, t0 + first_step, valid, grad_delta_A);
       Acc* const grad_channel = shared.grad_channel + opaque_thread();
       grad_channel[0] += grad_D;
       grad_channel[TileConfig::kThreads] += grad_bias;
@@ -447,6 +448,21 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
+                                  kBwdResidentWarps<Scalar, Pass::kAny> / BwdTileConfig<Scalar>::kWarps)
+    warp_scan_separate_two_sample_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params,
+                                             const __grid_constant__ ScanPlan plan,
+                                             const __grid_constant__ PartialSums partial_sums,
+                                             const __grid_constant__ TwoSampleParams two) {
+  using C = BwdTileConfig<Scalar>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  __shared__ typename C::Acc before[BwdSizes::kMaxSlice];
+  __shared__ typename C::Acc carry_of_B[C::kWarps * kMaxDstate];
+  bwd_block<C, SeparateTwoSampleMethod, Pass::kAny>(params, plan, partial_sums, memory, {},
+                                                    {&two, before, carry_of_B, static_cast<int>(params.dstate)});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
 }
@@ -477,8 +493,11 @@ cudaError_t launch_two_sample_bwd(const SelectiveScanBwdParams& params, const Tw
 template <typename Scalar>
 cudaError_t launch_separate_bwd(const SelectiveScanBwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
                                 const PartialSums& partial_sums, cudaStream_t stream) {
-  return launch_blocks(warp_scan_separate_bwd_kernel<Scalar>, BwdTileConfig<Scalar>::kThreads,
-                       shared_bytes<Scalar>(params, plan), stream, params, plan, partial_sums, two);
+  const auto kernel = params.discretization == Discretization::kExpTrapezoidal
+                          ? warp_scan_separate_two_sample_bwd_kernel<Scalar>
+                          : warp_scan_separate_bwd_kernel<Scalar>;
+  return launch_blocks(kernel, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params, plan), stream, params, plan,
+                       partial_sums, two);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -265,7 +265,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         u_tile.read(lane.channel, first_step, out);
         delta_tile.read(lane.channel, first_step, delta);
         make_step_sizes(delta, bias, p.delta_softplus, valid);
-        if constexpr (kIsSeparate<Method>) {
+        if constexpr (kHasDeltaA<Method>) {
           samples.read_delta_A(at, lane.channel, t0 + first_step, valid, has_delta, delta, own);
         }
 #pragma unroll
@@ -279,7 +279,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           (j < kHalf ? early_sum : late_sum) += delta[j];
         }
         if constexpr (kIsTwoSample<Method>) {
-          samples.weigh(p, at, lane, t0 + first_step, valid, delta, out, u_before, delta_u, of_previous);
+          samples.weigh(p, at, lane, t0 + first_step, valid, kHasDeltaA<Method> ? own : delta, out, u_before, delta_u,
+                        of_previous);
 #pragma unroll
           for (int j = 0; j < K; ++j) out[j] *= skip;
         }
@@ -445,6 +446,18 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>
 }
 
 template <typename Scalar>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads, 1)
+    warp_scan_separate_two_sample_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params,
+                                             const __grid_constant__ ScanPlan plan,
+                                             const __grid_constant__ TwoSampleParams two) {
+  using C = FwdTileConfig<Scalar, FwdConfig::kFewChannels>;
+  constexpr int kSlice = FwdSizes<FwdConfig::kFewChannels>::kSlice;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  __shared__ typename C::Acc before[kSlice];
+  fwd_block<C, kSlice, SeparateTwoSampleMethod, Pass::kAny>(params, plan, memory, {}, {&two, before});
+}
+
+template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
   const auto of = [&](auto config) {
     return FwdShared<FwdTileConfig<Scalar, config()>, FwdSizes<config()>::kSlice>(nullptr, params, plan).bytes;
@@ -504,8 +517,11 @@ cudaError_t launch_two_sample_fwd(const SelectiveScanFwdParams& params, const Tw
 template <typename Scalar>
 cudaError_t launch_separate_fwd(const SelectiveScanFwdParams& params, const TwoSampleParams& two, const ScanPlan& plan,
                                 cudaStream_t stream) {
-  return launch_blocks(warp_scan_separate_fwd_kernel<Scalar>, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads,
-                       shared_bytes<Scalar>(params, plan), stream, params, plan, two);
+  const auto kernel = params.discretization == Discretization::kExpTrapezoidal
+                          ? warp_scan_separate_two_sample_fwd_kernel<Scalar>
+                          : warp_scan_separate_fwd_kernel<Scalar>;
+  return launch_blocks(kernel, FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads, shared_bytes<Scalar>(params, plan),
+                       stream, params, plan, two);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

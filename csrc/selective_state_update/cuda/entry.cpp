@@ -310,9 +310,6 @@ struct Cuda {
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
       TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_state_update: a complex A has kernels on the CPU only");
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          !is_present(in.dt_A) || is_one_sample(params.discretization),
-          "selective_state_update: dt_A with discretization 'exp_trapezoidal' has kernels on the CPU only");
       const bool is_packed = tokens != nullptr && tokens->rows.cu_seqlens.data != nullptr;
       run_two_samples(params, make_two_sample_params(in, is_packed), tokens);
     } else {
