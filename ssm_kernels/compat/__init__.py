@@ -10,8 +10,8 @@ below them, runs unchanged on the operators of this one, on CUDA and on the CPU:
 
 ``install(only=[...])`` installs some of them beside a project's own copy of the others, and ``served()`` says which names were
 asked for and what answered. ``python -m ssm_kernels.compat script.py arguments ...`` runs a script like that without a change.
-The functions are also members of ``ssm_kernels.compat.selective_scan``, ``.ssd``, ``.causal_conv1d``, ``.norms`` and
-``.layer_norm``.
+The functions are also members of ``ssm_kernels.compat.selective_scan``, ``.ssd``, ``.mamba3``, ``.causal_conv1d``, ``.norms``
+and ``.layer_norm``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ._requests import (
 
 __all__ = ["Request", "Served", "install", "installed", "served", "uninstall"]
 
-__dir__ = public_names(__name__, "causal_conv1d", "fla", "layer_norm", "norms", "selective_scan", "ssd")
+__dir__ = public_names(__name__, "causal_conv1d", "fla", "layer_norm", "mamba3", "norms", "selective_scan", "ssd")
 
 _lock = threading.RLock()
 # The modules in sys.modules that install() made, by name; empty if they are not installed.

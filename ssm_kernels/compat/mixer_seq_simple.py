@@ -11,7 +11,7 @@ from torch import nn
 
 from ..models import mixer_model
 from ..models.config import MambaConfig
-from ..nn import Block, GatedMLP, Mamba2
+from ..nn import Block, GatedMLP, Mamba2, Mamba3
 from ..ops._arguments import did_you_mean
 from .bidirectional import Mamba
 from .layer_norm import RMSNorm, replace_rms_norms
@@ -67,7 +67,7 @@ def create_block(
         d_model: channels.
         d_intermediate: hidden channels of the gated MLP; 0: no MLP. A mapping or None here is ``ssm_cfg``, as in ``mamba_ssm``
             1.0 to 1.2; the arguments after it then go by keyword.
-        ssm_cfg: ``layer``, ``"Mamba1"`` (default) or ``"Mamba2"``, and arguments of the mixer.
+        ssm_cfg: ``layer``, ``"Mamba1"`` (default), ``"Mamba2"`` or ``"Mamba3"``, and arguments of the mixer.
         attn_layer_idx: must be empty.
         attn_cfg: must be empty.
         norm_epsilon: eps of the norms.
@@ -93,10 +93,11 @@ def create_block(
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     options = dict(ssm_cfg or {})
     layer = options.pop("layer", "Mamba1")
-    if layer not in ("Mamba1", "Mamba2"):
-        nearest = did_you_mean(layer, ("Mamba1", "Mamba2"))
-        raise ValueError(f"create_block: expected ssm_cfg['layer'] 'Mamba1' or 'Mamba2', got {layer!r}{nearest}")
-    mixer: Callable[..., nn.Module] = Mamba2 if layer == "Mamba2" else Mamba
+    layers: dict[str, Callable[..., nn.Module]] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
+    if layer not in layers:
+        nearest = did_you_mean(layer, [*layers])
+        raise ValueError(f"create_block: expected ssm_cfg['layer'] 'Mamba1', 'Mamba2' or 'Mamba3', got {layer!r}{nearest}")
+    mixer = layers[layer]
     mlp_cls: Callable[[int], nn.Module] = nn.Identity
     if d_intermediate > 0:
         mlp_cls = functools.partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **factory)

@@ -1,4 +1,4 @@
-"""Names that copies of ``mamba_ssm``'s files import at their top and use only for Mamba-3, attention or tensor parallelism.
+"""Names that copies of ``mamba_ssm``'s files import at their top and use only for attention or tensor parallelism.
 
 They are importable, as the copies run without these options; using one raises a ``NotImplementedError``.
 """
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-__all__ = ["MHA", "ColumnParallelLinear", "Mamba3", "RowParallelLinear", "all_reduce", "reduce_scatter"]
+__all__ = ["MHA", "ColumnParallelLinear", "RowParallelLinear", "all_reduce", "reduce_scatter"]
 
 
 def _refuse(name: str, reason: str) -> NoReturn:
@@ -21,13 +21,6 @@ class MHA(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse("MHA", "attention layers")
-
-
-class Mamba3(nn.Module):
-    """The layer of ``mamba_ssm.modules.mamba3``: raises when it is made."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("Mamba3", "Mamba-3")
 
 
 class ColumnParallelLinear(nn.Linear):

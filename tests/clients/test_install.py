@@ -188,8 +188,8 @@ def test_a_missing_name_is_named():
         ):
             module.mamba_chunk_scan  # noqa: B018
         assert not hasattr(module, "mamba_chunk_scan") and getattr(module, "mamba_chunk_scan", None) is None
-        with pytest.raises(ImportError, match=r"'Mamba3' from 'mamba_ssm' \(<ssm_kernels.compat, which has Mamba, Mamba2, "):
-            from mamba_ssm import Mamba3  # noqa: F401
+        with pytest.raises(ImportError, match=r"'Mamba4' from 'mamba_ssm' \(<ssm_kernels.compat, which has Mamba, Mamba2, "):
+            from mamba_ssm import Mamba4  # noqa: F401
         with pytest.raises(ImportError, match=r"'ssd_bmm' from 'mamba_ssm.ops.triton' \(<.*has ssd_combined, layer_norm, "):
             from mamba_ssm.ops.triton import ssd_bmm  # noqa: F401
 
@@ -197,10 +197,10 @@ def test_a_missing_name_is_named():
 # Modules of 2.3.2 and 1.7 that are not served, and names in served modules.
 MISSING_MODULES = {
     "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.ssd_minimal",
-    "mamba_ssm.ops.triton": "k_activations mamba3 softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",
+    "mamba_ssm.ops.triton": "k_activations softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",
 }
 MISSING_NAMES = {
-    "mamba_ssm": "Mamba3",
+    "mamba_ssm": "Mamba4",
     "mamba_ssm.ops.triton.ssd_combined": "mamba_chunk_scan ssd_selective_scan mamba_conv1d_scan_ref",
     "mamba_ssm.ops.triton.layer_norm": "layer_norm_ref rms_norm_ref",
     "mamba_ssm.utils.generation": "capture_graph",
@@ -226,12 +226,9 @@ def test_names_of_what_is_not_supported_refuse_to_be_used():
     with compat.installed():
         from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
         from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-        from mamba_ssm.modules.mamba3 import Mamba3
         from mamba_ssm.modules.mha import MHA
-    for name in (all_reduce, reduce_scatter, ColumnParallelLinear, RowParallelLinear, MHA, Mamba3):
-        with pytest.raises(
-            NotImplementedError, match=f"^{name.__name__}: ssm_kernels.compat does not support (att|tensor p|Mamba-3)"
-        ):
+    for name in (all_reduce, reduce_scatter, ColumnParallelLinear, RowParallelLinear, MHA):
+        with pytest.raises(NotImplementedError, match=f"^{name.__name__}: ssm_kernels.compat does not support (att|tensor p)"):
             name(8, 8)
 
 

@@ -43,7 +43,7 @@ def fork(tmp_path, monkeypatch):
     )
     (tmp_path / "client.py").write_text(
         "try:\n    from mamba_ssm.ops.triton.layernorm import RMSNorm\nexcept ImportError:\n    RMSNorm = None\n"
-        "try:\n    from mamba_ssm.modules.mamba3 import Mamba3, Mamba3Simple\nexcept ImportError:\n    Mamba3 = None\n"
+        "try:\n    from mamba_ssm.modules.mha import MHA, Attention\nexcept ImportError:\n    MHA = None\n"
         "try:\n    import mamba_ssm.ops.cute\nexcept ImportError:\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -162,12 +162,12 @@ def test_the_account_names_what_clients_asked_for(fork):
     compat.install()
     sys.path.insert(0, str(fork.parent))
     client = importlib.import_module("client")
-    assert client.Mamba3 is None
+    assert client.MHA is None
     found = answers("client")
     assert found["mamba_ssm.ops.triton.layernorm"] == ("served", "module of ssm_kernels.compat")
     assert found["mamba_ssm.ops.triton.layernorm.RMSNorm"] == ("served", "ssm_kernels.compat.layer_norm.RMSNorm")
-    assert found["mamba_ssm.modules.mamba3.Mamba3"][0] == "missing" and "raises" in found["mamba_ssm.modules.mamba3.Mamba3"][1]
-    assert found["mamba_ssm.modules.mamba3.Mamba3Simple"] == ("missing", "no such name")
+    assert found["mamba_ssm.modules.mha.MHA"][0] == "missing" and "raises" in found["mamba_ssm.modules.mha.MHA"][1]
+    assert found["mamba_ssm.modules.mha.Attention"] == ("missing", "no such name")
     assert found["mamba_ssm.ops.cute"] == ("missing", "no such module")
     request = next(request for request in compat.served().missing if request.name == "mamba_ssm.ops.cute")
     assert request.place == f"{client.__file__}:10"
@@ -209,7 +209,7 @@ def test_the_nearest_names_come_first_in_messages():
     ):
         importlib.import_module("mamba_ssm.ops.triton.layernorms")
     with pytest.raises(ImportError, match=r"<ssm_kernels\.compat, which has Mamba, Mamba2, "):
-        from mamba_ssm import Mamba3  # noqa: F401
+        from mamba_ssm import Mamba4  # noqa: F401
     with pytest.raises(ImportError, match=r"<ssm_kernels\.compat, which has selective_scan_fn, "):
         from mamba_ssm import selective_scan  # noqa: F401
     with pytest.raises(AttributeError, match=r"selective_scan_cuda of ssm_kernels\.compat has no fwdd, it has fwd, bwd; "):

@@ -505,7 +505,7 @@ def test_attention_is_refused_by_name(name, value):
         with pytest.raises(NotImplementedError, match=name):
             make(**arguments, d_intermediate=0, **{name: value})
     with pytest.raises(ValueError, match="expected ssm_cfg"):
-        mixer_seq_simple.create_block(32, 0, ssm_cfg={"layer": "Mamba3"})
+        mixer_seq_simple.create_block(32, 0, ssm_cfg={"layer": "Mamba4"})
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -81,7 +81,7 @@ def test_completion_shows_public_names(name):
     shown = {name for name in dir(module) if not name.startswith("__")}
     modules = {
         "ssm_kernels": {"compat", "distributed", "integrations"},
-        "ssm_kernels.compat": {"causal_conv1d", "fla", "layer_norm", "norms", "selective_scan", "ssd"},
+        "ssm_kernels.compat": {"causal_conv1d", "fla", "layer_norm", "mamba3", "norms", "selective_scan", "ssd"},
     }
     assert shown == {name for name in module.__all__ if not name.startswith("__")} | modules.get(module.__name__, set())
     assert {"__doc__", "__file__", "__all__"} <= {*dir(module)}
