@@ -171,7 +171,15 @@ def test_compares_models(tmp_path, example):
         ),
         *(
             (CHAR_LM, *case)
-            for case in ((1, "mamba"), (3, "mamba2"), (1, "gated_deltanet"), (1, "mlstm"), (3, "mingru"), (2, "minlstm"))
+            for case in (
+                (1, "mamba"),
+                (3, "mamba2"),
+                (2, "mamba3"),
+                (1, "gated_deltanet"),
+                (1, "mlstm"),
+                (3, "mingru"),
+                (2, "minlstm"),
+            )
         ),
     ],
     indirect=["example"],
@@ -212,7 +220,7 @@ def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, example):
 
 @pytest.mark.cuda
 @char_lm
-@pytest.mark.parametrize("model", ["mamba", "mamba2", "gated_deltanet", "mlstm", "mingru", "minlstm"])
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "mamba3", "gated_deltanet", "mlstm", "mingru", "minlstm"])
 def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, example):
     for device in ("cpu", "cuda"):
         printed = example.run(*SHORT_LM, "--model", model, "--checkpoint", tmp_path / f"{device}.pt", "--device", device)
