@@ -129,6 +129,21 @@ def test_sequences_of_seq_idx_are_those_alone():
     assert torch.equal(found[0], out[0]) and torch.equal(found[1, 64:], out[1, 64:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_dim", [128, 100])
+def test_gates_at_any_address(key_dim, dtype):
+    """The first kernel loads gates as vectors if all rows begin at 16 bytes, else one by one. Both give the same bits."""
+    inputs = make_inputs(3, 333, 2, 6, key_dim, 128, dtype=dtype)
+    shifted = torch.cat([inputs["g"].new_zeros(1), inputs["g"].flatten()])[1:].view_as(inputs["g"])
+    packed = {name: tensor.flatten(0, 1)[None] for name, tensor in inputs.items()}
+    packed["cu_seqlens"] = torch.tensor([0, 1, 65, 65, 400, 999], device="cuda")
+    for call, gates in ((inputs, shifted), (packed, shifted.flatten(0, 1)[None])):
+        found = delta_rule_scan(**call, return_final_states=True)
+        expected = delta_rule_scan(**call | {"g": gates}, return_final_states=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_split_anywhere_is_whole():
     inputs = make_inputs(2, 257, 2, 4, 128, 128)
     whole, states = delta_rule_scan(**inputs, return_final_states=True)

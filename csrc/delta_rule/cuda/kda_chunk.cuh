@@ -1,6 +1,8 @@
 // The operands of a chunk with a gate per channel, as the kernels store and load them, and the rows that they are made of.
 #pragma once
 
+#include <type_traits>
+
 #include "common/math.h"
 #include "cuda/chunked/chunk_tables.cuh"
 #include "cuda/ptx/cp_async.cuh"
@@ -62,6 +64,17 @@ __device__ __forceinline__ uint64_t sequence_begins(const Params& p, const Chunk
   return uint64_t{high} << kWarpSize | low;
 }
 
+// Whether rows of fp32 gates are whole vectors of 16 bytes.
+template <typename Params>
+__device__ __forceinline__ bool has_gate_vectors(const Params& p) {
+  constexpr int kElements = cuda::kCpAsyncBytes / sizeof(float);
+  const RowsView& gates = p.log_decay;
+  return p.arguments.gate_is_fp32 && p.dstate % kElements == 0 &&
+         (reinterpret_cast<uint64_t>(gates.data) / sizeof(float) | gates.stride_batch | gates.stride_step | gates.stride_head) %
+                 kElements ==
+             0;
+}
+
 // Run by all threads of a block; a barrier must follow. Steps past the end of the sequence have zeros, and no decay. The step
 // at which seq_idx begins a sequence has the decay zero in all channels.
 template <typename Scalar, int threads, typename Params>
@@ -72,24 +85,46 @@ __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& 
   const KdaArguments& arguments = p.arguments;
   const DeltaRuleGateOptions& options = arguments.options;
   const int thread = threadIdx.x, steps = span.steps_of(chunk), key_head = head / p.value_heads_per_key_head;
-  const auto copy = [&](const RowsView& view, SmemTile<kStateColumns>& tile) {
-    const Scalar* const source = span.rows<const Scalar>(view, key_head, chunk);
-    const int vector = thread % kVectors;
+  // `vectors` vectors of a row that begins at `source`, of which the first `elements` elements are there.
+  const auto copy = [&](auto vectors, const auto* source, int64_t stride, int elements, const auto& target) {
+    constexpr int kRowVectors = decltype(vectors)::value, kRowsAtOnce = threads / kRowVectors,
+                  kElements = cuda::kCpAsyncBytes / sizeof(*source);
+    const int vector = thread % kRowVectors, first = thread / kRowVectors;
+    const bool has_columns = vector * kElements < elements;
+    const auto* row = source + first * stride + vector * kElements;
+    if (steps == kChunk) {
 #pragma unroll
-    for (int i = 0; i < kChunk * kVectors / threads; ++i) {
-      const int row = thread / kVectors + i * (threads / kVectors);
-      const bool is_there = row < steps && vector * kRowElements < p.dstate;
-      cuda::cp_async(tile.vector(row, vector), is_there ? source + row * view.stride_step + vector * kRowElements : source,
-                     is_there ? cuda::kCpAsyncBytes : 0);
+      for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
+        cuda::cp_async(target(first + i * kRowsAtOnce, vector), row, has_columns ? cuda::kCpAsyncBytes : 0);
+        row += kRowsAtOnce * stride;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = first; i < kChunk; i += kRowsAtOnce) {
+        const bool is_there = has_columns && i < steps;
+        cuda::cp_async(target(i, vector), is_there ? row : source, is_there ? cuda::kCpAsyncBytes : 0);
+        row += kRowsAtOnce * stride;
+      }
     }
   };
-  copy(arguments.k, rows.k);
-  copy(arguments.q, rows.q);
+  const auto copy_rows = [&](const RowsView& view, SmemTile<kStateColumns>& tile) {
+    copy(std::integral_constant<int, kVectors>(), span.rows<const Scalar>(view, key_head, chunk), view.stride_step, p.dstate,
+         [&](int row, int vector) { return tile.vector(row, vector); });
+  };
+  copy_rows(arguments.k, rows.k);
+  copy_rows(arguments.q, rows.q);
   // Neighboring lanes have neighboring channels, and those further apart later steps.
   constexpr int kChannels = kWarpSize / kParts, kSteps = kChunk / kParts;
   const int channel = thread / kWarpSize * kChannels + thread % kChannels, part = thread % kWarpSize / kChannels;
   const int first = part * kSteps, count = channel < p.dstate ? steps - first : 0;
   float log2[kSteps];
+  // Where a thread has a channel of all steps, it would compute an address for each of its gates.
+  const bool copies_gates = kParts == 1 && has_gate_vectors(p);
+  if (copies_gates) {
+    copy(std::integral_constant<int, kStateColumns * sizeof(float) / cuda::kCpAsyncBytes>(),
+         span.rows<const float>(p.log_decay, head, chunk), p.log_decay.stride_step, p.dstate,
+         [&](int row, int vector) { return &log2_cumsum[row][cuda::kCpAsyncBytes / sizeof(float) * vector]; });
+  }
   const auto load_gates = [&](const auto* gate) {
     gate += channel + first * p.log_decay.stride_step;
 #pragma unroll
@@ -98,7 +133,12 @@ __device__ __forceinline__ void load_kda_rows(const Params& p, const ChunkSpan& 
       gate += p.log_decay.stride_step;
     }
   };
-  if (arguments.gate_is_fp32) {
+  if (copies_gates) {
+    cuda::cp_async_wait();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) log2[i] = log2_cumsum[first + i][channel];
+  } else if (arguments.gate_is_fp32) {
     load_gates(span.rows<const float>(p.log_decay, head, chunk));
   } else {
     load_gates(span.rows<const Scalar>(p.log_decay, head, chunk));

@@ -42,6 +42,28 @@ struct KdaChunksShared {
   static constexpr int bytes() { return kOperandAlignment + static_cast<int>(sizeof(KdaChunksShared)); }
 };
 
+// The chunk of all sequences that is computed at a place in the order of a kernel. The first chunks of the sequences come last:
+// the scan begins with them, and finds them in the cache.
+struct ChunkInTurn {
+  int64_t entry;  // of its sequence
+  int number, chunk;
+
+  template <typename Params>
+  __device__ __forceinline__ ChunkInTurn(const Params& p, int place) {
+    if (is_packed(p)) {
+      number = place;
+      entry = sequence_of_chunk(p, number);
+      chunk = number - static_cast<int>(first_chunk_index(p, entry));
+      return;
+    }
+    const int chunks = static_cast<int>((p.seqlen + kChunk - 1) / kChunk);
+    const unsigned batch = static_cast<unsigned>(p.batch), row = static_cast<unsigned>(place) % batch;
+    entry = row;
+    chunk = chunks - 1 - static_cast<int>(static_cast<unsigned>(place) / batch);
+    number = static_cast<int>(row) * chunks + chunk;
+  }
+};
+
 // For backward the block writes N instead of M, with (I + A)^-1 = I + diag(beta) N. To get N it divides each row of the inverse
 // by that row's beta. A beta below kLeastBeta, which is too small to change another row, counts as kLeastBeta.
 template <typename Scalar, bool is_backward>
@@ -71,7 +93,11 @@ struct KdaChunks {
     multiply_blocks(of_keys, of_queries, lane);
     // All warps have written their factors.
     __syncthreads();
-    write_rows(target);
+    if (p.arguments.qk_l2norm) {
+      write_rows<true>(target);
+    } else {
+      write_rows<false>(target);
+    }
     // All warps have read the rows.
     __syncthreads();
     give_products(of_keys, of_queries, lane);
@@ -301,6 +327,7 @@ struct KdaChunks {
     }
   }
 
+  template <bool has_norms>
   __device__ __forceinline__ void write_rows(Target& target) {
     const int thread = threadIdx.x, vector = thread % kVectors;
     const auto load_log2 = [&](int row, float (&log2)[kRowElements]) {
@@ -316,7 +343,8 @@ struct KdaChunks {
     for (int row = thread / kVectors; row < kChunk; row += kRowsAtOnce) {
       float log2[kRowElements];
       load_log2(row, log2);
-      const float of_key = shared.factors.of_keys[row], of_query = p.scale * shared.factors.of_queries[row];
+      const float of_key = has_norms ? shared.factors.of_keys[row] : 1.0f,
+                  of_query = p.scale * (has_norms ? shared.factors.of_queries[row] : 1.0f);
       const uint4 keys = *shared.rows.k.vector(row, vector), queries = *shared.rows.q.vector(row, vector);
       const uint32_t k[4] = {keys.x, keys.y, keys.z, keys.w}, q[4] = {queries.x, queries.y, queries.z, queries.w};
       uint32_t q_in[4], k_in[4], k_out[4];
@@ -402,12 +430,13 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? KdaChunks<Scalar, is_b
 #if SSM_KERNELS_HAS_WGMMA
   extern __shared__ unsigned char unaligned_memory[];
   cuda::launch_dependents();
-  const int number = static_cast<int>(blockIdx.x) / static_cast<int>(p.heads),
-            head = static_cast<int>(blockIdx.x) % static_cast<int>(p.heads);
-  const ChunkSpan span(p, sequence_of_chunk(p, number));
-  const int chunk = number - static_cast<int>(first_chunk_index(p, span.entry));
-  if (chunk >= span.chunks) return;
-  KdaChunks<Scalar, is_backward>{p, align_shared<KdaChunksShared>(unaligned_memory)}.run(span, chunk, head, blockIdx.x);
+  const unsigned heads = static_cast<unsigned>(p.heads);
+  const ChunkInTurn at(p, static_cast<int>(blockIdx.x / heads));
+  const ChunkSpan span(p, at.entry);
+  if (at.chunk >= span.chunks) return;
+  const int head = static_cast<int>(blockIdx.x % heads);
+  KdaChunks<Scalar, is_backward>{p, align_shared<KdaChunksShared>(unaligned_memory)}.run(span, at.chunk, head,
+                                                                                         int64_t(at.number) * heads + head);
 #endif
 }
 
