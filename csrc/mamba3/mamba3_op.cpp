@@ -321,7 +321,7 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   if (is_present(bwd.grad_final_angle)) {
     rotation.phases = bwd.grad_final_angle->to(at::kDouble).contiguous().clone();
   } else {
-    rotation.phases.zero_();
+    rotation.phases = at::zeros_like(rotation.phases);  // not in place: they may be a view of the last turns
   }
   rotate_adjoint(in, rotation, grad_k, grad_q);
   if (needs(kGradB)) grads[kGradB].copy_(of_groups(in, grad_k));

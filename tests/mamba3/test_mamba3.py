@@ -111,8 +111,9 @@ def test_layouts(layout, way, device):
         assert_same(make_inputs(seqlen=9, layout=layout, device=device))
 
 
+@every_way
 @pytest.mark.parametrize("name", ["everything", "halves", "norm_and_z", "resets_with_states", "packed_with_states"])
-def test_gradcheck(name, device):
+def test_gradcheck(name, way, device):
     inputs = make_inputs(**{"seqlen": 4, "heads": 2, "groups": 1, "headdim": 2, "dstate": 4} | OPTIONS[name], device=device)
     leaves = with_gradients(inputs)
     names = tensor_names(leaves)
@@ -120,7 +121,8 @@ def test_gradcheck(name, device):
     def scan(*tensors: Tensor) -> tuple[Tensor, ...]:
         return MAMBA3(**leaves | dict(zip(names, tensors, strict=True)))
 
-    assert torch.autograd.gradcheck(scan, [leaves[name] for name in names], fast_mode=True)
+    with way():
+        assert torch.autograd.gradcheck(scan, [leaves[name] for name in names], fast_mode=True)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -133,11 +135,13 @@ def test_each_gradient_alone(name, device):
     torch.testing.assert_close(one[f"grad_{name}"], every[f"grad_{name}"], rtol=0, atol=0)
 
 
+@every_way
 @pytest.mark.parametrize("result", range(5))
-def test_each_result_alone(result, device):
+def test_each_result_alone(result, way, device):
     inputs = make_inputs(seqlen=6, device=device)
     cotangents = [value if i == result else None for i, value in enumerate(MAMBA3.make_cotangents(inputs))]
-    actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
+    with way():
+        actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
     MAMBA3.assert_close(actual, MAMBA3.evaluate_in_float64(inputs, cotangents))
 
 
