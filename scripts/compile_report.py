@@ -37,8 +37,8 @@ KERNEL_LIMITS = {
     "mixers": 4,
     "mlstm": 73,
     "norm": 72,
-    "selective_scan": 150,
-    "selective_state_update": 178,
+    "selective_scan": 166,
+    "selective_state_update": 186,
     "ssd": 227,
 }
 # The seconds that an operator's CUDA objects may take to compile, for one architecture, on the machine of docs/installation.md.

@@ -68,7 +68,7 @@ def selective_scan_fn(
         ``mamba_ssm`` the last state is not); gradients have the dtype of their tensor. Autocast changes nothing.
 
     Raises:
-        NotImplementedError: a tensor other than ``A``, ``B`` and ``C`` is complex, or CUDA has no kernel of a complex ``A``.
+        NotImplementedError: a tensor other than ``A``, ``B`` and ``C`` is complex.
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
 
     Examples:

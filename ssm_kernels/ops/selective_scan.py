@@ -142,7 +142,7 @@ def selective_scan(
     ``B`` and ``C`` of each step are complex64 beside float16 and bfloat16 inputs too. ``"zoh"``, ``"zoh_exact"``,
     ``"bilinear"``, ``"trapezoidal"`` and ``"exp_trapezoidal"`` take it, without ``delta_A``. Angles are reduced as turns, so
     that :math:`\Delta\, \mathrm{Im} A` may be large. Gradients of complex tensors follow PyTorch's convention,
-    :math:`\partial L / \partial \mathrm{Re} + i\, \partial L / \partial \mathrm{Im}`. CUDA has no such kernels.
+    :math:`\partial L / \partial \mathrm{Re} + i\, \partial L / \partial \mathrm{Im}`.
 
     **A matrix for A.** ``"bilinear"``, ``"trapezoidal"``, ``"gbt"``, ``"gbt_two_sample"``, ``"euler"``, ``"backward_euler"``
     and ``"rk4"`` take any real matrices, defective ones included: :math:`z` above is then :math:`Z_t = \Delta_t A`, and a
@@ -169,7 +169,7 @@ def selective_scan(
             meaning.
         RuntimeError: a dtype, layout or device is not supported, the device has no kernel, or ``seq_idx`` is given
             while a CUDA graph is being captured.
-        NotImplementedError: CUDA has no kernel of a complex ``A``, or ``delta_A`` is given with it.
+        NotImplementedError: ``delta_A`` is given with a complex ``A``.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
 

@@ -124,7 +124,7 @@ def selective_state_update(
             it. ``dt_bias``, ``dt_softplus`` and ``dt_limit`` do not apply to it.
         conjugate_pairs: of a complex ``A``, as for :func:`selective_scan`. ``state``, ``A``, ``B``, ``C`` and ``previous_B``
             are then complex64, or complex128 with float64 inputs. The step takes none of the arguments from ``out`` on, no
-            ``dt_A`` and no ``A_is_log``. A constant ``B`` is one of dim groups, ``B.expand(batch, -1, -1)``. On the CPU alone.
+            ``dt_A`` and no ``A_is_log``. A constant ``B`` is one of dim groups, ``B.expand(batch, -1, -1)``.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
         out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.

@@ -288,6 +288,7 @@ void run_two_samples(const StateUpdateParams& params, const TwoSampleParams& two
   C10_CUDA_CHECK(visit_types(params, [&](auto input, auto state) {
     using Input = decltype(input);
     using State = decltype(state);
+    if (two.is_complex) return launch_complex_update<Input>(params, two, tokens, stream);
     if (is_one_sample(params.discretization)) return launch_separate_update<Input, State>(params, two, tokens, stream);
     return launch_two_sample_update<Input, State>(params, two, tokens, stream);
   }));
@@ -309,7 +310,6 @@ struct Cuda {
 
   static void run(const Inputs& in, const StateUpdateParams& params, TokenParams* tokens) {
     if constexpr (std::is_same_v<Step, TwoSampleInputs>) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!in.is_complex, "selective_state_update: a complex A has kernels on the CPU only");
       const bool is_packed = tokens != nullptr && tokens->rows.cu_seqlens.data != nullptr;
       run_two_samples(params, make_two_sample_params(in, is_packed), tokens);
     } else {

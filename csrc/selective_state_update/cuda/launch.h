@@ -131,6 +131,11 @@ template <typename Input, typename State>
 SSM_KERNEL_API cudaError_t launch_separate_update(const StateUpdateParams& params, const TwoSampleParams& two,
                                                   const TokenParams* tokens, cudaStream_t stream);
 
+// The same of complex states, whose type is the accumulation type (complex.cuh).
+template <typename Input>
+SSM_KERNEL_API cudaError_t launch_complex_update(const StateUpdateParams& params, const TwoSampleParams& two,
+                                                 const TokenParams* tokens, cudaStream_t stream);
+
 SSM_KERNEL_STRUCT(Tiling, 128);
 SSM_KERNEL_STRUCT(StepParams, 240);
 SSM_KERNEL_STRUCT(StepTiling, 16);

@@ -1,0 +1,8 @@
+#include "selective_state_update/cuda/complex.cuh"
+
+namespace ssm_kernels::selective_state_update {
+
+template cudaError_t launch_complex_update<double>(const StateUpdateParams&, const TwoSampleParams&, const TokenParams*,
+                                                   cudaStream_t);
+
+}  // namespace ssm_kernels::selective_state_update
