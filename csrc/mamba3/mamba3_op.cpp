@@ -34,6 +34,10 @@
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
 
+#ifdef SSM_KERNELS_WITH_CUDA
+#include "cuda/device.h"
+#endif
+
 namespace ssm_kernels::mamba3 {
 
 TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
@@ -192,6 +196,7 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation) {
   scan.previous_B = in.initial_k;
   scan.seq_idx = in.seq_idx;
   scan.cu_seqlens = in.cu_seqlens;
+  scan.are_cu_seqlens_checked = true;
   scan.discretization = "exp_trapezoidal";
   scan.lam_sigmoid = true;
   scan.chunk_size = in.chunk_size;
@@ -218,14 +223,19 @@ Outputs without_steps(const Inputs& in, Outputs outputs) {
   return outputs;
 }
 
-void check_values(const Inputs& in) {
-  if (is_present(in.cu_seqlens) && in.x.is_cpu()) check_cu_seqlens_values(kOp, *in.cu_seqlens, in.x.size(1));
+// Checks the values of cu_seqlens. On CUDA the host waits for them: once, in forward, unless a CUDA graph is being captured.
+void check_values(const Inputs& in, bool is_backward) {
+  if (!is_present(in.cu_seqlens)) return;
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.x.is_cuda() && (is_backward || cuda::is_capturing())) return;
+#endif
+  check_cu_seqlens_values(kOp, in.cu_seqlens->cpu(), in.x.size(1));
 }
 
 Outputs mamba3_fwd(const Inputs& in) {
   if (in.x.is_meta()) return meta<check_inputs, allocate_fwd>(in);
   check_inputs(in);
-  check_values(in);
+  check_values(in, /*is_backward=*/false);
   const Outputs outputs = allocate_fwd(in);
   if (in.x.size(1) == 0) return without_steps(in, outputs);
   const Rotation rotation = rotate(in);
@@ -274,7 +284,7 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
   const Inputs& in = bwd.in;
   check_inputs(in);
-  check_values(in);
+  check_values(in, /*is_backward=*/true);
   const GradTensors grads = allocate_bwd(bwd);
   const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
   if (in.x.size(1) == 0) {

@@ -4,8 +4,10 @@
 #include "mamba3/mamba3_step_op.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <string>
@@ -223,11 +225,46 @@ SSM_IN_PLACE_OPERATOR(Mamba3StateUpdate)
 #ifdef SSM_KERNELS_WITH_CUDA
 namespace {
 
+// The rows of a batch in the pool of states, without a wait of the host. A slot beyond the pool is padding too, so that no
+// memory outside it is touched.
+class Slots {
+ public:
+  explicit Slots(const Inputs& in) : is_given_(is_present(in.state_batch_indices)) {
+    if (!is_given_) return;
+    const at::Tensor index = in.state_batch_indices->to(at::kLong);
+    is_used_ = index.ge(0).logical_and_(index.lt(in.ssm.size(0)));
+    // A padded row repeats the first row that has a slot: all writers of that slot write the same.
+    const at::Tensor first = is_used_.to(at::kLong).argmax(0);
+    source_ = at::where(is_used_, at::arange(index.size(0), index.options()), first);
+    slot_ = at::where(is_used_, index, 0).index_select(0, source_);
+  }
+
+  at::Tensor read(const at::Tensor& pool) const { return is_given_ ? pool.index_select(0, slot_) : pool; }
+
+  void write(at::Tensor pool, const at::Tensor& rows) const {
+    if (!is_given_) {
+      pool.copy_(rows);
+      return;
+    }
+    // Where all rows are padding, the first slot keeps its state.
+    pool.index_copy_(0, slot_, at::where(is_used_.any(), rows.to(pool.scalar_type()).index_select(0, source_), read(pool)));
+  }
+
+  at::Tensor without_padding(const at::Tensor& out) const {
+    return is_given_ ? out.masked_fill(is_used_.logical_not().view({-1, 1, 1}), 0) : out;
+  }
+
+ private:
+  bool is_given_;
+  at::Tensor is_used_, source_, slot_;
+};
+
 // The step as operators of PyTorch, on CUDA.
 at::Tensor step_aten(const Inputs& in) {
   check_inputs(in);
   check_memory(in);
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_present(in.state_batch_indices), kStep, ": state_batch_indices are not supported on CUDA");
+  if (in.x.size(0) == 0) return allocate_out(in);
+  const Slots slots(in);
   const at::ScalarType wide = accumulate_type(in.x.scalar_type());
   const int64_t heads = in.x.size(1), count = in.angles.size(-1), dstate = in.B.size(2);
   const bool is_pairs = in.rotate == "pairs";
@@ -235,7 +272,7 @@ at::Tensor step_aten(const Inputs& in) {
   const at::Tensor decay = (in.A.to(at::kDouble) * dt).exp();
   const at::Tensor rates = in.angles.to(at::kDouble).tanh();
   const at::Tensor added = (in.angles.dim() == 2 ? rates.unsqueeze(1) : rates) * dt.unsqueeze(-1) * 0.5;
-  at::Tensor turns = in.angle.to(at::kDouble) / (2 * kPi) + added;
+  at::Tensor turns = slots.read(in.angle).to(at::kDouble) / (2 * kPi) + added;
   turns = turns - turns.round();
   const at::Tensor radians = turns * (2 * kPi), cos = radians.cos().to(wide), sin = radians.sin().to(wide);
   const auto rotated = [&](const at::Tensor& tensor, const OptionalTensor& bias) {
@@ -252,18 +289,18 @@ at::Tensor step_aten(const Inputs& in) {
   const at::Tensor k = rotated(in.B, in.B_bias), q = rotated(in.C, in.C_bias), x = in.x.to(wide);
   const auto of_matrix = [&](const at::Tensor& gate) { return gate.to(wide).unsqueeze(-1).unsqueeze(-1); };
   const auto outer = [](const at::Tensor& a, const at::Tensor& b) { return a.unsqueeze(-1) * b.unsqueeze(-2); };
-  const at::Tensor S = of_matrix(decay) * in.ssm.to(wide) +
-                       of_matrix((1 - weight) * dt * decay) * outer(in.previous_x.to(wide), in.previous_k) +
+  const at::Tensor before = outer(slots.read(in.previous_x).to(wide), slots.read(in.previous_k));
+  const at::Tensor S = of_matrix(decay) * slots.read(in.ssm).to(wide) + of_matrix((1 - weight) * dt * decay) * before +
                        of_matrix(weight * dt) * outer(x, k);
   at::Tensor y = (S * q.unsqueeze(-2)).sum(-1);
   if (is_present(in.D)) y = y + (in.D->dim() == 2 ? *in.D : in.D->unsqueeze(-1)) * x;
   if (is_present(in.norm_weight)) y = y * (y.square().mean(-1, /*keepdim=*/true) + in.norm_eps).rsqrt() * *in.norm_weight;
   if (is_present(in.z)) y = y * at::silu(in.z->to(wide));
-  at::Tensor(in.angle).copy_(radians);
-  at::Tensor(in.ssm).copy_(S);
-  at::Tensor(in.previous_k).copy_(k);
-  at::Tensor(in.previous_x).copy_(in.x);
-  return y.to(in.x.scalar_type());
+  slots.write(in.angle, radians);
+  slots.write(in.ssm, S);
+  slots.write(in.previous_k, k);
+  slots.write(in.previous_x, in.x);
+  return slots.without_padding(y.to(in.x.scalar_type()));
 }
 
 }  // namespace

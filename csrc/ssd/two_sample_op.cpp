@@ -71,6 +71,7 @@ Inputs TwoSampleInputs::of_scan() const {
   scan.initial_states = initial_states;
   scan.seq_idx = seq_idx;
   scan.cu_seqlens = cu_seqlens;
+  scan.are_cu_seqlens_checked = are_cu_seqlens_checked;
   scan.discretization = discretization;
   scan.reverse = reverse;
   return scan;

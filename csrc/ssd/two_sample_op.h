@@ -23,7 +23,9 @@ struct TwoSampleInputs {
   bool dt_softplus = false;
   double dt_min = 0, dt_max = 0;  // as those of Inputs
   bool reverse = false;
-  bool premultiplied = false;  // no schema has it
+  // The members below are set by callers in C++; no schema has them.
+  bool premultiplied = false;
+  bool are_cu_seqlens_checked = false;  // the values
 
   auto tensors() { return std::tie(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, previous_x, previous_B); }
   auto fields() {

@@ -61,8 +61,7 @@ def mamba3_state_update(
         norm_eps: added to the mean square.
         rotate: ``"pairs"`` or ``"halves"``.
         state_batch_indices: (batch,), int32 or int64: the slot that each row of the batch uses. A negative index is padding:
-            the output is zero and no state is touched. Other indices must be distinct and below the number of slots. Not
-            supported on CUDA.
+            the output is zero and no state is touched. Other indices must be distinct and below the number of slots.
 
     Returns:
         The output, shape and dtype of ``x``. Not differentiable: backward through it raises. A state requires a gradient after
@@ -70,7 +69,7 @@ def mamba3_state_update(
 
     Raises:
         ValueError: a shape, an option or an index is not as above.
-        NotImplementedError: ``B`` has ranks, or ``state_batch_indices`` are given on CUDA.
+        NotImplementedError: ``B`` has ranks.
         RuntimeError: a dtype, layout or device is not supported, or elements of a state share memory with each other or with
             another argument.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
