@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._dtypes import cast, wide_dtype
 from ._errors import check_device, check_shape, peer_arguments
-from ._promotion import common_dtype, no_autocast
+from ._promotion import check_real, common_dtype, no_autocast
 from ._scan_arguments import operator_arguments, over_channels
 from .selective_scan import selective_scan_fn
 
@@ -67,8 +67,10 @@ def selective_scan_fwd(
         beside float64 sequences), and ``x[:, :, -1, 1::2]`` the last state. Not differentiable.
 
     Raises:
+        NotImplementedError: ``A`` is complex.
         ValueError, RuntimeError, TypeError, NotImplementedError: as :func:`.selective_scan.selective_scan_fn`.
     """
+    check_real("selective_scan_cuda.fwd", "A", A)
     out, last_state = selective_scan_fn(u, delta, A, B, C, D, None, delta_bias, delta_softplus, True)
     x = _saved_states(u, last_state)
     if z is None:
@@ -144,6 +146,7 @@ def _make_fwd(name: str, has_out_float: bool) -> Callable[..., list[Tensor]]:
     ) -> list[Tensor]:
         u_wide = u.to(wide_dtype(u.dtype)) if out_float else u
         tensors = over_channels(name, u_wide, delta, A, B, C, D, delta_bias)
+        check_real(name, "A", A)
         out, last_state = selective_scan_fn(*tensors[:6], None, tensors[6], delta_softplus, True)
         return [out, _saved_states(u, last_state)]
 

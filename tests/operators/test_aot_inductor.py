@@ -34,6 +34,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Mamba2": lambda: layers.Mamba2(D_MODEL, **SMALL),
     "Mamba2, step sizes within limits": lambda: layers.Mamba2(D_MODEL, dt_limit=(0.01, 0.05), rmsnorm=False, **SMALL),
     "Mamba2, a lower limit": lambda: layers.Mamba2(D_MODEL, dt_limit=(0.1, math.inf), **SMALL),
+    "Mamba3": lambda: layers.Mamba3(D_MODEL, **SMALL),
     "SelectiveSSM": lambda: layers.SelectiveSSM(D_MODEL),
     "Liquid": lambda: layers.Liquid(D_MODEL, D_MODEL),
     "MinGRU": lambda: layers.MinGRU(D_MODEL, D_MODEL),
