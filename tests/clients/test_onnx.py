@@ -90,7 +90,8 @@ def test_layers(model: str):
 
 
 def test_of_every_layer():
-    assert {type(make()).__name__ for make in LAYERS.values()} | {"GatedMLP"} == set(layers.__all__)
+    # Mamba3's scan has no decomposition for exporters.
+    assert {type(make()).__name__ for make in LAYERS.values()} | {"GatedMLP", "Mamba3"} == set(layers.__all__)
 
 
 @pytest.mark.parametrize("discretization", [name for name in ssm_kernels.discretizations if name != "zoh"])
