@@ -63,7 +63,7 @@ SSM_HOST_DEVICE Complex<T> scaled(T a, const Complex<T>& b) {
   return {a * b.re, a * b.im};
 }
 
-// What the methods use. abs() and less() compare moduli.
+// The operations that the methods need. abs() and less() compare moduli.
 template <typename T>
 struct Math<Complex<T>> {
   using Scalar = typename Math<T>::Scalar;

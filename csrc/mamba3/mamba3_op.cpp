@@ -207,7 +207,7 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation) {
   return scan;
 }
 
-// What a scan without steps returns: the states that it got.
+// A scan without steps returns the states that it got.
 Outputs without_steps(const Inputs& in, Outputs outputs) {
   const auto copy = [](const at::Tensor& target, const OptionalTensor& source) {
     if (is_present(source)) {

@@ -126,7 +126,7 @@ namespace {
 // Zero for an axis of size 1, whose stride is arbitrary.
 int64_t step_stride(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
-// Of (rows, heads), (rows, heads, columns), or with `has_rows` false of parameters, (heads,) or (heads, columns).
+// Views a tensor, (rows, heads) or (rows, heads, columns), or without `has_rows` a parameter, (heads,) or (heads, columns).
 TokenView step_view(const OptionalTensor& tensor, at::ScalarType input, Access access = Access::kRead, bool has_rows = true) {
   TokenView view;
   if (!is_present(tensor)) return view;

@@ -70,7 +70,7 @@ struct DenseParams {
   SSM_HOST_DEVICE int64_t matrix(int64_t channel) const { return matrices == 1 ? 0 : channel; }
 };
 
-// What backward leaves besides the gradients of u, delta, z and the initial state, contiguous and in the accumulation type,
+// Results of backward besides the gradients of u, delta, z and the initial state, contiguous and in the accumulation type,
 // null where nothing needs it: sums of each slot, (slots, dim, dstate, dstate) of rotated states for A, (slots, dim, dstate)
 // for constant B and C, (slots, dim) for D and delta_bias; and parts of the gradients of B and C per step, as views of those of
 // the first tile of a group, with the stride between tiles. grad_previous is that of TwoSampleParams.

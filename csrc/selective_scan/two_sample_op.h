@@ -49,7 +49,7 @@ struct TwoSampleBwdInputs {
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
 Discretization check_two_sample_inputs(const TwoSampleInputs& in);
-// Of these checks, those of the sample before the sequences.
+// Checks the sample before the sequences, for check_two_sample_inputs() and the scan with matrices A.
 void check_previous(const ArgumentChecks& checks, const TwoSampleInputs& in);
 
 // The number of states of a call: those of its batch rows or, with cu_seqlens, of its sequences.

@@ -28,7 +28,7 @@ struct Inputs {
   bool A_is_log = false;
 
   bool (*supports)(Discretization) = &is_one_sample;  // not an argument
-  // Of selective_state_update_two_sample: states are complex, and B and C of the accumulation type.
+  // selective_state_update_two_sample sets it: states are complex, and B and C have the accumulation type.
   bool is_complex = false;
 
   auto fields() {

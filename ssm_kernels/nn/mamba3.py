@@ -9,7 +9,7 @@ For hidden states :math:`u_t` of ``d_model`` channels and heads :math:`h` of ``h
     \mathrm{out}_t &= W_{out}\, (y_t \cdot \mathrm{silu}(z_t))
 
 with the scan of :func:`ssm_kernels.mamba3_chunk_scan`, and :math:`\phi(a) = 1 + a` for :math:`a \ge 0`, else
-:math:`1 / (1 - a)`, or softplus. Source: Lahoti et al., *Mamba-3* (2026). There is no convolution.
+:math:`1 / (1 - a)`, or softplus. Source: Lahoti et al., *Mamba-3* (2026). The layer has no convolution.
 """
 
 from __future__ import annotations

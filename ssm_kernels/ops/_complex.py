@@ -110,7 +110,7 @@ def complex_step(
     *others: Any,
     **options: Any,
 ) -> Tensor:
-    """``step`` of complex tensors. A state or a sample that is no view of real neighbors is copied, and written back."""
+    """``step`` of complex tensors. Copies and writes back a state or a sample whose parts are not neighbors."""
     operator = "selective_state_update"
     _refuse_unequal(operator, x, A)
     _check_states(operator, A, state=(state, -1), B=(B, -1), C=(C, -1))

@@ -132,7 +132,7 @@ def test_slots_and_strided_states() -> None:
     arguments = step_arguments(inputs, 0)
     expected_state = inputs["initial_state"].clone()
     expected = selective_state_update(expected_state, **arguments)
-    # Every second number of a larger tensor is no view of real neighbors.
+    # The step copies this state: its real and imaginary parts are not one row of real numbers.
     strided = torch.zeros(3, 6, 10, dtype=torch.complex128)[..., ::2]
     strided.copy_(inputs["initial_state"])
     assert torch.equal(selective_state_update(strided, **arguments), expected)

@@ -74,7 +74,7 @@ constexpr float kLowestLog2Decay = -160;
 template <typename Scalar>
 using ChunkSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
 
-// What a lane has of the tables that gates with a gain on the diagonal add.
+// A lane's part of the tables that gates with a gain on the diagonal add.
 template <int count, typename Sum, bool has_diagonal_gain>
 struct DiagonalCumsum {};
 template <int count, typename Sum>

@@ -66,7 +66,7 @@ __device__ __forceinline__ typename L::Acc entry(const void* matrices, const Den
   return static_cast<const typename L::Acc*>(matrices)[(index * L::kStates + i) * L::kStates + j];
 }
 
-// What a lane knows of the diagonal of T.
+// A lane's part of the diagonal of T.
 template <typename L>
 struct Diagonal {
   using Acc = typename L::Acc;

@@ -36,7 +36,7 @@ using cuda::chunked::RowsView;
 
 constexpr int kGateThreadsOfBlock = kGateWarps * cuda::kWarpSize;
 
-// What a step has of the gates, of one head.
+// The gates of one step and head.
 template <typename T>
 struct GateStep {
   T biased, unlimited, size, zeta, decay, lam;
