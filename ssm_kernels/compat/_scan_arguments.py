@@ -10,7 +10,7 @@ from .._dtypes import cast, wide_dtype
 from ._errors import check_shape
 from ._promotion import common_dtype
 
-__all__ = ["operator_arguments", "over_channels"]
+__all__ = ["complex_pairs", "operator_arguments", "over_channels"]
 
 
 def operator_arguments(
@@ -30,7 +30,7 @@ def operator_arguments(
 
     Sequences (``u``, ``delta``, ``z``, and ``B`` and ``C`` of more than two axes) get their common dtype, and parameters the
     wide dtype of it. Differentiable. ``function`` is the name in errors. With ``takes_complex`` ``A`` may be complex: ``B`` and
-    ``C`` of each step are then real, (..., dstate, 2 seqlen), with the real and the imaginary part of a step as neighbors.
+    ``C`` of each step are then complex or real, (..., dstate, 2 seqlen), with the parts of a step as neighbors.
 
     Raises:
         NotImplementedError, RuntimeError, TypeError: as :func:`._promotion.common_dtype`.
@@ -67,6 +67,8 @@ def _complex_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     dtype = common_dtype(function, u=u, delta=delta, z=z)
     common_dtype(function, u=u, D=D, delta_bias=delta_bias)
+    if any(value.dim() > 2 and value.dtype.to_real() == torch.float64 for value in (B, C)):
+        dtype = torch.float64
     wide = wide_dtype(dtype)
     number = torch.complex128 if wide == torch.float64 else torch.complex64
 
@@ -79,7 +81,7 @@ def _complex_arguments(
             )
         if value.shape[-1] % 2 != 0:
             raise ValueError(f"{function}: expected {name} of shape (..., dstate, 2 seqlen), got {[*value.shape]}")
-        return torch.view_as_complex(cast(value, wide).unflatten(-1, (-1, 2)).contiguous())
+        return complex_pairs(value).to(number)
 
     return (
         cast(u, dtype),
@@ -91,6 +93,11 @@ def _complex_arguments(
         cast(z, dtype),
         cast(delta_bias, wide),
     )
+
+
+def complex_pairs(value: Tensor) -> Tensor:
+    """(..., 2 n), real and imaginary parts as neighbors, as (..., n), in complex64 or, for float64, complex128."""
+    return torch.view_as_complex(cast(value, wide_dtype(value.dtype)).unflatten(-1, (-1, 2)).contiguous())
 
 
 def over_channels(

@@ -18,7 +18,7 @@ from .._dtypes import cast, wide_dtype
 from .._torchscript import refuse_script_of
 from ..choices import DiscretizationName
 from ._promotion import common_dtype
-from ._scan_arguments import operator_arguments
+from ._scan_arguments import complex_pairs, operator_arguments
 from .causal_conv1d import write_final_states
 
 __all__ = [
@@ -128,13 +128,15 @@ def _inner_scan(
     """The gated scan, (batch, seqlen, dim), of the convolved sequence, from its end with ``reverse``."""
     scanned, z = xz.chunk(2, dim=1)
     x: Any = causal_conv1d_ref(scanned, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
-    rank, dstate = delta_proj_weight.shape[1], A.shape[1]
-    sizes = [rank, *[dstate] * ((B is None) + (C is None))]
+    rank, width = delta_proj_weight.shape[1], A.shape[1] * (1 + A.is_complex())
+    sizes = [rank, *[width] * ((B is None) + (C is None))]
     low_rank, *projected = F.linear(x.transpose(1, 2), x_proj_weight).split(sizes, dim=-1)
-    if B is None:
-        B = _add(projected[0], B_proj_bias).transpose(1, 2)
-    if C is None:
-        C = _add(projected[-1], C_proj_bias).transpose(1, 2)
+
+    def per_step(value: Tensor) -> Tensor:
+        return complex_pairs(value) if A.is_complex() and not value.is_complex() else value
+
+    B = per_step(_add(projected[0], B_proj_bias)).transpose(1, 2) if B is None else per_step(B) if B.dim() > 2 else B
+    C = per_step(_add(projected[-1], C_proj_bias)).transpose(1, 2) if C is None else per_step(C) if C.dim() > 2 else C
     delta = F.linear(low_rank, delta_proj_weight).transpose(1, 2)
     if reverse:
         x, delta, z = (tensor.flip(-1) for tensor in (x, delta, z))

@@ -13,7 +13,7 @@ from ..ops.norm import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_cache
 from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import common_dtype, no_autocast
-from ._scan_arguments import operator_arguments
+from ._scan_arguments import complex_pairs, operator_arguments
 from .layer_norm import layer_norm_fn
 
 __all__ = [
@@ -142,16 +142,17 @@ def mamba_inner_fn(
         xz: (batch, 2 dim, seqlen): the in-projection's output, the scan's half first.
         conv1d_weight: (dim, 1, width).
         conv1d_bias: (dim,).
-        x_proj_weight: (rank + dstate for each of B and C that is None, dim).
+        x_proj_weight: (rank + dstate for each of B and C that is None, dim); with a complex ``A`` 2 dstate for each, the real
+            and the imaginary part of a state as neighbors.
         delta_proj_weight: (dim, rank).
         out_proj_weight: (out_dim, dim).
         out_proj_bias: (out_dim,).
-        A: (dim, dstate), real.
+        A: (dim, dstate), real or complex.
         B: as in :func:`selective_scan_fn`; None: projected from ``x``.
         C: likewise.
         D: (dim,).
         delta_bias: (dim,).
-        B_proj_bias: (dstate,), added to the projected ``B``.
+        B_proj_bias: (dstate,), added to the projected ``B``; with a complex ``A`` (2 dstate,), as those rows.
         C_proj_bias: likewise for ``C``.
         delta_softplus: apply softplus to ``delta + delta_bias``.
         checkpoint_lvl: 0 or 1, without effect: autograd saves the same tensors either way.
@@ -168,7 +169,8 @@ def mamba_inner_fn(
 
     Raises:
         ValueError: a shape or ``checkpoint_lvl`` is not as above.
-        NotImplementedError: a complex tensor.
+        NotImplementedError: a tensor other than ``A``, ``B`` and ``C`` is complex; ``b_rms_weight`` or ``c_rms_weight`` is
+            given with a complex ``A``.
         RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
 
     Examples:
@@ -288,8 +290,8 @@ def bimamba_inner_fn(
     """:func:`mamba_inner_fn` with a second scan, backwards, of the same convolved sequence: Vim's ``bimamba_type="v1"``.
 
     Args:
-        A_b: (dim, dstate), real: the matrix of the scan that begins at the last step. Both scans add ``D`` times their input
-            and have the same gate; their sum is projected.
+        A_b: (dim, dstate), real or complex as ``A``: the matrix of the scan that begins at the last step. Both scans add ``D``
+            times their input and have the same gate; their sum is projected.
 
     Other arguments are those of :func:`mamba_inner_fn`.
 
@@ -310,6 +312,8 @@ def bimamba_inner_fn(
         torch.Size([2, 100, 6])
     """
     check_shape("bimamba_inner_fn", "A_b", A_b, "(dim, dstate)", A.shape)
+    if A.is_complex() != A_b.is_complex():
+        raise RuntimeError(f"bimamba_inner_fn: expected A_b real or complex as A, {A.dtype}, got {A_b.dtype}")
     y = _inner_scan(
         "bimamba_inner_fn",
         xz,
@@ -362,8 +366,13 @@ def _inner_scan(
         projections["out_proj_weight"] = out_proj[0]
     biases = {"out_proj_bias": out_proj_bias, "B_proj_bias": B_proj_bias, "C_proj_bias": C_proj_bias}
     norms = {"b_rms_weight": b_rms_weight, "c_rms_weight": c_rms_weight, "dt_rms_weight": dt_rms_weight}
-    common_dtype(name, xz=xz, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
+    common_dtype(name, xz=xz, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, D=D, delta_bias=delta_bias)
     common_dtype(name, **projections, **biases, **norms)
+    is_complex = isinstance(A, Tensor) and A.is_complex()
+    if not is_complex:
+        common_dtype(name, A=A, B=B, C=C)
+    elif b_rms_weight is not None or c_rms_weight is not None:
+        raise NotImplementedError(f"{name}: b_rms_weight and c_rms_weight are not supported with a complex A")
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"{name}: expected checkpoint_lvl 0 or 1, got {checkpoint_lvl}")
     if xz.dim() != 3 or xz.shape[1] % 2 != 0:
@@ -375,15 +384,16 @@ def _inner_scan(
     check_shape(name, "A", A, "(dim, dstate)", (dim, None))
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
     out_dim = None if out_proj_weight is None else out_proj_weight.shape[0]
-    sizes = [rank, *[dstate] * ((B is None) + (C is None))]
-    rows = " + ".join(["rank", "dstate", "dstate"][: len(sizes)])
+    width, columns = (2 * dstate, "2 dstate") if is_complex else (dstate, "dstate")
+    sizes = [rank, *[width] * ((B is None) + (C is None))]
+    rows = " + ".join(["rank", columns, columns][: len(sizes)])
     check_projection(name, "x_proj_weight", x_proj_weight, f"({rows}, dim)", (sum(sizes), dim), "xz", xz)
     for argument, tensor, axes, shape in (
         ("conv1d_weight", conv1d_weight, "(dim, 1, width)", (dim, 1, None)),
         ("conv1d_bias", conv1d_bias, "(dim,)", (dim,)),
         ("out_proj_bias", out_proj_bias, "(out_dim,)", (out_dim,)),
-        ("B_proj_bias", B_proj_bias, "(dstate,)", (dstate,)),
-        ("C_proj_bias", C_proj_bias, "(dstate,)", (dstate,)),
+        ("B_proj_bias", B_proj_bias, f"({columns},)", (width,)),
+        ("C_proj_bias", C_proj_bias, f"({columns},)", (width,)),
         ("b_rms_weight", b_rms_weight, "(dstate,)", (dstate,)),
         ("c_rms_weight", c_rms_weight, "(dstate,)", (dstate,)),
         ("dt_rms_weight", dt_rms_weight, "(dim,)", (dim,)),
@@ -398,11 +408,13 @@ def _inner_scan(
     low_rank, *projected = F.linear(x, x_proj_weight).split(sizes, dim=-1)
     delta = F.linear(low_rank, delta_proj_weight)
     if B is None:
-        B = _normalized(projected[0], B_proj_bias, b_rms_weight, eps).transpose(1, 2)
+        B = _normalized(projected[0], B_proj_bias, b_rms_weight, eps)
+        B = (complex_pairs(B) if is_complex else B).transpose(1, 2)
     elif B_proj_bias is not None or b_rms_weight is not None:
         raise NotImplementedError(f"{name}: B_proj_bias and b_rms_weight are not supported with a given B")
     if C is None:
-        C = _normalized(projected[-1], C_proj_bias, c_rms_weight, eps).transpose(1, 2)
+        C = _normalized(projected[-1], C_proj_bias, c_rms_weight, eps)
+        C = (complex_pairs(C) if is_complex else C).transpose(1, 2)
     elif C_proj_bias is not None or c_rms_weight is not None:
         raise NotImplementedError(f"{name}: C_proj_bias and c_rms_weight are not supported with a given C")
     delta = _normalized(delta, None, dt_rms_weight, eps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssm_kernels import compat, reference, selective_scan
+from ssm_kernels import reference, selective_scan
 
 RULES = ("zoh", "zoh_exact", "bilinear", "trapezoidal", "exp_trapezoidal")
 TWO_SAMPLES = ("trapezoidal", "exp_trapezoidal")
@@ -390,27 +390,3 @@ def test_real_calls_have_no_conjugate_pairs() -> None:
     one = torch.ones(1, 1, 1)
     with pytest.raises(ValueError, match="selective_scan: expected conjugate_pairs=False with a complex A only"):
         selective_scan(one, one, one[0], one, one, conjugate_pairs=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [None, 2])
-def test_arguments_of_mamba_ssm(dtype: torch.dtype, groups: int | None) -> None:
-    """B and C of each step are real there, (..., dstate, 2 seqlen), and their gradients, too."""
-    inputs = make_inputs("zoh", dtype=dtype, seqlen=9, B="groups" if groups else "per step", C="constant")
-    del inputs["initial_state"], inputs["discretization"]
-    real_B = torch.view_as_real(inputs["B"]).flatten(-2).to(dtype).requires_grad_()
-    A, C = (inputs[name].requires_grad_() for name in "AC")
-    arguments = inputs | {"B": real_B}
-    out, state = compat.selective_scan.selective_scan_fn(**arguments, return_last_state=True)
-    expected_B = torch.view_as_complex(real_B.detach().float().unflatten(-1, (-1, 2))).requires_grad_()
-    expected, expected_state = selective_scan(**inputs | {"B": expected_B}, return_last_state=True)
-    assert torch.equal(out, expected) and torch.equal(state, expected_state)
-    found = torch.autograd.grad(out.float().sum(), [real_B, A, C])
-    wanted = torch.autograd.grad(expected.float().sum(), [expected_B, A, C])
-    assert torch.equal(found[0], torch.view_as_real(wanted[0]).flatten(-2).to(dtype))
-    assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
-    reference_out = compat.references.selective_scan_ref(**arguments)
-    assert relative_error(out, reference_out) < torch.finfo(dtype).eps * 4
-    constant = inputs | {"B": torch.ones(6, 3)}
-    with pytest.raises(RuntimeError, match=r"selective_scan_fn: expected a complex B of shape \(dim, dstate\)"):
-        compat.selective_scan.selective_scan_fn(**constant)
