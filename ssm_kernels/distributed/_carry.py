@@ -17,6 +17,9 @@ state, is the gradient of the last state of rank r - 1:
 ``SummaryCarry`` gathers :math:`s_r` and :math:`d_r` in forward and :math:`g_r` in backward: one collective each. Each rank then
 computes the recurrence over ranks with the operator ``linear_scan``, whose additions have a fixed order.
 
+Complex states are pairs of real numbers. ``ComplexCarry`` multiplies them by pairs :math:`d_r`, and by their conjugates in the
+adjoint.
+
 The span of a delta rule maps the state, (value_dim, key_dim), to :math:`H_r T_r + s_r` with a matrix :math:`T_r`, (key_dim,
 key_dim), in place of :math:`d_r`, and the adjoint has its transpose. ``MatrixCarry`` computes that recurrence.
 
@@ -35,12 +38,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ops._complex import columns, numbers
 from ._collectives import Gathering, Kind, depend_on
 from ._group import Group
 from ._messages import Call, Chain
 from ._recomputation import exchange
 
-__all__ = ["Carry", "MatrixCarry", "SummaryCarry", "like_states", "mask_state"]
+__all__ = ["Carry", "ComplexCarry", "MatrixCarry", "SummaryCarry", "like_states", "mask_state"]
 
 
 def like_states(factor: Tensor, states: Tensor) -> Tensor:
@@ -110,6 +114,25 @@ def _fold_matrices(
         else:
             state = value
     return None if state is None else state.to(values.dtype)
+
+
+def _fold_pairs(
+    values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, reverse: bool, is_adjoint: bool
+) -> Tensor | None:
+    """As :func:`_fold` for pairs of real and imaginary parts; with ``is_adjoint`` the decays are conjugate.
+
+    Args:
+        values, decays: (ranks, ..., 2 dstate).
+    """
+    state, ranks = first, range(values.shape[0])
+    for rank in reversed(ranks) if reverse else ranks:
+        if state is None:
+            state = values[rank]
+            continue
+        by = numbers(decays[rank])
+        after = columns(numbers(state) * (by.conj() if is_adjoint else by))
+        state = mask_state(after, None if keep_mask is None else keep_mask[rank]) + values[rank]
+    return state
 
 
 class Carry(ABC):
@@ -407,3 +430,15 @@ class MatrixCarry(SummaryCarry):
         self, values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, *, is_adjoint: bool
     ) -> Tensor | None:
         return _fold_matrices(values, decays, keep_mask, first, self._reverse != is_adjoint, is_adjoint)
+
+
+class ComplexCarry(SummaryCarry):
+    """Gathers summaries of spans that multiply complex states, pairs of real and imaginary parts."""
+
+    def _continue(self, last_state: Tensor, decay: Tensor, initial_state: Tensor) -> Tensor:
+        return last_state + columns(numbers(decay) * numbers(initial_state))
+
+    def _fold(
+        self, values: Tensor, decays: Tensor, keep_mask: Tensor | None, first: Tensor | None, *, is_adjoint: bool
+    ) -> Tensor | None:
+        return _fold_pairs(values, decays, keep_mask, first, self._reverse != is_adjoint, is_adjoint)

@@ -27,8 +27,9 @@ from ..choices import (
     TwoSampleDiscretizationName,
 )
 from ..ops._arguments import finite_dt_limit, three_tensors
+from ..ops._complex import complex_scan, is_complex
 from ..ops._masks import as_mask
-from ..ops._two_samples import broadcast_steps, read_previous
+from ..ops._two_samples import broadcast_steps, read_previous, two_sample_scan
 from ._autocast import Autocast
 from ._convolution import CausalConv1d
 from ._delta_rule import DeltaRuleScan
@@ -80,7 +81,20 @@ class GroupOperators(GroupCalls):
         z_is_gate: bool = False,
         **of_samples: Any,
     ) -> Any:
-        # z_is_gate: z is that of a MambaConv, transposed. of_samples: lam, lam_sigmoid, previous and delta_A.
+        # z_is_gate: z is that of a MambaConv, transposed. of_samples: lam, lam_sigmoid, previous, delta_A and conjugate_pairs.
+        if is_complex(A):
+            return complex_scan(
+                *(u, delta, A, B, C, D, z, delta_bias),
+                scan=self._two_sample_scan,
+                discretization=discretization,
+                delta_softplus=delta_softplus,
+                initial_state=initial_state,
+                reverse=reverse,
+                seq_idx=seq_idx,
+                cu_seqlens=cu_seqlens,
+                return_last_state=return_last_state,
+                **of_samples,
+            )
         if is_two_sample(discretization) or of_samples.get("delta_A") is not None:
             return self._two_sample_scan(
                 *(u, delta, A, B, C, D, z, delta_bias),
@@ -222,8 +236,11 @@ class GroupOperators(GroupCalls):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_last_state: bool = False,
+        is_complex: bool = False,
+        conjugate_pairs: bool = True,
     ) -> Any:
-        """:func:`ssm_kernels.selective_scan` of rules that read two input samples a step, and of others with ``delta_A``."""
+        """:func:`ssm_kernels.selective_scan` of rules that read two input samples a step, with ``delta_A`` or of pairs of real
+        numbers, the complex states."""
         name = "selective_scan"
         previous_u, previous_B, repeats = read_previous(name, previous)
         axes = "(batch, dim, seqlen)"
@@ -237,19 +254,22 @@ class GroupOperators(GroupCalls):
             "repeats": repeats,
             "delta_softplus": delta_softplus,
             "reverse": reverse,
+            "is_complex": is_complex,
+            "conjugate_pairs": conjugate_pairs,
             "return_last_state": return_last_state,
         }
 
         def local(previous_u: Tensor | None, previous_B: Tensor | None, repeats: bool, **arguments: Any) -> Any:
             given: Any = "repeat" if repeats else "zero" if previous_u is None else (previous_u, previous_B)
-            return ops.selective_scan(**arguments, previous=given)
+            arguments = {"cu_seqlens": None, "alpha": None, "states_at": None} | arguments
+            return two_sample_scan(**arguments, previous=given)
 
         if self.group.size == 1:
             return local(**tensors, cu_seqlens=cu_seqlens, **options)
         matrices = {key: value.dim() - 1 for key, value in (("B", B), ("C", C)) if value.dim() > 2}
         time_axes = dict.fromkeys(("u", "delta", "z", "lam", "delta_A"), 2) | {"seq_idx": 1} | matrices
-        lower = ("u", "delta", "z", "lam", "delta_A", "previous_u", "previous_B", *matrices)
-        tensors = Autocast(u).cast(tensors, lower=lower)
+        of_matrices = () if is_complex else ("previous_B", *matrices)
+        tensors = Autocast(u).cast(tensors, lower=("u", "delta", "z", "lam", "delta_A", "previous_u", *of_matrices))
         self._agree(name, local, tensors, options, time_axes, cu_seqlens)
         seq_idx, packing = self._packing(name, u.shape[2], seq_idx, cu_seqlens)
         results = TwoSampleScan.apply(

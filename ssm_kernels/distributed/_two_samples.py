@@ -1,9 +1,9 @@
-"""The scans of rules that read two input samples a step, or with a step of its own for A, over a sequence whose spans are on
-several ranks, as autograd nodes.
+"""The scans of rules that read two input samples a step, with a step of its own for A or with complex states, over a sequence
+whose spans are on several ranks, as autograd nodes.
 
 Each node first receives the sample before its span (``_samples.py``). The state then passes as in ``_scans.py``: the sample is
 an input of the span's scan, and of its summary, whose decay is that of the rule with one sample. Along a chain the last samples
-are sent before the scan begins.
+are sent before the scan begins. Complex states are pairs of real numbers, as the operators have them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from .._discretizations import is_two_sample, rule_of_decay
 from .._dtypes import wide_dtype
 from ..choices import DiscretizationName, TwoSampleDiscretizationName
+from ..ops._complex import columns, complex_decay, numbers
 from ..ops.summaries import (
     _selective_scan_initial_gradient,
     _ssd_chunk_scan_initial_gradient,
     selective_scan_summary,
     ssd_chunk_scan_summary,
 )
-from ._carry import Carry
+from ._carry import Carry, ComplexCarry
 from ._collectives import depend_on
 from ._group import Group
 from ._mamba2_mixer import before_gate
@@ -68,6 +69,8 @@ class TwoSampleScan(torch.autograd.Function):
         repeats: bool,
         delta_softplus: bool,
         reverse: bool,
+        is_complex: bool,
+        conjugate_pairs: bool,
         needs_final: bool,
         saves: bool,
         chain: Call | None,
@@ -84,12 +87,14 @@ class TwoSampleScan(torch.autograd.Function):
             given = _given(previous_u, previous_B)
             previous, final_samples, from_before, has_steps = samples.receive(steps, given, carry_mask, needs_final)
         before_u, before_B = [*previous, None, None][:2]
-        carry = Carry.of(group, "selective_scan", reverse, chain)
-        is_complex, conjugate_pairs = False, True
+        carry = Carry.of(group, "selective_scan", reverse, chain, ComplexCarry if is_complex else None)
         options = (discretization, lam_sigmoid, repeats, delta_softplus, reverse, is_complex, conjugate_pairs)
         more = (lam, before_u, before_B, delta_A, seq_idx)
 
-        def summarize() -> tuple[Tensor, Tensor]:
+        def decay_of_span() -> Tensor:
+            if is_complex:
+                of_steps: Any = {"delta_bias": delta_bias, "discretization": discretization, "delta_softplus": delta_softplus}
+                return columns(complex_decay(u, delta, numbers(A), seq_idx=seq_idx, **of_steps))
             is_separate = delta_A is not None
             _, decay = selective_scan_summary(
                 in_order(u, 2, reverse),
@@ -101,6 +106,10 @@ class TwoSampleScan(torch.autograd.Function):
                 delta_softplus=delta_softplus and not is_separate,
                 seq_idx=in_order(seq_idx, 1, reverse),
             )
+            return decay
+
+        def summarize() -> tuple[Tensor, Tensor]:
+            decay = decay_of_span()
             _, last_state, _ = _ops._selective_scan_two_sample_fwd(
                 u, delta, A, B, B, None, None, delta_bias, None, *more, None, *options, False
             )
@@ -123,13 +132,23 @@ class TwoSampleScan(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None, *grad_samples: Tensor) -> Any:
         *tensors, chunk_states, decays, carry_mask, from_before, has_steps = ctx.saved_tensors
         u, delta, A, B, C, _, z, delta_bias, _, _, before_u, _, delta_A, seq_idx = tensors
-        discretization, _, _, delta_softplus, reverse = ctx.options[:5]
+        discretization, _, _, delta_softplus, reverse, is_complex, _ = ctx.options
         needs = [*ctx.needs_input_grad[:13]]
         state = (u.shape[0], *A.shape), A.dtype
+
+        def adjoint(grad_last_state: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
+            results = _ops._selective_scan_two_sample_bwd(
+                grad_out, grad_last_state, *tensors, None, chunk_states, *ctx.options, wanted
+            )
+            return results_of(results, wanted)
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
                 return depend_on(zeros(state, grad_out), grad_out)
+            if is_complex:
+                gradient = adjoint(None, [place == 8 for place in range(13)])[8]
+                assert gradient is not None
+                return gradient
             is_separate = delta_A is not None
             return _selective_scan_initial_gradient(
                 in_order(grad_out, 2, reverse),
@@ -152,10 +171,7 @@ class TwoSampleScan(torch.autograd.Function):
         wanted[8] = passes_gradients and ctx.carry.wants_gradient(needs[8])
         wanted[10] = needs_samples and before_u is not None
         wanted[11] = wanted[10] and ctx.steps == 2
-        results = _ops._selective_scan_two_sample_bwd(
-            grad_out, grad_last_state, *tensors, None, chunk_states, *ctx.options, wanted
-        )
-        gradients = results_of(results, wanted)
+        gradients = adjoint(grad_last_state, wanted)
         if passes_gradients:
             ctx.carry.send_gradient(gradients[8], carry_mask)
         gradients[8] = of_first(gradients[8], state, u, needs[8], ctx.carry)
@@ -167,7 +183,7 @@ class TwoSampleScan(torch.autograd.Function):
             of_given = ctx.samples.send_gradients(of_previous, of_steps, [*grad_samples], from_before, has_steps, steps)
             for place, gradient in enumerate(of_given, 10):
                 gradients[place] = gradient if needs[place] else None
-        return (*gradients, *(None,) * 11)
+        return (*gradients, *(None,) * 13)
 
 
 class TwoSampleChunkScan(torch.autograd.Function):

@@ -49,6 +49,7 @@ from ..choices import (
     TwoSampleDiscretizationName,
 )
 from ..ops._arguments import names_arguments
+from ..ops._complex import is_complex
 from ..ops._two_samples import refuse_one_sample
 from . import _keyword_scans, _recurrences
 from ._every_rank import on_every_rank, operators_of
@@ -78,6 +79,7 @@ def selective_scan(
     lam_sigmoid: bool = False,
     previous: PreviousSample | tuple[Tensor, Tensor | None] = "zero",
     delta_A: Tensor | None = None,
+    conjugate_pairs: bool = True,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -92,7 +94,8 @@ def selective_scan(
     Rules that read two input samples a step receive the last sample of the rank before, batch * dim + batch * groups * dstate +
     1 numbers of the dtype of ``u``: along a chain in a message of its own, with summaries in an all-gather. ``previous`` is the
     sample before the whole sequence, on every rank, and ``return_last_state`` returns a ``ScanState``. With summaries these
-    rules, and ``delta_A``, run the scan once more for the last state of the span.
+    rules, ``delta_A`` and a complex ``A`` run the scan once more for the last state of the span. With a complex ``A`` backward
+    computes the gradient of the span's initial state by one more adjoint of the scan.
 
     Packed sequences are as for :func:`ssd_chunk_scan`. With ``reverse`` a rank copies u, delta, per-step B and ``seq_idx``
     in forward, and the outputs' gradient, delta, z, per-step C and ``seq_idx`` in backward. The copies are freed as soon as
@@ -111,6 +114,8 @@ def selective_scan(
         torch.Size([2, 8, 100])
         >>> dist.destroy_process_group()
     """
+    if conjugate_pairs is not True and not is_complex(A):
+        raise ValueError("selective_scan: expected conjugate_pairs=False with a complex A only, got a real A")
     if alpha is not None or discretization in ("gbt", "gbt_two_sample"):
         discretization = with_alpha("selective_scan", discretization, alpha)
     if not is_two_sample(discretization) and (lam is not None or lam_sigmoid is not False or previous != "zero"):
@@ -122,6 +127,7 @@ def selective_scan(
         lam_sigmoid=lam_sigmoid,
         previous=previous,
         delta_A=delta_A,
+        conjugate_pairs=conjugate_pairs,
         delta_softplus=delta_softplus,
         initial_state=initial_state,
         reverse=reverse,

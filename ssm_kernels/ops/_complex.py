@@ -1,4 +1,5 @@
-"""Calls of :func:`ssm_kernels.selective_scan` and :func:`ssm_kernels.selective_state_update` with a complex ``A``.
+"""Calls of :func:`ssm_kernels.selective_scan`, of its summary and of :func:`ssm_kernels.selective_state_update` with a complex
+``A``.
 
 The operators take real tensors in which the real and the imaginary part of a state are neighbors, twice as many columns.
 """
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._scan_state import ScanState
+from ._arguments import is_autocast_enabled
 from ._two_samples import two_sample_scan
 
-__all__ = ["complex_scan", "complex_step", "is_complex"]
+__all__ = ["columns", "complex_decay", "complex_scan", "complex_step", "complex_summary", "is_complex", "numbers"]
 
 
 def is_complex(A: Any) -> bool:
@@ -32,17 +35,18 @@ def _check(operator: str, name: str, value: Any, A: Tensor) -> None:
         raise RuntimeError(f"{operator}: expected {name} of dtype {A.dtype}, that of A, got {value.dtype}")
 
 
-def _columns(value: Tensor) -> Tensor:
+def columns(value: Tensor) -> Tensor:
     """(..., dstate), complex, as (..., 2 dstate), real: a view."""
     return torch.view_as_real(value.resolve_conj()).flatten(-2)
 
 
 def _rows(value: Tensor) -> Tensor:
     """(..., dstate, seqlen) as (..., 2 dstate, seqlen), whose states are contiguous: a view if those of the argument are."""
-    return _columns(value.movedim(-1, 1).contiguous()).movedim(1, -1)
+    return columns(value.movedim(-1, 1).contiguous()).movedim(1, -1)
 
 
-def _complex(value: Tensor) -> Tensor:
+def numbers(value: Tensor) -> Tensor:
+    """(..., 2 dstate), real, as (..., dstate), complex."""
     return torch.view_as_complex(value.unflatten(-1, (-1, 2)).contiguous())
 
 
@@ -59,6 +63,7 @@ def _check_states(operator: str, A: Tensor, **others: tuple[Tensor | None, int])
 
 
 def _refuse_unequal(operator: str, u: Any, A: Tensor) -> None:
+    """Raises unless ``A`` is complex64, or complex128 beside a float64 ``u``."""
     if isinstance(u, Tensor):
         expected = torch.complex128 if u.dtype == torch.float64 else torch.complex64
         if A.dtype != expected:
@@ -66,21 +71,33 @@ def _refuse_unequal(operator: str, u: Any, A: Tensor) -> None:
 
 
 def complex_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: Any, initial_state: Any, previous: Any, **options: Any
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *others: Any,
+    initial_state: Any,
+    previous: Any,
+    operator: str = "selective_scan",
+    scan: Callable[..., Any] = two_sample_scan,
+    **options: Any,
 ) -> Any:
-    """:func:`two_sample_scan` of complex tensors. The states among its results are complex, too."""
-    operator = "selective_scan"
+    """``scan``, a function such as :func:`two_sample_scan`, of complex tensors. The states among its results are complex, too.
+
+    ``operator`` is the name in errors.
+    """
     _refuse_unequal(operator, u, A)
     axes = [1 if isinstance(X, Tensor) and X.dim() == 2 else -2 for X in (B, C)]
     _check_states(operator, A, B=(B, axes[0]), C=(C, axes[1]), initial_state=(initial_state, -1))
     is_constant = axes[0] == 1
-    matrices = [X if not isinstance(X, Tensor) else _columns(X) if X.dim() == 2 else _rows(X) for X in (B, C)]
+    matrices = [X if not isinstance(X, Tensor) else columns(X) if X.dim() == 2 else _rows(X) for X in (B, C)]
     if isinstance(previous, (tuple, list)) and len(previous) == 2 and isinstance(previous[1], Tensor):
         _check_states(operator, A, previous_B=(previous[1], -1))
-        previous = (previous[0], _columns(previous[1]))
-    results = two_sample_scan(
-        *(u, delta, _columns(A), *matrices, *others),
-        initial_state=None if initial_state is None else _columns(initial_state),
+        previous = (previous[0], columns(previous[1]))
+    results = scan(
+        *(u, delta, columns(A), *matrices, *others),
+        initial_state=None if initial_state is None else columns(initial_state),
         previous=previous,
         is_complex=True,
         **options,
@@ -93,8 +110,93 @@ def complex_scan(
 
 def _complex_state(state: Tensor | ScanState, has_constant_B: bool) -> Tensor | ScanState:
     if isinstance(state, Tensor):
-        return _complex(state)
-    return ScanState(_complex(state.state), state.u, None if has_constant_B or state.B is None else _complex(state.B))
+        return numbers(state)
+    return ScanState(numbers(state.state), state.u, None if has_constant_B or state.B is None else numbers(state.B))
+
+
+def complex_summary(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    delta_bias: Tensor | None,
+    discretization: str,
+    delta_A: Tensor | None,
+    delta_softplus: bool,
+    seq_idx: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ssm_kernels.selective_scan_summary` of complex tensors."""
+    operator = "selective_scan_summary"
+    if delta_A is not None:
+        raise NotImplementedError(f"{operator}: delta_A is not supported with a complex A")
+    of_steps: Any = {"delta_bias": delta_bias, "discretization": discretization, "delta_softplus": delta_softplus}
+    last = _last_state(operator, u, delta, A, B, initial_state=None, seq_idx=seq_idx, **of_steps, **options)
+    return last, complex_decay(u, delta, A, seq_idx=seq_idx, **of_steps)
+
+
+def _last_state(
+    operator: str, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, delta_bias: Tensor | None, **options: Any
+) -> Tensor:
+    _, last = complex_scan(
+        *(u, delta, A, B, B, None, None, delta_bias),
+        operator=operator,
+        alpha=None,
+        delta_A=None,
+        reverse=False,
+        cu_seqlens=None,
+        return_last_state=True,
+        states_at=None,
+        conjugate_pairs=False,
+        **options,
+    )
+    return last if isinstance(last, Tensor) else last.state
+
+
+def complex_decay(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    *,
+    delta_bias: Tensor | None,
+    discretization: str,
+    delta_softplus: bool,
+    seq_idx: Tensor | None,
+) -> Tensor:
+    """The product of the decays of all steps, (batch, dim, dstate), and zero in rows in which a sequence begins.
+
+    Where the decay of a step is not an exponential, it is the last state of a scan from one without input.
+    """
+    if discretization in ("bilinear", "trapezoidal"):
+        ones, no_input = torch.ones(*u.shape[:2], A.shape[1], dtype=A.dtype, device=A.device), torch.zeros_like(u)
+        of_scan: Any = {
+            "delta_softplus": delta_softplus,
+            "lam": None,
+            "lam_sigmoid": False,
+            "previous": "zero",
+            "seq_idx": None,
+        }
+        decay = _last_state(
+            *("selective_scan_summary", no_input, delta, A, torch.zeros_like(A), delta_bias),
+            discretization="bilinear",
+            initial_state=ones,
+            **of_scan,
+        )
+    else:
+        if is_autocast_enabled(delta.device.type) and delta.dtype != torch.float64:
+            delta = delta.to(torch.get_autocast_dtype(delta.device.type))
+        steps = delta.to(A.dtype.to_real())
+        steps = steps if delta_bias is None else steps + delta_bias[:, None]
+        steps = F.softplus(steps) if delta_softplus else steps
+        total, rate = steps.sum(-1, keepdim=True, dtype=torch.float64), A.to(torch.complex128)
+        # An infinite sum has the decay and the gradient zero, not the NaN of zero times infinity.
+        total = total.clamp(max=torch.finfo(torch.float64).max)
+        magnitude = (rate.real * total).exp()
+        decay = torch.polar(magnitude, torch.where(magnitude == 0, 0, rate.imag * total)).to(A.dtype)
+    if seq_idx is None:
+        return decay
+    return decay.masked_fill((seq_idx[:, 1:] != seq_idx[:, :-1]).any(1)[:, None, None], 0)
 
 
 def complex_step(
@@ -117,8 +219,8 @@ def complex_step(
     if previous_B is not None and previous_B.dim() > 1:
         _check_states(operator, A, previous_B=(previous_B, -1))
     written = [(value, _memory(value)) for value in (state, previous_B)]
-    columns = [None if memory is None else _columns(memory) if memory.is_complex() else memory for _, memory in written]
-    out = step(columns[0], previous_x, columns[1], x, dt, *map(_columns, (A, B, C)), *others, is_complex=True, **options)
+    given = [None if memory is None else columns(memory) if memory.is_complex() else memory for _, memory in written]
+    out = step(given[0], previous_x, given[1], x, dt, *map(columns, (A, B, C)), *others, is_complex=True, **options)
     for value, memory in written:
         if value is not None and memory is not None and memory is not value:
             value.copy_(memory)

@@ -21,6 +21,7 @@ from .._discretizations import is_two_sample, rule_of_decay, with_alpha
 from .._recurrences import recurrences
 from ..choices import CandidateActivation, DiscretizationName, PreviousSample, TwoSampleDiscretizationName
 from ._arguments import check_dense, finite_dt_limit, names_arguments, read_dt_limit
+from ._complex import complex_summary, is_complex
 from ._two_samples import broadcast_steps, read_previous, refuse_one_sample
 from .recurrences import *  # noqa: F403
 
@@ -73,9 +74,12 @@ def selective_scan_summary(
     The kernels write nothing but the two results and, on CUDA, states of segments of time. With ``seq_idx`` they read copies of
     u, delta and per-step B with zeros before the last sequence. Backward runs the scan and its adjoint on both devices.
     Autograd saves the inputs only. Of rules that read two input samples, and with ``delta_A``, the last state is that of a
-    scan, whose outputs are computed too, and the decay that of the rule with one sample and the same :math:`\bar A`.
+    scan, whose outputs are computed too, and the decay that of the rule with one sample and the same :math:`\bar A`. With a
+    complex ``A`` both results are complex, and the last state is that of a scan, too; so is the decay of ``"bilinear"`` and
+    ``"trapezoidal"``.
 
     Raises:
+        NotImplementedError: ``delta_A`` is given with a complex ``A``.
         ValueError: a shape or the discretization is not as above.
         RuntimeError: a dtype, layout or device is not supported, or the device has no kernel.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
@@ -94,6 +98,20 @@ def selective_scan_summary(
     reads_two = is_two_sample(discretization)
     if not reads_two and (lam is not None or lam_sigmoid is not False or previous != "zero"):
         refuse_one_sample("selective_scan_summary", discretization, lam, lam_sigmoid, previous)
+    if is_complex(A):
+        if seq_idx is not None:
+            _check_seq_idx("selective_scan_summary", seq_idx, u)
+        return complex_summary(
+            *(u, delta, A, B),
+            delta_bias=delta_bias,
+            discretization=discretization,
+            lam=lam,
+            lam_sigmoid=lam_sigmoid,
+            previous=previous,
+            delta_A=delta_A,
+            delta_softplus=delta_softplus,
+            seq_idx=seq_idx,
+        )
     if reads_two or delta_A is not None:
         previous_u, previous_B, repeats = read_previous("selective_scan_summary", previous)
         lam = broadcast_steps("selective_scan_summary", "lam", lam, u, "(batch, dim, seqlen)")

@@ -63,10 +63,11 @@ def selective_scan_summary(
         is_last = begins.flip(1).cumsum(1).flip(1) == begins
         u = torch.where(is_last[:, None], u, 0)
     options: Any = {"delta_bias": delta_bias, "discretization": discretization, "delta_softplus": delta_softplus}
-    _, last_state = reference.selective_scan(u, delta, A, B, B, **options, return_last_state=True)
+    scan = reference.complex_scan if A.is_complex() else reference.selective_scan
+    _, last_state = scan(u, delta, A, B, B, **options, return_last_state=True)
     dtype = last_state.dtype
-    bias = None if delta_bias is None else delta_bias.to(dtype)[:, None]
-    steps = step_sizes(delta.to(dtype), bias, delta_softplus)
+    bias = None if delta_bias is None else delta_bias.to(dtype.to_real())[:, None]
+    steps = step_sizes(delta.to(dtype.to_real()), bias, delta_softplus)
     Abar, _ = coefficients(discretization, steps[..., None], A.to(dtype)[:, None])
     return last_state, _product(Abar, 2, begins)
 

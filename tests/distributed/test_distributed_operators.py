@@ -37,6 +37,11 @@ def some_or_all(mesh: Mesh, names: Iterable[str], some: Sequence[str]) -> Sequen
     return [*names] if mesh.size() in (2, 3) else some
 
 
+def parts_of(value: Tensor) -> Tensor:
+    """A complex tensor as real and imaginary parts."""
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
 def compare(
     mesh: Mesh,
     name: str,
@@ -83,7 +88,7 @@ def compare(
         results = getattr(package, name)(**{key: value for key, value in given.items() if key not in pair}, **others, **flags)
         flat = [*results] if state else [results]
         last = flat.pop() if state else ()
-        return [*flat, *(each for each in (last if isinstance(last, tuple) else [last]) if each is not None)]
+        return [parts_of(each) for each in (*flat, *(last if isinstance(last, tuple) else [last])) if each is not None]
 
     whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
     expected = call(ssm_kernels, whole, **options)
@@ -108,10 +113,10 @@ def compare(
     for last, value in zip(actual[1:], expected[1:], strict=True):
         close(last, value, f"{name}, {size} ranks, {state}")
     for key, value in local.items():
-        gradient = value.grad
+        gradient = parts_of(value.grad)
         if key not in of_steps:
             dist.all_reduce(gradient, group=mesh.get_group())
-        close(gradient, cut(key, whole[key].grad), f"{name}, {size} ranks, {options}, gradient of {key}")
+        close(gradient, parts_of(cut(key, whole[key].grad)), f"{name}, {size} ranks, {options}, gradient of {key}")
 
 
 def check_selective_scan(mesh: Mesh) -> None:
@@ -189,6 +194,45 @@ def check_two_sample_scan(mesh: Mesh) -> None:
                 compare(mesh, name, row, of_steps, 2, exp | reverse | packing | {"previous": previous}, None)
         options = {"discretization": "foh_ramp"} | reverse
         compare(mesh, name, few | {"previous_u": given["previous_u"]}, {"u": 2, "delta": 2, "z": 2, "C": 2}, 2, options, flag)
+
+
+def check_complex_scan(mesh: Mesh) -> None:
+    """Of complex states, which pass as pairs: decays with an exponential and without, halos, packed sequences."""
+    random = generator(mesh, 0)
+    batch, dim, dstate = 2, 4, 3
+
+    def pairs(*shape: int) -> Tensor:
+        return torch.complex(random(*shape), 2 * random(*shape))
+
+    inputs = {
+        "u": random(batch, dim, SEQLEN),
+        "delta": random(batch, dim, SEQLEN),
+        "A": pairs(dim, dstate) - 3,
+        "B": pairs(batch, 2, dstate, SEQLEN),
+        "C": pairs(batch, dstate, SEQLEN),
+        "D": random(dim),
+        "z": random(batch, dim, SEQLEN),
+        "delta_bias": random(dim),
+        "initial_state": pairs(batch, dim, dstate),
+    }
+    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2, "lam": 2, "seq_idx": 1}
+    given = {"previous_u": random(batch, dim), "previous_B": pairs(batch, 2, dstate), "lam": random(batch, dim, SEQLEN)}
+    flag, name, softplus = "return_last_state", "selective_scan", {"delta_softplus": True}
+    exp = {"discretization": "exp_trapezoidal", "lam_sigmoid": True} | softplus
+    compare(mesh, name, inputs, of_steps, 2, softplus | packings(mesh, batch)["random"], flag)
+    compare(mesh, name, inputs | given, of_steps, 2, exp | {"reverse": True}, flag)
+    few = {key: inputs[key] for key in ("u", "delta", "A", "C", "z")} | {"B": pairs(dim, dstate)}
+    steps = {"u": 2, "delta": 2, "z": 2, "C": 2}
+    options = {"discretization": "trapezoidal", "previous": "repeat", "conjugate_pairs": False} | softplus
+    compare(mesh, name, few, steps, 2, options, flag)
+    row = {key: value[:1] if key in of_steps else value for key, value in inputs.items() if key != "initial_state"}
+    compare(mesh, name, row, of_steps, 2, {"discretization": "bilinear", "cu_seqlens": cu_seqlens_of(mesh)} | softplus, None)
+    one, error = torch.ones(1, 1, 2).to(inputs["u"]), None
+    try:
+        distributed.selective_scan(one, one, one[0, :, :1], one[:, :1], one[:, :1], conjugate_pairs=False, group=mesh)
+    except ValueError as raised:
+        error = raised
+    assert "expected conjugate_pairs=False with a complex A only" in str(error)
 
 
 def check_two_sample_chunk_scan(mesh: Mesh) -> None:
@@ -342,6 +386,7 @@ def check_recurrences(mesh: Mesh) -> None:
 CHECKS = {
     "selective_scan": check_selective_scan,
     "selective_scan, two samples": check_two_sample_scan,
+    "selective_scan, complex states": check_complex_scan,
     "ssd_chunk_scan": check_ssd_chunk_scan,
     "ssd_chunk_scan, two samples": check_two_sample_chunk_scan,
     "delta_rule_scan": check_delta_rule_scan,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ssm_kernels import reference, selective_scan
+from ssm_kernels import reference, selective_scan, selective_scan_summary
+from ssm_kernels.reference import summaries
 
 RULES = ("zoh", "zoh_exact", "bilinear", "trapezoidal", "exp_trapezoidal")
 TWO_SAMPLES = ("trapezoidal", "exp_trapezoidal")
@@ -133,7 +135,7 @@ def results_of(function: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     got, expected = got.detach().cpu().to(expected.dtype), expected.detach()
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-300)) if expected.numel() else 0.0
+    return float((got - expected).norm()) / max(float(expected.norm()), 1e-300) if expected.numel() else 0.0
 
 
 def assert_as_reference(inputs: dict[str, Any], tolerance: float = 1e-10, **tolerances: float) -> None:
@@ -252,6 +254,42 @@ def test_pieces_equal_the_whole(rule: str) -> None:
         assert torch.allclose(torch.cat(pieces, -1), expected, rtol=1e-12, atol=1e-12)
         end, expected_end = (found.state, last.state) if rule in TWO_SAMPLES else (found, last)
         assert torch.allclose(end, expected_end, rtol=1e-12, atol=1e-12)
+
+
+@every_rule
+def test_summaries(rule: str) -> None:
+    """``decay * h + last_state`` is the last state for any ``h``, in its gradients, too."""
+
+    def last_of(summarize: bool, **given: Any) -> tuple[Tensor, Tensor]:
+        if summarize:
+            others = ("C", "D", "z", "initial_state", "return_last_state")
+            last_state, decay = selective_scan_summary(**{name: each for name, each in given.items() if name not in others})
+            last = decay * given["initial_state"] + last_state
+        else:
+            _, last = selective_scan(**given)
+            last = last.state if rule in TWO_SAMPLES else last
+        return last.real[:0], last
+
+    for seqlen, dtype, tolerance in ((40, torch.float64, 1e-12), (33, torch.float32, 2e-6), (0, torch.float64, 0)):
+        inputs = make_inputs(rule, seqlen=seqlen, dtype=dtype, previous="given")
+        seq_idx = (torch.arange(seqlen) > 25).int() * torch.tensor([[1], [0]], dtype=torch.int32)
+        for given in (inputs, inputs | {"seq_idx": seq_idx}):
+            found, expected = (results_of(partial(last_of, summarize), given) for summarize in (True, False))
+            for name, value in expected.items():
+                assert relative_error(found[name], value) <= tolerance, name
+
+
+def test_reference_of_summaries() -> None:
+    for rule in ("zoh_exact", "bilinear"):
+        inputs = {name: value for name, value in make_inputs(rule).items() if name not in ("C", "D", "z", "initial_state")}
+        torch.testing.assert_close(selective_scan_summary(**inputs), summaries.selective_scan_summary(**inputs))
+    infinite = inputs | {"delta": torch.full_like(inputs["delta"], torch.inf), "discretization": "zoh"}
+    with pytest.raises(NotImplementedError, match=r"^selective_scan_summary: delta_A is not supported with a complex A"):
+        selective_scan_summary(**inputs, delta_A=inputs["delta"])
+    infinite["A"] = infinite["A"].clone().requires_grad_()
+    _, decay = selective_scan_summary(**infinite)
+    decay.real.sum().backward()
+    assert not decay.any() and not infinite["A"].grad.any()
 
 
 @every_rule
