@@ -203,7 +203,7 @@ def carry_mask_of(packing: Packing | None, reverse: bool) -> Tensor | None:
 
 
 def _refuse_states(operator: str, tensors: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> None:
-    initial = [tensors.get(name) for name in ("initial_state", "initial_states", "previous_u", "previous_x")]
+    initial = [tensors.get(name) for name in ("initial_state", "initial_states", "previous_u", "previous_x", "initial_ssm")]
     needs_final = any(options.get(name) for name in ("return_last_state", "return_final_state", "return_final_states"))
     if needs_final or any(state is not None for state in initial):
         raise ValueError(

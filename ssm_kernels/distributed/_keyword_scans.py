@@ -1,6 +1,7 @@
-"""The delta rule and xLSTM's matrix memory over the ranks of a group, with the arguments of the functions in ``ssm_kernels``.
+"""The delta rule, Mamba-3 and xLSTM's matrix memory over the ranks of a group.
 
-Their signatures follow from those functions. ``scripts/generate_stubs.py`` writes them to ``_keyword_scans.pyi``.
+They have the arguments of the functions in ``ssm_kernels``, from which their signatures follow. ``scripts/generate_stubs.py``
+writes them to ``_keyword_scans.pyi``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor  # noqa: F401  # an annotation of the functions, as GroupLike and Exchange
 
 from .. import ops
+from .._mamba3_state import Mamba3State  # noqa: F401
 from ..choices import Exchange  # noqa: F401
 from ..ops._arguments import names_arguments
 from ._every_rank import on_every_rank, operators_of
@@ -39,6 +41,25 @@ _DOCS = {
         >>> v, beta = torch.randn(1, 100, 4, 32), torch.rand(1, 100, 4)
         >>> distributed.delta_rule_scan(q, k, v, beta, qk_l2norm=True).shape
         torch.Size([1, 100, 4, 32])
+        >>> dist.destroy_process_group()
+    """,
+    "mamba3_chunk_scan": """:func:`ssm_kernels.mamba3_chunk_scan`, of rank one, over the ranks of a group.
+
+    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends three tensors each way, along a chain to its neighbour: the
+    phases, batch * heads * angles float64 numbers, the last k and x, batch * heads * (dstate + headdim), and the state S, batch
+    * heads * headdim * dstate, for which alone a rank waits for the scan of another. With summaries it scans its span once more
+    for S, runs the scan's adjoint once more, for the gradient of its initial S, and sends batch * heads more numbers, the
+    products of its decays, in forward; with ``return_final_states`` twice as many in backward.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> x, (B, C) = torch.randn(1, 100, 4, 8), torch.randn(2, 1, 100, 1, 16)  # this rank's steps
+        >>> dt, A, trap = torch.rand(1, 100, 4), -torch.rand(1, 100, 4), torch.randn(1, 100, 4)
+        >>> distributed.mamba3_chunk_scan(x, dt, A, B, C, trap, torch.randn(1, 100, 4)).shape
+        torch.Size([1, 100, 4, 8])
         >>> dist.destroy_process_group()
     """,
     "mlstm_scan": """:func:`ssm_kernels.mlstm_scan`, xLSTM's matrix memory, over the ranks of a group.

@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
+from .._mamba3_state import Mamba3State
 from ..choices import Exchange
 from ._group import GroupLike
 
-__all__ = ["delta_rule_scan", "mlstm_scan"]
+__all__ = ["delta_rule_scan", "mamba3_chunk_scan", "mlstm_scan"]
 
 def delta_rule_scan(
     q: Tensor,
@@ -50,6 +51,49 @@ def delta_rule_scan(
         >>> v, beta = torch.randn(1, 100, 4, 32), torch.rand(1, 100, 4)
         >>> distributed.delta_rule_scan(q, k, v, beta, qk_l2norm=True).shape
         torch.Size([1, 100, 4, 32])
+        >>> dist.destroy_process_group()"""
+
+def mamba3_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    trap: Tensor,
+    angles: Tensor,
+    *,
+    B_bias: Tensor | None = None,
+    C_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-05,
+    rotate: str = "pairs",
+    chunk_size: int | None = None,
+    initial_states: Mamba3State | tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: GroupLike = None,
+    exchange: Exchange | None = None,
+) -> Any:
+    """:func:`ssm_kernels.mamba3_chunk_scan`, of rank one, over the ranks of a group.
+
+    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends three tensors each way, along a chain to its neighbour: the
+    phases, batch * heads * angles float64 numbers, the last k and x, batch * heads * (dstate + headdim), and the state S, batch
+    * heads * headdim * dstate, for which alone a rank waits for the scan of another. With summaries it scans its span once more
+    for S, runs the scan's adjoint once more, for the gradient of its initial S, and sends batch * heads more numbers, the
+    products of its decays, in forward; with ``return_final_states`` twice as many in backward.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from ssm_kernels import distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # no arguments under torchrun
+        >>> x, (B, C) = torch.randn(1, 100, 4, 8), torch.randn(2, 1, 100, 1, 16)  # this rank's steps
+        >>> dt, A, trap = torch.rand(1, 100, 4), -torch.rand(1, 100, 4), torch.randn(1, 100, 4)
+        >>> distributed.mamba3_chunk_scan(x, dt, A, B, C, trap, torch.randn(1, 100, 4)).shape
+        torch.Size([1, 100, 4, 8])
         >>> dist.destroy_process_group()"""
 
 def mlstm_scan(

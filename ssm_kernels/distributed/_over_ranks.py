@@ -12,7 +12,11 @@ from ..ops._recurrence_functions import define
 __all__ = ["KEYWORD_SCANS", "define_over_ranks", "given_arguments", "over_ranks"]
 
 # The scans whose arguments GroupOperators takes as they are, and the arguments that ranks do not take.
-KEYWORD_SCANS = {"delta_rule_scan": ("states_at",), "mlstm_scan": ("seq_idx", "states_at")}
+KEYWORD_SCANS = {
+    "delta_rule_scan": ("states_at",),
+    "mamba3_chunk_scan": ("mimo_x", "mimo_z", "mimo_out", "reverse"),
+    "mlstm_scan": ("seq_idx", "states_at"),
+}
 _PARAMETERS = {name: inspect.signature(getattr(ops, name)).parameters for name in KEYWORD_SCANS}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     name: {key: each.default for key, each in parameters.items() if key not in KEYWORD_SCANS[name]}

@@ -6,8 +6,8 @@ A layer's scan runs in these steps:
    ``LayerOperators`` of the ranks (``_layer_operators.py``). Code and parameters of the layer stay as they are.
 2. In forward the layer calls ``self.operators.mamba_mixer``, or another method. It compares the call with those of the other
    ranks (``_agreement.py``), reads the packed sequences at the borders between spans (``_packed_sequences.py``), casts under
-   autocast, and applies an autograd node of ``_scans.py``, ``_two_samples.py``, ``_delta_rule.py``, ``_mlstm.py``,
-   ``_mamba2_mixer.py`` or ``_convolution.py``.
+   autocast, and applies an autograd node of ``_scans.py``, ``_two_samples.py``, ``_mamba3.py``, ``_delta_rule.py``,
+   ``_mlstm.py``, ``_mamba2_mixer.py`` or ``_convolution.py``.
 3. The node asks a ``Carry`` (``_carry.py``) for the state before the rank's span, runs the kernel of one GPU from it, and gives
    the carry the last state. Backward runs the kernel's adjoint and carries the states' gradients the other way. ``Mamba2``
    along a chain and the convolution exchange in their own files, without a carry.
@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..choices import Exchange
 from ..nn._operators import CallsOperators
-from ..nn.mamba3 import Mamba3
 from ..nn.naming import class_name
 from ._agreement import calls_begun, failure, report
 from ._group import Group, GroupLike, check_dimensions
@@ -50,7 +49,7 @@ class ContextParallel(ParallelStyle):
     """Splits sequences over the ranks of a mesh dimension: context parallelism, also called sequence parallelism of the scan.
 
     A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``,
-    ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, ``DeltaNet``, ``GatedDeltaNet``, ``KimiDeltaAttention``,
+    ``Mamba3``, ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, ``DeltaNet``, ``GatedDeltaNet``, ``KimiDeltaAttention``,
     ``GatedDeltaProduct``, ``MLSTM``, the mixer of a minGRU or minLSTM model) or any module that contains such layers, for
     instance a whole ``MambaLM``::
 
@@ -101,8 +100,6 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = Group.of(device_mesh)
-        if any(isinstance(layer, Mamba3) for layer in module.modules()):
-            raise ValueError("ContextParallel: expected a module without Mamba3, which does not support spans of sequences")
         layers = [layer for layer in module.modules() if isinstance(layer, CallsOperators)]
         if not layers:
             raise ValueError(

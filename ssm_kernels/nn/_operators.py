@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..choices import CandidateActivation, ConvActivation
 from ..ops.convolution import causal_conv1d
+from ..ops.mamba3 import mamba3_chunk_scan
 from ..ops.recurrences import liquid_scan, mingru_scan, minlstm_scan
 from ..ops.selective_scan import selective_scan
 from ..ops.ssd import ssd_chunk_scan
@@ -54,6 +55,10 @@ class Operators(Protocol):
     @property
     def ssd_chunk_scan(self) -> Callable[..., Any]:
         """As :func:`ssm_kernels.ssd_chunk_scan`, without ``states_at``."""
+
+    @property
+    def mamba3_chunk_scan(self) -> Callable[..., Any]:
+        """As :func:`ssm_kernels.mamba3_chunk_scan`."""
 
     def mamba_conv(
         self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, *layer: str
@@ -128,6 +133,7 @@ class LocalOperators:
     causal_conv1d = staticmethod(causal_conv1d)
     selective_scan = staticmethod(cast(Callable[..., Any], selective_scan))
     ssd_chunk_scan = staticmethod(cast(Callable[..., Any], ssd_chunk_scan))
+    mamba3_chunk_scan = staticmethod(cast(Callable[..., Any], mamba3_chunk_scan))
     mamba_conv = staticmethod(_ops._mamba_conv.default)
     mamba2_mixer = staticmethod(_ops._mamba2_mixer.default)
     delta_rule_mixer = staticmethod(_ops._delta_rule_mixer.default)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from ..ops._packing import with_padding
-from ..ops.mamba3 import mamba3_chunk_scan
 from ..ops.mamba3_step import mamba3_state_update
+from ._operators import CallsOperators
 from .checks import (
     check_bools,
     check_choice,
@@ -53,7 +53,7 @@ def _heavy_tail(a: Tensor) -> Tensor:
 
 
 @names_layer
-class Mamba3(NamesNoDecay, nn.Module):
+class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
     """The Mamba-3 mixer of rank one (SISO), a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
     Positional arguments, parameters (names, shapes, order), ``forward``, ``step``, ``allocate_inference_cache`` and
@@ -234,7 +234,8 @@ class Mamba3(NamesNoDecay, nn.Module):
                 got = f"{[*cu_seqlens.shape]} and a batch of {u.shape[0]}"
                 raise ValueError(f"{layer}: expected cu_seqlens of shape (sequences + 1,) and a batch of 1, got {got}")
         if inference_params is None:
-            return self._mix(u, None, seq_idx, cu_seqlens)[0]
+            return self._mix(u, None, seq_idx, cu_seqlens, needs_last=False)[0]
+        self._check_is_local()
         if seq_idx is not None:
             raise ValueError(f"{layer}: expected seq_idx without inference_params, got both: pack by cu_seqlens")
         rows = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -247,7 +248,9 @@ class Mamba3(NamesNoDecay, nn.Module):
             cu_seqlens = with_padding(cu_seqlens, u.shape[1])
             if first is not None:  # the padding's states are the last
                 first = [torch.cat([state, state.new_zeros(1, *state.shape[1:])]) for state in first]
-        out, last = self._mix(u, None if first is None else (first[0], first[1], first[2], first[3]), None, cu_seqlens)
+        states = None if first is None else (first[0], first[1], first[2], first[3])
+        out, last = self._mix(u, states, None, cu_seqlens, needs_last=True)
+        assert last is not None
         for state, value in zip(cache, last, strict=True):
             state.copy_(value[:rows].detach())
         return out
@@ -272,6 +275,7 @@ class Mamba3(NamesNoDecay, nn.Module):
             ValueError: ``u`` has more than one time step, or a state another shape.
             TypeError: an argument is not a tensor.
         """
+        self._check_is_local()
         layer = f"{class_name(self)}.step"
         check_tensor(layer, "u", u)
         if u.dim() == 3:
@@ -320,24 +324,25 @@ class Mamba3(NamesNoDecay, nn.Module):
         )
 
     def _mix(
-        self, u: Tensor, states: States | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, States]:
+        self, u: Tensor, states: States | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, needs_last: bool
+    ) -> tuple[Tensor, States | None]:
         z, *tensors = self._project(u)
         if states is not None:
             angle, ssm, k, v = states
             x = tensors[0]
             wide = wide_dtype(x.dtype)
             states = (angle.to(wide), ssm.to(wide), k[:, 0].to(wide), v.to(x.dtype))
-        y, last = mamba3_chunk_scan(
+        results = self.operators.mamba3_chunk_scan(
             *tensors,
             chunk_size=self.chunk_size,
             initial_states=states,
-            return_final_states=True,
+            return_final_states=needs_last,
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
             **self._options(z),
         )
-        return self.out_proj(y.flatten(-2)), (last.angle, last.ssm, last.k[:, None], last.x)
+        y, last = results if needs_last else (results, None)
+        return self.out_proj(y.flatten(-2)), None if last is None else (last.angle, last.ssm, last.k[:, None], last.x)
 
     def _project(self, u: Tensor) -> list[Tensor]:
         """The gate, and the tensors of the scan's steps in the order of its arguments."""

@@ -292,11 +292,25 @@ def read_dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[f
 
 
 def three_tensors(states: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The states (C, n, m) of a call."""
-    if not isinstance(states, (tuple, list)) or len(states) != 3:
+    """The states (C, n, m) of a call of ``mlstm_scan``."""
+    C, n, m = _tensors("mlstm_scan", states, ("C", "n", "m"), "the three tensors C, n and m")
+    return C, n, m
+
+
+def four_tensors(states: Any) -> tuple[Any, Any, Any, Any]:
+    """The states (angle, ssm, k, x) of a call of ``mamba3_chunk_scan``; four times None where it has none."""
+    if states is None:
+        return None, None, None, None
+    names = ("angle", "ssm", "k", "x")
+    angle, ssm, k, x = _tensors("mamba3_chunk_scan", states, names, "the four tensors angle, ssm, k and x")
+    return angle, ssm, k, x
+
+
+def _tensors(operator: str, states: Any, names: tuple[str, ...], expected: str) -> tuple[Any, ...]:
+    if not isinstance(states, (tuple, list)) or len(states) != len(names):
         got = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
-        raise ValueError(f"mlstm_scan: expected initial_states to be the three tensors C, n and m, got {got}")
-    for name, state in zip(("C", "n", "m"), states, strict=True):
+        raise ValueError(f"{operator}: expected initial_states to be {expected}, got {got}")
+    for name, state in zip(names, states, strict=True):
         if state is not None and (not torch.overrides.is_tensor_like(state) or isinstance(state, type)):
-            raise TypeError(f"mlstm_scan: expected initial_{name} to be a tensor or None, got {type(state).__name__}")
-    return states[0], states[1], states[2]
+            raise TypeError(f"{operator}: expected initial_{name} to be a tensor or None, got {type(state).__name__}")
+    return tuple(states)

@@ -6,25 +6,12 @@ import torch
 from torch import Tensor
 
 from .._mamba3_state import Mamba3State
-from ._arguments import names_arguments
+from ._arguments import four_tensors, names_arguments
 
 __all__ = ["mamba3_chunk_scan"]
 
 # Looked up once: the attributes of torch.ops take 0.3 microseconds a call.
 _mamba3_chunk_scan = torch.ops.ssm_kernels.mamba3_chunk_scan.default
-
-
-def read_states(states: object) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """``initial_states`` as the operator takes them."""
-    if states is None:
-        return None, None, None, None
-    if not isinstance(states, (tuple, list)) or len(states) != 4:
-        got = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
-        raise ValueError(f"mamba3_chunk_scan: expected initial_states to be the four tensors angle, ssm, k and x, got {got}")
-    for name, state in zip(("angle", "ssm", "k", "x"), states, strict=True):
-        if state is not None and (not torch.overrides.is_tensor_like(state) or isinstance(state, type)):
-            raise TypeError(f"mamba3_chunk_scan: expected initial_{name} to be a tensor or None, got {type(state).__name__}")
-    return states[0], states[1], states[2], states[3]
 
 
 @names_arguments
@@ -134,7 +121,7 @@ def mamba3_chunk_scan(
         (torch.Size([2, 100, 4, 8]), torch.Size([2, 4, 8, 16]))
         >>> more = mamba3_chunk_scan(*arguments, initial_states=states)  # continues
     """
-    angle, ssm, k, last_x = read_states(initial_states)
+    angle, ssm, k, last_x = four_tensors(initial_states)
     out, *states = _mamba3_chunk_scan(
         x,
         dt,

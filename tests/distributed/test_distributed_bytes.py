@@ -80,6 +80,30 @@ def check_collectives(mesh: Mesh) -> None:
         assert forward.sent == [*packing, (gather, halo), (gather, states + batch * heads * number)]
         assert backward.sent == [(gather, states), (gather, grad_halo)]
 
+    # Phases in float64, then k and x with a number that says whether there are any, then states.
+    layer = layers.Mamba3(d_model, 4, headdim=headdim, device=device)
+    phases, samples = 8 * batch * heads * layer.num_rope_angles, number * batch * heads * (4 + headdim)
+    states = number * batch * heads * headdim * 4
+    for exchange, sent_forward, sent_backward in (
+        (
+            "summaries",
+            [(gather, phases + 8 * batch), (gather, samples + number), (gather, states + number * batch * heads)],
+            [(gather, states), (gather, samples), (gather, phases)],
+        ),
+        (
+            "chain",
+            [("send", phases + tag), ("send", samples + number + 4 + tag), ("send", states + tag)] * in_forward,
+            [("send", states + tag), ("send", samples + tag), ("send", phases + tag)] * in_backward,
+        ),
+    ):
+        parallelize(layer, mesh, exchange)
+        with Collectives() as forward:
+            out = layer(x)
+        with Collectives() as backward:
+            out.sum().backward()
+        assert forward.sent == sent_forward, exchange
+        assert backward.sent == sent_backward, exchange
+
     layer = parallelize(layers.MinGRU(d_model, 7, batch_first=True, device=device), mesh)
     with Collectives() as forward:
         out, _ = layer(x)

@@ -99,6 +99,7 @@ def check_layers(mesh: Mesh, bad_rank: int) -> None:
         "MinGRU": lambda: nn.MinGRU(4, 4),
         "GatedDeltaNet": lambda: nn.GatedDeltaNet(4, head_dim=2, num_heads=2),
         "MLSTM": lambda: nn.MLSTM(4, num_heads=2),
+        "Mamba3": lambda: nn.Mamba3(4, 4, headdim=2),
     }
     for name, make in makers.items():
         x = torch.rand(4, 1, 4) if name == "MinGRU" else torch.rand(1, 4, 4)
