@@ -1,4 +1,4 @@
-r"""Tensor parallelism: the ranks of a mesh dimension share the channels of Mamba, the heads of Mamba2, and the vocabulary.
+r"""Tensor parallelism: the ranks of a mesh dimension share channels of Mamba, heads of other mixers, and the vocabulary.
 
 In every mixer and MLP the first projection is column parallel, the last is row parallel, and everything between them runs on a
 rank's own channels. Forward sums the outputs of the last projection over the ranks, ``d_model`` numbers per step of a sequence.
@@ -10,6 +10,8 @@ Backward sums the gradients of the first projection's input. Other collectives, 
   whole groups: their B, C and norm are local. Otherwise, as with one group, every rank has the parameters of B and C, computes
   the groups that its heads read, and sums the gradients of these parameters over the ranks. The norm of such groups needs an
   all-reduce of their sums of squares: ``ngroups`` numbers in forward and as many in backward.
+- Mamba3 is as Mamba2, but its norms are of a head or of B and C. Every rank has the parameters of its angles, which all heads
+  share, and sums their gradients over the ranks.
 
 The ranks share the rows of the vocabulary in the embedding and in the head: the two may be one weight, which is the largest
 matrix of a small model. The parameters of norms are replicated. Every parameter of a model becomes a DTensor on the mesh,
@@ -48,6 +50,7 @@ from ..nn.gated_rms_norm import GatedRMSNorm
 from ..nn.kimi_delta_attention import KimiDeltaAttention
 from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
+from ..nn.mamba3 import Mamba3
 from ..nn.naming import class_name
 from ._agreement import compare
 from ._group import Group, check_dimensions
@@ -78,17 +81,17 @@ class TensorParallel(ParallelStyle):
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, mesh["tensor"], TensorParallel())
 
-    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, the layers of the delta rule,
-    :class:`ssm_kernels.nn.block.GatedMLP` and to :class:`ssm_kernels.models.MambaLM` with such mixers: embedding, blocks and
-    head. All ranks call the layer with equal inputs and get equal outputs. Gradients are DTensors like their parameters. Apply
-    the style before ``fully_shard``, which takes another dimension of the mesh, and before the optimizer is made. A mesh of one
-    rank leaves the module unchanged.
+    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, :class:`ssm_kernels.nn.Mamba3`, the layers of
+    the delta rule, :class:`ssm_kernels.nn.block.GatedMLP` and to :class:`ssm_kernels.models.MambaLM` with such mixers:
+    embedding, blocks and head. All ranks call the layer with equal inputs and get equal outputs. Gradients are DTensors like
+    their parameters. Apply the style before ``fully_shard``, which takes another dimension of the mesh, and before the
+    optimizer is made. A mesh of one rank leaves the module unchanged.
 
-    The layer's attributes then describe this rank. ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups``, or ``num_heads``,
-    ``num_v_heads``, ``key_dim`` and ``value_dim``, count its channels, heads and groups. Attributes such as ``A_log`` are its
-    shards, and the states of ``allocate_inference_cache`` and ``step`` are those of its channels. ``named_parameters`` has
-    DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of the unsharded layer. They are collective
-    calls: every rank makes them.
+    The layer's attributes then describe this rank. ``d_inner``, ``d_ssm``, ``nheads``, ``ngroups`` and ``num_bc_heads``, or
+    ``num_heads``, ``num_v_heads``, ``key_dim`` and ``value_dim``, count its channels, heads and groups. Attributes such as
+    ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are those of its channels.
+    ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of the unsharded layer.
+    They are collective calls: every rank makes them.
 
     Args:
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
@@ -225,6 +228,8 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
         sizes = {"d_inner": layer.d_inner}
     elif isinstance(layer, Mamba2):
         sizes = {"nheads": layer.nheads, "d_inner - d_ssm": layer.d_inner - layer.d_ssm}
+    elif isinstance(layer, Mamba3):
+        sizes = {"nheads": layer.nheads}
     elif isinstance(layer, DeltaRuleMixer):
         sizes = {"num_heads": layer.num_heads}
     else:
@@ -286,15 +291,26 @@ def _distribute_mamba(layer: nn.Module, how: Distribution, sequence_parallel: bo
     _localize(layer, how, ShardedLayer, **dict.fromkeys(of_channels, Shard(0)))
 
 
+def _groups_of_rank(heads: int, ngroups: int, how: Distribution) -> tuple[tuple[int, ...], bool]:
+    """The groups of B and C that this rank's heads read, and whether no other rank reads them."""
+    rank, of_rank, of_group = how.mesh.get_local_rank(), heads // how.mesh.size(), heads // ngroups
+    # Consecutive heads of one group: this rank's are the blocks from rank * of_rank on.
+    block = math.gcd(of_rank, of_group)
+    groups = tuple(head // of_group for head in range(rank * of_rank, (rank + 1) * of_rank, block))
+    return groups, of_rank % of_group == 0
+
+
+def _matrices(ngroups: int, d_state: int, groups: tuple[int, ...], owns_groups: bool) -> list[ShardSpec]:
+    """B and C as parts of a projection."""
+    size = ngroups * d_state
+    return [ShardSpec(name, size) if owns_groups else ShardSpec(name, size, ngroups, groups) for name in "BC"]
+
+
 def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
     layer = cast(Mamba2, layer)
-    ranks, rank = how.mesh.size(), how.mesh.get_local_rank()
-    heads, of_group, matrix = layer.nheads // ranks, layer.nheads // layer.ngroups, layer.ngroups * layer.d_state
-    owns_groups = heads % of_group == 0
-    # Consecutive heads of one group: this rank's are the blocks from rank * heads on.
-    block = math.gcd(heads, of_group)
-    groups = tuple(head // of_group for head in range(rank * heads, (rank + 1) * heads, block))
-    B, C = (ShardSpec(name, matrix) if owns_groups else ShardSpec(name, matrix, layer.ngroups, groups) for name in "BC")
+    ranks, heads = how.mesh.size(), layer.nheads // how.mesh.size()
+    groups, owns_groups = _groups_of_rank(layer.nheads, layer.ngroups, how)
+    B, C = _matrices(layer.ngroups, layer.d_state, groups, owns_groups)
     x, z, dt = ShardSpec("x", layer.d_ssm), ShardSpec("z", layer.d_ssm), ShardSpec("dt", layer.nheads)
     d_mlp = layer.d_inner - layer.d_ssm
     mlp = [ShardSpec("mlp_gate", d_mlp), ShardSpec("mlp_up", d_mlp)] if d_mlp else []
@@ -316,6 +332,28 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
     layer.nheads, layer.ngroups = heads, len(groups)
     of_heads = ["A_log", "D", "dt_bias"] + ["lam_logit"] * (layer.discretization == "exp_trapezoidal")
     _localize(layer, how, _TensorParallelMamba2, **dict.fromkeys(of_heads, Shard(0)))
+
+
+def _distribute_mamba3(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
+    layer = cast(Mamba3, layer)
+    ranks, angles = how.mesh.size(), layer.num_rope_angles
+    groups, owns_groups = _groups_of_rank(layer.nheads, layer.num_bc_heads, how)
+    z, x = ShardSpec("z", layer.d_inner), ShardSpec("x", layer.d_inner)
+    of_heads = [ShardSpec(name, layer.nheads) for name in ("dt", "A", "trap")]
+    # All heads turn by the same angles: every rank computes them, and their gradient by its own heads alone.
+    parts = [z, x, *_matrices(layer.num_bc_heads, layer.d_state, groups, owns_groups), *of_heads]
+    _column_parallel(layer.in_proj, how, [*parts, ShardSpec("angles", angles, 1, (0,))], sequence_parallel)
+    for norm in (layer.B_norm, layer.C_norm):
+        _replicate(norm, how, True)
+    if layer.is_outproj_norm:
+        _localize(layer.norm, how, weight=Shard(0))
+    _row_parallel(layer.out_proj, how, [ShardSpec("y", layer.d_inner)], sequence_parallel)
+    layer.d_inner //= ranks
+    layer.nheads //= ranks
+    layer.num_bc_heads = len(groups)
+    matrix = layer.num_bc_heads * layer.d_state
+    layer._sizes = [layer.d_inner] * 2 + [matrix] * 2 + [layer.nheads] * 3 + [angles]
+    _localize(layer, how, ShardedLayer, **dict.fromkeys(("dt_bias", "B_bias", "C_bias", "D"), Shard(0)))
 
 
 def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
@@ -362,7 +400,7 @@ def _distribute_delta_rule(layer: nn.Module, how: Distribution, sequence_paralle
 
 
 _DISTRIBUTE = {
-    **{Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp},
+    **{Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, Mamba3: _distribute_mamba3, GatedMLP: _distribute_mlp},
     **dict.fromkeys((DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct), _distribute_delta_rule),
 }
 

@@ -30,6 +30,7 @@ from tensor_parallel_helpers import (
     language_model,
     mamba,
     mamba2,
+    mamba3,
     mlp,
     over_places,
     own,
@@ -42,7 +43,7 @@ from tensor_parallel_helpers import (
 
 import ssm_kernels
 from ssm_kernels.models import MambaConfig, MambaLM
-from ssm_kernels.nn import Mamba, Mamba2
+from ssm_kernels.nn import Mamba, Mamba2, Mamba3
 from ssm_kernels.nn.block import GatedMLP
 
 RANKS = (1, 2, 3, 4)
@@ -64,6 +65,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Mamba, no bias": partial(mamba, conv_bias=False, d_conv=2),
     **{f"Mamba2, {method}": partial(mamba2, discretization=method) for method in METHODS},
     **{f"Mamba2, {name}": partial(mamba2, **options) for name, options in MAMBA2_OPTIONS.items()},
+    **{f"Mamba3, {groups} groups": partial(mamba3, ngroups=groups) for groups in (1, 2, 3)},
+    "Mamba3, norm": partial(mamba3, is_outproj_norm=True, rope_fraction=1.0, A_activation="softplus"),
     "GatedMLP": mlp,
 }
 
@@ -80,7 +83,12 @@ def check_generation(make: Callable[[], nn.Module], mesh: Mesh) -> None:
             with torch.no_grad():
                 outputs.append(layer(x[:, begin:end], inference_params=cache))
         assert_close(outputs[1], outputs[0], f"steps {begin} to {end}")
-        (conv_state, ssm_state), (own_conv_state, own_ssm_state) = (cache.key_value_memory_dict[0] for cache in caches)
+        states, own_states = (cache.key_value_memory_dict[0] for cache in caches)
+        if isinstance(expected, Mamba3):
+            for axis, state, own_state in zip((1, 1, 2, 1), states, own_states, strict=True):
+                assert_close(own_state, own(state, axis, mesh), "state")
+            continue
+        (conv_state, ssm_state), (own_conv_state, own_ssm_state) = states, own_states
         assert_close(own_ssm_state, own(ssm_state, 1, mesh), "ssm_state")
         inner = expected.d_inner // mesh.size()
         assert_close(own_conv_state[:, :inner], own(conv_state[:, : expected.d_inner], 1, mesh), "conv_state")
@@ -325,7 +333,7 @@ def check_errors(mesh: Mesh) -> None:
         apply(model)
     assert not any(hasattr(parameter, "placements") for parameter in model.parameters())
     with pytest.raises(
-        ValueError, match=r"expected a layer of Mamba, Mamba2, GatedMLP, DeltaNet, .* or a MambaLM of such, got Linear"
+        ValueError, match=r"expected a layer of Mamba, Mamba2, Mamba3, GatedMLP, DeltaNet, .* or a MambaLM of such, got Linear"
     ):
         apply(nn.Linear(3, 3))
     recurrent = MambaLM(MambaConfig(d_model=12, n_layer=1, vocab_size=24, mixer="MinGRU"))
@@ -404,15 +412,19 @@ CASES: dict[str, Case] = {
         for name in ("1 group, norm before gate", "2 groups", "3 groups")
     },
     **{
+        f"{packing}, Mamba3, 3": Case((3,), partial(check_layer, mamba3, **arguments)) for packing, arguments in PACKING.items()
+    },
+    **{
         f"generation, {name}, {n}": Case((n,), partial(check_generation, make))
         for name, make in LAYERS.items()
-        if name in ("Mamba, bilinear", "Mamba2, 1 groups", "Mamba2, 2 groups", "Mamba2, 2 groups, norm before gate")
+        if name
+        in ("Mamba, bilinear", "Mamba2, 1 groups", "Mamba2, 2 groups", "Mamba2, 2 groups, norm before gate", "Mamba3, 2 groups")
         for n in (2, 3)
     },
     **{
         f"sequence parallel, {name}, {n}": Case((n,), partial(check_sequence_parallel, make))
         for name, make in LAYERS.items()
-        if name in ("Mamba, biases", "Mamba2, biases, D of channels", "Mamba2, 1 groups", "GatedMLP")
+        if name in ("Mamba, biases", "Mamba2, biases, D of channels", "Mamba2, 1 groups", "Mamba3, 1 groups", "GatedMLP")
         for n in (2, 3)
     },
     "autocast, Mamba": Case((2,), partial(check_low_precision, mamba)),
@@ -437,6 +449,11 @@ CASES: dict[str, Case] = {
         # A number a step of the norm; the gradients of the rows of B and C in in_proj, conv1d.weight and conv1d.bias.
         lambda mesh: check_collectives(mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (1, BC * (D_MODEL + WIDTH + 1))),
     ),
+    "collectives, Mamba3": Case(
+        (2,),
+        # The gradients of the rows of B, C and angles in in_proj, and those of the two norms' weights.
+        lambda mesh: check_collectives(mamba3, (1, D_MODEL), (1, D_MODEL), mesh, (1, (8 + 8 + 2) * D_MODEL + 8 + 8)),
+    ),
     "collectives, GatedMLP": Case((2,), lambda mesh: check_collectives(mlp, (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))),
     "collectives, sequence parallel": Case((2,), check_sequence_parallel_collectives),
     "collectives, one rank": Case((1,), check_one_rank),
@@ -444,6 +461,7 @@ CASES: dict[str, Case] = {
     "errors, ranks that differ": Case((3,), check_ranks_that_differ),
     "Mamba, context parallel": Case((2, 2), partial(check_context_parallel, mamba)),
     "Mamba2, context parallel": Case((2, 2), partial(check_context_parallel, mamba2)),
+    "Mamba3, context parallel": Case((2, 2), partial(check_context_parallel, mamba3)),
     "Mamba2, context parallel, norm before gate": Case(
         (2, 2), partial(check_context_parallel, partial(mamba2, norm_before_gate=True))
     ),
@@ -456,6 +474,7 @@ ON_GPUS = (
     *("Mamba, zoh, 2", "Mamba, bilinear, 2", "Mamba2, zoh, 2", "Mamba2, 2 groups, 2", "Mamba2, 2 groups, norm before gate, 2"),
     *("Mamba2, an MLP beside, 2", "GatedMLP, 2", "generation, Mamba, bilinear, 2", "generation, Mamba2, 1 groups, 2"),
     *("sequence parallel, Mamba, biases, 2", "sequence parallel, Mamba2, 1 groups, 2", "autocast, Mamba", "autocast, Mamba2"),
+    *("Mamba3, 1 groups, 2", "Mamba3, norm, 2"),
     *("bfloat16, Mamba", "bfloat16, Mamba2", "activation checkpointing", "compilation", "collectives, Mamba"),
     "changed parameters",
     *("collectives, Mamba2 with one group", "collectives, sequence parallel"),

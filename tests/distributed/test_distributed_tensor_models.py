@@ -146,6 +146,7 @@ CASES: dict[str, Case] = {
     "MambaLM, generation": Case((3,), partial(check_model_generation, partial(language_model, "Mamba2"))),
     "MambaLM, FSDP2, Mamba": Case((2, 2), partial(check_fsdp, "Mamba")),
     "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
+    "MambaLM, FSDP2, Mamba3": Case((2, 2), partial(check_fsdp, "Mamba3")),
     "compilation of layers of a kind": Case((2,), check_classes),
     "errors, tokens outside of the vocabulary": Case((4,), check_tokens),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssm_kernels.models import MambaConfig, MambaLM
-from ssm_kernels.nn import Mamba, Mamba2
+from ssm_kernels.nn import Mamba, Mamba2, Mamba3
 from ssm_kernels.nn.block import GatedMLP
 
 # Divisible by 2, 3 and 4 ranks: 24 channels, 12 heads.
@@ -34,6 +34,13 @@ def mamba2(**options: Any) -> Mamba2:
     return layer
 
 
+def mamba3(**options: Any) -> Mamba3:
+    layer = Mamba3(D_MODEL, **{"d_state": 8, "headdim": 2, "layer_idx": 0, "dtype": torch.float64} | options)
+    for parameter in (layer.B_norm.weight, layer.C_norm.weight, layer.B_bias, layer.C_bias, layer.D):
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return layer
+
+
 def mlp() -> GatedMLP:
     return GatedMLP(D_MODEL, 24, multiple_of=12, bias=True, dtype=torch.float64)
 
@@ -42,7 +49,8 @@ VOCABULARY = 21
 
 
 def language_model(mixer: str, **fields: Any) -> MambaLM:
-    sizes = {"Mamba": {"d_state": DSTATE}, "Mamba2": {"d_state": DSTATE, "headdim": 2}}[mixer]
+    all_sizes = {"Mamba": {}, "Mamba2": {"headdim": 2}, "Mamba3": {"d_state": 8, "headdim": 2}}
+    sizes = {"d_state": DSTATE} | all_sizes[mixer]
     options = {"d_model": D_MODEL, "n_layer": 2, "vocab_size": VOCABULARY, "ssm_cfg": sizes, "mixer": mixer} | fields
     return MambaLM(MambaConfig(**options), {"initializer_range": 1.0}, dtype=torch.float64)
 
