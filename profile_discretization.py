@@ -49,6 +49,7 @@ except ImportError as error:
 # `--methods all` plots "gbt" and "gbt_two_sample" with one alpha, exp_trapezoidal with lam 1/2, and leaves out "dirac", whose
 # input is a sum of impulses.
 METHODS = [*DISCRETIZATIONS, "gbt(0.7)", "foh_ramp", "trapezoidal", "gbt_two_sample(0.7)", "exp_trapezoidal"]
+COMPLEX_METHODS = ["zoh", "zoh_exact", "bilinear", "trapezoidal", "exp_trapezoidal"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # the program takes the largest that fits the time
     "cpu": [
@@ -142,6 +143,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar=("MIN", "MAX"),
         help="smallest and largest |A| of part 3, one over the time constants in the unit of the steps (default: 1 and dstate)",
     )
+    what.add_argument(
+        "--states",
+        choices=list(signals.STATES),
+        default="real",
+        help="real, or complex with the A of S4D's initializations and dstate conjugate pairs, for the rules "
+        f"{', '.join(COMPLEX_METHODS)} (default: %(default)s)",
+    )
     record = parser.add_argument_group("recorded input")
     record.add_argument("--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled; A is in its time unit")
     record.add_argument(
@@ -175,7 +183,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args([with_hyphens(word) for word in words])
 
-    options.methods = chosen_methods(options.methods)
+    options.methods = chosen_methods(options.methods, METHODS if options.states == "real" else COMPLEX_METHODS)
+    if options.states != "real" and options.A_range is not None:
+        raise UsageError(f"--A-range is for real states, --states {options.states} has an A of its own")
+    if options.states != "real" and (options.dstate or 0) > 128:
+        raise UsageError(f"--dstate: expected at most 128 complex states, got {options.dstate}")
     if not (options.profile_ops or options.profile_scan or options.profile_accuracy):
         raise UsageError("nothing to measure: every part is switched off")
     if options.input is not None and not options.profile_accuracy:
@@ -204,8 +216,8 @@ def with_hyphens(word: str) -> str:
     return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
-def chosen_methods(words: Sequence[str]) -> list[str]:
-    """The methods' names, in the order asked for, from words separated by commas or spaces."""
+def chosen_methods(words: Sequence[str], every: Sequence[str] = METHODS) -> list[str]:
+    """The methods' names, in the order asked for, from words separated by commas or spaces. "all" is ``every``."""
     names = [name for word in words for name in word.replace(",", " ").split()]
     if not names:
         raise UsageError("--methods: expected at least one name")
@@ -217,7 +229,10 @@ def chosen_methods(words: Sequence[str]) -> list[str]:
                 f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(known)}"
                 f"{did_you_mean(name, ['all', *known])}"
             )
-        methods += METHODS if name == "all" else [ALIASES.get(name, name)]
+        name = ALIASES.get(name, name)
+        if every == COMPLEX_METHODS and name not in ("all", *every):
+            raise UsageError(f"--methods: {name!r} has no complex states, expected 'all' or some of {', '.join(every)}")
+        methods += every if name == "all" else [name]
     return list(dict.fromkeys(methods))
 
 
@@ -258,20 +273,20 @@ def usable_device(wanted: str, dtype: torch.dtype) -> torch.device:
     return device
 
 
-def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype, method: str = "zoh") -> None:
-    inputs = scans.scan_inputs(size, device=device, dtype=dtype, seed=0)
+def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype, method: str = "zoh", states: str = "real") -> None:
+    inputs = scans.scan_inputs(size, device=device, dtype=dtype, seed=0, states=states)
     forward, backward = scans.scan_stages(
         ssm_kernels.selective_scan, inputs, torch.ones_like(inputs["u"]), method, backward=True
     )
     backward(forward())
 
 
-def with_kernels(methods: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[str]:
+def with_kernels(methods: Sequence[str], device: torch.device, dtype: torch.dtype, states: str = "real") -> list[str]:
     """The methods that have kernels on the device; names the others on standard error."""
     found = []
     for method in methods:
         try:
-            run_once(scans.ScanSize(1, 2, 4, 2), device, dtype, method)
+            run_once(scans.ScanSize(1, 2, 4, 2), device, dtype, method, states)
             found.append(method)
         except NotImplementedError as error:
             print(f"{PROGRAM}: {method} is left out: {first_line(error)}", file=sys.stderr)
@@ -291,9 +306,9 @@ def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.
     rounds = 2 + (options.n_trials or TRIALS)
     memory = available_memory(device)
     for candidate in candidates if None in wanted and options.profile_scan else []:
-        if memory is not None and needed_bytes(candidate, dtype) > memory / 4:
+        if memory is not None and needed_bytes(candidate, dtype, options.states) > memory / 4:
             break
-        inputs = scans.scan_inputs(candidate, device=device, dtype=dtype, seed=0)
+        inputs = scans.scan_inputs(candidate, device=device, dtype=dtype, seed=0, states=options.states)
         grad_out = torch.ones_like(inputs["u"])
         trial = {
             name: scans.scan_stages(ssm_kernels.selective_scan, inputs, grad_out, options.methods[0], backward=backward)
@@ -308,12 +323,13 @@ def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.
     return chosen
 
 
-def needed_bytes(size: scans.ScanSize, dtype: torch.dtype) -> int:
+def needed_bytes(size: scans.ScanSize, dtype: torch.dtype, states: str = "real") -> int:
     """Estimates the memory of one training step: arguments, results, gradients, and the saved states, one in 32."""
     width = torch.finfo(dtype).bits // 8
     tokens = size.batch * size.seqlen
-    arguments = width * tokens * (3 * size.dim + 2 * size.dstate) + 4 * size.dim * (size.dstate + 2)
-    return 3 * arguments + 2 * width * tokens * size.dim + size.updates // 8
+    of_matrices = width if states == "real" else 2 * max(width, 4)
+    arguments = tokens * (3 * width * size.dim + 2 * of_matrices * size.dstate) + 4 * size.dim * (size.dstate + 2)
+    return 3 * arguments + 2 * width * tokens * size.dim + size.updates // (8 if states == "real" else 4)
 
 
 def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> int:
@@ -323,14 +339,14 @@ def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch
     length = min(8, size.seqlen)
     while length < size.seqlen:
         head = scans.ScanSize(size.batch, size.dim, length, size.dstate)
-        inputs = scans.scan_inputs(head, device=device, dtype=dtype, seed=0)
+        inputs = scans.scan_inputs(head, device=device, dtype=dtype, seed=0, states=options.states)
         stages = scans.scan_stages(
             scans.loop_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
         )
         seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median
         if 2 * 2 * seconds * cost * len(options.methods) > SECONDS["loop"]:
             break
-        if memory is not None and 2 * scans.loop_bytes(head, dtype) > memory / 4:
+        if memory is not None and 2 * scans.loop_bytes(head, dtype, options.states) > memory / 4:
             break
         length = min(2 * length, size.seqlen)
     return length
@@ -357,14 +373,21 @@ def profile(options: argparse.Namespace) -> report.Report:
     device, dtype = usable_device(options.device, DTYPES[options.dtype]), DTYPES[options.dtype]
     fixed_trials = options.n_trials is not None
     trials = options.n_trials or TRIALS
-    methods, seed = with_kernels(options.methods, device, dtype), options.seed
+    methods, seed = with_kernels(options.methods, device, dtype, options.states), options.seed
     found = report.Report(machine(device), {}, sampling=options.sampling)
 
     response = system = None
     if options.profile_accuracy:  # before the long parts, to report a bad file at once
-        system = signals.System.random(ACCURACY_DIM, options.dstate or SIZES["cpu"][0][3], seed, options.A_range)
+        dstate = options.dstate or SIZES["cpu"][0][3]
+        if options.states == "real":
+            system = signals.System.random(ACCURACY_DIM, dstate, seed, options.A_range)
+        else:
+            system = signals.System.s4d(options.states, ACCURACY_DIM, dstate, seed)
         if options.input is None:
-            response = signals.sinusoids(system, seed)
+            finest = signals.FINEST_STEP
+            while system.A.is_complex() and finest * system.A.abs().max() > 1 / 16:  # for the order, at small |delta A|
+                finest /= 2
+            response = signals.sinusoids(system, seed, step=finest)
             found.signal = response.description
         else:
             recording = signals.load_recording(options.input, options.channel)
@@ -384,12 +407,13 @@ def profile(options: argparse.Namespace) -> report.Report:
         "methods": methods,
         "backward": options.backward,
         "seed": seed,
+        "states": options.states,
         "input": None if options.input is None else str(options.input),
         "hold": None if options.input is None else options.hold,
         "A_range": None if system is None else [system.A.abs().min().item(), system.A.abs().max().item()],
     }
     if options.profile_scan:
-        memory, needed = available_memory(device), needed_bytes(size, dtype)
+        memory, needed = available_memory(device), needed_bytes(size, dtype, options.states)
         if memory is not None and needed > memory:
             raise UsageError(f"{size} needs about {needed / 2**30:.3g} GiB, {memory / 2**30:.3g} GiB are available on {device}")
 
@@ -419,6 +443,7 @@ def profile(options: argparse.Namespace) -> report.Report:
                 loop_trials=LOOP_TRIALS,
                 loop_budget=SECONDS["loop"],
                 seed=seed,
+                states=options.states,
                 on_trial=start("scan, forward, backward", rounds * (trials + 2 + LOOP_TRIALS)),
             )
         if options.profile_accuracy:

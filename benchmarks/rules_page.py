@@ -29,7 +29,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROFILE, HELD, RATES = (
     DOCS / "figures" / f"{name}.json" for name in ("profile_discretization", "held_input", "sampling_rates")
 )
-BLOCKS = ("rules", "errors", "errors of held input", "trained")
+S4D = {name: DOCS / "figures" / f"s4d_{name}.json" for name in ("lin", "inv")}
+BLOCKS = ("rules", "complex", "errors", "errors of held input", "trained")
 
 Result = Mapping[str, Any]
 
@@ -177,6 +178,38 @@ def errors_block(result: Result, steps: Sequence[float], middle: float | None) -
     return markdown(Table("errors", columns, result["accuracies"]))
 
 
+def complex_block(linear: Result, inverse: Result) -> str:
+    """The table of the rules that take complex states, and the conditions of its numbers."""
+    of_inverse = by_method(inverse, "accuracies")
+
+    def orders(name: str) -> str:
+        return " / ".join(order_of(found, at) for found in (linear_of[name], of_inverse[name]) for at in ("end", "middle"))
+
+    def error(row: Mapping[str, Any], step: float) -> str:
+        errors = zip(row["steps"], row["sampled_at_end"]["errors"], strict=True)
+        return f"{next(value for at, value in errors if math.isclose(at, step)):.1e}"
+
+    def gain(row: Mapping[str, Any]) -> str:
+        found = row["dc_gain_error"]
+        return "exact" if found < 1e-12 else f"{100 * found:.0f} %"
+
+    linear_of = by_method(linear, "accuracies")
+    columns = [
+        Column("complex states", lambda row: title_of(row["method"])),
+        Column("order: Lin, end / middle / Inv, end / middle", lambda row: orders(row["method"])),
+        *(Column(f"error, step {step:g}", lambda row, step=step: error(row, step)) for step in (0.064, 0.008, 0.001)),
+        Column("DC gain, error", gain),
+    ]
+    (slow, fast), (_, fastest) = linear["settings"]["A_range"], inverse["settings"]["A_range"]
+    words = (
+        f"S4D with {linear['settings']['dstate']} states. Orders and errors are measured as for real ones. Errors are of "
+        f"S4D-Lin with the input at the steps' ends, where $\\lvert A \\rvert$ is {slow:g} to {fast:.3g}; S4D-Inv reaches "
+        f"{fastest:.3g}. DC gain: the largest relative error of $c/(1 - \\bar A)$, S4D-Lin, step "
+        f"{linear['accuracies'][0]['dc_step']:g}."
+    )
+    return f"{markdown(Table('complex', columns, linear['accuracies'], left=2))}\n\n{filled(words)}"
+
+
 def filled(paragraph: str, **indents: str) -> str:
     return textwrap.fill(paragraph, 128, break_long_words=False, break_on_hyphens=False, **indents)
 
@@ -293,6 +326,7 @@ def written(page: str) -> str:
     profile, held, rates = (json.loads(path.read_text()) for path in (PROFILE, HELD, RATES))
     blocks = (
         rules_block(profile, held),
+        complex_block(*(json.loads(path.read_text()) for path in S4D.values())),
         errors_block(profile, (0.512, 0.064, 0.001), 0.064),
         errors_block(held, (0.256, 0.008, 0.001), None),
         trained_block(rates),

@@ -45,7 +45,7 @@ class Accuracy:
         convergence: for each key of ``SAMPLINGS``.
         dc_step: the recording's step, else ``DC_STEP``.
         dc_gain_error: the gain for a constant input divided by the exact ``-1/A``, minus 1, at step ``dc_step``, for the worst
-            A of the system's range; NaN if the recurrence is unstable.
+            A of the system's range, the absolute value for a complex A; NaN if the recurrence is unstable.
         rounding: the same norm of (result in the run's dtype - float64 result) at the finest step, the arguments rounded to
             that dtype; None for float64.
     """
@@ -114,6 +114,7 @@ def _scan(
     Rules that read two samples begin with ``before``, (dim,), or repeat the first sample.
     """
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    parameter_dtype = parameter_dtype.to_complex() if system.A.is_complex() else parameter_dtype
     u = u[None].to(device, dtype)
     A, B, C = (tensor.to(device, parameter_dtype) for tensor in (system.A, system.B, system.C))
     options = options_of(method, u)
@@ -137,16 +138,20 @@ def _dc_gain_error(method: str, system: System, step: float, device: torch.devic
     From the exact fixed point ``-1/A`` one step with input 1 adds the recurrence's own fixed point less the exact one, times
     ``1 - Abar``.
     """
-    A = torch.linspace(system.A.max().item(), system.A.min().item(), system.A.shape[1], dtype=torch.float64, device=device)
-    one = torch.ones_like(A)
+    if system.A.is_complex():
+        A = system.A[0].to(device)
+    else:
+        slowest, fastest = system.A.max().item(), system.A.min().item()
+        A = torch.linspace(slowest, fastest, system.A.shape[1], dtype=torch.float64, device=device)
+    one, of_step = torch.ones_like(A), torch.ones(1, len(A), 1, dtype=torch.float64, device=device)
 
     def one_step(u: float, state: Tensor) -> Tensor:
-        inputs = torch.full_like(A, u)[None, :, None], torch.full_like(A, step)[None, :, None]
-        of_states = (A[:, None], one[:, None], one[:, None])
-        options = options_of(method, inputs[0]) | {"initial_state": state[None, :, None]}
+        options = options_of(method, of_step) | {"initial_state": state[None, :, None], "return_last_state": True}
         if is_two_sample(method):
             options["previous"] = "repeat"
-        return ssm_kernels.selective_scan(*inputs, *of_states, **options)[0, :, 0]
+        matrices = (A[:, None], one[:, None], one[:, None])
+        _, last = ssm_kernels.selective_scan(u * of_step, step * of_step, *matrices, **options)
+        return (last if isinstance(last, Tensor) else last.state)[0, :, 0]
 
     Abar = one_step(0.0, one)
     if not (Abar.abs() < 1).all():
@@ -154,7 +159,8 @@ def _dc_gain_error(method: str, system: System, step: float, device: torch.devic
     error = -A * (one_step(1.0, -1 / A) + 1 / A) / (1 - Abar)
     # 1 - Abar, about -z, has lost as many digits as z is small.
     error[error.abs() < 8 * torch.finfo(torch.float64).eps * (1 + 1 / (step * A).abs())] = 0
-    return error[error.abs().argmax()].item()
+    worst = error[error.abs().argmax()]
+    return worst.abs().item() if worst.is_complex() else worst.item()
 
 
 def measure_accuracy(

@@ -192,7 +192,7 @@ def _error_against_step(axes: Axes, report: Report, looks: dict[str, _Look]) -> 
         explained.append(Line2D([], [], color="#444444", lw=0.6, ls=":", label="sample spacing"))
     axes.set_xlabel(f"step size; colors: input at {_PLACES[sampling]}")
     axes.set_ylabel("relative error")
-    axes.set_title("Error against step size", loc="left")
+    axes.set_title(f"Error against step size{report.states and f', {report.states}'}", loc="left")
     return visible, explained
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from benchmarks.discretization.accuracy import Accuracy, Convergence
 from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
-from benchmarks.discretization.signals import SAMPLINGS
+from benchmarks.discretization.signals import SAMPLINGS, STATES
 from benchmarks.harness import UNRELIABLE_SPREAD, Timing
 from benchmarks.labels import label
 from benchmarks.tables import Column, Table, show
@@ -49,6 +49,12 @@ class Report:
         """The smallest and the largest ``|A|`` of the accuracy part."""
         low, high = self.settings["A_range"]
         return float(low), float(high)
+
+    @property
+    def states(self) -> str:
+        """The name of complex states, or an empty string for real ones."""
+        states = str(self.settings.get("states", "real"))
+        return "" if states == "real" else STATES[states]
 
     @property
     def unreliable(self) -> list[str]:
@@ -122,7 +128,7 @@ class Report:
         if self.operations:
             _print_operations(console, self.operations, int(str(self.settings["dstate"])))
         if self.scans:
-            _print_scans(console, self.scans, str(self.settings["dtype"]))
+            _print_scans(console, self.scans, str(self.settings["dtype"]), self.states)
         if self.accuracies:
             _print_accuracies(console, self)
             console.print(Text(self.advice, "bold"))
@@ -133,7 +139,7 @@ class Report:
 
 
 def _note(console: Console, *sentences: str) -> None:
-    console.print(Text(" ".join(sentences), "dim"), soft_wrap=False)
+    console.print(Text(" ".join(filter(None, sentences)), "dim"), soft_wrap=False)
 
 
 def _number(value: float, digits: int = 3) -> str:
@@ -181,7 +187,7 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
     )
 
 
-def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
+def _print_scans(console: Console, scans: Sequence[Scan], dtype: str, states: str = "") -> None:
     training = scans[0].training is not None
     looped = scans[0].loop_step is not None
     zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
@@ -203,6 +209,7 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
         console,
         f"Median of {scans[0].step.trials} trials, methods alternating; %: half the distance from 20th to 80th percentile.",
         "Arguments as in Mamba's layer: B and C per step, D, gate z, delta_bias, softplus.",
+        f"A, B and C are complex, A is that of {states}: a complex state has two numbers." if states else "",
         "Forward alone runs without a graph;" if training else "No graph is recorded;",
         f"ratios, tokens (batch x seqlen) and bytes are for {'forward and backward together' if training else 'forward'}.",
         f"GB/s counts each argument, result{' and gradient' if training else ''} once ({_number(moved / 2**20)} MiB), without",
@@ -243,7 +250,9 @@ def _print_accuracies(console: Console, report: Report) -> None:
     columns.append(Column(f"DC gain\n{accuracies[0].dc_step:.4g}", lambda accuracy: _gain(accuracy.dc_gain_error)))
     columns += [Column(dtype, lambda accuracy: _error(accuracy.rounding))] * rounded
     show(Table("3. Error against the exact solution", columns, accuracies), console)
-    _note(console, f"Input: {report.signal}. A from {-slowest:.4g} to {-fastest:.4g} in every channel.")
+    rates = f"|A| of {report.states} from {slowest:.4g} to {fastest:.4g}"
+    rates = rates if report.states else f"A from {-slowest:.4g} to {-fastest:.4g}"
+    _note(console, f"Input: {report.signal}. {rates} in every channel.")
     _note(
         console,
         "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest step,",
@@ -252,6 +261,6 @@ def _print_accuracies(console: Console, report: Report) -> None:
         "a step early on average: first order for every rule with one sample; those with two read the true sample before the",
         "first step). 'mid': at its middle, which no model on samples does; it shows a rule with one sample itself.",
         "DC gain: error of the steady state for a constant input at the step in the column's head, for the worst A of this",
-        "range.",
+        f"range{', the absolute value' if report.states else ''}.",
         f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )

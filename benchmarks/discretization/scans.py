@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks.benchmark import Contender
+from benchmarks.discretization.signals import s4d_rates
 from benchmarks.harness import Stages, Timing, measure
 from ssm_kernels import reference
 from ssm_kernels._discretizations import is_two_sample, split_name
@@ -112,12 +113,19 @@ class Scan:
 
 
 def scan_inputs(
-    size: ScanSize, *, device: torch.device, dtype: torch.dtype, seed: int, groups: int | None = None
+    size: ScanSize,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    groups: int | None = None,
+    states: str = "real",
 ) -> dict[str, Tensor]:
     """Random arguments like those in Mamba's layer: B and C per step, D, gate and bias; A is -1 .. -dstate.
 
     ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization. B and C are
-    (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen).
+    (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen). With other ``states`` than "real" A, B and C
+    are complex, and A is that of ``s4d_rates``.
     """
     generator = torch.Generator(device).manual_seed(seed)
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -127,14 +135,22 @@ def scan_inputs(
 
     step = 0.001 * 100.0 ** torch.rand(size.dim, generator=generator, device=device)
     bias = torch.log(torch.expm1(step))
-    A = -torch.arange(1.0, size.dstate + 1, device=device).repeat(size.dim, 1)
+    A = -torch.arange(1.0, size.dstate + 1, device=device).repeat(size.dim, 1).to(parameter_dtype)
+    number = dtype
+    if states != "real":
+        number = torch.complex128 if parameter_dtype == torch.float64 else torch.complex64
+        A = s4d_rates(states, size.dstate).repeat(size.dim, 1).to(device, number)
+
+    def matrices(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=number) if A.is_complex() else normal(*shape)
+
     matrix = (size.batch, *(() if groups is None else (groups,)), size.dstate, size.seqlen)
     return {
         "u": normal(size.batch, size.dim, size.seqlen),
         "delta": 0.1 * normal(size.batch, size.dim, size.seqlen),
-        "A": A.to(parameter_dtype),
-        "B": normal(*matrix),
-        "C": normal(*matrix),
+        "A": A,
+        "B": matrices(*matrix),
+        "C": matrices(*matrix),
         "D": torch.ones(size.dim, device=device, dtype=parameter_dtype),
         "z": normal(size.batch, size.dim, size.seqlen),
         "delta_bias": bias.to(parameter_dtype),
@@ -158,9 +174,9 @@ def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
     return arguments + out, 3 * arguments + 2 * out
 
 
-def loop_bytes(size: ScanSize, dtype: torch.dtype) -> int:
-    """Estimates the memory that autograd keeps for the loop: a dozen tensors (batch, dim, seqlen, dstate) of 4 or 8 bytes."""
-    return 12 * size.updates * (8 if dtype == torch.float64 else 4)
+def loop_bytes(size: ScanSize, dtype: torch.dtype, states: str = "real") -> int:
+    """Estimates the memory that autograd keeps for the loop: a dozen tensors (batch, dim, seqlen, dstate) of 4 to 16 bytes."""
+    return 12 * size.updates * (8 if dtype == torch.float64 else 4) * (1 if states == "real" else 2)
 
 
 def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +218,7 @@ def loop_scan(
     Arguments and result match :func:`ssm_kernels.selective_scan`, with B and C (batch, dstate, seqlen). It computes in the
     dtype of A.
     """
-    step = delta.to(A.dtype) + delta_bias[:, None]
+    step = delta.to(delta_bias.dtype) + delta_bias[:, None]
     step = F.softplus(step) if delta_softplus else step
     B, C = (matrix.to(A.dtype).mT[:, None] for matrix in (B, C))
     if is_two_sample(discretization):
@@ -216,7 +232,8 @@ def loop_scan(
     for Abar_t, input_t in zip(Abar.unbind(2), inputs.unbind(2), strict=True):
         h = Abar_t * h + input_t
         states.append(h)
-    y = (torch.stack(states, dim=2) * C).sum(-1) + D[:, None] * u
+    y = (torch.stack(states, dim=2) * C).sum(-1)
+    y = (2 * y.real if y.is_complex() else y) + D[:, None] * u
     return (y * F.silu(z.to(y.dtype))).to(u.dtype)
 
 
@@ -263,6 +280,7 @@ def time_scans(
     loop_trials: int,
     loop_budget: float | None,
     seed: int,
+    states: str = "real",
     on_trial: Callable[[], None] | None = None,
 ) -> list[Scan]:
     """Times every method through the operator, and through the loop over the first ``loop_seqlen`` steps (0: no loop).
@@ -270,7 +288,7 @@ def time_scans(
     The loop's time is scaled by ``seqlen / loop_seqlen``. Its cost per token does not fall with the sequence's length (in
     backward it may grow), so the scaling does not overstate it.
     """
-    inputs = scan_inputs(size, device=device, dtype=dtype, seed=seed)
+    inputs = scan_inputs(size, device=device, dtype=dtype, seed=seed, states=states)
     options = {"backward": backward, "on_trial": on_trial}
     operator = _time(ssm_kernels.selective_scan, methods, inputs, trials=trials, warmup=2, budget=budget, **options)
     loop = {}

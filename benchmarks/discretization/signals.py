@@ -1,6 +1,7 @@
 """Part 3, the inputs: signals for which the continuous system's exact response is known.
 
-The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``. Step k goes from ``t_{k-1}`` to
+The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``, and ``y(t) = 2 Re <C, h(t)>`` where A
+is complex. Step k goes from ``t_{k-1}`` to
 ``t_k = k * step``; its result is compared with ``y(t_k)``. A rule with one input sample per step holds that sample over the
 step, so the place of the sample in the step matters as much as the rule (``SAMPLINGS``). A model on samples reads the one at
 the step's end, which is half a step early on average: an error of first order that no rule removes. A sample from the middle
@@ -39,9 +40,23 @@ _ROUNDED_TIMES = 0.1
 """Largest relative deviation of a time axis's steps from their mean: files write times with few digits."""
 
 
+STATES = {"real": "real", "s4d-lin": "S4D-Lin", "s4d-inv": "S4D-Inv"}
+"""Names of the states: real ones, or one of each conjugate pair of S4D."""
+
+
+def s4d_rates(states: str, dstate: int) -> Tensor:
+    """A of S4D's initializations, (dstate,), complex128: ``-1/2 + i pi n`` of S4D-Lin, and those of S4D-Inv.
+
+    S4D-Inv has ``-1/2 + i (N / pi) (N / (2 n + 1) - 1)`` with ``N = 2 dstate``, which counts both states of a pair.
+    """
+    n, both = torch.arange(dstate, dtype=torch.float64), 2 * dstate
+    imaginary = math.pi * n if states == "s4d-lin" else both / math.pi * (both / (2 * n + 1) - 1)
+    return torch.complex(torch.full_like(n, -0.5), imaginary)
+
+
 @dataclass(frozen=True)
 class System:
-    """A stable diagonal system; A, B and C are (dim, dstate), float64."""
+    """A stable diagonal system; A, B and C are (dim, dstate), float64 or complex128."""
 
     A: Tensor
     B: Tensor
@@ -60,6 +75,17 @@ class System:
         exponent[:, 0], exponent[:, -1] = 0.0, 1.0
         B, C = torch.randn(2, dim, dstate, generator=generator, dtype=torch.float64)
         return cls(-low * (high / low) ** exponent, B, C)
+
+    @classmethod
+    def s4d(cls, states: str, dim: int, dstate: int, seed: int) -> System:
+        """A of :func:`s4d_rates` in every channel, B one, and C normal."""
+        A = s4d_rates(states, dstate).repeat(dim, 1)
+        generator = torch.Generator().manual_seed(seed)
+        return cls(A, torch.ones_like(A), torch.randn(dim, dstate, generator=generator, dtype=A.dtype))
+
+    def out(self, y: Tensor) -> Tensor:
+        """The output of ``<C, h>``: twice the real part where states are one of each conjugate pair."""
+        return 2 * y.real if self.A.is_complex() else y.real
 
 
 @dataclass(frozen=True)
@@ -106,7 +132,8 @@ class Response:
 def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINEST_STEP) -> Response:
     """The sum of three sinusoids, with another phase in every channel.
 
-    One component ``Im(e^{i(wt+p)})`` drives a state to ``B Im(e^{ip} (e^{iwt} - e^{At}) / (iw - A))``.
+    ``e^{i(wt+p)}`` drives a state to ``B e^{ip} (e^{iwt} - e^{At}) / (iw - A)``. A sinusoid is the difference of two of these
+    inputs, with opposite signs of w and p, over 2i.
     """
     frequencies = torch.tensor([1.0, 3.1, 9.7], dtype=torch.float64)
     dim = system.A.shape[0]
@@ -117,21 +144,25 @@ def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINES
     y = torch.empty_like(u)
     waves = torch.exp(1j * frequencies[:, None] * t)
     for d in range(dim):  # one channel at a time bounds the memory of (dstate, seqlen)
-        response = torch.exp(1j * phases[d])[:, None] / (1j * frequencies[:, None] - system.A[d])
-        weighted = response * (system.B[d] * system.C[d])
-        steady = (weighted.sum(1)[:, None] * waves).sum(0).imag
-        y[d] = steady - weighted.sum(0).imag @ torch.exp(system.A[d][:, None] * t)
+        transient, parts = torch.exp(system.A[d][:, None] * t).to(waves.dtype), []
+        for sign in (1, -1):
+            response = torch.exp(1j * sign * phases[d])[:, None] / (1j * sign * frequencies[:, None] - system.A[d])
+            weighted = response * (system.B[d] * system.C[d])
+            wave = waves if sign == 1 else waves.conj()
+            parts.append((weighted.sum(1)[:, None] * wave).sum(0) - weighted.sum(0) @ transient)
+        y[d] = system.out((parts[0] - parts[1]) / 2j)
     listed = ", ".join(f"{frequency:g}" for frequency in frequencies.tolist())
     return Response(u, u_middle, torch.sin(phases).sum(1), y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
 
 
 def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``phi1(z) = (e^z - 1) / z`` and ``phi2(z) = (phi1 - 1) / z`` for z < 0; phi2 by its series where the formula cancels."""
+    """``phi1(z) = (e^z - 1) / z`` and ``phi2(z) = (phi1 - 1) / z`` for z != 0; phi2 by its series where it cancels."""
     phi1 = np.expm1(z) / z
-    series = np.zeros_like(z)
+    is_small = np.abs(z) < 0.5
+    series, small = np.zeros_like(z), np.where(is_small, z, 0)
     for k in range(18, -1, -1):
-        series = 1.0 + series * z / (k + 3)
-    return phi1, np.where(z > -0.5, series / 2, (phi1 - 1.0) / z)
+        series = 1.0 + series * small / (k + 3)
+    return phi1, np.where(is_small, series / 2, (phi1 - 1.0) / z)
 
 
 def recording(system: System, samples: np.ndarray, hold: str, step: float = FINEST_STEP) -> Response:
@@ -158,10 +189,10 @@ def recording(system: System, samples: np.ndarray, hold: str, step: float = FINE
     y = np.empty((len(u) - 1, z.shape[0]))
     for k in range(1, len(u)):
         h = decay * h + now * u[k] + before * u[k - 1]
-        (C * h).sum(1, out=y[k - 1])
+        y[k - 1] = (C * h).sum(1).real
     start = torch.full((z.shape[0],), float(u[0]), dtype=torch.float64)
     u, middle = (torch.from_numpy(values).expand(z.shape[0], -1) for values in (u[1:], middle))
-    exact = torch.from_numpy(y).T.contiguous()
+    exact = system.out(torch.from_numpy(y)).T.contiguous()
     return Response(u, middle, start, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
 
 
