@@ -171,6 +171,7 @@ DenseSums DenseBwd::allocate_sums(const DenseInputs& in, const SelectiveScanPara
     if (!is_needed(grad) || !matrix.per_step) return;
     const int64_t tiles = dense.tiles.tiles / matrix.groups;
     tensor = empty_tensor({tiles, scan.batch, matrix.groups, dstate, scan.seqlen}, options);
+    if (tiles == 0) return;  // without channels
     view = matrix_view(tensor.select(0, 0), Access::kWrite, in.reverse);
     stride = tensor.stride(0);
   };

@@ -175,8 +175,12 @@ def dense_scan(
         h, u_before, B_before = states[rows], given_u[rows], None if given_B is None else given_B[rows]
         matrix = own_B if B_before is None else _per_step(B_before[..., None], u_before.shape[0], dim, 1)[..., 0]
         sample = matrix * u_before[..., None]
-        if begin == 0 and (end > 0 or 0 not in at):
-            at[0] = ScanState(h, u_before, B_before)
+        if begin == 0:
+            # The state at 0 is that of the first sequence with steps, before which its own first sample comes with "repeat".
+            if repeats and end > 0:
+                at[0] = ScanState(h, u[..., 0], None if B_before is None else own_B[..., 0])
+            elif end > 0 or 0 not in at:
+                at[0] = ScanState(h, u_before, B_before)
         for t in range(begin, end):
             first = resets[:, t, None, None] if t > begin else torch.full_like(resets[:, t, None, None], repeats)
             if t > begin:

@@ -211,6 +211,15 @@ def test_diagonal_matrices_equal_the_diagonal_scan(rule, device):
     close(found, [x.cpu() if isinstance(x, torch.Tensor) else [y.cpu() for y in x] for x in expected], 1e-12)
 
 
+def test_sample_before_the_first_position_repeats():
+    inputs = inputs_of(seqlen=5)
+    options = {"discretization": "trapezoidal", "previous": "repeat", "states_at": [0, 3]}
+    _, found = selective_scan(**inputs, **options)
+    _, expected = expected_of(inputs, **options)
+    for of_all, *of_each in zip(found, *expected, strict=True):
+        close(of_all, torch.stack(of_each, dim=1))
+
+
 @pytest.mark.parametrize("rule", ["bilinear", "trapezoidal"])
 def test_split_equals_whole(rule, device):
     inputs = on(device, inputs_of(seqlen=40))
@@ -247,13 +256,15 @@ def test_stiff_fp32_is_stable():
 
 
 def test_empty():
-    for batch, seqlen in ((0, 4), (2, 0)):
-        inputs = inputs_of(batch, 3, seqlen)
-        inputs["A"].requires_grad_()
+    for batch, dim, seqlen in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        inputs = inputs_of(batch, dim, seqlen)
+        for name in "ABC":
+            inputs[name].requires_grad_()
         out, state = selective_scan(**inputs, discretization="bilinear", return_last_state=True)
-        assert out.shape == (batch, 3, seqlen) and torch.equal(state, torch.zeros(batch, 3, 4, dtype=torch.float64))
+        assert out.shape == (batch, dim, seqlen) and torch.equal(state, torch.zeros(batch, dim, 4, dtype=torch.float64))
         (out.sum() + state.sum()).backward()
-        assert torch.equal(inputs["A"].grad, torch.zeros_like(inputs["A"]))
+        for name in "ABC":
+            assert torch.equal(inputs[name].grad, torch.zeros_like(inputs[name]))
 
 
 def test_nan_stays_in_its_channel():
