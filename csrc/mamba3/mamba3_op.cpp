@@ -207,7 +207,9 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation) {
   return scan;
 }
 
-// A scan without steps returns the states that it got.
+bool has_no_steps(const Inputs& in) { return in.x.size(1) == 0 || in.x.size(2) == 0; }
+
+// A scan without steps, or without heads, returns the states that it got.
 Outputs without_steps(const Inputs& in, Outputs outputs) {
   const auto copy = [](const at::Tensor& target, const OptionalTensor& source) {
     if (is_present(source)) {
@@ -217,6 +219,7 @@ Outputs without_steps(const Inputs& in, Outputs outputs) {
     }
   };
   copy(outputs.final_angle, in.initial_angle);
+  at::Tensor(outputs.final_angle).sub_((outputs.final_angle * (1 / (2 * kPi))).round_(), 2 * kPi);  // from -pi to pi
   copy(outputs.final_ssm, in.initial_ssm);
   copy(outputs.final_k, in.initial_k);
   copy(outputs.final_x, in.initial_x);
@@ -237,7 +240,7 @@ Outputs mamba3_fwd(const Inputs& in) {
   check_inputs(in);
   check_values(in, /*is_backward=*/false);
   const Outputs outputs = allocate_fwd(in);
-  if (in.x.size(1) == 0) return without_steps(in, outputs);
+  if (has_no_steps(in)) return without_steps(in, outputs);
   const Rotation rotation = rotate(in);
   const ssd::TwoSampleInputs scan = scan_of(in, rotation);
   const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
@@ -287,7 +290,7 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   check_values(in, /*is_backward=*/true);
   const GradTensors grads = allocate_bwd(bwd);
   const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
-  if (in.x.size(1) == 0) {
+  if (has_no_steps(in)) {
     adjoint_without_steps(bwd, grads);
     return grads;
   }

@@ -159,7 +159,7 @@ def test_opcheck(device):
 def test_short_sequences_pass_states_on(length, device):
     """A call without steps returns the states that it got, with their gradients."""
     inputs = at_steps(make_inputs(device=device), 0, length)
-    assert_same(inputs)
+    assert_same(inputs | {"initial_angle": inputs["initial_angle"] + 7})
     if length == 0:
         leaves = with_gradients(inputs)
         _, *states = MAMBA3(**leaves)
@@ -167,6 +167,17 @@ def test_short_sequences_pass_states_on(length, device):
             torch.testing.assert_close(state, inputs[f"initial_{name}"], rtol=0, atol=0)
             gradient = torch.autograd.grad(state.sum(), leaves[f"initial_{name}"], retain_graph=True)[0]
             assert gradient.eq(1).all()
+
+
+def test_without_heads(device):
+    inputs = make_inputs(device=device)
+    axes = {"dt": 2, "A": 2, "trap": 2, "x": 2, "z": 2, "B_bias": 0, "C_bias": 0, "D": 0}
+    axes |= {f"initial_{name}": 1 for name in ("angle", "ssm", "k", "x")}
+    leaves = with_gradients(inputs | {name: inputs[name].narrow(axis, 0, 0) for name, axis in axes.items()})
+    out, *states = MAMBA3(**leaves)
+    assert out.shape == leaves["x"].shape and all(state.numel() == 0 for state in states)
+    out.sum().backward()
+    assert not leaves["B"].grad.any()
 
 
 def test_what_is_refused(device):
