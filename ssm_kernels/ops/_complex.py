@@ -6,7 +6,7 @@ The operators take real tensors in which the real and the imaginary part of a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ from ._two_samples import two_sample_scan
 
 __all__ = ["columns", "complex_decay", "complex_scan", "complex_step", "complex_summary", "is_complex", "numbers"]
 
+_MAX_DSTATE = 128
+
 
 def is_complex(A: Any) -> bool:
     """Whether it is a complex tensor."""
     return isinstance(A, Tensor) and A.is_complex()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check(operator: str, name: str, value: Any, A: Tensor) -> None:
@@ -30,9 +36,9 @@ def _check(operator: str, name: str, value: Any, A: Tensor) -> None:
         return  # the operator names it
     if not value.is_complex():
         hint = f"torch.complex({name}, torch.zeros_like({name}))"
-        raise RuntimeError(f"{operator}: expected a complex {name} with a complex A, got {value.dtype}: pass {hint}")
+        raise RuntimeError(f"{operator}: expected a complex {name} with a complex A, got {_name(value.dtype)}: pass {hint}")
     if value.dtype != A.dtype:
-        raise RuntimeError(f"{operator}: expected {name} of dtype {A.dtype}, that of A, got {value.dtype}")
+        raise RuntimeError(f"{operator}: expected {name} of dtype {_name(A.dtype)}, that of A, got {_name(value.dtype)}")
 
 
 def columns(value: Tensor) -> Tensor:
@@ -67,7 +73,55 @@ def _refuse_unequal(operator: str, u: Any, A: Tensor) -> None:
     if isinstance(u, Tensor):
         expected = torch.complex128 if u.dtype == torch.float64 else torch.complex64
         if A.dtype != expected:
-            raise RuntimeError(f"{operator}: expected a complex A of dtype {expected} beside {u.dtype}, got {A.dtype}")
+            given = f"{_name(expected)} beside {_name(u.dtype)}, got {_name(A.dtype)}"
+            raise RuntimeError(f"{operator}: expected a complex A of dtype {given}")
+
+
+# The operators' checks count the real and the imaginary part of a state, so that their messages would name other shapes than
+# the caller's.
+def _check_A(operator: str, A: Tensor, axes: str, channels: Sequence[Any]) -> None:
+    if A.dim() != len(channels) + 1 or [*A.shape[:-1]] != [*channels]:
+        expected = f"{axes}, whose first {'size is' if len(channels) == 1 else 'sizes are'} {', '.join(map(str, channels))}"
+        raise ValueError(f"{operator}: expected a complex A of shape {expected}, got {[*A.shape]}")
+    if not 1 <= A.shape[-1] <= _MAX_DSTATE:
+        raise ValueError(f"{operator}: expected dstate from 1 to {_MAX_DSTATE} with a complex A, got {A.shape[-1]}")
+
+
+def _check_shape(operator: str, name: str, value: Any, shapes: dict[str, list[Any]]) -> None:
+    """Raises unless the shape is the one of those, by axes, that has as many sizes."""
+    if not isinstance(value, Tensor) or [*value.shape] in shapes.values():
+        return
+    alike = {axes: shape for axes, shape in shapes.items() if len(shape) == value.dim()}
+    expected = " or ".join(f"{axes} = {shape}" for axes, shape in alike.items()) or " or ".join(shapes)
+    raise ValueError(f"{operator}: expected {name} of shape {expected}, got {[*value.shape]}")
+
+
+def _check_shapes(operator: str, u: Any, A: Tensor, B: Any, C: Any, initial_state: Any, previous: Any, cu_seqlens: Any) -> None:
+    if not isinstance(u, Tensor) or u.dim() != 3:
+        return  # the operator names it
+    batch, dim, seqlen = u.shape
+    _check_A(operator, A, "(dim, dstate)", [dim])
+    dstate = A.shape[1]
+    for name, value in (("B", B), ("C", C)):
+        groups = value.shape[1] if isinstance(value, Tensor) and value.dim() == 4 else 1
+        shapes = {
+            "(dim, dstate)": [dim, dstate],
+            "(batch, dstate, seqlen)": [batch, dstate, seqlen],
+            "(batch, groups, dstate, seqlen)": [batch, groups, dstate, seqlen],
+        }
+        _check_shape(operator, name, value, shapes)
+    axis, sequences = "batch", batch
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:
+        axis, sequences = "sequences", cu_seqlens.shape[0] - 1
+    _check_shape(operator, "initial_state", initial_state, {f"({axis}, dim, dstate)": [sequences, dim, dstate]})
+    if not isinstance(previous, (tuple, list)) or len(previous) != 2 or not isinstance(B, Tensor):
+        return
+    if (previous[1] is None) != (B.dim() == 2):
+        got = f"{'None' if previous[1] is None else 'a tensor'} with B of shape {[*B.shape]}"
+        raise ValueError(f"{operator}: expected the B of previous to be a tensor, or None where B is constant, got {got}")
+    of_groups = [*B.shape[1:-1]]
+    axes = f"({axis}, dstate)" if len(of_groups) == 1 else f"({axis}, groups, dstate)"
+    _check_shape(operator, "previous_B", previous[1], {axes: [sequences, *of_groups]})
 
 
 def complex_scan(
@@ -88,13 +142,15 @@ def complex_scan(
     ``operator`` is the name in errors.
     """
     _refuse_unequal(operator, u, A)
-    axes = [1 if isinstance(X, Tensor) and X.dim() == 2 else -2 for X in (B, C)]
-    _check_states(operator, A, B=(B, axes[0]), C=(C, axes[1]), initial_state=(initial_state, -1))
-    is_constant = axes[0] == 1
+    for name, value in (("B", B), ("C", C), ("initial_state", initial_state)):
+        _check(operator, name, value, A)
+    given_B = previous[1] if isinstance(previous, (tuple, list)) and len(previous) == 2 else None
+    _check(operator, "previous_B", given_B, A)
+    _check_shapes(operator, u, A, B, C, initial_state, previous, options.get("cu_seqlens"))
+    is_constant = isinstance(B, Tensor) and B.dim() == 2
     matrices = [X if not isinstance(X, Tensor) else columns(X) if X.dim() == 2 else _rows(X) for X in (B, C)]
-    if isinstance(previous, (tuple, list)) and len(previous) == 2 and isinstance(previous[1], Tensor):
-        _check_states(operator, A, previous_B=(previous[1], -1))
-        previous = (previous[0], columns(previous[1]))
+    if isinstance(given_B, Tensor):
+        previous = (previous[0], columns(given_B))
     results = scan(
         *(u, delta, columns(A), *matrices, *others),
         initial_state=None if initial_state is None else columns(initial_state),
@@ -216,6 +272,9 @@ def complex_step(
     operator = "selective_state_update"
     _refuse_unequal(operator, x, A)
     _check_states(operator, A, state=(state, -1), B=(B, -1), C=(C, -1))
+    if isinstance(state, Tensor) and state.dim() in (3, 4):
+        axes = "(dim, dstate)" if state.dim() == 3 else "(heads, headdim, dstate)"
+        _check_A(operator, A, axes, state.shape[1:-1])
     if previous_B is not None and previous_B.dim() > 1:
         _check_states(operator, A, previous_B=(previous_B, -1))
     written = [(value, _memory(value)) for value in (state, previous_B)]

@@ -158,7 +158,7 @@ def test_constant_B_as_groups() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"state": torch.ones(3, 6, 5).double()}, RuntimeError, "expected a complex state with a complex A, got torch.float64"),
+        ({"state": torch.ones(3, 6, 5).double()}, RuntimeError, "expected a complex state with a complex A, got float64"),
         ({"discretization": "poly"}, ValueError, "a complex A with discretization 'zoh', .* got 'poly'"),
         ({"dt_A": torch.ones(6).double()}, NotImplementedError, "dt_A is not supported with a complex A"),
         ({"A_is_log": True}, NotImplementedError, "A_is_log is not supported with a complex A"),
