@@ -87,7 +87,7 @@ def check_discretization(layer: str, value: Any, supported: Sequence[str] = (), 
         raise ValueError(
             f"{layer}: expected discretization {stem!r} with alpha from 0 to 1, as in '{stem}(0.7)', got {value!r}"
         )
-    if stem in two_sample_discretizations and stem not in listed and set(listed) & {*two_sample_discretizations}:
+    if stem in ("gbt", *two_sample_discretizations) and stem not in listed and set(listed) & {*two_sample_discretizations}:
         raise ValueError(
             f"{layer}: discretization {value!r} has a rational decay, and this layer needs an exponential one, expected one of "
             f"{[*listed]}"

@@ -166,6 +166,7 @@ BAD_VALUES: dict[tuple[type[nn.Module], ...], list[tuple[dict[str, Any], str]]] 
         ({"chunk_size": 0}, "expected chunk_size to be at least 1, got 0"),
         ({"dt_limit": (1.0, 0.5)}, "expected dt_limit = (min, max) with min <= max, got (1.0, 0.5)"),
         ({"discretization": "bilinear"}, "ssd_chunk_scan: discretization 'bilinear' is not supported"),
+        ({"discretization": "gbt"}, "discretization 'gbt' has a rational decay, and this layer needs an exponential one"),
     ],
     RECURRENCES: [
         *(({size: 0}, f"expected {size} to be at least 1, got 0") for size in ("input_size", "hidden_size", "num_layers")),
