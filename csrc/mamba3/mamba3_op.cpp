@@ -1,4 +1,4 @@
-// mamba3_chunk_scan, Mamba-3's scan of rank one, on every device: checks, allocation, Meta, Autograd and Autocast.
+// mamba3_chunk_scan, Mamba-3's scan, on every device: checks, allocation, Meta, Autograd and Autocast.
 //
 // With theta_t = theta_{t-1} + pi tanh(angles_t) dt_t, k_t = R(theta_t) (B_t + B_bias), q_t = R(theta_t) (C_t + C_bias) and
 // lambda_t = sigmoid(trap_t), a step is
@@ -9,6 +9,10 @@
 // (ssd/two_sample_op.h), whose B and C are k and q by head, and whose A has a value a step. The previous sample before the
 // first step is (k, x) of the initial states. Everything is computed in the accumulation type. Autograd saves the inputs;
 // backward rotates again.
+//
+// With ranks (MIMO), B, C, k and q have R rows a step, v^r_t = x_t mimo_x^r, x_t k_t^T becomes sum_r v^r_t (k^r_t)^T, and the
+// outputs are y^r_t = S_t q^r_t + D v^r_t. Norm, gate and sum of the ranks are part of the scan (ssd/aten/ranks.h), which is
+// then PyTorch matmuls on every device.
 //
 // k and q are in the frame of the sequence: theta counts from the beginning of the sequence, or from the given angle. Only
 // differences of phases have an effect on y, but the last k and S are states in this frame.
@@ -43,7 +47,7 @@ namespace ssm_kernels::mamba3 {
 TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
   const Schemas schemas(library);
 
-  // Mamba-3's scan. The norm, of each head's output, is before the gate. Ranks above one, and reverse, are refused by name.
+  // Mamba-3's scan. The norm, of each head's output, is before the gate. reverse is refused by name.
   schemas.def(
       "mamba3_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor trap, Tensor angles, *, "
       "Tensor? B_bias=None, Tensor? C_bias=None, Tensor? D=None, Tensor? z=None, Tensor? mimo_x=None, Tensor? mimo_z=None, "
@@ -53,10 +57,12 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "-> (Tensor out, Tensor final_angle, Tensor final_ssm, Tensor final_k, Tensor final_x)");
   const std::string arguments =
       "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor trap, Tensor angles, Tensor? B_bias, Tensor? C_bias, "
-      "Tensor? D, Tensor? z, Tensor? initial_angle, Tensor? initial_ssm, Tensor? initial_k, Tensor? initial_x, "
-      "Tensor? seq_idx, Tensor? cu_seqlens, str rotate, SymInt? chunk_size, bool wide_out, bool premultiplied";
+      "Tensor? D, Tensor? z, Tensor? mimo_x, Tensor? mimo_z, Tensor? mimo_out, Tensor? norm_weight, Tensor? initial_angle, "
+      "Tensor? initial_ssm, Tensor? initial_k, Tensor? initial_x, Tensor? seq_idx, Tensor? cu_seqlens, float norm_eps, "
+      "str rotate, SymInt? chunk_size, bool wide_out, bool premultiplied";
   const std::string results = ") -> (Tensor out, Tensor final_angle, Tensor final_ssm, Tensor final_k, Tensor final_x)";
-  // The differentiable form, without norm. With wide_out the output has the accumulation type; with premultiplied, A is A dt.
+  // The differentiable form, without norm unless there are ranks. With wide_out the output has the accumulation type; with
+  // premultiplied, A is A dt.
   schemas.def("_mamba3_chunk_scan(" + arguments + results);
   schemas.kernels("_mamba3_chunk_scan_fwd(" + arguments + results);
   // Gradients that are absent or not needed have no elements.
@@ -64,9 +70,10 @@ TORCH_LIBRARY_FRAGMENT(ssm_kernels, library) {
       "_mamba3_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_angle, Tensor? grad_final_ssm, Tensor? grad_final_k, "
       "Tensor? grad_final_x, " +
       arguments +
-      ", bool[15] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+      ", bool[19] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_trap, Tensor grad_angles, Tensor grad_B_bias, Tensor grad_C_bias, Tensor grad_D, Tensor grad_z, "
-      "Tensor grad_initial_angle, Tensor grad_initial_ssm, Tensor grad_initial_k, Tensor grad_initial_x)");
+      "Tensor grad_mimo_x, Tensor grad_mimo_z, Tensor grad_mimo_out, Tensor grad_norm_weight, Tensor grad_initial_angle, "
+      "Tensor grad_initial_ssm, Tensor grad_initial_k, Tensor grad_initial_x)");
 }
 
 namespace {
@@ -74,15 +81,18 @@ namespace {
 constexpr char kOp[] = "mamba3_chunk_scan";
 constexpr char kSequence[] = "(batch, seqlen, heads, headdim)";
 constexpr char kSteps[] = "(batch, seqlen, heads)";
-constexpr char kMatrix[] = "(batch, seqlen, groups, dstate)";
+constexpr char kMatrix[] = "(batch, seqlen, groups, dstate)", kRankedMatrix[] = "(batch, seqlen, ranks, groups, dstate)";
 constexpr Discretization kRule = Discretization::kExpTrapezoidal;
 
 using Shape = std::vector<c10::SymInt>;
 
 c10::SymInt sequences_of(const Inputs& in) { return count_states(in.cu_seqlens, in.x.sym_size(0)); }
 Shape angle_shape(const Inputs& in) { return {sequences_of(in), in.x.sym_size(2), in.angles.sym_size(-1)}; }
-Shape ssm_shape(const Inputs& in) { return {sequences_of(in), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)}; }
-Shape k_shape(const Inputs& in) { return {sequences_of(in), in.x.sym_size(2), in.B.sym_size(3)}; }
+Shape ssm_shape(const Inputs& in) { return {sequences_of(in), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(-1)}; }
+Shape k_shape(const Inputs& in) {
+  if (in.has_ranks()) return {sequences_of(in), in.x.sym_size(2), in.B.sym_size(2), in.B.sym_size(4)};
+  return {sequences_of(in), in.x.sym_size(2), in.B.sym_size(3)};
+}
 Shape x_shape(const Inputs& in) { return {sequences_of(in), in.x.sym_size(2), in.x.sym_size(3)}; }
 
 std::string state_axes(const Inputs& in, const char* axes) {
@@ -98,29 +108,56 @@ void check_states(const ArgumentChecks& checks, const Inputs& in, const std::str
   };
   check("angle", angle, "angles", angle_shape(in), in.wide());
   check("ssm", ssm, "headdim, dstate", ssm_shape(in), in.wide());
-  check("k", k, "dstate", k_shape(in), in.wide());
+  check("k", k, in.has_ranks() ? "ranks, dstate" : "dstate", k_shape(in), in.wide());
   check("x", x, "headdim", x_shape(in), in.x.scalar_type());
+}
+
+// The biases and what only calls with ranks have.
+void check_ranks(const ArgumentChecks& checks, const Inputs& in) {
+  const c10::SymInt heads = in.x.sym_size(2), headdim = in.x.sym_size(3), dstate = in.B.sym_size(-1);
+  const auto check_bias = [&](const char* name, const OptionalTensor& bias) {
+    if (is_present(bias) && in.has_ranks() && bias->dim() == 3) {
+      checks.tensor(name, bias, "(heads, ranks, dstate)", {heads, in.B.sym_size(2), dstate}, in.wide());
+    } else {
+      checks.tensor(name, bias, in.has_ranks() ? "(heads, dstate) or (heads, ranks, dstate)" : "(heads, dstate)",
+                    {heads, dstate}, in.wide());
+    }
+  };
+  check_bias("B_bias", in.B_bias);
+  check_bias("C_bias", in.C_bias);
+  for (const auto& [name, factor] :
+       {std::pair<const char*, const OptionalTensor&>("mimo_x", in.mimo_x), {"mimo_z", in.mimo_z}, {"mimo_out", in.mimo_out}}) {
+    if (!is_present(factor)) continue;
+    TORCH_CHECK_VALUE(in.has_ranks(), kOp, ": expected ", name, " with B and C of shape ", kRankedMatrix,
+                      " only, got it with B of shape ", in.B.sym_sizes());
+    checks.tensor(name, factor, "(heads, ranks, headdim)", {heads, in.B.sym_size(2), headdim}, in.wide());
+  }
+  TORCH_CHECK_VALUE(is_present(in.z) || !is_present(in.mimo_z), kOp, ": expected mimo_z with z only, got it without z");
+  checks.tensor("norm_weight", in.norm_weight, "(heads, headdim)", {heads, headdim}, in.wide());
 }
 
 void check_inputs(const Inputs& in) {
   const ArgumentChecks checks(kOp, "x", in.x);
   checks.rank("x", in.x, 4, kSequence);
-  TORCH_CHECK_NOT_IMPLEMENTED(in.B.dim() != 5, kOp, ": expected B of shape ", kMatrix, ", got B of shape ", in.B.sym_sizes(),
-                              ": ranks above one (MIMO) are not supported");
-  checks.rank("B", in.B, 4, kMatrix);
+  const bool has_ranks = in.has_ranks();
+  if (!has_ranks) checks.rank("B", in.B, 4, "(batch, seqlen, groups, dstate) or (batch, seqlen, ranks, groups, dstate)");
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1), heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
-  const c10::SymInt groups = in.B.sym_size(2), dstate = in.B.sym_size(3);
+  const c10::SymInt groups = in.B.sym_size(-2), dstate = in.B.sym_size(-1);
   const at::ScalarType dtype = in.x.scalar_type();
+  TORCH_CHECK_VALUE(!has_ranks || in.B.sym_size(2) >= 1, kOp, ": expected at least one rank in B and C, got ",
+                    in.B.sym_sizes());
   TORCH_CHECK_VALUE(headdim >= 1 && headdim <= ssd::kMaxHeaddim, kOp, ": expected headdim from 1 to ", ssd::kMaxHeaddim,
                     ", got ", headdim);
   for (const auto& [name, tensor] : {std::pair<const char*, const at::Tensor&>("dt", in.dt), {"A", in.A}, {"trap", in.trap}}) {
     checks.parameter(name, tensor, kSteps, {batch, seqlen, heads});
   }
-  checks.tensor("B", in.B, kMatrix, {batch, seqlen, groups, dstate}, dtype);
+  Shape shape = {batch, seqlen, groups, dstate};
+  if (has_ranks) shape.insert(shape.begin() + 2, in.B.sym_size(2));
+  checks.tensor("B", in.B, has_ranks ? kRankedMatrix : kMatrix, shape, dtype);
   TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, kOp, ": expected the groups of B and C to divide heads = ", heads,
                     ", got ", groups);
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
-  checks.tensor("C", in.C, kMatrix, in.B.sym_sizes(), dtype);
+  checks.tensor("C", in.C, has_ranks ? kRankedMatrix : kMatrix, in.B.sym_sizes(), dtype);
   const int64_t rank = in.angles.dim();
   checks.rank("angles", in.angles, rank == 4 ? 4 : 3, "(batch, seqlen, angles) or (batch, seqlen, heads, angles)");
   const c10::SymInt angles = in.angles.sym_size(-1);
@@ -130,8 +167,7 @@ void check_inputs(const Inputs& in) {
     checks.parameter("angles", in.angles, "(batch, seqlen, heads, angles)", {batch, seqlen, heads, angles});
   }
   check_rotation(kOp, in.rotate, angles, dstate);
-  checks.tensor("B_bias", in.B_bias, "(heads, dstate)", {heads, dstate}, in.wide());
-  checks.tensor("C_bias", in.C_bias, "(heads, dstate)", {heads, dstate}, in.wide());
+  check_ranks(checks, in);
   if (is_present(in.D)) {
     if (in.D->dim() == 2) {
       checks.tensor("D", in.D, "(heads, headdim)", {heads, headdim}, in.wide());
@@ -177,8 +213,19 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   return grads;
 }
 
-// The scan that follows the rotation.
-ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation) {
+// Factors of ranks, and k of states, (..., heads, ranks, ...), with the ranks first.
+at::Tensor ranks_first(const at::Tensor& tensor, int64_t axis) { return tensor.transpose(axis, axis + 1); }
+
+// v of the sample before the sequences, (sequences, ranks, heads, headdim).
+at::Tensor inputs_before(const Inputs& in) {
+  const at::Tensor x = in.initial_x->to(in.wide()).unsqueeze(1);
+  return is_present(in.mimo_x) ? x * ranks_first(*in.mimo_x, 0) : x.expand({-1, in.ranks(), -1, -1});
+}
+
+ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight, in.norm_eps}; }
+
+// The scan that follows the rotation. `ranks` outlives it.
+ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks) {
   const auto wide = [&](const OptionalTensor& tensor) {
     return is_present(tensor) ? OptionalTensor(tensor->to(in.wide())) : OptionalTensor();
   };
@@ -192,8 +239,16 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation) {
   scan.z = wide(in.z);
   scan.initial_states = in.initial_ssm;
   scan.lam = in.trap.to(in.wide());
-  scan.previous_x = wide(in.initial_x);
-  scan.previous_B = in.initial_k;
+  if (in.has_ranks()) {
+    scan.ranks = &ranks;
+    if (is_present(in.initial_x)) {
+      scan.previous_x = inputs_before(in);
+      scan.previous_B = ranks_first(*in.initial_k, 1);
+    }
+  } else {
+    scan.previous_x = wide(in.initial_x);
+    scan.previous_B = in.initial_k;
+  }
   scan.seq_idx = in.seq_idx;
   scan.cu_seqlens = in.cu_seqlens;
   scan.are_cu_seqlens_checked = true;
@@ -235,18 +290,28 @@ void check_values(const Inputs& in, bool is_backward) {
   check_cu_seqlens_values(kOp, in.cu_seqlens->cpu(), in.x.size(1));
 }
 
+// The last k of each sequence, shaped as the state.
+at::Tensor last_k(const Inputs& in, const ssd::TwoSampleInputs& scan, const at::Tensor& k) {
+  if (!in.has_ranks()) return ssd::last_steps(scan, k, in.initial_k);
+  OptionalTensor before;
+  if (is_present(in.initial_k)) before = ranks_first(*in.initial_k, 1).flatten(1, 2);
+  return ranks_first(ssd::last_steps(scan, k.flatten(2, 3), before).unflatten(1, {in.ranks(), -1}), 1);
+}
+
 Outputs mamba3_fwd(const Inputs& in) {
   if (in.x.is_meta()) return meta<check_inputs, allocate_fwd>(in);
   check_inputs(in);
+  TORCH_INTERNAL_ASSERT(in.has_ranks() || !is_present(in.norm_weight), "the public operator norms a scan without ranks");
   check_values(in, /*is_backward=*/false);
   const Outputs outputs = allocate_fwd(in);
   if (has_no_steps(in)) return without_steps(in, outputs);
   const Rotation rotation = rotate(in);
-  const ssd::TwoSampleInputs scan = scan_of(in, rotation);
+  const ssd::Ranks ranks = ranks_of(in);
+  const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks);
   const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
   at::Tensor(outputs.out).copy_(found.out);
   at::Tensor(outputs.final_angle).copy_(rotation.phases * (2 * kPi));
-  at::Tensor(outputs.final_k).copy_(ssd::last_steps(scan, rotation.k, in.initial_k));
+  at::Tensor(outputs.final_k).copy_(last_k(in, scan, rotation.k));
   at::Tensor(outputs.final_x).copy_(ssd::last_steps(scan, in.x, in.initial_x));
   return {outputs.out, outputs.final_angle, found.final_states, outputs.final_k, outputs.final_x};
 }
@@ -259,7 +324,9 @@ void add_last(const Inputs& in, const at::Tensor& steps, const OptionalTensor& g
     return;
   }
   const at::Tensor offsets = in.cu_seqlens->to(at::kLong), ends = offsets.slice(0, 1);
-  const at::Tensor has_steps = ends.gt(offsets.slice(0, 0, -1)).view({-1, 1, 1});
+  std::vector<int64_t> shape(grad->dim(), 1);
+  shape[0] = -1;
+  const at::Tensor has_steps = ends.gt(offsets.slice(0, 0, -1)).view(shape);
   const at::Tensor none = at::zeros_like(*grad), wide = grad->to(steps.scalar_type());
   steps.select(0, 0).index_add_(0, (ends - 1).clamp(0, in.x.size(1) - 1), at::where(has_steps, wide, none));
   if (before.numel() > 0) before.add_(at::where(has_steps, none, *grad));
@@ -279,8 +346,32 @@ void adjoint_without_steps(const BwdInputs& bwd, const GradTensors& grads) {
 
 // The sum over the heads of a group.
 at::Tensor of_groups(const Inputs& in, const at::Tensor& of_heads) {
-  const int64_t heads = in.x.size(2), groups = in.B.size(2);
-  return heads == groups ? of_heads : of_heads.unflatten(2, {groups, heads / groups}).sum(3);
+  const int64_t heads = in.x.size(2), groups = in.B.size(-2);
+  return heads == groups ? of_heads : of_heads.unflatten(-2, {groups, heads / groups}).sum(-2);
+}
+
+// The gradient of a bias from that of its rows, summed over batch and time in float64.
+at::Tensor of_bias(const Inputs& in, const at::Tensor& grad, const at::Tensor& bias) {
+  const at::Tensor sum = grad.sum(at::IntArrayRef{0, 1}, /*keepdim=*/false, at::kDouble);
+  if (!in.has_ranks()) return sum;
+  return bias.dim() == 3 ? ranks_first(sum, 0) : sum.sum(0);
+}
+
+// The sums that the gradients of the ranks' factors are added to.
+ssd::RankGrads zero_rank_grads(const GradTensors& grads) {
+  const auto zeros = [&](int grad) {
+    return grads[grad].numel() > 0 ? at::zeros_like(grads[grad], at::kDouble) : at::Tensor();
+  };
+  return {zeros(kGradMimoX), zeros(kGradMimoZ), zeros(kGradMimoOut), zeros(kGradNormWeight)};
+}
+
+// The gradient of the last x before the sequences, from that of its v; adds that of mimo_x to a sum.
+at::Tensor inputs_before_adjoint(const Inputs& in, const at::Tensor& grad, const at::Tensor& sum_mimo_x) {
+  if (sum_mimo_x.defined()) {
+    const at::Tensor of_factors = grad * in.initial_x->to(in.wide()).unsqueeze(1);
+    sum_mimo_x.add_(ranks_first(of_factors.sum(0, /*keepdim=*/false, at::kDouble), 0));
+  }
+  return (is_present(in.mimo_x) ? grad * ranks_first(*in.mimo_x, 0) : grad).sum(1);
 }
 
 GradTensors mamba3_bwd(const BwdInputs& bwd) {
@@ -298,12 +389,14 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
     return is_present(tensor) ? OptionalTensor(tensor->to(in.wide())) : OptionalTensor();
   };
   Rotation rotation = rotate(in);
-  ssd::TwoSampleBwdInputs of_scan{wide(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation), {}};
+  const ssd::Ranks ranks = ranks_of(in);
+  const ssd::RankGrads rank_grads = zero_rank_grads(grads);
+  ssd::TwoSampleBwdInputs of_scan{wide(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation, ranks), {}, &rank_grads};
   const bool needs_phases = needs(kGradAngles) || needs(kGradDt) || needs(kGradInitialAngle);
   const bool needs_rows =
       needs_phases || needs(kGradB) || needs(kGradC) || needs(kGradBBias) || needs(kGradCBias) || needs(kGradInitialK);
   const auto ask = [&](int grad, bool is_needed) { of_scan.needs_grad[grad] = is_needed; };
-  ask(ssd::kGradX, needs(kGradX) || needs(kGradInitialX));
+  ask(ssd::kGradX, needs(kGradX) || needs(kGradInitialX) || needs(kGradMimoX));
   ask(ssd::kGradDt, needs(kGradDt));
   ask(ssd::kGradA, needs(kGradA));
   ask(ssd::kGradB, needs_rows);
@@ -312,20 +405,32 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   ask(ssd::kGradZ, needs(kGradZ));
   ask(ssd::kGradInitialStates, needs(kGradInitialSsm));
   ask(ssd::kGradLam, needs(kGradTrap));
-  ask(ssd::kGradPreviousX, needs(kGradInitialX));
+  ask(ssd::kGradPreviousX, needs(kGradInitialX) || needs(kGradMimoX));
   ask(ssd::kGradPreviousB, needs(kGradInitialK));
   const ssd::TwoSampleGrads found = ssd::two_sample_scan_adjoint(of_scan, kRule);
   const at::Tensor &grad_x = found[ssd::kGradX], &grad_k = found[ssd::kGradB], &grad_q = found[ssd::kGradC];
-  if (of_scan.needs_grad[ssd::kGradX]) add_last(in, grad_x, bwd.grad_final_x, found[ssd::kGradPreviousX]);
-  if (needs_rows) add_last(in, grad_k, bwd.grad_final_k, found[ssd::kGradPreviousB]);
+  at::Tensor grad_initial_x = found[ssd::kGradPreviousX], grad_initial_k = found[ssd::kGradPreviousB];
+  if (in.has_ranks()) {
+    if (grad_initial_x.numel() > 0) grad_initial_x = inputs_before_adjoint(in, grad_initial_x, rank_grads.x);
+    if (grad_initial_k.numel() > 0) grad_initial_k = ranks_first(grad_initial_k, 1);
+  }
+  if (of_scan.needs_grad[ssd::kGradX]) add_last(in, grad_x, bwd.grad_final_x, grad_initial_x);
+  if (needs_rows) {
+    const bool has_ranks = in.has_ranks();
+    add_last(in, has_ranks ? ranks_first(grad_k, 2) : grad_k, bwd.grad_final_k, grad_initial_k);
+  }
   const std::pair<int, at::Tensor> of_one[] = {{kGradX, grad_x},
                                                {kGradA, found[ssd::kGradA]},
                                                {kGradTrap, found[ssd::kGradLam]},
                                                {kGradD, found[ssd::kGradD]},
                                                {kGradZ, found[ssd::kGradZ]},
                                                {kGradInitialSsm, found[ssd::kGradInitialStates]},
-                                               {kGradInitialK, found[ssd::kGradPreviousB]},
-                                               {kGradInitialX, found[ssd::kGradPreviousX]}};
+                                               {kGradMimoX, rank_grads.x},
+                                               {kGradMimoZ, rank_grads.z},
+                                               {kGradMimoOut, rank_grads.out},
+                                               {kGradNormWeight, rank_grads.norm_weight},
+                                               {kGradInitialK, grad_initial_k},
+                                               {kGradInitialX, grad_initial_x}};
   for (const auto& [grad, tensor] : of_one) {
     if (needs(grad)) grads[grad].copy_(tensor);
   }
@@ -339,8 +444,8 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   rotate_adjoint(in, rotation, grad_k, grad_q);
   if (needs(kGradB)) grads[kGradB].copy_(of_groups(in, grad_k));
   if (needs(kGradC)) grads[kGradC].copy_(of_groups(in, grad_q));
-  if (needs(kGradBBias)) grads[kGradBBias].copy_(grad_k.sum(at::IntArrayRef{0, 1}, /*keepdim=*/false, at::kDouble));
-  if (needs(kGradCBias)) grads[kGradCBias].copy_(grad_q.sum(at::IntArrayRef{0, 1}, /*keepdim=*/false, at::kDouble));
+  if (needs(kGradBBias)) grads[kGradBBias].copy_(of_bias(in, grad_k, *in.B_bias));
+  if (needs(kGradCBias)) grads[kGradCBias].copy_(of_bias(in, grad_q, *in.C_bias));
   if (needs(kGradInitialAngle)) grads[kGradInitialAngle].copy_(rotation.phases);
   const bool is_shared = rotation.rates.dim() == 3;
   const at::Tensor rates = is_shared ? rotation.rates.unsqueeze(2) : rotation.rates;
@@ -365,7 +470,8 @@ struct Mamba3ChunkScan : DifferentiableOp<Mamba3ChunkScan, BwdInputs, Outputs> {
   // Sequences and the last input in the autocast dtype; gates, phases, parameters and other states in float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.x, in.B, in.C, in.z, in.initial_x);
-    to.to_float(in.dt, in.A, in.trap, in.angles, in.B_bias, in.C_bias, in.D, in.initial_angle, in.initial_ssm, in.initial_k);
+    to.to_float(in.dt, in.A, in.trap, in.angles, in.B_bias, in.C_bias, in.D, in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight,
+                in.initial_angle, in.initial_ssm, in.initial_k);
   }
 };
 
@@ -375,8 +481,6 @@ struct PublicMamba3Scan {
   static constexpr char kSchema[] = "ssm_kernels::mamba3_chunk_scan";
   static constexpr bool kIsPublic = true;
   struct Inputs : mamba3::Inputs {
-    OptionalTensor mimo_x, mimo_z, mimo_out, norm_weight;
-    double norm_eps = 1e-5;
     bool reverse = false;
 
     auto fields() {
@@ -389,30 +493,22 @@ struct PublicMamba3Scan {
   static void cast(Inputs& in, const Autocast& to) {
     operator_of<PublicMamba3Scan>().check(in);
     Mamba3ChunkScan::cast(in, to);
-    to.to_float(in.norm_weight);
   }
 
   static Outputs call(Inputs& in) {
     operator_of<PublicMamba3Scan>().check(in);
-    for (const auto& [name, tensor] : {std::pair<const char*, const OptionalTensor&>("mimo_x", in.mimo_x),
-                                       {"mimo_z", in.mimo_z},
-                                       {"mimo_out", in.mimo_out}}) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!is_present(tensor), kOp, ": expected ", name,
-                                  " to be None, got a tensor: ranks above one (MIMO) are not supported");
-    }
     TORCH_CHECK_NOT_IMPLEMENTED(
         !in.reverse, kOp,
         ": reverse is not supported: phases grow from the first step of a sequence, and a step reads the "
         "sample before it, so that states of a reversed scan could not continue in decoding; flip the "
         "arguments along seqlen instead");
     check_norm_eps(kOp, in.norm_eps);
-    if (!is_present(in.norm_weight)) return operator_of<Mamba3ChunkScan>()(in);
+    if (!is_present(in.norm_weight) || in.has_ranks()) return operator_of<Mamba3ChunkScan>()(in);
     check_inputs(in);
     const c10::SymInt heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
-    const ArgumentChecks checks(kOp, "x", in.x);
-    checks.tensor("norm_weight", in.norm_weight, "(heads, headdim)", {heads, headdim}, in.wide());
     mamba3::Inputs scan = in;
     scan.z.reset();
+    scan.norm_weight.reset();
     scan.wide_out = true;
     Outputs outputs = operator_of<Mamba3ChunkScan>()(scan);
     static const Operator<at::Tensor, norm::GatedInputs> norm_gated("ssm_kernels::_norm_gated");

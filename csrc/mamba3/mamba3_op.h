@@ -16,22 +16,28 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 struct Inputs {
   at::Tensor x, dt, A, B, C, trap, angles;
-  OptionalTensor B_bias, C_bias, D, z, initial_angle, initial_ssm, initial_k, initial_x, seq_idx, cu_seqlens;
+  OptionalTensor B_bias, C_bias, D, z, mimo_x, mimo_z, mimo_out, norm_weight;
+  OptionalTensor initial_angle, initial_ssm, initial_k, initial_x, seq_idx, cu_seqlens;
+  double norm_eps = 1e-5;
   std::string_view rotate;  // of the caller's string
   std::optional<c10::SymInt> chunk_size;
   bool wide_out = false;       // out in the accumulation type
   bool premultiplied = false;  // A is A dt
 
   auto tensors() {
-    return std::tie(x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, initial_angle, initial_ssm, initial_k, initial_x);
+    return std::tie(x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, mimo_x, mimo_z, mimo_out, norm_weight, initial_angle,
+                    initial_ssm, initial_k, initial_x);
   }
   auto fields() {
-    return std::tuple_cat(tensors(), std::tie(seq_idx, cu_seqlens, rotate, chunk_size, wide_out, premultiplied));
+    return std::tuple_cat(tensors(), std::tie(seq_idx, cu_seqlens, norm_eps, rotate, chunk_size, wide_out, premultiplied));
   }
 
   at::ScalarType wide() const { return accumulate_type(x.scalar_type()); }
   at::TensorOptions wide_options() const { return x.options().dtype(wide()); }
   bool is_pairs() const { return rotate == "pairs"; }
+  // B and C have an axis of ranks after that of steps.
+  bool has_ranks() const { return B.dim() == 5; }
+  int64_t ranks() const { return has_ranks() ? B.size(2) : 1; }
 };
 
 // In the order of tensors().
@@ -47,6 +53,10 @@ enum Grad {
   kGradCBias,
   kGradD,
   kGradZ,
+  kGradMimoX,
+  kGradMimoZ,
+  kGradMimoOut,
+  kGradNormWeight,
   kGradInitialAngle,
   kGradInitialSsm,
   kGradInitialK,

@@ -16,15 +16,18 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 struct Inputs {
   at::Tensor angle, ssm, previous_k, previous_x, x, dt, A, B, C, trap, angles;
-  OptionalTensor B_bias, C_bias, D, z, norm_weight;
+  OptionalTensor B_bias, C_bias, D, z, mimo_x, mimo_z, mimo_out, norm_weight;
   double norm_eps = 1e-5;
   std::string_view rotate;
   OptionalTensor state_batch_indices;
 
   auto fields() {
-    return std::tie(angle, ssm, previous_k, previous_x, x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, norm_weight,
-                    norm_eps, rotate, state_batch_indices);
+    return std::tie(angle, ssm, previous_k, previous_x, x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, mimo_x, mimo_z,
+                    mimo_out, norm_weight, norm_eps, rotate, state_batch_indices);
   }
+
+  // B and C have an axis of ranks after that of the batch.
+  bool has_ranks() const { return B.dim() == 4; }
 };
 
 // Raises unless the inputs are as ssm_kernels.mamba3_state_update documents.
@@ -35,6 +38,9 @@ at::Tensor allocate_out(const Inputs& in);
 
 // Raises if two elements of a state share memory, or a state shares memory with another argument.
 void check_memory(const Inputs& in);
+
+// The step as operators of PyTorch, on any device.
+at::Tensor step_aten(const Inputs& in);
 
 StepParams make_params(const Inputs& in, const at::Tensor& out);
 

@@ -98,20 +98,25 @@ void rotate_rows(const Inputs& in, const at::Tensor& rows, const at::Tensor& cos
 
 // B or C by head, in memory of its own, with the bias.
 at::Tensor rows_of_heads(const Inputs& in, const at::Tensor& rows, const OptionalTensor& bias) {
-  const int64_t heads = in.x.size(2), groups = in.B.size(2), dstate = in.B.size(3);
-  const at::Tensor expanded = rows.to(in.wide()).unsqueeze(3).expand({-1, -1, -1, heads / groups, -1});
-  const at::Tensor result = expanded.reshape({rows.size(0), rows.size(1), heads, dstate});
-  return is_present(bias) ? result + *bias : result.clone(at::MemoryFormat::Contiguous);
+  const int64_t groups = in.B.size(-2);
+  const at::Tensor result = rows.to(in.wide()).repeat_interleave(in.x.size(2) / groups, -2);
+  return is_present(bias) ? result + bias_of_ranks(in, *bias) : result.clone(at::MemoryFormat::Contiguous);
 }
 
-std::pair<at::Tensor, at::Tensor> cosines_and_sines(const at::Tensor& turns) {
-  const at::Tensor radians = turns * (2 * kPi);
+// Of (batch, seqlen, heads, angles) turns, with ranks before the heads.
+std::pair<at::Tensor, at::Tensor> cosines_and_sines(const Inputs& in, const at::Tensor& turns) {
+  const at::Tensor radians = (in.has_ranks() ? turns.unsqueeze(2) : turns) * (2 * kPi);
   return {radians.cos(), radians.sin()};
 }
 
 bool runs_kernels(const Inputs& in) { return in.x.is_cpu() && debug_option(DebugOption::kMamba3Cpu) == 0; }
 
 }  // namespace
+
+at::Tensor bias_of_ranks(const Inputs& in, const at::Tensor& bias) {
+  if (!in.has_ranks()) return bias;
+  return bias.dim() == 3 ? bias.transpose(0, 1) : bias.unsqueeze(0).expand({in.ranks(), -1, -1});
+}
 
 Rotation rotate_aten(const Inputs& in, Rotation rotation) {
   const at::Tensor rates = rotation.rates.dim() == 4 ? rotation.rates : rotation.rates.unsqueeze(2);
@@ -120,7 +125,7 @@ Rotation rotate_aten(const Inputs& in, Rotation rotation) {
   at::Tensor turns = sums_over_time(in, added);
   turns.sub_(turns.round());
   rotation.phases = take_at_bounds(in, turns, rotation.phases, /*is_first=*/false);
-  const auto [cos, sin] = cosines_and_sines(turns);
+  const auto [cos, sin] = cosines_and_sines(in, turns);
   rotation.turns = turns.to(in.wide());
   rotation.k = rows_of_heads(in, in.B, in.B_bias);
   rotation.q = rows_of_heads(in, in.C, in.C_bias);
@@ -134,13 +139,14 @@ void rotate_adjoint_aten(const Inputs& in, Rotation& rotation, const at::Tensor&
   const auto of_phases = [&](const at::Tensor& rows, const at::Tensor& grad) {
     const auto [first, second] = pairs_of(in, rows);
     const auto [grad_first, grad_second] = pairs_of(in, grad);
-    return first * grad_second - second * grad_first;
+    const at::Tensor of_rows = first * grad_second - second * grad_first;
+    return in.has_ranks() ? of_rows.sum(2) : of_rows;
   };
   const at::Tensor grads = (of_phases(rotation.k, grad_k) + of_phases(rotation.q, grad_q)).to(at::kDouble);
   add_at_bounds(in, grads, rotation.phases, /*is_first=*/false);
   const at::Tensor sums = sums_from(in, grads);
   rotation.phases = take_at_bounds(in, sums, rotation.phases, /*is_first=*/true);
-  const auto [cos, sin] = cosines_and_sines(rotation.turns.to(at::kDouble));
+  const auto [cos, sin] = cosines_and_sines(in, rotation.turns.to(at::kDouble));
   const at::Tensor wide_cos = cos.to(in.wide()), minus_sin = sin.neg().to(in.wide());
   rotate_rows(in, grad_k, wide_cos, minus_sin);
   rotate_rows(in, grad_q, wide_cos, minus_sin);

@@ -11,7 +11,7 @@ namespace ssm_kernels::mamba3 {
 struct Rotation {
   at::Tensor rates;   // tanh(angles), (batch, seqlen, angles) or (batch, seqlen, heads, angles), float64
   at::Tensor sizes;   // dt, (batch, seqlen, heads), float64
-  at::Tensor k, q;    // (batch, seqlen, heads, dstate), accumulation type
+  at::Tensor k, q;    // (batch, seqlen, heads, dstate), or with ranks before the heads, accumulation type
   at::Tensor turns;   // the phase of each step, (batch, seqlen, heads, angles), accumulation type
   at::Tensor phases;  // after the last step of each sequence, (sequences, heads, angles), in turns, float64
 };
@@ -21,6 +21,9 @@ Rotation rotate(const Inputs& in);
 // step adds to its phase, and `phases`, which has those of the radians after the last steps, with those of the radians before
 // the first ones.
 void rotate_adjoint(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
+
+// A bias by rank, (ranks, heads, dstate), or (heads, dstate) of a call without ranks.
+at::Tensor bias_of_ranks(const Inputs& in, const at::Tensor& bias);
 
 // The same as operators of PyTorch, and by kernels on the CPU.
 Rotation rotate_aten(const Inputs& in, Rotation rotation);

@@ -78,7 +78,7 @@ const char* states_axes(const Inputs& in) {
 }
 
 std::vector<c10::SymInt> states_shape(const Inputs& in) {
-  return {count_states(in.cu_seqlens, in.x.sym_size(0)), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
+  return {count_states(in.cu_seqlens, in.x.sym_size(0)), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(-1)};
 }
 
 // The decay of a chunk is the exponential of a sum over time, which only these methods have. The gain is a multiple of dt.
@@ -134,9 +134,11 @@ void check_form(const char* op, const Inputs& in) {
 Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_supported)(Discretization)) {
   const ArgumentChecks checks(op, "x", in.x);
   checks.rank("x", in.x, 4, kSequence);
-  checks.rank("B", in.B, 4, kMatrix);
+  const bool has_ranks = in.ranks != nullptr;
+  const char* const matrix = has_ranks ? "(batch, seqlen, ranks, groups, dstate)" : kMatrix;
+  checks.rank("B", in.B, has_ranks ? 5 : 4, matrix);
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1), heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
-  const c10::SymInt groups = in.B.sym_size(2), dstate = in.B.sym_size(3);
+  const c10::SymInt groups = in.B.sym_size(-2), dstate = in.B.sym_size(-1);
   const at::ScalarType dtype = in.x.scalar_type(), accumulate = checks.accumulate();
   check_form(op, in);
   check_layout(op, in);
@@ -147,11 +149,13 @@ Discretization check_inputs_of(const char* op, const Inputs& in, bool (*is_suppo
   checks.parameter("log_decay", in.log_decay, "(batch, seqlen, heads)", {batch, seqlen, heads});
   checks.parameter("gain", in.gain, "(batch, seqlen, heads)", {batch, seqlen, heads});
   checks.parameter("diagonal_gain", in.diagonal_gain, "(batch, seqlen, heads)", {batch, seqlen, heads});
-  checks.tensor("B", in.B, kMatrix, {batch, seqlen, groups, dstate}, dtype);
+  std::vector<c10::SymInt> shape = {batch, seqlen, groups, dstate};
+  if (has_ranks) shape.insert(shape.begin() + 2, in.ranks->count);
+  checks.tensor("B", in.B, matrix, shape, dtype);
   TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, op, ": expected the groups of B and C to divide heads = ", heads,
                     ", got ", groups);
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
-  checks.tensor("C", in.C, kMatrix, in.B.sym_sizes(), dtype);
+  checks.tensor("C", in.C, matrix, in.B.sym_sizes(), dtype);
   if (is_present(in.D)) {
     const c10::SymIntArrayRef shape = in.D->sym_sizes();
     const bool is_right =
@@ -352,7 +356,7 @@ struct SsdChunkScanStatesAt {
 FwdOutputs fwd(const Inputs& in) {
   if (in.x.is_meta()) return meta<check_inputs, allocate_fwd>(in);
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (in.x.is_cuda()) return fwd_cuda(in);
+  if (in.x.is_cuda() && in.ranks == nullptr) return fwd_cuda(in);
 #endif
   return fwd_aten(in);
 }
@@ -360,7 +364,7 @@ FwdOutputs fwd(const Inputs& in) {
 GradTensors bwd(const BwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
 #ifdef SSM_KERNELS_WITH_CUDA
-  if (bwd.in.x.is_cuda()) return bwd_cuda(bwd);
+  if (bwd.in.x.is_cuda() && bwd.in.ranks == nullptr) return bwd_cuda(bwd);
 #endif
   return bwd_aten(bwd);
 }

@@ -21,6 +21,19 @@ using OptionalTensor = std::optional<at::Tensor>;
 // The largest headdim. (dstate's: common/limits.h.)
 constexpr int64_t kMaxHeaddim = 256;
 
+// Several samples a step: with `count` rows of B and C a step, (batch, seqlen, count, groups, dstate), and v^r = x * x^r, a
+// step adds sum_r v^r (B^r)^T to the state and has the outputs y^r = S C^r + D v^r. Each is normalized if there is a weight and
+// gated by z * z^r, and `out` is the sum of the results times out^r. Factors are (heads, count, headdim) and are 1 if absent.
+struct Ranks {
+  int64_t count = 1;
+  OptionalTensor x, z, out, norm_weight;  // norm_weight: (heads, headdim)
+  double norm_eps = 0;
+};
+// The gradients of the tensors, float64 sums in their shapes; undefined if they are not needed.
+struct RankGrads {
+  at::Tensor x, z, out, norm_weight;
+};
+
 // A call gives dt and A, or in their place the log decays and, optionally, the gains of all steps.
 struct Inputs {
   at::Tensor x;
@@ -43,6 +56,8 @@ struct Inputs {
   // the step, without its decay, and the step's own input by this gain: y_t = S_{t-1} C_t + diagonal_gain_t (B_t . C_t) x_t.
   // Rules with two input samples (two_sample_op.cpp) have their shifted weights as gains: no division by a decay.
   OptionalTensor diagonal_gain;
+  // Calls with ranks have given gates and a gain on the diagonal.
+  const Ranks* ranks = nullptr;
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
@@ -114,6 +129,8 @@ struct BwdInputs {
   OptionalTensor out_products;
   // Memory for the gradient of Inputs::diagonal_gain, likewise, of the accumulation type; absent if it is not needed.
   OptionalTensor grad_diagonal_gain;
+  // The sums that the gradients of the ranks are added to, with Inputs::ranks.
+  const RankGrads* rank_grads = nullptr;
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
   auto saved() { return std::tie(); }

@@ -74,6 +74,7 @@ Inputs TwoSampleInputs::of_scan() const {
   scan.are_cu_seqlens_checked = are_cu_seqlens_checked;
   scan.discretization = discretization;
   scan.reverse = reverse;
+  scan.ranks = ranks;
   return scan;
 }
 
@@ -201,6 +202,7 @@ TwoSampleGrads two_sample_scan_adjoint(const TwoSampleBwdInputs& bwd, Discretiza
   of_scan.needs_grad[kGradInitialStates] = needs_first && is_present(call.scan.initial_states);
   const at::Tensor grad_diagonal = empty_tensor(call.gates.log_decay.sym_sizes(), call.gates.log_decay.options());
   if (needs_first) of_scan.grad_diagonal_gain = grad_diagonal;
+  of_scan.rank_grads = bwd.rank_grads;
   const GradTensors found = ssd::bwd(of_scan);
   if (needs(kGradD)) grads[kGradD].copy_(found[kGradD]);
   if (!needs_first) return grads;

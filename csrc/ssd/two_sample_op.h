@@ -26,6 +26,9 @@ struct TwoSampleInputs {
   // The members below are set by callers in C++; no schema has them.
   bool premultiplied = false;
   bool are_cu_seqlens_checked = false;  // the values
+  // As Inputs::ranks. previous_x is then v of the sample before, (sequences, ranks, heads, headdim), and previous_B (sequences,
+  // ranks, groups, dstate).
+  const Ranks* ranks = nullptr;
 
   auto tensors() { return std::tie(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, previous_x, previous_B); }
   auto fields() {
@@ -45,6 +48,7 @@ struct TwoSampleBwdInputs {
   OptionalTensor grad_out, grad_final_states;
   TwoSampleInputs in;
   std::array<bool, kNumTwoSampleGrads> needs_grad = {};
+  const RankGrads* rank_grads = nullptr;  // as BwdInputs::rank_grads
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
   auto saved() { return std::tie(); }

@@ -90,9 +90,11 @@ def mamba3_siso_combined(
             cast(Q_bias, wide),
             cast(D, wide),
             cast(Z, dtype),
+            *(None, None, None, None),  # of ranks
             *(cast(state, kind) for state, kind in zip(states, (wide, wide, wide, dtype), strict=True)),
             None,
             cu_seqlens,
+            0.0,
             "pairs",
             chunk_size,
             False,

@@ -33,6 +33,8 @@ __all__ = ["mamba3_over_ranks"]
 
 _ops = torch.ops.ssm_kernels
 _NAME = "mamba3_chunk_scan"
+# mimo_x, mimo_z, mimo_out and norm_weight of ``_mamba3_chunk_scan``, which calls with ranks have, and their place.
+_OF_RANKS, _NO_RANKS = 11, (None, None, None, None)
 
 
 def _steps_of_last(seq_idx: Tensor) -> Tensor:
@@ -158,8 +160,8 @@ class CarriedSamples(torch.autograd.Function):
 class Mamba3Scan(torch.autograd.Function):
     """``out`` and, with ``needs_final``, the state S after the last rank's span.
 
-    The first arguments have the order of the gradients of ``_mamba3_chunk_scan_bwd``. The initial angle, k and x are those
-    before this rank's span, and ``initial_ssm`` is that before the whole sequence.
+    The first arguments have the order of the gradients of ``_mamba3_chunk_scan_bwd``, less those of calls with ranks. The
+    initial angle, k and x are those before this rank's span, and ``initial_ssm`` is that before the whole sequence.
     """
 
     @staticmethod
@@ -192,12 +194,12 @@ class Mamba3Scan(torch.autograd.Function):
         carry = Carry.of(group, _NAME, False, chain)
         dtype = wide_dtype(x.dtype)
         state = (x.shape[0], *x.shape[2:], B.shape[3]), dtype
-        options = (seq_idx, None, rotate, chunk_size, wide_out, False)
+        options = (seq_idx, None, 0.0, rotate, chunk_size, wide_out, False)
 
         def scan(ssm: Tensor | None) -> tuple[Tensor, Tensor]:
             states = (initial_angle, zeros(state, x) if ssm is None else ssm, initial_k, initial_x)
             out, _, last_ssm, _, _ = _ops._mamba3_chunk_scan_fwd(
-                *(x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z), *states, *options
+                *(x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z), *_NO_RANKS, *states, *options
             )
             return out, last_ssm
 
@@ -220,10 +222,10 @@ class Mamba3Scan(torch.autograd.Function):
             tensors[12] = zeros(ctx.state, grad_out)
 
         def adjoint(grad_ssm: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
-            results = _ops._mamba3_chunk_scan_bwd(
-                *(grad_out, None, grad_ssm, None, None), *tensors, seq_idx, *ctx.options, wanted
-            )
-            return results_of(results, wanted)
+            given = (*tensors[:_OF_RANKS], *_NO_RANKS, *tensors[_OF_RANKS:])
+            asked = [*wanted[:_OF_RANKS], *(False for _ in _NO_RANKS), *wanted[_OF_RANKS:]]
+            results = _ops._mamba3_chunk_scan_bwd(*(grad_out, None, grad_ssm, None, None), *given, seq_idx, *ctx.options, asked)
+            return results_of((*results[:_OF_RANKS], *results[_OF_RANKS + len(_NO_RANKS) :]), wanted)
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:

@@ -41,7 +41,7 @@ def mamba3_chunk_scan(
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
-    r"""Mamba-3's scan (Lahoti et al., "Mamba-3", 2026), of rank one (SISO), in chunks, as matrix products.
+    r"""Mamba-3's scan (Lahoti et al., "Mamba-3", 2026), of any rank, in chunks, as matrix products.
 
     Per head, with the phases :math:`\theta_t = \theta_{t-1} + \pi \tanh(\mathrm{angles}_t)\, \mathrm{dt}_t`, the rotation
     :math:`R(\theta)` of pairs of columns, and the weight :math:`\lambda_t = \sigma(\mathrm{trap}_t)`:
@@ -56,35 +56,45 @@ def mamba3_chunk_scan(
 
     It is the rule ``"exp_trapezoidal"`` of :func:`ssd_chunk_scan` with a rate and complex phases of each step.
 
+    With an axis of R ranks in ``B`` and ``C`` (MIMO), each step has R rows :math:`k_t^r` and :math:`q_t^r` with the phases of
+    the step. With :math:`v_t^r = x_t \cdot \mathrm{mimo}_x^r`, :math:`x_t k_t^\top` becomes
+    :math:`\sum_r v_t^r (k_t^r)^\top`, and
+
+    .. math::
+        y_t^r = S_t q_t^r + D v_t^r, \qquad
+        \mathrm{out}_t = \sum_r \mathrm{mimo}_\mathrm{out}^r \cdot f(y_t^r,\, z_t \cdot \mathrm{mimo}_z^r)
+
+    where :math:`f(y, z) = y \cdot \mathrm{silu}(z)` or :math:`\mathrm{rms}(y)\, w \cdot \mathrm{silu}(z)`.
+
     Args:
         x: (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64. headdim is at most 256. Sequences may have
             any strides.
         dt: step sizes after their activation, (batch, seqlen, heads), dtype of ``x`` or float32 (float64 with float64 inputs).
         A: rates after their activation, at most 0, shape and dtypes of ``dt``.
-        B: (batch, seqlen, groups, dstate), dtype of ``x``; after its norm. Consecutive heads share a group. dstate is at most
-            256.
+        B: (batch, seqlen, groups, dstate) or (batch, seqlen, ranks, groups, dstate), dtype of ``x``; after its norm.
+            Consecutive heads share a group. dstate is at most 256.
         C: likewise.
         trap: logits of the weight of a step's own sample, shape and dtypes of ``dt``.
         angles: before tanh, (batch, seqlen, angles) for all heads or (batch, seqlen, heads, angles), dtypes of ``dt``; at most
             dstate / 2. Columns of further pairs are not rotated.
-        B_bias: (heads, dstate), float32 (float64 with float64 inputs).
+        B_bias: (heads, dstate), or with ranks (heads, ranks, dstate) too; float32 (float64 with float64 inputs).
         C_bias: likewise.
         D: (heads,) or (heads, headdim), dtype of ``B_bias``.
         z: the gate, shape and dtype of ``x``.
-        mimo_x: not supported, as ``mimo_z`` and ``mimo_out``: :func:`ssm_kernels.reference.mamba3_chunk_scan` has ranks above
-            one.
-        mimo_z: not supported.
-        mimo_out: not supported.
+        mimo_x: (heads, ranks, headdim), dtype of ``B_bias``, with ranks only; None is a factor of one, as for ``mimo_z`` and
+            ``mimo_out``.
+        mimo_z: likewise, with ``z`` only.
+        mimo_out: likewise.
         norm_weight: (heads, headdim), dtype of ``B_bias``: the output of each head is divided by its root mean square and
             multiplied by the weight, before the gate.
         norm_eps: added to the mean square.
         rotate: pair i of columns is (2 i, 2 i + 1) for ``"pairs"``, as of mamba_ssm's layers of rank one, and
             (i, i + dstate / 2) for ``"halves"``, as of those of higher rank. Parameters of one are wrong with the other.
-        chunk_size: steps of a chunk; chosen if None.
+        chunk_size: steps of a chunk; chosen if None. With ranks a chunk has at most 256 rows, on a CPU fewer.
         initial_states: a :class:`ssm_kernels.reference.Mamba3State`, or four tensors, to continue from. ``angle`` (batch,
-            heads, angles), ``ssm`` (batch, heads, headdim, dstate) and ``k`` (batch, heads, dstate) are float32 (float64 with
-            float64 inputs), ``x`` (batch, heads, headdim) has the dtype of ``x``. None: zero, without a sample before the
-            first one.
+            heads, angles), ``ssm`` (batch, heads, headdim, dstate) and ``k`` (batch, heads, dstate), with ranks (batch, heads,
+            ranks, dstate), are float32 (float64 with float64 inputs), ``x`` (batch, heads, headdim) has the dtype of ``x``.
+            None: zero, without a sample before the first one.
         return_final_states: also return the states after the last step.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes, the
             states start again at zero. ``initial_states`` belong to the first sequence of a row, final ones to its last.
@@ -105,7 +115,7 @@ def mamba3_chunk_scan(
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or an option are not as above, or ``initial_states`` is not four
             tensors.
-        NotImplementedError: ``B`` has ranks, a ``mimo_*`` is given, or ``reverse`` is True.
+        NotImplementedError: ``reverse`` is True.
         RuntimeError: a dtype, layout or device is not supported.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
 

@@ -28,12 +28,15 @@ def mamba3_state_update(
     C_bias: Tensor | None = None,
     D: Tensor | None = None,
     z: Tensor | None = None,
+    mimo_x: Tensor | None = None,
+    mimo_z: Tensor | None = None,
+    mimo_out: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-5,
     rotate: str = "pairs",
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    r"""One decoding step of Mamba-3, of rank one; the four states are updated in place.
+    r"""One decoding step of Mamba-3, of any rank; the four states are updated in place.
 
     The step of :func:`mamba3_chunk_scan`, which describes the formula and the arguments: the result equals a scan of one step
     that begins with these states. A new cache is zero.
@@ -44,19 +47,24 @@ def mamba3_state_update(
             size of each state is the number of cache slots instead. States may have any strides.
         ssm: (batch, heads, headdim, dstate), modified in place; float32 (float64 with float64 inputs), or the dtype of ``x``,
             to which each update is rounded.
-        previous_k: (batch, heads, dstate), modified in place; float32 (float64 with float64 inputs).
+        previous_k: (batch, heads, dstate), with ranks (batch, heads, ranks, dstate), modified in place; float32 (float64 with
+            float64 inputs).
         previous_x: (batch, heads, headdim), modified in place; dtype of ``x``.
         x: (batch, heads, headdim); float32, float16, bfloat16 or float64. headdim is at most 256.
         dt: (batch, heads), dtype of ``x`` or float32 (float64 with float64 inputs).
         A: likewise.
-        B: (batch, groups, dstate), dtype of ``x``. dstate is at most 256.
+        B: (batch, groups, dstate), or with ranks (MIMO) (batch, ranks, groups, dstate), dtype of ``x``. dstate is at most 256.
         C: likewise.
         trap: shape and dtypes of ``dt``.
         angles: (batch, angles) or (batch, heads, angles), dtypes of ``dt``.
-        B_bias: (heads, dstate), float32 (float64 with float64 inputs).
+        B_bias: (heads, dstate), or with ranks (heads, ranks, dstate) too; float32 (float64 with float64 inputs).
         C_bias: likewise.
         D: (heads,) or (heads, headdim), dtype of ``B_bias``.
         z: shape and dtype of ``x``.
+        mimo_x: (heads, ranks, headdim), dtype of ``B_bias``, with ranks only; None is a factor of one, as for ``mimo_z``, which
+            requires ``z``, and ``mimo_out``.
+        mimo_z: likewise.
+        mimo_out: likewise.
         norm_weight: (heads, headdim), dtype of ``B_bias``.
         norm_eps: added to the mean square.
         rotate: ``"pairs"`` or ``"halves"``.
@@ -69,7 +77,6 @@ def mamba3_state_update(
 
     Raises:
         ValueError: a shape, an option or an index is not as above.
-        NotImplementedError: ``B`` has ranks.
         RuntimeError: a dtype, layout or device is not supported, or elements of a state share memory with each other or with
             another argument.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
@@ -96,6 +103,9 @@ def mamba3_state_update(
         C_bias,
         D,
         z,
+        mimo_x,
+        mimo_z,
+        mimo_out,
         norm_weight,
         norm_eps,
         rotate,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_accurate
+from helpers import assert_as_accurate, debug_option
 from mamba3_step_helpers import CASES, DTYPES, STATES, make_inputs, step
 from torch import Tensor
 
@@ -38,6 +38,17 @@ def test_matches_reference(dtypes, options, device):
         assert_matches_reference(make_inputs(slots=slots, dtype=dtype, state_dtype=state_dtype, device=device, **options))
 
 
+@every_case
+def test_as_operators_of_pytorch(options):
+    """The step that CUDA runs."""
+    with debug_option("mamba3_cpu", "operators"):
+        for slots in (None, 5):
+            assert_matches_reference(make_inputs(slots=slots, **options))
+        inputs = make_inputs(slots=4, batch=3, **options)
+        inputs["state_batch_indices"] = torch.tensor([-1, 2, 0])
+        assert_matches_reference(inputs)
+
+
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (7, 5, 2), (48, 33, 16), (80, 96, 48), (16, 256, 128), (256, 1, 0)], ids=str)
 def test_sizes(sizes, device):
     headdim, dstate, angles = sizes
@@ -46,12 +57,16 @@ def test_sizes(sizes, device):
             assert_matches_reference(
                 make_inputs(headdim=headdim, dstate=dstate, angles=angles, groups=groups, dtype=dtype, device=device)
             )
+        assert_matches_reference(
+            make_inputs(headdim=headdim, dstate=dstate, angles=angles, ranks=4, dtype=dtype, device=device)
+        )
 
 
 @pytest.mark.parametrize("layout", ["transposed", "permuted", "offset", "sliced"])
 def test_layouts(layout, device):
     for dtype in (torch.float64, torch.float32):
         assert_matches_reference(make_inputs(layout=layout, dtype=dtype, device=device))
+        assert_matches_reference(make_inputs(layout=layout, ranks=2, dtype=dtype, device=device))
 
 
 def test_angles_of_float64(device):
@@ -157,12 +172,14 @@ def test_bad_arguments(device):
         ({"previous_k": inputs["previous_k"][:, :2]}, r"expected previous_k of shape"),
         ({"B_bias": inputs["B_bias"][:2]}, r"expected B_bias of shape \(heads, dstate\)"),
         ({"rotate": "half"}, r'expected rotate "pairs" or "halves", got "half"'),
+        (
+            {"mimo_x": torch.zeros(4, 3, 6, device=device)},
+            r"expected mimo_x with B and C of shape \(batch, ranks, groups, dstate\)",
+        ),
         ({"angles": torch.zeros(2, 9, dtype=torch.float64, device=device)}, "at most dstate / 2 angles, got 9"),
     ):
         with pytest.raises(ValueError, match=f"^mamba3_state_update: .*{message}"):
             mamba3_state_update(**inputs | changes)
-    with pytest.raises(NotImplementedError, match=r"ranks above one \(MIMO\) are not supported"):
-        mamba3_state_update(**inputs | {name: inputs[name].unsqueeze(1) for name in "BC"})
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])

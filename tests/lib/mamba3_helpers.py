@@ -19,11 +19,12 @@ from ssm_kernels import reference
 
 SEQUENCES = ("x", "dt", "A", "B", "C", "trap", "angles")
 STATES = ("initial_angle", "initial_ssm", "initial_k", "initial_x")
-PARAMETERS = ("B_bias", "C_bias", "D")
-# The differentiable arguments, but for norm_weight, in the order of their gradients.
-TENSORS = (*SEQUENCES, *PARAMETERS, "z", *STATES)
+FACTORS = ("mimo_x", "mimo_z", "mimo_out")
+PARAMETERS = ("B_bias", "C_bias", "D", *FACTORS, "norm_weight")
+# The differentiable arguments in the order of their gradients.
+TENSORS = (*SEQUENCES, *PARAMETERS[:3], "z", *PARAMETERS[3:], *STATES)
 OF_STEPS = (*SEQUENCES, "z", "seq_idx")
-WIDE = (*PARAMETERS, "norm_weight", *STATES[:3])
+WIDE = (*PARAMETERS, *STATES[:3])
 
 MINIMAL: dict[str, Any] = {"D": None} | dict.fromkeys(("z", "biases", "initial_states"), False)
 # Options of make_inputs, each with what it does not name as in MINIMAL.
@@ -44,9 +45,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed_with_states": {"cu_seqlens": PACKED, "initial_states": True, "biases": True, "z": True},
     "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
     "everything": {"D": "channel", "z": True, "biases": True, "initial_states": True},
+    "ranks_only": {"ranks": 3, "factors": False, "D": "head", "z": True},
+    "ranks": {"ranks": 2, "rotate": "halves", "biases": True, "D": "channel", "z": True, "norm": True, "initial_states": True},
+    "ranks_packed": {"ranks": 3, "cu_seqlens": PACKED, "biases": True, "D": "head", "initial_states": True},
+    "ranks_resets": {"ranks": 2, "resets": ((2, 3), (1,)), "z": True, "angles_of_heads": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
-FEW = ("everything", "required_only", "packed_with_states", "resets_with_states", "norm_and_z")
+FEW = ("everything", "required_only", "packed_with_states", "resets_with_states", "norm_and_z", "ranks")
 CASES = {name: OPTIONS[name] for name in FEW}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
@@ -61,6 +66,8 @@ def make_inputs(
     dstate: int = 6,
     angles: int = 2,
     angles_of_heads: bool = False,
+    ranks: int | None = None,
+    factors: bool = True,
     D: str | None = "head",
     z: bool = True,
     biases: bool = True,
@@ -78,6 +85,8 @@ def make_inputs(
     """Keyword arguments of :func:`scan_of_tensors`, the same numbers on every device.
 
     Args:
+        ranks: of B, C and their biases; None for a call without an axis of ranks.
+        factors: with ranks, pass ``mimo_x``, ``mimo_z`` (if there is a gate) and ``mimo_out``.
         D: ``"head"``, ``"channel"`` or None.
         resets: of each row of the batch, in turn, the steps before which a new sequence begins; makes ``seq_idx``.
         cu_seqlens: takes the place of batch and seqlen.
@@ -88,24 +97,27 @@ def make_inputs(
     sequences = batch
     if cu_seqlens is not None:
         batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
+    of_ranks = () if ranks is None else (ranks,)
+    has_factors = ranks is not None and factors
     values = {
         "x": normal(batch, seqlen, heads, headdim),
         "dt": 0.05 + uniform(batch, seqlen, heads),
         "A": -0.05 - uniform(batch, seqlen, heads),
-        "B": normal(batch, seqlen, groups, dstate),
-        "C": normal(batch, seqlen, groups, dstate),
+        "B": normal(batch, seqlen, *of_ranks, groups, dstate),
+        "C": normal(batch, seqlen, *of_ranks, groups, dstate),
         "trap": normal(batch, seqlen, heads),
         "angles": normal(batch, seqlen, heads, angles) if angles_of_heads else normal(batch, seqlen, angles),
-        "B_bias": normal(heads, dstate) if biases else None,
-        "C_bias": normal(heads, dstate) if biases else None,
+        "B_bias": normal(heads, *of_ranks, dstate) if biases else None,
+        "C_bias": normal(heads, *of_ranks, dstate) if biases else None,
         "D": {"head": normal(heads), "channel": normal(heads, headdim), None: None}[D],
         "z": normal(batch, seqlen, heads, headdim) if z else None,
         "norm_weight": normal(heads, headdim) if norm else None,
         "initial_angle": normal(sequences, heads, angles) if initial_states else None,
         "initial_ssm": normal(sequences, heads, headdim, dstate) if initial_states else None,
-        "initial_k": normal(sequences, heads, dstate) if initial_states else None,
+        "initial_k": normal(sequences, heads, *of_ranks, dstate) if initial_states else None,
         "initial_x": normal(sequences, heads, headdim) if initial_states else None,
     }
+    values |= {name: normal(heads, ranks, headdim) if has_factors and (z or name != "mimo_z") else None for name in FACTORS}
     inputs: dict[str, Any] = {
         name: None if value is None else arrange(value.to(device, parameter_dtype(dtype) if name in WIDE else dtype), layout)
         for name, value in values.items()
@@ -115,8 +127,7 @@ def make_inputs(
         inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-    refused = dict.fromkeys(("mimo_x", "mimo_z", "mimo_out"))
-    return inputs | refused | {"norm_eps": 1e-5, "rotate": rotate, "chunk_size": chunk_size}
+    return inputs | {"norm_eps": 1e-5, "rotate": rotate, "chunk_size": chunk_size}
 
 
 def of_tensors(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,8 +197,8 @@ def states_like(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Zero states, of the shapes of the final states."""
     x, B, cu_seqlens = inputs["x"], inputs["B"], inputs["cu_seqlens"]
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    (heads, headdim), dstate = x.shape[2:], B.shape[3]
-    shapes = (inputs["angles"].shape[-1],), (headdim, dstate), (dstate,), (headdim,)
+    (heads, headdim), dstate = x.shape[2:], B.shape[-1]
+    shapes = (inputs["angles"].shape[-1],), (headdim, dstate), (*B.shape[2:-2], dstate), (headdim,)
     wide = x.new_zeros((), dtype=parameter_dtype(x.dtype))
     likes = wide, wide, wide, x
     return tuple(like.new_zeros(sequences, heads, *shape) for like, shape in zip(likes, shapes, strict=True))
@@ -198,6 +209,7 @@ def at_steps(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     return inputs | {name: inputs[name][:, begin:end] for name in OF_STEPS if inputs[name] is not None}
 
 
+BLRGN = "(batch, seqlen, ranks, groups, dstate)"
 BLHP, BLH, BLGN = "(batch, seqlen, heads, headdim)", "(batch, seqlen, heads)", "(batch, seqlen, groups, dstate)"
 OF_ONE_STEP = [(f"{BLH} = [2, 5, 4]", [(2, 5), (2, 1, 4), (2, 5, 1), (1, 5, 4), (2, 5, 4, 1)])]
 BIAS = [("(heads, dstate) = [4, 6]", [(4,), (6,), (1, 6), (4, 1), (2, 6), (4, 6, 1)])]
@@ -205,7 +217,10 @@ SHAPES: Shapes = {
     "x": [(BLHP, [(2, 5, 12), (2, 5, 4, 3, 1), (5,), ()])],
     "dt": OF_ONE_STEP,
     "A": [*OF_ONE_STEP, (f"{BLH} = [2, 5, 4]", [(4,)])],
-    "B": [(BLGN, [(2, 5, 12), (5,), ()]), (f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (2, 1, 2, 6), (3, 5, 2, 6)])],
+    "B": [
+        (f"{BLGN} or {BLRGN}", [(2, 5, 12), (5,), ()]),
+        (f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (2, 1, 2, 6), (3, 5, 2, 6)]),
+    ],
     "C": [(f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (2, 1, 2, 6), (2, 5, 1, 6), (2, 5, 4, 6), (2, 5, 2, 1), (2, 5, 12)])],
     "trap": OF_ONE_STEP,
     "angles": [
@@ -241,7 +256,7 @@ class Mamba3ChunkScan(OperatorSpec):
     cases = CASES
     options = OPTIONS
     compiled = ("everything", "required_only", "resets_with_states")
-    mapped = ("everything", "packed", "norm")
+    mapped = ("everything", "packed", "norm", "ranks")
     sizes = (
         *({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}),
         *(OPTIONS["required_only"], {"dstate": 33, "angles": 16, "seqlen": 3}, {"angles_of_heads": True}),
@@ -255,6 +270,15 @@ class Mamba3ChunkScan(OperatorSpec):
     large = MappingProxyType({"headdim": 8, "dstate": 8, "seqlen": 70})
     bad_shapes = (
         ({}, SHAPES),
+        (
+            {"ranks": 3, "norm": True},
+            {
+                "C": [(f"{BLRGN} = [2, 5, 3, 2, 6]", [(2, 5, 2, 6), (2, 5, 1, 2, 6)])],
+                "C_bias": [("(heads, ranks, dstate) = [4, 3, 6]", [(4, 1, 6), (3, 4, 6)])],
+                "mimo_x": [("(heads, ranks, headdim) = [4, 3, 3]", [(4, 3), (4, 1, 3), (3, 4, 3)])],
+                "initial_k": [("(batch, heads, ranks, dstate) = [2, 4, 3, 6]", [(2, 4, 6), (2, 3, 4, 6)])],
+            },
+        ),
         ({"norm": True}, {"norm_weight": [("(heads, headdim) = [4, 3]", [(4,), (12,), (1, 3), (3, 4)])]}),
         (
             {"cu_seqlens": PACKED},
@@ -284,6 +308,13 @@ class Mamba3ChunkScan(OperatorSpec):
         ({"dstate": 5, "rotate": "halves"}, {}, 'expected an even dstate with rotate "halves", got 5'),
         ({"angles": 4}, {}, "expected at most dstate / 2 angles, got 4 with dstate = 6"),
         *(({}, {"chunk_size": size}, f"expected chunk_size of at least 1, got {size}") for size in (0, -1, -64)),
+        (
+            {},
+            {"mimo_x": torch.zeros(4, 2, 3)},
+            f"expected mimo_x with B and C of shape {BLRGN} only, got it with B of shape [2, 5, 2, 6]",
+        ),
+        ({"ranks": 2}, {"z": None}, "expected mimo_z with z only, got it without z"),
+        ({"ranks": 0}, {}, "expected at least one rank in B and C, got [2, 5, 0, 2, 6]"),
         ({}, {"initial_k": None}, "expected all four initial states, angle, ssm, k and x, or none, got 3"),
     )
     offsets = MappingProxyType(
@@ -313,10 +344,11 @@ class Mamba3ChunkScan(OperatorSpec):
         return make_inputs(**options)
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs | {"wide_out": False, "premultiplied": False}
+        unnormed = {} if inputs["B"].dim() == 5 else {"norm_weight": None}
+        return inputs | unnormed | {"wide_out": False, "premultiplied": False}
 
     def sums_of_pytorch(self, inputs: dict[str, Any]) -> list[str]:
-        return [*self.results, *(f"grad_{name}" for name in (*TENSORS, "norm_weight"))]
+        return [*self.results, *(f"grad_{name}" for name in TENSORS)]
 
     def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
         return inputs["x"].shape, *(state.shape for state in states_like(inputs))

@@ -17,6 +17,8 @@ CASES: dict[str, dict[str, Any]] = {
     "required_only": {"biases": False, "D": None, "z": False},
     "halves": {"rotate": "halves", "D": "channel"},
     "norm": {"norm": True},
+    "ranks": {"ranks": 3, "rotate": "halves", "norm": True, "D": "channel"},
+    "ranks_only": {"ranks": 2, "factors": False, "biases": False},
     "angles_of_heads": {"angles_of_heads": True, "norm": True, "z": False},
 }
 # The dtype of x, then that of ssm.
@@ -38,6 +40,8 @@ def make_inputs(
     dstate: int = 16,
     angles: int = 4,
     angles_of_heads: bool = False,
+    ranks: int | None = None,
+    factors: bool = True,
     biases: bool = True,
     D: str | None = "head",
     z: bool = True,
@@ -54,26 +58,32 @@ def make_inputs(
     draws, rows = Draws(0), batch if slots is None else slots
     normal, uniform = draws.normal, draws.uniform
     wide = parameter_dtype(dtype)
+    of_ranks = () if ranks is None else (ranks,)
+    has_factors = ranks is not None and factors
     values = {
         "angle": normal(rows, heads, angles),
         "ssm": normal(rows, heads, headdim, dstate),
-        "previous_k": normal(rows, heads, dstate),
+        "previous_k": normal(rows, heads, *of_ranks, dstate),
         "previous_x": normal(rows, heads, headdim),
         "x": normal(batch, heads, headdim),
         "dt": uniform(batch, heads) + 0.05,
         "A": -uniform(batch, heads),
-        "B": normal(batch, groups, dstate),
-        "C": normal(batch, groups, dstate),
+        "B": normal(batch, *of_ranks, groups, dstate),
+        "C": normal(batch, *of_ranks, groups, dstate),
         "trap": normal(batch, heads),
         "angles": normal(batch, heads, angles) if angles_of_heads else normal(batch, angles),
-        "B_bias": normal(heads, dstate) if biases else None,
-        "C_bias": normal(heads, dstate) if biases else None,
+        "B_bias": normal(heads, *of_ranks, dstate) if biases else None,
+        "C_bias": normal(heads, *of_ranks, dstate) if biases else None,
         "D": {"head": normal(heads), "channel": normal(heads, headdim), None: None}[D],
         "z": normal(batch, heads, headdim) if z else None,
         "norm_weight": normal(heads, headdim) if norm else None,
     }
+    factors_of_ranks = ("mimo_x", "mimo_z", "mimo_out")
+    values |= {
+        name: normal(heads, ranks, headdim) if has_factors and (z or name != "mimo_z") else None for name in factors_of_ranks
+    }
     dtypes = {"angle": angle_dtype or wide, "ssm": state_dtype or wide, "previous_k": wide}
-    dtypes |= dict.fromkeys(("B_bias", "C_bias", "D", "norm_weight", "dt", "A"), wide)
+    dtypes |= dict.fromkeys(("B_bias", "C_bias", "D", "norm_weight", "dt", "A", *factors_of_ranks), wide)
     inputs: dict[str, Any] = {
         name: None if value is None else arrange(value.to(device, dtypes.get(name, dtype)), layout)
         for name, value in values.items()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import debug_option
-from mamba3_helpers import MAMBA3, OPTIONS, SCAN, TENSORS, at_steps, every_option, make_inputs
+from mamba3_helpers import MAMBA3, OPTIONS, PARAMETERS, SCAN, TENSORS, at_steps, every_option, make_inputs
 from operator_spec import tensor_names, with_gradients
 from ssd_helpers import PACKED
 from torch import Tensor
@@ -49,6 +49,9 @@ def test_matches_reference(options, way, device):
         {"seqlen": 7, "dstate": 1, "angles": 0},
         {"batch": 3, "seqlen": 70, "heads": 6, "groups": 3, "resets": ((63, 64, 65), (1, 69), (68,))},
         {"cu_seqlens": (0, 1, 64, 64, 65, 80), "resets": ((63, 66),)},
+        {"ranks": 1, "seqlen": 7, "norm": True},
+        {"ranks": 8, "batch": 1, "seqlen": 5, "heads": 2, "groups": 1, "headdim": 5, "dstate": 10, "rotate": "halves"},
+        {"ranks": 4, "batch": 1, "seqlen": 33, "heads": 3, "groups": 3, "headdim": 48, "dstate": 16, "angles": 4},
     ],
     ids=str,
 )
@@ -60,7 +63,7 @@ def test_sizes(sizes, way, device):
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["everything", "norm_and_z", "packed_with_states"])
+@pytest.mark.parametrize("name", ["everything", "norm_and_z", "packed_with_states", "ranks"])
 def test_dtypes(name, dtype, way, device):
     with way():
         MAMBA3.assert_matches_reference(
@@ -69,10 +72,11 @@ def test_dtypes(name, dtype, way, device):
 
 
 @every_way
-def test_float32_is_float32(way, device):
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_float32_is_float32(ranks, way, device):
     """Trap 10: no input is rounded to another dtype. Relative L2 norms against float64."""
     with way():
-        sizes = {"heads": 2, "headdim": 16, "dstate": 32, "angles": 8}
+        sizes = {"ranks": ranks, "norm": ranks is not None} | {"heads": 2, "headdim": 16, "dstate": 32, "angles": 8}
         inputs = make_inputs(seqlen=100, dtype=torch.float32, device=device, **sizes)
         cotangents = MAMBA3.make_cotangents(inputs)
         actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
@@ -109,10 +113,13 @@ def test_gates_of_other_dtypes(device):
 def test_layouts(layout, way, device):
     with way():
         assert_same(make_inputs(seqlen=9, layout=layout, device=device))
+        assert_same(make_inputs(seqlen=5, ranks=2, layout=layout, device=device))
 
 
 @every_way
-@pytest.mark.parametrize("name", ["everything", "halves", "norm_and_z", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize(
+    "name", ["everything", "halves", "norm_and_z", "resets_with_states", "packed_with_states", "ranks", "ranks_packed"]
+)
 def test_gradcheck(name, way, device):
     inputs = make_inputs(**{"seqlen": 4, "heads": 2, "groups": 1, "headdim": 2, "dstate": 4} | OPTIONS[name], device=device)
     leaves = with_gradients(inputs)
@@ -128,7 +135,7 @@ def test_gradcheck(name, way, device):
 @pytest.mark.parametrize("name", TENSORS)
 def test_each_gradient_alone(name, device):
     """Backward that computes one gradient computes the same bits."""
-    inputs = make_inputs(seqlen=6, device=device)
+    inputs = make_inputs(seqlen=6, device=device, **OPTIONS["ranks"] if name in PARAMETERS[3:] else {})
     cotangents = MAMBA3.make_cotangents(inputs)
     every = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
     one = MAMBA3.evaluate(MAMBA3, inputs, cotangents, [name])
@@ -146,18 +153,20 @@ def test_each_result_alone(result, way, device):
 
 
 def test_opcheck(device):
-    for name in ("everything", "required_only", "packed_with_states", "norm_and_z"):
+    for name in ("everything", "required_only", "packed_with_states", "norm_and_z", "ranks", "ranks_packed"):
         inputs = make_inputs(device=device, **OPTIONS[name])
         positional, keywords = MAMBA3.operator_arguments(inputs)
         torch.library.opcheck(MAMBA3.operator, positional, keywords, test_utils=("test_schema", "test_faketensor"))
-    inputs = make_inputs(device=device)
-    torch.library.opcheck(MAMBA3.forward_operator, MAMBA3.forward_arguments(inputs))
-    torch.library.opcheck(MAMBA3.backward_operator, MAMBA3.backward_arguments(inputs))
+    for options in ({}, OPTIONS["ranks"]):
+        inputs = make_inputs(device=device, **options)
+        torch.library.opcheck(MAMBA3.forward_operator, MAMBA3.forward_arguments(inputs))
+        torch.library.opcheck(MAMBA3.backward_operator, MAMBA3.backward_arguments(inputs))
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_short_sequences_pass_states_on(length, device):
     """A call without steps returns the states that it got, with their gradients."""
+    assert_same(at_steps(make_inputs(device=device, **OPTIONS["ranks"]), 0, length))
     inputs = at_steps(make_inputs(device=device), 0, length)
     assert_same(inputs | {"initial_angle": inputs["initial_angle"] + 7})
     if length == 0:
@@ -184,11 +193,6 @@ def test_what_is_refused(device):
     inputs = make_inputs(initial_states=False, device=device)
     with pytest.raises(NotImplementedError, match=r"^mamba3_chunk_scan: reverse is not supported: phases grow from the first"):
         SCAN(**inputs, reverse=True)
-    with pytest.raises(NotImplementedError, match=r"ranks above one \(MIMO\) are not supported"):
-        SCAN(**inputs | {name: inputs[name].unsqueeze(2) for name in "BC"})
-    for name in ("mimo_x", "mimo_z", "mimo_out"):
-        with pytest.raises(NotImplementedError, match=rf"expected {name} to be None, .* \(MIMO\) are not supported"):
-            SCAN(**inputs | {name: torch.zeros(4, 2, 3, device=device)})
     tensors = [inputs[name] for name in ("x", "dt", "A", "B", "C", "trap", "angles")]
     for states, got in (((1, 2), "2 of them"), (3, "int")):
         with pytest.raises(ValueError, match=rf"expected initial_states to be the four tensors .*, got {got}"):
@@ -204,7 +208,7 @@ def test_values_of_cu_seqlens():
 
 
 def test_saves_the_inputs_alone(device):
-    inputs = with_gradients(make_inputs(seqlen=50, device=device))
+    inputs = with_gradients(make_inputs(seqlen=50, device=device, **OPTIONS["ranks"]))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         SCAN(**inputs)

@@ -1,4 +1,4 @@
-"""The traps of Mamba-3 for rank one, by their numbers in the design study: what goes wrong in silence."""
+"""The traps of Mamba-3, by their numbers in the design study: what goes wrong in silence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mamba3_helpers import MAMBA3, OF_STEPS, SCAN, SEQUENCES, STATES, at_steps, make_inputs
+from mamba3_helpers import FACTORS, MAMBA3, OF_STEPS, OPTIONS, SCAN, SEQUENCES, STATES, at_steps, make_inputs
 from operator_spec import with_gradients
 from torch import Tensor
 
@@ -26,6 +26,25 @@ def test_1_pairs_are_not_halves(device):
     inputs = make_inputs(seqlen=20, device=device)
     pairs, halves = (MAMBA3(**inputs | {"rotate": rotate})[0] for rotate in ("pairs", "halves"))
     assert (pairs - halves).abs().max() > 0.1
+
+
+def test_2_rows_of_ranks_before_groups(device):
+    """A rank of B that is zero adds nothing, each group has its gradient, and D multiplies v of each rank."""
+    inputs = make_inputs(seqlen=6, device=device, **OPTIONS["ranks"] | {"ranks": 3, "norm": False, "z": False})
+    whole = MAMBA3(**inputs)[0]
+    less = {name: inputs[name].clone() for name in ("mimo_x", "mimo_out")}
+    for value in less.values():
+        value[:, 1] = 0
+    kept = [0, 2]
+    rest = {name: inputs[name][:, :, kept] for name in "BC"} | {name: inputs[name][:, kept] for name in ("B_bias", "C_bias")}
+    rest |= {name: inputs[name][:, kept] for name in ("mimo_x", "mimo_out")} | {"initial_k": inputs["initial_k"][:, :, kept]}
+    torch.testing.assert_close(MAMBA3(**inputs | less)[0], MAMBA3(**inputs | rest)[0], rtol=1e-12, atol=1e-12)
+    leaves = with_gradients(inputs)
+    found = gradients(MAMBA3(**leaves)[:1], (torch.ones_like(whole),), leaves)
+    assert found["B"].ne(0).all() and found["C"].ne(0).all() and found["D"].ne(0).all()
+    without = MAMBA3(**inputs | {"D": None})[0]
+    factors = (inputs["mimo_x"] * inputs["mimo_out"]).sum(1)
+    torch.testing.assert_close(whole - without, inputs["D"] * factors * inputs["x"], rtol=1e-10, atol=1e-10)
 
 
 def test_3_biases_are_sums_over_batch_and_time(device):
@@ -68,10 +87,12 @@ def test_4_boundaries(bounds, device):
     torch.testing.assert_close(by_numbers, MAMBA3(**stateless)[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("at", [0, 1, 15, 16, 17, 31, 39, 40])
-def test_5_split_anywhere(at, device):
+@pytest.mark.parametrize(
+    ("at", "name"), [*((at, "everything") for at in (0, 1, 15, 16, 17, 31, 39, 40)), (17, "ranks"), (4, "ranks")]
+)
+def test_5_split_anywhere(at, name, device):
     """The whole call, and two that pass all four states on: results and gradients, through k and x of the border too."""
-    inputs = make_inputs(seqlen=40, chunk_size=16, device=device)
+    inputs = make_inputs(seqlen=40, chunk_size=16, device=device, **OPTIONS[name])
     whole, parts = with_gradients(inputs), with_gradients(inputs)
     cotangents = MAMBA3.make_cotangents(inputs)
     expected = MAMBA3(**whole)
@@ -88,13 +109,15 @@ def test_5_split_anywhere(at, device):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rotate": "halves", "norm": True}, {"angles_of_heads": True, "D": "channel"}], ids=str
+    "options",
+    [{}, {"rotate": "halves", "norm": True}, {"angles_of_heads": True, "D": "channel"}, {"ranks": 3}, OPTIONS["ranks"]],
+    ids=str,
 )
 def test_5_steps_are_the_scan(options, device):
     inputs = make_inputs(seqlen=70, device=device, **options)
     out, *states = MAMBA3(**inputs)
     running = [inputs[name].clone() for name in STATES]
-    shared = {name: inputs[name] for name in ("B_bias", "C_bias", "D", "norm_weight", "rotate")}
+    shared = {name: inputs[name] for name in ("B_bias", "C_bias", "D", "norm_weight", "rotate", *FACTORS)}
     outputs = [
         mamba3_state_update(*running, *(inputs[name][:, t] for name in SEQUENCES), z=inputs["z"][:, t], **shared)
         for t in range(70)
@@ -183,8 +206,8 @@ def test_7_phases_of_many_single_steps(long_phases, dtype, bound):
 @pytest.mark.parametrize("step", [1, 15, 16, 17, 39])
 def test_8_causality(name, step, device):
     """Bits before a step do not change with the arguments of the step, whose dt and trap are in the shifted weights."""
-    for dtype in (torch.float64, torch.float32):
-        inputs = make_inputs(seqlen=40, chunk_size=16, dtype=dtype, device=device)
+    for options in ({}, {"dtype": torch.float32}, {"ranks": 2}, {"ranks": 3, "dtype": torch.float32, "norm": True}):
+        inputs = make_inputs(seqlen=40, chunk_size=16, device=device, **options)
         changed = inputs | {name: inputs[name].clone()}
         changed[name][:, step:] = 3 - changed[name][:, step:] if name != "A" else 2 * changed[name][:, step:]
         before, after = (MAMBA3(**each)[0] for each in (inputs, changed))

@@ -24,8 +24,9 @@ struct Call {
     params.batch = in.x.size(0);
     params.seqlen = in.x.size(1);
     params.heads = in.x.size(2);
-    params.groups = in.B.size(2);
-    params.dstate = in.B.size(3);
+    params.ranks = in.ranks();
+    params.groups = in.B.size(-2);
+    params.dstate = in.B.size(-1);
     params.angles = rotation.turns.size(3);
     params.sequences = rotation.phases.size(0);
     params.input_kind = scalar_kind(in.B.scalar_type());
@@ -40,14 +41,15 @@ struct Call {
       params.resets = reinterpret_cast<const uint8_t*>(resets.const_data_ptr<bool>());
     }
     const auto view = [](const at::Tensor& tensor, at::Tensor& rows) {
-      rows = tensor.stride(3) == 1 || tensor.size(3) == 1 ? tensor : tensor.contiguous();
-      return RowView{rows.const_data_ptr(), rows.stride(0), rows.stride(1), rows.stride(2)};
+      rows = tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
+      return RowView{rows.const_data_ptr(), rows.stride(0), rows.stride(1), rows.dim() == 5 ? rows.stride(2) : 0,
+                     rows.stride(-2)};
     };
     params.B = view(in.B, B);
     params.C = view(in.C, C);
-    const auto bias = [](const OptionalTensor& tensor, at::Tensor& held) -> const void* {
+    const auto bias = [&](const OptionalTensor& tensor, at::Tensor& held) -> const void* {
       if (!is_present(tensor)) return nullptr;
-      held = tensor->contiguous();
+      held = bias_of_ranks(in, *tensor).contiguous();
       return held.const_data_ptr();
     };
     params.B_bias = bias(in.B_bias, B_bias);
@@ -63,16 +65,17 @@ struct Call {
   template <typename Kernel>
   void run(Kernel kernel) const {
     ThreadScratch scratch(scratch_bytes(params));
-    scratch.parallel_for(params.sequences * params.heads, params.seqlen * params.dstate, [&](int64_t index, std::byte* memory) {
-      kernel(params, index / params.heads, index % params.heads, memory);
-    });
+    scratch.parallel_for(
+        params.sequences * params.heads, params.seqlen * params.ranks * params.dstate,
+        [&](int64_t index, std::byte* memory) { kernel(params, index / params.heads, index % params.heads, memory); });
   }
 };
 
 }  // namespace
 
 Rotation rotate_cpu(const Inputs& in, Rotation rotation) {
-  const c10::SymDimVector shape = {in.x.size(0), in.x.size(1), in.x.size(2), in.B.size(3)};
+  c10::SymDimVector shape = {in.x.size(0), in.x.size(1), in.x.size(2), in.B.size(-1)};
+  if (in.has_ranks()) shape.insert(shape.begin() + 2, in.ranks());
   rotation.k = empty_tensor(shape, in.wide_options());
   rotation.q = empty_tensor(shape, in.wide_options());
   rotation.turns = empty_tensor({in.x.size(0), in.x.size(1), in.x.size(2), in.angles.size(-1)}, in.wide_options());

@@ -5,12 +5,12 @@
 //
 //   theta_t = theta_{t-1} + pi rate_t d_t       k_t = R(theta_t) (B_t + B_bias)       q_t = R(theta_t) (C_t + C_bias)
 //
-// A thread takes all steps of a head of a sequence, one after another. Phases are float64 and in turns, theta / 2 pi, and each
-// step reduces them to half a turn around zero, so that their error grows with the rounding of a number below 1 and not with
-// the sum of all steps.
+// and all ranks of a step have its phases. A thread takes all steps of a head of a sequence, one after another. Phases are
+// float64 and in turns, theta / 2 pi, and each step reduces them to half a turn around zero, so that their error grows with the
+// rounding of a number below 1 and not with the sum of all steps.
 //
-// The gradient of a phase is the sum over k and q of first * grad second - second * grad first of the rotated pair, and that of
-// pi rate_t d_t is the sum of the gradients of theta_t and of all later phases of the sequence.
+// The gradient of a phase is the sum over all k and q of the step of first * grad second - second * grad first of the rotated
+// pair, and that of what a step adds to the phase is the sum of the gradients of its own and all later phases of the sequence.
 
 #include <algorithm>
 #include <cmath>
@@ -48,6 +48,11 @@ struct Step {
   Step(const RotationParams& p, const Span& span, int64_t t, int64_t head)
       : at((span.row * p.seqlen + t) * p.heads + head),
         rates(p.rates + (p.has_angles_of_heads ? at : span.row * p.seqlen + t) * p.angles) {}
+
+  // Among (batch, seqlen, ranks, heads).
+  int64_t row(const RotationParams& p, int64_t rank, int64_t head) const {
+    return (at - head) * p.ranks + rank * p.heads + head;
+  }
 };
 
 bool begins(const RotationParams& p, const Span& span, int64_t t) {
@@ -64,10 +69,10 @@ void rotate(const RotationParams& p, int64_t sequence, int64_t head, void* scrat
   const Pairs pairs{p.is_pairs, p.angles, p.dstate};
   const Span span(p, sequence);
   const int64_t group = head / (p.heads / p.groups);
-  const auto rotate_one = [&](const RowView& view, const void* bias, void* out, int64_t t, int64_t at) {
-    const Scalar* const row =
-        static_cast<const Scalar*>(view.data) + span.row * view.stride_batch + t * view.stride_step + group * view.stride_group;
-    const T* const of_head = bias == nullptr ? nullptr : static_cast<const T*>(bias) + head * p.dstate;
+  const auto rotate_one = [&](const RowView& view, const void* bias, void* out, int64_t t, int64_t rank, int64_t at) {
+    const Scalar* const row = static_cast<const Scalar*>(view.data) + span.row * view.stride_batch + t * view.stride_step +
+                              rank * view.stride_rank + group * view.stride_group;
+    const T* const of_head = bias == nullptr ? nullptr : static_cast<const T*>(bias) + (rank * p.heads + head) * p.dstate;
     for (int64_t n = 0; n < p.dstate; ++n) biased[n] = static_cast<T>(row[n]) + (of_head == nullptr ? T(0) : of_head[n]);
     rotate_row(pairs, biased, static_cast<T*>(out) + at * p.dstate, c, s, T(1));
   };
@@ -83,8 +88,10 @@ void rotate(const RotationParams& p, int64_t sequence, int64_t head, void* scrat
       turns[i] = static_cast<T>(phases[i]);
     }
     cosines_and_sines(phases, c, s, p.angles);
-    rotate_one(p.B, p.B_bias, p.k, t, step.at);
-    rotate_one(p.C, p.C_bias, p.q, t, step.at);
+    for (int64_t rank = 0; rank < p.ranks; ++rank) {
+      rotate_one(p.B, p.B_bias, p.k, t, rank, step.row(p, rank, head));
+      rotate_one(p.C, p.C_bias, p.q, t, rank, step.row(p, rank, head));
+    }
   }
   std::copy(phases, phases + p.angles, state);
 }
@@ -98,22 +105,27 @@ void unrotate(const RotationParams& p, int64_t sequence, int64_t head, void* scr
   const Pairs pairs{p.is_pairs, p.angles, p.dstate};
   const Span span(p, sequence);
   for (int64_t t = span.end; t-- > span.begin;) {
-    const int64_t at = Step(p, span, t, head).at;
-    T* const turns = static_cast<T*>(p.turns) + at * p.angles;
+    const Step step(p, span, t, head);
+    T* const turns = static_cast<T*>(p.turns) + step.at * p.angles;
     cosines_and_sines(turns, c, s, p.angles);
     T* const of_phases = row;  // p.angles <= p.dstate / 2
     std::fill(of_phases, of_phases + p.angles, T(0));
-    T *const grad_k = static_cast<T*>(p.grad_k) + at * p.dstate, *const grad_q = static_cast<T*>(p.grad_q) + at * p.dstate;
-    add_phase_grads(p, static_cast<const T*>(p.k) + at * p.dstate, grad_k, of_phases);
-    add_phase_grads(p, static_cast<const T*>(p.q) + at * p.dstate, grad_q, of_phases);
+    for (int64_t rank = 0; rank < p.ranks; ++rank) {
+      const int64_t offset = step.row(p, rank, head) * p.dstate;
+      add_phase_grads(p, static_cast<const T*>(p.k) + offset, static_cast<const T*>(p.grad_k) + offset, of_phases);
+      add_phase_grads(p, static_cast<const T*>(p.q) + offset, static_cast<const T*>(p.grad_q) + offset, of_phases);
+    }
     for (int64_t i = 0; i < p.angles; ++i) {
       sums[i] += static_cast<double>(of_phases[i]);
       turns[i] = static_cast<T>(sums[i]);
     }
     if (begins(p, span, t)) std::fill(sums, sums + p.angles, 0.0);
-    for (T* const grad : {grad_k, grad_q}) {
-      std::copy(grad, grad + p.dstate, row);
-      rotate_row(pairs, row, grad, c, s, T(-1));
+    for (int64_t rank = 0; rank < p.ranks; ++rank) {
+      for (void* const grads : {p.grad_k, p.grad_q}) {
+        T* const grad = static_cast<T*>(grads) + step.row(p, rank, head) * p.dstate;
+        std::copy(grad, grad + p.dstate, row);
+        rotate_row(pairs, row, grad, c, s, T(-1));
+      }
     }
   }
   std::copy(sums, sums + p.angles, state);

@@ -7,6 +7,7 @@
 #include "cpu/thread_scratch.h"
 #include "mamba3/cpu/step_kernels.h"
 #include "mamba3/mamba3_step_op.h"
+#include "torch/debug_options.h"
 #include "torch/dispatch.h"
 #include "torch/slot_indices.h"
 
@@ -17,6 +18,10 @@ SSM_DEFINE_CPU_KERNELS()
 namespace {
 
 at::Tensor cpu(const Inputs& in) {
+  if (debug_option(DebugOption::kMamba3Cpu) != 0) {
+    check_slot_indices("mamba3_state_update", in.state_batch_indices, in.ssm.size(0));
+    return step_aten(in);
+  }
   check_inputs(in);
   check_memory(in);
   const at::Tensor out = allocate_out(in);

@@ -1,6 +1,6 @@
 // Mamba-3's decoding step on the CPU: the states of one head are updated in place. A SIMD lane has a column of the state; each
-// row of the state is read and written once. The phase is reduced to half a turn around zero in float64. This file is compiled
-// once per instruction set.
+// row of the state is read and written once, by all ranks. The phase is reduced to half a turn around zero in float64. This
+// file is compiled once per instruction set.
 
 #include <algorithm>
 #include <cmath>
@@ -48,10 +48,11 @@ class Head {
         c_(reinterpret_cast<Acc*>(phases_ + p.angles)),
         s_(c_ + p.angles),
         k_(s_ + p.angles),
-        q_(k_ + padded_),
-        before_(q_ + padded_),
-        row_of_state_(before_ + padded_),
-        y_(row_of_state_ + padded_) {}
+        q_(k_ + p.ranks * padded_),
+        before_(q_ + p.ranks * padded_),
+        row_of_state_(before_ + p.ranks * padded_),
+        sum_(row_of_state_ + padded_),
+        y_(sum_ + p.headdim) {}
 
   void update() {
     if (slot_ < 0) {
@@ -60,9 +61,11 @@ class Head {
     }
     const double dt = gate(p_.dt), weight = 1 / (1 + std::exp(-gate(p_.trap))), decay = std::exp(gate(p_.A) * dt);
     turn(dt);
-    rotate(p_.B, p_.B_bias, k_);
-    rotate(p_.C, p_.C_bias, q_);
-    exchange_k();
+    for (int64_t rank = 0; rank < p_.ranks; ++rank) {
+      rotate(p_.B, p_.B_bias, rank, k_ + rank * padded_);
+      rotate(p_.C, p_.C_bias, rank, q_ + rank * padded_);
+      exchange_k(rank);
+    }
     step_states(static_cast<Acc>(decay), static_cast<Acc>((1 - weight) * dt * decay), static_cast<Acc>(weight * dt));
     write_out();
   }
@@ -71,6 +74,9 @@ class Head {
   int64_t offset(const TokenView& view) const { return row_ * view.stride_row + head_ * view.stride_head; }
   int64_t offset(const StateView& view) const { return slot_ * view.stride_slot + head_ * view.stride_head; }
   double gate(const TokenView& view) const { return static_cast<double>(at<Input>(view, offset(view))); }
+  Acc factor(const TokenView& view, int64_t rank, int64_t i) const {
+    return view.data == nullptr ? Acc(1) : at<Input>(view, offset(view) + rank * view.stride_rank + i * view.stride_column);
+  }
   Acc x(int64_t i) const { return at<Input>(p_.x, offset(p_.x) + i * p_.x.stride_column); }
   Input& out(int64_t i) const { return static_cast<Input*>(p_.out.data)[offset(p_.out) + i * p_.out.stride_column]; }
 
@@ -90,27 +96,31 @@ class Head {
     cosines_and_sines(phases_, c_, s_, p_.angles);
   }
 
-  void rotate(const TokenView& view, const TokenView& bias, Acc* rotated) {
-    const int64_t group = head_ / (p_.heads / p_.groups), begin = row_ * view.stride_row + group * view.stride_head;
+  void rotate(const TokenView& view, const TokenView& bias, int64_t rank, Acc* rotated) {
+    const int64_t group = head_ / (p_.heads / p_.groups);
+    const int64_t begin = row_ * view.stride_row + rank * view.stride_rank + group * view.stride_head;
+    const int64_t of_bias = offset(bias) + rank * bias.stride_rank;
     for (int64_t n = 0; n < p_.dstate; ++n) row_of_state_[n] = at<Input>(view, begin + n * view.stride_column);
     if (bias.data != nullptr) {
-      for (int64_t n = 0; n < p_.dstate; ++n) row_of_state_[n] += at<Input>(bias, offset(bias) + n * bias.stride_column);
+      for (int64_t n = 0; n < p_.dstate; ++n) row_of_state_[n] += at<Input>(bias, of_bias + n * bias.stride_column);
     }
     rotate_row(Pairs{p_.is_pairs, p_.angles, p_.dstate}, row_of_state_, rotated, c_, s_, Acc(1));
     std::fill(rotated + p_.dstate, rotated + padded_, Acc(0));
   }
 
   // Takes the last k from the state, and leaves the new one there.
-  void exchange_k() {
-    visit_state(p_.k, offset(p_.k), [&](auto* state) {
+  void exchange_k(int64_t rank) {
+    const Acc* const k = k_ + rank * padded_;
+    Acc* const before = before_ + rank * padded_;
+    visit_state(p_.k, offset(p_.k) + rank * p_.k.stride_row, [&](auto* state) {
       using State = std::decay_t<decltype(*state)>;
       for (int64_t n = 0; n < p_.dstate; ++n) {
         State& value = state[n * p_.k.stride_column];
-        before_[n] = static_cast<Acc>(value);
-        value = static_cast<State>(k_[n]);
+        before[n] = static_cast<Acc>(value);
+        value = static_cast<State>(k[n]);
       }
     });
-    std::fill(before_ + p_.dstate, before_ + padded_, Acc(0));
+    std::fill(before + p_.dstate, before + padded_, Acc(0));
   }
 
   void step_states(Acc decay, Acc of_before, Acc of_now) {
@@ -121,8 +131,14 @@ class Head {
         visit_state(p_.previous_x, offset(p_.previous_x), [&](auto* previous_x) {
           for (int64_t i = 0; i < p_.headdim; ++i) {
             auto& last = previous_x[i * p_.previous_x.stride_column];
-            const V before(of_before * static_cast<Acc>(last)), now(of_now * x(i));
-            y_[i] = step_row(states + i * p_.ssm.stride_row, V(decay), before, now);
+            const Acc before = of_before * static_cast<Acc>(last), now = of_now * x(i);
+            State* const row = states + i * p_.ssm.stride_row;
+            if (p_.ranks == 1) {
+              const Acc v = factor(p_.mimo_x, 0, i);
+              y_[i] = step_row(row, V(decay), V(before * v), V(now * v));
+            } else {
+              step_row_of_ranks(row, V(decay), before, now, i);
+            }
             last = static_cast<std::decay_t<decltype(last)>>(x(i));
           }
         });
@@ -157,33 +173,68 @@ class Head {
     return at::vec::vec_reduce_all<Acc>([](V& a, V& b) { return a + b; }, sums);
   }
 
+  // Updates row i of the state with all ranks, and writes its products with their q.
+  template <typename State>
+  void step_row_of_ranks(State* states, const V& decay, Acc before, Acc now, int64_t i) {
+    const int64_t stride = p_.ssm.stride_column;
+    for (int64_t n = 0; n < p_.dstate; ++n) row_of_state_[n] = static_cast<Acc>(states[n * stride]);
+    std::fill(row_of_state_ + p_.dstate, row_of_state_ + padded_, Acc(0));
+    for (int64_t n = 0; n < p_.dstate; n += kSize) (decay * V::loadu(row_of_state_ + n)).store(row_of_state_ + n);
+    for (int64_t rank = 0; rank < p_.ranks; ++rank) {
+      const Acc v = factor(p_.mimo_x, rank, i);
+      const V of_before(before * v), of_now(now * v);
+      const Acc *const last = before_ + rank * padded_, *const k = k_ + rank * padded_;
+      for (int64_t n = 0; n < p_.dstate; n += kSize) {
+        const V value = at::vec::fmadd(of_before, V::loadu(last + n), V::loadu(row_of_state_ + n));
+        at::vec::fmadd(of_now, V::loadu(k + n), value).store(row_of_state_ + n);
+      }
+    }
+    for (int64_t rank = 0; rank < p_.ranks; ++rank) {
+      V sums(Acc(0));
+      for (int64_t n = 0; n < p_.dstate; n += kSize) {
+        sums = at::vec::fmadd(V::loadu(row_of_state_ + n), V::loadu(q_ + rank * padded_ + n), sums);
+      }
+      y_[rank * p_.headdim + i] = at::vec::vec_reduce_all<Acc>([](V& a, V& b) { return a + b; }, sums);
+    }
+    for (int64_t n = 0; n < p_.dstate; ++n) states[n * stride] = static_cast<State>(row_of_state_[n]);
+  }
+
   void write_out() {
+    for (int64_t rank = 0; rank < p_.ranks; ++rank) add_out(rank, y_ + rank * p_.headdim);
+    for (int64_t i = 0; i < p_.headdim; ++i) out(i) = static_cast<Input>(sum_[i]);
+  }
+
+  // Adds the output of a rank, with y = S q, to the sum, or sets the sum to the first.
+  void add_out(int64_t rank, Acc* y) {
     if (p_.D.data != nullptr) {
-      for (int64_t i = 0; i < p_.headdim; ++i) y_[i] += at<Input>(p_.D, offset(p_.D) + i * p_.D.stride_column) * x(i);
+      for (int64_t i = 0; i < p_.headdim; ++i) {
+        y[i] += at<Input>(p_.D, offset(p_.D) + i * p_.D.stride_column) * (x(i) * factor(p_.mimo_x, rank, i));
+      }
     }
     Acc scale = 1;
     if (p_.norm_weight.data != nullptr) {
       double squares = 0;
-      for (int64_t i = 0; i < p_.headdim; ++i) squares += static_cast<double>(y_[i]) * static_cast<double>(y_[i]);
+      for (int64_t i = 0; i < p_.headdim; ++i) squares += static_cast<double>(y[i]) * static_cast<double>(y[i]);
       scale = static_cast<Acc>(1 / std::sqrt(squares / static_cast<double>(p_.headdim) + p_.norm_eps));
     }
     for (int64_t i = 0; i < p_.headdim; ++i) {
-      Acc value = y_[i];
+      Acc value = y[i];
       if (p_.norm_weight.data != nullptr) {
         value *= scale * at<Input>(p_.norm_weight, offset(p_.norm_weight) + i * p_.norm_weight.stride_column);
       }
       if (p_.z.data != nullptr) {
-        const Acc z = at<Input>(p_.z, offset(p_.z) + i * p_.z.stride_column);
+        const Acc z = at<Input>(p_.z, offset(p_.z) + i * p_.z.stride_column) * factor(p_.mimo_z, rank, i);
         value *= z / (Acc(1) + std::exp(-z));
       }
-      out(i) = static_cast<Input>(value);
+      value *= factor(p_.mimo_out, rank, i);
+      sum_[i] = rank == 0 ? value : sum_[i] + value;
     }
   }
 
   const StepParams& p_;
   const int64_t row_, head_, slot_, padded_;
   double* const phases_;
-  Acc *const c_, *const s_, *const k_, *const q_, *const before_, *const row_of_state_, *const y_;
+  Acc *const c_, *const s_, *const k_, *const q_, *const before_, *const row_of_state_, *const sum_, *const y_;
 };
 
 }  // namespace

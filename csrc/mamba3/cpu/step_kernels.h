@@ -16,8 +16,10 @@ struct CpuKernels {
 
 SSM_KERNEL_STRUCT(CpuKernels, 8);
 
-// A phase and a cosine and a sine of each angle, four rows of dstate elements and one of headdim, of 8 bytes each and rounded
-// up to whole vectors.
-constexpr int64_t scratch_bytes(const StepParams& p) { return (3 * p.angles + 4 * (p.dstate + 16) + p.headdim + 16) * 8; }
+// A phase and a cosine and a sine of each angle, one row of dstate elements and one of headdim, and for each rank three and one
+// more of these, of 8 bytes each and rounded up to whole vectors.
+constexpr int64_t scratch_bytes(const StepParams& p) {
+  return (3 * p.angles + (3 * p.ranks + 1) * (p.dstate + 16) + (p.ranks + 1) * (p.headdim + 16)) * 8;
+}
 
 }  // namespace ssm_kernels::mamba3::step

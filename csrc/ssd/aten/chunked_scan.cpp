@@ -25,6 +25,10 @@
 // y_i = S_{i-1} C_i + d_i (C_i . B_i) x_i. Sums up to i, as exponents of what y_i reads, then end at i - 1, and pairs (j, i)
 // have j < i. The pairs (i, i) have no decay: they are products of rows.
 //
+// With ranks (Inputs::ranks) a step has several samples, rows of x, B, C and y, and a chunk's matrices have a row for each. All
+// samples of a step share its gates: e^(cs_i - cs_j) is that of their steps, and the pairs (i, i) are a block of samples of one
+// step, whose products the diagonal gain multiplies. No output reads a gate of a later step.
+//
 // Where seq_idx begins a sequence, the decay between steps before and after is zero, and contributions through a state are
 // masked. That stops NaN too, except in the products of its own chunk.
 //
@@ -50,6 +54,7 @@
 #include <vector>
 
 #include "ssd/aten/layout.h"
+#include "ssd/aten/ranks.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/sequence_batches.h"
@@ -69,7 +74,7 @@ at::Tensor sum_before(const at::Tensor& values) { return at::matmul(ones_for(val
 // The pairs of steps inside chunks.
 struct Pairs {
   at::Tensor products;  // C_i . B_j: a matrix (i, j) of each group
-  at::Tensor decay;     // e^(cs_i - cs_j), (groups of all chunks, heads of a group, i, j)
+  at::Tensor decay;     // of decay_between
   at::Tensor M;         // a matrix (i, j) of each head
   at::Tensor input;     // c_j x_j by head
 };
@@ -78,7 +83,7 @@ Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
   Pairs pairs;
   pairs.products = at::bmm(chunks.C, transposed(chunks.B));
   pairs.decay = scan.decay_between(chunks);
-  pairs.M = (pairs.decay * pairs.products.unsqueeze(1)).flatten(0, 1);
+  pairs.M = (pairs.decay * scan.by_pairs(pairs.products, chunks.run)).flatten(4, 5).flatten(2, 3).flatten(0, 1);
   pairs.input = scan.by_head(chunks.x, chunks.gain);
   return pairs;
 }
@@ -96,10 +101,26 @@ at::Tensor own_products(const Scan& scan, const Run& run, const Pairs& pairs) {
   return diagonal.reshape({run.chunks, run.rows, scan.groups, run.length}).transpose(2, 3).unsqueeze(-1).unsqueeze(-1);
 }
 
+// The products C_i . B_i of all samples of a step, (chunks, rows, steps, groups, 1, ranks, ranks).
+at::Tensor own_blocks(const Scan& scan, const Run& run, const Pairs& pairs) {
+  const at::Tensor blocks =
+      pairs.products.view({-1, run.length, scan.ranks, run.length, scan.ranks}).diagonal(0, 1, 3).movedim(3, 1);
+  return blocks.unflatten(0, {run.chunks, run.rows, scan.groups}).transpose(2, 3).unsqueeze(4);
+}
+
+// Of samples by step: as matrices (ranks, headdim), (chunks, rows, steps, groups, heads of a group, ranks, headdim), and back.
+at::Tensor by_own_step(const Scan& scan, const at::Tensor& samples) { return scan.by_rank(samples).movedim(3, 5); }
+at::Tensor from_own_step(const at::Tensor& matrices) { return matrices.movedim(5, 3).flatten(2, 3); }
+
 // y with D x, by step, given the result of read_states.
 at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
   at::Tensor y = from_states + scan.head_by_step(at::bmm(pairs.M, pairs.input), chunks.run);
-  if (chunks.diagonal.defined()) y.addcmul_(chunks.x, chunks.diagonal * own_products(scan, chunks.run, pairs));
+  if (scan.in.ranks != nullptr) {
+    const at::Tensor own = at::matmul(own_blocks(scan, chunks.run, pairs), by_own_step(scan, chunks.x));
+    y.addcmul_(from_own_step(own), chunks.diagonal);
+  } else if (chunks.diagonal.defined()) {
+    y.addcmul_(chunks.x, chunks.diagonal * own_products(scan, chunks.run, pairs));
+  }
   if (is_present(scan.in.D)) y.addcmul_(chunks.x, scan.D());
   return y;
 }
@@ -111,7 +132,11 @@ void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs,
     const Chunks chunks = scan.load(run);
     const at::Tensor states = scan.boundary_states(chunks, state);
     at::Tensor y = output(scan, chunks, make_pairs(scan, chunks), read_states(scan, chunks, states));
-    if (is_present(scan.in.z)) y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
+    if (scan.in.ranks != nullptr) {
+      y = sum_of_ranks(scan, run, y);
+    } else if (is_present(scan.in.z)) {
+      y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
+    }
     scan.write_by_step(outputs.out, run, y);
     chosen.visit(run, states, [](at::Tensor asked, const at::Tensor& bound) { asked.copy_(bound); });
     state = states.select(0, run.chunks);
@@ -194,8 +219,13 @@ void Adjoint::part_adjoint(const Part& part) {
 // Returns the gradient of y, by step; writes the gradients of z and D.
 at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
   const Run& run = chunks.run;
-  at::Tensor grad = is_present(bwd_.grad_out) ? scan_.by_step(*bwd_.grad_out, run) : at::zeros_like(chunks.x);
-  if (is_present(bwd_.in.z)) {
+  at::Tensor grad = is_present(bwd_.grad_out)   ? scan_.by_step(*bwd_.grad_out, run)
+                    : scan_.in.ranks == nullptr ? at::zeros_like(chunks.x)
+                                                : at::zeros_like(scan_.by_step(scan_.in.x, run));
+  if (scan_.in.ranks != nullptr) {
+    const at::Tensor y = output(scan_, chunks, pairs, from_states);
+    grad = sum_of_ranks_adjoint(scan_, run, y, grad, grads_[kGradZ], *bwd_.rank_grads);
+  } else if (is_present(bwd_.in.z)) {
     const at::Tensor z = scan_.by_step(*bwd_.in.z, run);
     if (needs(kGradZ)) {
       const at::Tensor y = output(scan_, chunks, pairs, from_states);
@@ -227,7 +257,8 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
 void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
                              const at::Tensor& others) const {
   zero_where_(scan_.matrices_by_step(from_states, run), mask);
-  scan_.write(grads_[grad], run, scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
+  const at::Tensor written = scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run);
+  scan_.write(grads_[grad], run, scan_.in.ranks == nullptr ? written : scan_.by_rank(written));
 }
 
 // Returns the gradient of the run's first state, given the gradient of its last; writes all other gradients.
@@ -240,10 +271,16 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   const at::Tensor grad_states = boundary_grads(chunks, decayed_grad, grad_state);
   const at::Tensor S = scan_.state_matrices(states, 0, run.chunks), T = scan_.state_matrices(grad_states, 1, run.chunks);
 
-  at::Tensor W = at::bmm(g, transposed(pairs.input)).view(pairs.decay.sizes()).mul_(pairs.decay);
-  const at::Tensor grad_products = W.sum(1);
+  at::Tensor W = scan_.by_pairs(at::bmm(g, transposed(pairs.input)), run).mul_(pairs.decay);
+  const at::Tensor grad_products = W.sum(1).view(pairs.products.sizes());
   at::Tensor own, own_outputs;  // C_i . B_i, and g_i . x_i by step
-  if (chunks.diagonal.defined()) {
+  if (scan_.in.ranks != nullptr) {
+    own = own_blocks(scan_, run, pairs);
+    own_outputs = at::matmul(by_own_step(scan_, grad_y), by_own_step(scan_, chunks.x).transpose(-2, -1));
+    const at::Tensor gain = scan_.by_rank(chunks.diagonal).select(3, 0).unsqueeze(-1);  // of steps
+    const at::Tensor of_groups = (own_outputs * gain).sum(4).transpose(2, 3).flatten(0, 2);
+    scan_.by_pairs(grad_products, run).squeeze(1).diagonal(0, 1, 3).add_(of_groups.movedim(1, 3));
+  } else if (chunks.diagonal.defined()) {
     own = own_products(scan_, run, pairs);
     own_outputs = row_products(grad_y, chunks.x);
     const at::Tensor of_groups = (own_outputs * chunks.diagonal.squeeze(-1)).sum(-1).transpose(2, 3);
@@ -262,28 +299,37 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
   if (needs(kGradX)) {
     at::Tensor grad_x = grad_input * chunks.gain;
-    if (own.defined()) grad_x.addcmul_(grad_y, chunks.diagonal * own);
+    if (scan_.in.ranks != nullptr) {
+      const at::Tensor of_own = at::matmul(own.transpose(-2, -1), by_own_step(scan_, grad_y));
+      grad_x.addcmul_(from_own_step(of_own), chunks.diagonal);
+    } else if (own.defined()) {
+      grad_x.addcmul_(grad_y, chunks.diagonal * own);
+    }
     if (is_present(bwd_.in.D)) grad_x.addcmul_(grad_y, scan_.D());
+    if (scan_.in.ranks != nullptr) grad_x = input_of_ranks_adjoint(scan_, run, grad_x, *bwd_.rank_grads);
     scan_.write_by_step(grads_[kGradX], run, grad_x);
   }
 
   if (is_present(bwd_.grad_diagonal_gain)) {
-    scan_.write(*bwd_.grad_diagonal_gain, run, scan_.merge_heads(own_outputs * own.squeeze(-1)));
+    const at::Tensor products =
+        scan_.in.ranks != nullptr ? (own_outputs * own).sum(at::IntArrayRef({-2, -1})) : own_outputs * own.squeeze(-1);
+    scan_.write(*bwd_.grad_diagonal_gain, run, scan_.merge_heads(products));
   }
   if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias) || needs(kGradLogDecay) || needs(kGradGain)) {
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
-    W.mul_(pairs.products.unsqueeze(1));
+    W.mul_(scan_.by_pairs(pairs.products, run));
+    W = scan_.ranks == 1 ? W.flatten(4, 5).flatten(2, 3) : W.sum(at::IntArrayRef({3, 5}));
     // If gates have a diagonal gain, y_i reads what step i - 1 left.
     if (own.defined()) W = at::constant_pad_nd(W.narrow(-2, 1, run.length - 1), {0, 0, 0, 1});
     const at::Tensor within = sum_across(W);
-    const at::Tensor read = scan_.merge_heads(row_products(from_states, grad_y));
+    const at::Tensor read = scan_.of_steps(scan_.merge_heads(row_products(from_states, grad_y)));
     const at::Tensor through =
         zero_where_(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
     const at::Tensor grad_zeta = (own.defined() ? sum_after(read) : sum_from(read)) +
-                                 sum_before(scan_.merge_heads(input_to_end)) +
+                                 sum_before(scan_.of_steps(scan_.merge_heads(input_to_end))) +
                                  within.view({run.chunks, run.rows, scan_.heads, run.length}).transpose(2, 3) +
                                  (through * chunks.decay.flatten(2)).unsqueeze(2);
-    steps_adjoint(chunks, grad_zeta, scan_.merge_heads(row_products(grad_input, chunks.x)));
+    steps_adjoint(chunks, grad_zeta, scan_.of_steps(scan_.merge_heads(row_products(grad_input, chunks.x))));
   }
   return grad_states.select(0, 0);
 }

@@ -28,23 +28,26 @@ at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
   return at::mul_out(result, a, b);
 }
 
+int64_t count_ranks(const Inputs& in) { return in.ranks == nullptr ? 1 : in.ranks->count; }
+
 // The steps of a chunk. Its matrices are quadratic in its length, and each chunk has a state. On a CPU the two cost about the
-// same where the length is the root of the state's elements.
+// same where the length is the root of the state's elements. With ranks its matrices have a row for each sample.
 int64_t choose_chunk_length(const Inputs& in) {
   int64_t by_default = kDefaultChunkLength, most = kMaxChunkLength;
   if (in.x.is_cpu()) {
-    const int64_t state_elements = in.x.size(3) * in.B.size(3);
+    const int64_t state_elements = in.x.size(3) * in.B.size(-1);
     by_default = 16;
     while (by_default < 128 && 4 * by_default * by_default <= state_elements) by_default *= 2;
     most = std::max(by_default, kDefaultChunkLength);
   }
-  return std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : by_default, most);
+  const int64_t ranks = count_ranks(in), length = in.chunk_size.has_value() ? in.chunk_size->expect_int() : by_default / ranks;
+  return std::max<int64_t>(std::min(length, most / ranks), 1);
 }
 
 // Approximate bytes of the temporaries of a chunk of one row; zero without heads.
 int64_t bytes_per_chunk(const Inputs& in) {
-  const int64_t headdim = in.x.size(3), length = choose_chunk_length(in);
-  const int64_t per_head = 2 * headdim * in.B.size(3) + 4 * length * length + 8 * length * headdim;
+  const int64_t headdim = in.x.size(3), length = choose_chunk_length(in) * count_ranks(in);
+  const int64_t per_head = 2 * headdim * in.B.size(-1) + 4 * length * length + 8 * length * headdim;
   return in.x.size(2) * per_head * static_cast<int64_t>(wide_options(in.x).dtype().itemsize());
 }
 
@@ -70,22 +73,24 @@ Scan::Scan(const Inputs& in, Discretization method)
       options(wide_options(in.x)),
       heads(in.x.size(2)),
       headdim(in.x.size(3)),
-      groups(in.B.size(2)),
-      dstate(in.B.size(3)),
-      heads_per_group(heads / groups) {
+      groups(in.B.size(-2)),
+      dstate(in.B.size(-1)),
+      heads_per_group(heads / groups),
+      ranks(count_ranks(in)) {
   if (is_present(in.seq_idx)) starts_ = sequence_starts(in.reverse ? in.seq_idx->flip(1) : *in.seq_idx);
 }
 
 Chunks Scan::load(const Run& run) const {
   const at::ScalarType accumulate = options.dtype().toScalarType();
   const auto matrices = [&](const at::Tensor& tensor) {
-    const at::Tensor by_group = read(tensor, run).transpose(2, 3);
+    const at::Tensor steps = read(tensor, run);
+    const at::Tensor by_group = (in.ranks == nullptr ? steps : steps.flatten(2, 3)).transpose(2, 3);
     // A copy on the CPU: MKL sums in another order for another alignment or row stride.
     const at::Tensor converted =
         by_group.to(accumulate, /*non_blocking=*/false, /*copy=*/in.x.is_cpu(), at::MemoryFormat::Contiguous);
-    return converted.reshape({-1, run.length, dstate});
+    return converted.reshape({-1, samples(run), dstate});
   };
-  const auto factor = [&](const at::Tensor& tensor) { return split_heads(tensor.to(accumulate)).unsqueeze(-1); };
+  const auto factor = [&](const at::Tensor& tensor) { return of_samples(split_heads(tensor.to(accumulate)).unsqueeze(-1)); };
   Chunks chunks;
   chunks.run = run;
   chunks.steps = make_steps(in, method, [&](const at::Tensor& tensor) { return read(tensor, run); });
@@ -103,8 +108,8 @@ Chunks Scan::load(const Run& run) const {
   if (starts_.defined()) {
     chunks.sequence = run_of(starts_, run).cumsum(2);
     const at::Tensor last = chunks.sequence.narrow(2, run.length - 1, 1);
-    chunks.is_after_beginning = chunks.sequence.ne(0);
-    chunks.is_before_beginning = chunks.sequence.ne(last);
+    chunks.is_after_beginning = of_samples(chunks.sequence.ne(0));
+    chunks.is_before_beginning = of_samples(chunks.sequence.ne(last));
     chunks.is_cut = last.ne(0);
     zero_where_(decay, chunks.is_cut);
     // Summed from the end: a NaN before the last beginning of a sequence would spoil a difference of sums from the start.
@@ -112,7 +117,7 @@ Chunks Scan::load(const Run& run) const {
   } else {
     to_end = (cs_last - chunks.cs).exp_();
   }
-  chunks.x = by_step(in.x, run);
+  chunks.x = in.ranks == nullptr ? by_step(in.x, run) : times_factor(by_step(in.x, run), in.ranks->x).flatten(2, 3);
   chunks.B = matrices(in.B);
   if (in.C.defined()) chunks.C = matrices(in.C);
   chunks.gain = factor(chunks.steps.gain);
@@ -121,6 +126,20 @@ Chunks Scan::load(const Run& run) const {
   chunks.decay = decay.to(accumulate).squeeze(2).unsqueeze(-1).unsqueeze(-1);
   return chunks;
 }
+
+at::Tensor Scan::times_factor(const at::Tensor& steps, const OptionalTensor& factor) const {
+  if (!is_present(factor)) return steps.unsqueeze(3).expand({-1, -1, -1, ranks, -1, -1, -1});
+  return steps.unsqueeze(3) * rank_factor(*factor);
+}
+
+at::Tensor Scan::of_samples(const at::Tensor& steps) const {
+  if (ranks == 1) return steps;
+  std::vector<int64_t> shape = steps.sizes().vec();
+  shape.insert(shape.begin() + 3, ranks);
+  return steps.unsqueeze(3).expand(shape).flatten(2, 3);
+}
+
+at::Tensor Scan::of_steps(const at::Tensor& samples) const { return ranks == 1 ? samples : by_rank(samples).sum(3); }
 
 at::Tensor Scan::D() const {
   const at::Tensor D = in.D->unflatten(0, {groups, heads_per_group});
@@ -178,7 +197,7 @@ at::Tensor Scan::decay_between(const Chunks& chunks) const {
   if (chunks.sequence.defined()) {
     result.masked_fill_(chunks.sequence.unsqueeze(-1).ne(chunks.sequence.unsqueeze(-2)).unsqueeze(2), 0);
   }
-  return result.view({-1, heads_per_group, chunks.run.length, chunks.run.length});
+  return result.view({-1, heads_per_group, chunks.run.length, 1, chunks.run.length, 1});
 }
 
 at::Tensor Scan::by_step(const at::Tensor& argument, const Run& run) const {
@@ -201,15 +220,15 @@ at::Tensor Scan::by_head(const at::Tensor& tensor, const at::Tensor& factor) con
 at::Tensor Scan::by_head(const at::Tensor& tensor) const { return tensor.movedim(2, 4).reshape({-1, tensor.size(2), headdim}); }
 
 at::Tensor Scan::matrices_by_step(const at::Tensor& matrices, const Run& run) const {
-  return matrices.view({run.chunks, run.rows, groups, run.length, matrices.size(-1)}).transpose(2, 3);
+  return matrices.view({run.chunks, run.rows, groups, samples(run), matrices.size(-1)}).transpose(2, 3);
 }
 
 at::Tensor Scan::group_by_step(const at::Tensor& product, const Run& run) const {
-  return product.view({run.chunks, run.rows, groups, run.length, heads_per_group, headdim}).transpose(2, 3);
+  return product.view({run.chunks, run.rows, groups, samples(run), heads_per_group, headdim}).transpose(2, 3);
 }
 
 at::Tensor Scan::head_by_step(const at::Tensor& product, const Run& run) const {
-  return product.view({run.chunks, run.rows, groups, heads_per_group, run.length, headdim}).movedim(4, 2);
+  return product.view({run.chunks, run.rows, groups, heads_per_group, samples(run), headdim}).movedim(4, 2);
 }
 
 }  // namespace ssm_kernels::ssd

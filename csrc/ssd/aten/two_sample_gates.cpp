@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -68,10 +69,18 @@ void add_first(const TwoSampleInputs& in, const TwoSampleGates& gates, const at:
   }
 }
 
-// (..., heads, headdim) as (..., groups, heads of a group, headdim).
+// (sequences, heads, ...) as (sequences, groups, heads of a group, ...).
 at::Tensor by_group(const TwoSampleInputs& in, const at::Tensor& tensor) {
-  return tensor.unflatten(1, {in.B.size(2), in.x.size(2) / in.B.size(2)});
+  return tensor.unflatten(1, {in.B.size(-2), in.x.size(2) / in.B.size(-2)});
 }
+
+// The samples before sequences that have ranks, as matrices (ranks, heads of a group and headdim) and (ranks, dstate) of each
+// sequence and group; the same of the states, (heads of a group and headdim, dstate).
+at::Tensor x_of_groups(const TwoSampleInputs& in, const at::Tensor& x) {
+  return x.unflatten(2, {in.B.size(-2), in.x.size(2) / in.B.size(-2)}).flatten(3).transpose(1, 2);
+}
+at::Tensor B_of_groups(const at::Tensor& B) { return B.transpose(1, 2); }
+at::Tensor states_of_groups(const TwoSampleInputs& in, const at::Tensor& states) { return by_group(in, states).flatten(2, 3); }
 
 }  // namespace
 
@@ -168,8 +177,16 @@ at::Tensor first_states(const TwoSampleInputs& in, const TwoSampleGates& gates) 
   at::Tensor states;
   if (is_present(in.initial_states)) states = *in.initial_states * factor(gates.first_zeta.exp());
   if (is_present(in.previous_x)) {
-    const at::Tensor x = by_group(in, in.previous_x->to(accumulate)), B = in.previous_B->to(accumulate);
-    const at::Tensor sample = (x.unsqueeze(-1) * B.unsqueeze(2).unsqueeze(3)).flatten(1, 2) * factor(gates.first_previous);
+    const at::Tensor B = in.previous_B->to(accumulate);
+    at::Tensor sample;
+    if (in.ranks != nullptr) {
+      const at::Tensor x = x_of_groups(in, in.previous_x->to(accumulate));
+      sample = at::matmul(x.transpose(-2, -1), B_of_groups(B)).reshape({x.size(0), in.x.size(2), in.x.size(3), B.size(-1)});
+    } else {
+      const at::Tensor x = by_group(in, in.previous_x->to(accumulate));
+      sample = (x.unsqueeze(-1) * B.unsqueeze(2).unsqueeze(3)).flatten(1, 2);
+    }
+    sample = sample * factor(gates.first_previous);
     states = states.defined() ? states.add_(sample) : sample;
   }
   if (!gates.has_steps.defined()) return states;
@@ -201,7 +218,21 @@ FirstStepGrads first_states_adjoint(const TwoSampleInputs& in, const TwoSampleGa
       grads[kGradInitialStates].copy_(grad);
     }
   }
-  if (is_present(in.previous_x)) {
+  if (is_present(in.previous_x) && in.ranks != nullptr) {
+    const at::Tensor x = x_of_groups(in, in.previous_x->to(accumulate)), B = B_of_groups(in.previous_B->to(accumulate));
+    const at::Tensor grad = states_of_groups(in, grad_first_states);
+    const at::Tensor of_x = at::matmul(B, grad.transpose(-2, -1));  // without m d, as matrices
+    const at::Tensor of_heads = (of_x * x).unflatten(3, {-1, in.x.size(3)}).sum(at::IntArrayRef({2, 4}));
+    result.previous = of_heads.flatten(1, 2).to(at::kDouble);
+    const at::Tensor scale = factor(gates.first_previous);
+    if (needs(kGradPreviousX)) {
+      const at::Tensor of_ranks = of_x.transpose(1, 2).reshape(in.previous_x->sizes());
+      grads[kGradPreviousX].copy_(of_ranks * scale.squeeze(-1).unsqueeze(1));
+    }
+    if (needs(kGradPreviousB)) {
+      grads[kGradPreviousB].copy_(at::matmul(x, states_of_groups(in, grad_first_states * scale)).transpose(1, 2));
+    }
+  } else if (is_present(in.previous_x)) {
     const at::Tensor x = by_group(in, in.previous_x->to(accumulate)), B = in.previous_B->to(accumulate);
     const at::Tensor of_B = B.unsqueeze(2).unsqueeze(3);
     const at::Tensor of_x = (by_group(in, grad_first_states) * of_B).sum(-1).flatten(1, 2);  // without m d
