@@ -58,7 +58,8 @@ std::string public_name(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue
   std::string name = op.schema().name();
   name.erase(0, name.find("::") + 2);
   if (name.front() == '_') name.erase(0, 1);
-  for (const std::string_view part : {"_fwd", "_bwd", "_states", "_initial_gradient", "_squares", "_products", "_projected"}) {
+  for (const std::string_view part :
+       {"_fwd", "_bwd", "_states", "_initial_gradient", "_squares", "_products", "_projected", "_two_sample", "_dense"}) {
     name.erase(std::min(name.size(), name.find(part)));
   }
   if (name == "mamba_mixer") return "Mamba";

@@ -26,6 +26,9 @@ std::string reference_of(std::string_view op) {
   if (op == "Mamba" || op == "mamba_mixer" || op == "selective_state_update") return "selective_scan";
   if (op == "Mamba2" || op == "mamba2_mixer") return "ssd_chunk_scan";
   if (op == "causal_conv1d_update") return "causal_conv1d";
+  if (op == "selective_scan_two_sample") return "two_sample_scan";
+  if (op == "ssd_chunk_scan_two_sample") return "two_sample_chunk_scan";
+  if (op == "selective_scan_dense") return "dense_scan";
   for (const std::string_view suffix : {"_summary", "_step"}) {
     if (!ends_with(op, suffix)) continue;
     const std::string stem(op.substr(0, op.size() - suffix.size()));
@@ -34,9 +37,13 @@ std::string reference_of(std::string_view op) {
   return std::string(op);
 }
 
-// The mixer that the operator is a part of, else "". `shown` is what messages name: of a mixer it is the layer, whose
-// convolution runs as causal_conv1d.
-std::string mixer_of(const c10::OperatorHandle& op, const std::string& shown) {
+// The mixer that the operator is a part of, or the operator of other rules or states than those of the function that messages
+// name, else "". `shown` is what messages name: of a mixer it is the layer, whose convolution runs as causal_conv1d.
+std::string composed_of(const c10::OperatorHandle& op, const std::string& shown) {
+  const std::string& schema = op.schema().name();
+  for (const char* const name : {"selective_scan_two_sample", "ssd_chunk_scan_two_sample", "selective_scan_dense"}) {
+    if (schema.find(name) != std::string::npos) return name;
+  }
   const std::string name = public_name(op);
   if (name == "causal_conv1d" && shown != name) return "mamba_mixer";
   return ends_with(name, "_mixer") ? name : "";
@@ -96,11 +103,11 @@ void below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     if (at::GradMode::is_enabled() && tensor.requires_grad()) differentiated.push_back(tensor);
   });
   const std::string shown = is_dual || !differentiated.empty() ? public_name(op, arguments) : "";
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(shown, kForwardMode, mixer_of(op, shown)));
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, not_supported(shown, kForwardMode, composed_of(op, shown)));
   std::string message;
   torch::autograd::edge_list edges;
   if (!differentiated.empty()) {
-    message = not_supported(shown, "double backward (a derivative of a gradient)", mixer_of(op, shown));
+    message = not_supported(shown, "double backward (a derivative of a gradient)", composed_of(op, shown));
     edges = torch::autograd::collect_next_edges(differentiated);
   }
   {

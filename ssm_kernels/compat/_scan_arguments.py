@@ -67,7 +67,7 @@ def _complex_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     dtype = common_dtype(function, u=u, delta=delta, z=z)
     common_dtype(function, u=u, D=D, delta_bias=delta_bias)
-    if any(value.dim() > 2 and value.dtype.to_real() == torch.float64 for value in (B, C)):
+    if any(value.dim() > 2 and value.dtype in (torch.float64, torch.complex128) for value in (B, C)):
         dtype = torch.float64
     wide = wide_dtype(dtype)
     number = torch.complex128 if wide == torch.float64 else torch.complex64

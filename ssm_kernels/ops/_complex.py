@@ -242,7 +242,7 @@ def complex_decay(
     else:
         if is_autocast_enabled(delta.device.type) and delta.dtype != torch.float64:
             delta = delta.to(torch.get_autocast_dtype(delta.device.type))
-        steps = delta.to(A.dtype.to_real())
+        steps = delta.to(A.real.dtype)
         steps = steps if delta_bias is None else steps + delta_bias[:, None]
         steps = F.softplus(steps) if delta_softplus else steps
         total, rate = steps.sum(-1, keepdim=True, dtype=torch.float64), A.to(torch.complex128)

@@ -404,6 +404,9 @@ def test_compiled_call(rule: str) -> None:
     inputs = make_inputs(rule, seqlen=5, dtype=torch.float32)
     compiled = torch.compile(selective_scan, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(**inputs), selective_scan(**inputs))
+    of_span = {name: value for name, value in inputs.items() if name not in ("C", "D", "z", "initial_state")}
+    summary = torch.compile(selective_scan_summary, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(summary(**of_span), selective_scan_summary(**of_span))
 
 
 @pytest.mark.parametrize(
@@ -428,6 +431,14 @@ def test_compiled_call(rule: str) -> None:
 def test_errors(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"selective_scan: .*{message}"):
         selective_scan(**make_inputs("zoh") | changes)
+
+
+def test_double_backward_names_the_reference() -> None:
+    inputs = make_inputs("zoh")
+    A = inputs["A"].requires_grad_()
+    (gradient,) = torch.autograd.grad(selective_scan(**inputs).sum(), A, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^selective_scan: double backward .* ssm_kernels.reference.two_sample_scan, which"):
+        gradient.abs().sum().backward()
 
 
 def test_real_calls_have_no_conjugate_pairs() -> None:
