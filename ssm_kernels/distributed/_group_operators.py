@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import ops
 from .._discretizations import is_two_sample
-from .._dtypes import wide_dtype
 from .._mamba3_state import Mamba3State
 from .._recurrences import recurrences
 from .._scan_state import ScanState
@@ -32,7 +31,6 @@ from ..ops._arguments import finite_dt_limit, four_tensors, three_tensors
 from ..ops._complex import complex_scan, is_complex
 from ..ops._masks import as_mask
 from ..ops._two_samples import broadcast_steps, read_previous, two_sample_scan
-from ..ops.norm import rms_norm_gated
 from ._autocast import Autocast
 from ._convolution import CausalConv1d
 from ._delta_rule import DeltaRuleScan
@@ -426,18 +424,16 @@ class GroupOperators(GroupCalls):
         return out, (final_C, final_n, final_m[:, :, 0, 0])
 
     def mamba3_chunk_scan(self, *inputs: Tensor, **given: Any) -> Any:
-        """Arguments and results as :func:`ssm_kernels.mamba3_chunk_scan`, of rank one and without ``reverse``."""
+        """Arguments and results as :func:`ssm_kernels.mamba3_chunk_scan`, without ``reverse``."""
         name = "mamba3_chunk_scan"
         options = given_arguments(name, inputs, given)
         if self.group.size == 1:
             return ops.mamba3_chunk_scan(**options)
-        if options["B"].dim() == 5:
-            raise NotImplementedError(f"{name}: expected B of rank one, (batch, seqlen, groups, dstate), over several ranks")
         states = dict(zip(_MAMBA3_STATES, four_tensors(options.pop("initial_states")), strict=True))
         cu_seqlens, needs_final = options.pop("cu_seqlens"), options.pop("return_final_states")
-        names = ("x", "dt", "A", "B", "C", "trap", "angles", "B_bias", "C_bias", "D", "z")
-        tensors = {key: options.pop(key) for key in names} | states
-        tensors |= {key: options.pop(key) for key in ("norm_weight", "seq_idx")}
+        steps = ("x", "dt", "A", "B", "C", "trap", "angles")
+        of_all = ("B_bias", "C_bias", "D", "z", "mimo_x", "mimo_z", "mimo_out", "norm_weight")
+        tensors = {key: options.pop(key) for key in (*steps, *of_all)} | states | {"seq_idx": options.pop("seq_idx")}
         all_options = options | {"return_final_states": needs_final}
 
         def local(**arguments: Any) -> Any:
@@ -446,32 +442,10 @@ class GroupOperators(GroupCalls):
 
         x: Tensor = tensors["x"]
         tensors = Autocast(x).cast(tensors, lower=("x", "B", "C", "z", "initial_x"))
-        self._agree(name, local, tensors, all_options, dict.fromkeys((*names[:7], "z", "seq_idx"), 1), cu_seqlens)
+        self._agree(name, local, tensors, all_options, dict.fromkeys((*steps, "z", "seq_idx"), 1), cu_seqlens)
         seq_idx, packing = self._packing(name, x.shape[1], tensors.pop("seq_idx"), cu_seqlens)
-        norm_weight, z, dtype = tensors.pop("norm_weight"), tensors["z"], tensors["x"].dtype
-        if norm_weight is not None:
-            tensors["z"] = None
-        out, final = mamba3_over_ranks(
-            tensors,
-            seq_idx,
-            carry_mask_of(packing, False),
-            options["rotate"],
-            options["chunk_size"],
-            norm_weight is not None,
-            needs_final,
-            self._chain(needs_final),
-            self.group,
-        )
-        if norm_weight is not None:
-            out = rms_norm_gated(
-                out.flatten(2),
-                norm_weight.flatten(),
-                None if z is None else z.to(wide_dtype(dtype)).flatten(2),
-                eps=options["norm_eps"],
-                group_size=norm_weight.shape[1],
-                norm_before_gate=True,
-            )
-            out = out.unflatten(2, norm_weight.shape).to(dtype)
+        carry_mask, chain = carry_mask_of(packing, False), self._chain(needs_final)
+        out, final = mamba3_over_ranks(tensors, seq_idx, carry_mask, needs_final, chain, self.group, **options)
         return (out, final) if needs_final else out
 
     def causal_conv1d(

@@ -66,6 +66,9 @@ def mamba3_chunk_scan(
     C_bias: Tensor | None = None,
     D: Tensor | None = None,
     z: Tensor | None = None,
+    mimo_x: Tensor | None = None,
+    mimo_z: Tensor | None = None,
+    mimo_out: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-05,
     rotate: str = "pairs",
@@ -77,13 +80,14 @@ def mamba3_chunk_scan(
     group: GroupLike = None,
     exchange: Exchange | None = None,
 ) -> Any:
-    """:func:`ssm_kernels.mamba3_chunk_scan`, of rank one, over the ranks of a group.
+    """:func:`ssm_kernels.mamba3_chunk_scan`, over the ranks of a group.
 
-    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends three tensors each way, along a chain to its neighbour: the
-    phases, batch * heads * angles float64 numbers, the last k and x, batch * heads * (dstate + headdim), and the state S, batch
-    * heads * headdim * dstate, for which alone a rank waits for the scan of another. With summaries it scans its span once more
-    for S, runs the scan's adjoint once more, for the gradient of its initial S, and sends batch * heads more numbers, the
-    products of its decays, in forward; with ``return_final_states`` twice as many in backward.
+    Packed sequences are as for :func:`ssd_chunk_scan`. A rank of the group sends three tensors each way, along a chain to
+    its neighbour: the phases, batch * heads * angles float64 numbers; the last k and x, batch * heads * (ranks * dstate +
+    headdim), with the ranks of ``B``; and the state S, batch * heads * headdim * dstate, for which alone a rank waits for the
+    scan of another. With summaries it scans its span once more for S, runs the scan's adjoint once more, for the gradient of
+    its initial S, and sends batch * heads more numbers, the products of its decays, in forward; with ``return_final_states``
+    twice as many in backward.
 
     Examples:
         >>> import torch

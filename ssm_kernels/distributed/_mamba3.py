@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._dtypes import wide_dtype
 from .._mamba3_state import Mamba3State
+from ..ops.norm import rms_norm_gated
 from ._carry import Carry, mask_state
 from ._collectives import depend_on
 from ._group import Group
@@ -33,8 +34,9 @@ __all__ = ["mamba3_over_ranks"]
 
 _ops = torch.ops.ssm_kernels
 _NAME = "mamba3_chunk_scan"
-# mimo_x, mimo_z, mimo_out and norm_weight of ``_mamba3_chunk_scan``, which calls with ranks have, and their place.
-_OF_RANKS, _NO_RANKS = 11, (None, None, None, None)
+# The place of the initial state S among the differentiable arguments of ``_mamba3_chunk_scan``, and those of the arguments on
+# which no state depends: C, its bias, D, z, mimo_z, mimo_out and norm_weight.
+_SSM, _OF_OUTPUTS = 16, (4, 8, 9, 10, 12, 13, 14)
 
 
 def _steps_of_last(seq_idx: Tensor) -> Tensor:
@@ -62,9 +64,9 @@ def _reduced(angle: Tensor) -> Tensor:
 
 
 def _rotated(rows: Tensor, angle: Tensor, rotate: str) -> Tensor:
-    """``rows`` (batch, heads, dstate), its pairs of columns turned by ``angle`` (batch, heads, angles)."""
+    """``rows`` (..., dstate), its pairs of columns turned by ``angle`` (..., angles)."""
     cos, sin = angle.cos().to(rows.dtype), angle.sin().to(rows.dtype)
-    count, dstate = angle.shape[2], rows.shape[2]
+    count, dstate = angle.shape[-1], rows.shape[-1]
     if rotate == "pairs":
         first, second = rows[..., : 2 * count].unflatten(-1, (count, 2)).unbind(-1)
         turned = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-1).flatten(-2)
@@ -160,8 +162,8 @@ class CarriedSamples(torch.autograd.Function):
 class Mamba3Scan(torch.autograd.Function):
     """``out`` and, with ``needs_final``, the state S after the last rank's span.
 
-    The first arguments have the order of the gradients of ``_mamba3_chunk_scan_bwd``, less those of calls with ranks. The
-    initial angle, k and x are those before this rank's span, and ``initial_ssm`` is that before the whole sequence.
+    The first arguments have the order of the gradients of ``_mamba3_chunk_scan_bwd``. The initial angle, k and x are those
+    before this rank's span, and ``initial_ssm`` is that before the whole sequence.
     """
 
     @staticmethod
@@ -178,12 +180,17 @@ class Mamba3Scan(torch.autograd.Function):
         C_bias: Tensor | None,
         D: Tensor | None,
         z: Tensor | None,
+        mimo_x: Tensor | None,
+        mimo_z: Tensor | None,
+        mimo_out: Tensor | None,
+        norm_weight: Tensor | None,
         initial_angle: Tensor,
         initial_ssm: Tensor | None,
         initial_k: Tensor,
         initial_x: Tensor,
         seq_idx: Tensor | None,
         carry_mask: Tensor | None,
+        norm_eps: float,
         rotate: str,
         chunk_size: int | None,
         wide_out: bool,
@@ -193,14 +200,14 @@ class Mamba3Scan(torch.autograd.Function):
     ) -> Any:
         carry = Carry.of(group, _NAME, False, chain)
         dtype = wide_dtype(x.dtype)
-        state = (x.shape[0], *x.shape[2:], B.shape[3]), dtype
-        options = (seq_idx, None, 0.0, rotate, chunk_size, wide_out, False)
+        state = (x.shape[0], *x.shape[2:], B.shape[-1]), dtype
+        parameters = (B_bias, C_bias, D, z, mimo_x, mimo_z, mimo_out, norm_weight)
+        options = (seq_idx, None, norm_eps, rotate, chunk_size, wide_out, False)
 
         def scan(ssm: Tensor | None) -> tuple[Tensor, Tensor]:
             states = (initial_angle, zeros(state, x) if ssm is None else ssm, initial_k, initial_x)
-            out, _, last_ssm, _, _ = _ops._mamba3_chunk_scan_fwd(
-                *(x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z), *_NO_RANKS, *states, *options
-            )
+            arguments = (x, dt, A, B, C, trap, angles, *parameters, *states, *options)
+            out, _, last_ssm, _, _ = _ops._mamba3_chunk_scan_fwd(*arguments)
             return out, last_ssm
 
         def summarize() -> tuple[Tensor, Tensor]:
@@ -209,7 +216,7 @@ class Mamba3Scan(torch.autograd.Function):
         initial, final, decays, carry_mask = carry.receive_state(state, x, initial_ssm, carry_mask, summarize, needs_final)
         out, last_ssm = scan(initial)
         carry.send_state(last_ssm)
-        tensors = (x, dt, A, B, C, trap, angles, B_bias, C_bias, D, z, initial_angle, initial, initial_k, initial_x)
+        tensors = (x, dt, A, B, C, trap, angles, *parameters, initial_angle, initial, initial_k, initial_x)
         ctx.save_for_backward(*tensors, seq_idx, decays, carry_mask)
         ctx.carry, ctx.options, ctx.state = carry, options[1:], state
         return (out, final) if needs_final else out
@@ -217,54 +224,57 @@ class Mamba3Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
         *tensors, seq_idx, decays, carry_mask = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:15]]
-        if tensors[12] is None:
-            tensors[12] = zeros(ctx.state, grad_out)
+        needs = [*ctx.needs_input_grad[: len(tensors)]]
+        if tensors[_SSM] is None:
+            tensors[_SSM] = zeros(ctx.state, grad_out)
 
         def adjoint(grad_ssm: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
-            given = (*tensors[:_OF_RANKS], *_NO_RANKS, *tensors[_OF_RANKS:])
-            asked = [*wanted[:_OF_RANKS], *(False for _ in _NO_RANKS), *wanted[_OF_RANKS:]]
-            results = _ops._mamba3_chunk_scan_bwd(*(grad_out, None, grad_ssm, None, None), *given, seq_idx, *ctx.options, asked)
-            return results_of((*results[:_OF_RANKS], *results[_OF_RANKS + len(_NO_RANKS) :]), wanted)
+            grads = (grad_out, None, grad_ssm, None, None)
+            return results_of(_ops._mamba3_chunk_scan_bwd(*grads, *tensors, seq_idx, *ctx.options, wanted), wanted)
 
         def initial_gradient() -> Tensor:
             if ctx.carry.is_first:
                 return depend_on(zeros(ctx.state, grad_out), grad_out)
-            (gradient,) = (each for each in adjoint(None, [place == 12 for place in range(15)]) if each is not None)
+            gradient = adjoint(None, [place == _SSM for place in range(len(tensors))])[_SSM]
+            assert gradient is not None
             return gradient
 
-        # The state does not depend on C, its bias, D and z.
-        passes_gradients = any(need for place, need in enumerate(needs) if place not in (4, 8, 9, 10))
         grad_ssm = None
+        passes_gradients = any(need for place, need in enumerate(needs) if place not in _OF_OUTPUTS)
         if passes_gradients:
             grad_ssm = ctx.carry.receive_gradient(ctx.state, grad_out, grad_final, decays, carry_mask, initial_gradient)
         wanted = [*needs]
-        wanted[12] = passes_gradients and ctx.carry.wants_gradient(needs[12])
+        wanted[_SSM] = passes_gradients and ctx.carry.wants_gradient(needs[_SSM])
         gradients = adjoint(grad_ssm, wanted)
         if passes_gradients:
-            ctx.carry.send_gradient(gradients[12], carry_mask)
-        gradients[12] = of_first(gradients[12], ctx.state, grad_out, needs[12], ctx.carry)
-        return (*gradients, *(None,) * 8)
+            ctx.carry.send_gradient(gradients[_SSM], carry_mask)
+        gradients[_SSM] = of_first(gradients[_SSM], ctx.state, grad_out, needs[_SSM], ctx.carry)
+        return (*gradients, *(None,) * 9)
 
 
 def mamba3_over_ranks(
     tensors: dict[str, Any],
     seq_idx: Tensor | None,
     carry_mask: Tensor | None,
-    rotate: str,
-    chunk_size: int | None,
-    wide_out: bool,
     needs_final: bool,
     chain: Call | None,
     group: Group,
+    *,
+    norm_eps: float,
+    rotate: str,
+    chunk_size: int | None,
 ) -> tuple[Tensor, Mamba3State | None]:
-    """``out``, before its norm, and the states after the whole sequence.
+    """``out``, and the states after the whole sequence if they are needed.
 
     Args:
         tensors: the arguments of ``_mamba3_chunk_scan``, by name and in their order, with the states before the whole sequence.
         carry_mask: as for ``Carry``.
-        wide_out: whether ``out`` has the accumulation type.
     """
+    z, norm_weight = tensors["z"], tensors["norm_weight"]
+    # The scan of rank one has no norm.
+    norms_here = norm_weight is not None and tensors["B"].dim() == 4
+    if norms_here:
+        tensors = tensors | {"z": None, "norm_weight": None}
     x, B, bias = tensors["x"], tensors["B"], tensors["B_bias"]
     wide, heads = wide_dtype(x.dtype), x.shape[2]
     exchange = (carry_mask, needs_final, chain, group)
@@ -275,17 +285,24 @@ def mamba3_over_ranks(
     last_angle = turns + mask_state(angle, None if carry_mask is None else carry_mask[1, group.rank])
 
     last = slice(max(x.shape[1] - 1, 0), None)
-    rows = B[:, last].to(wide).repeat_interleave(heads // B.shape[2], dim=2)
-    rows = rows if bias is None else rows + bias
-    last_k = _rotated(rows.flatten(0, 1), last_angle[:, None].expand(-1, rows.shape[1], -1, -1).flatten(0, 1), rotate)
-    samples = (last_k.unflatten(0, rows.shape[:2]), x[:, last], tensors["initial_k"], tensors["initial_x"])
+    rows = B[:, last].to(wide).repeat_interleave(heads // B.shape[-2], dim=-2)
+    turned = last_angle[:, None]
+    if B.dim() == 5:  # (batch, 1, heads, ranks, dstate)
+        rows, turned = rows.transpose(2, 3), turned.unsqueeze(-2)
+        bias = bias.unsqueeze(-2) if bias is not None and bias.dim() == 2 else bias
+    last_k = _rotated(rows if bias is None else rows + bias, turned, rotate)
+    samples = (last_k, x[:, last], tensors["initial_k"], tensors["initial_x"])
     k, previous_x, *final_samples = CarriedSamples.apply(*samples, *exchange)
 
     states = {"initial_angle": _reduced(angle).to(wide), "initial_k": k, "initial_x": previous_x}
     results = Mamba3Scan.apply(
-        *(tensors | states).values(), seq_idx, carry_mask, rotate, chunk_size, wide_out, needs_final, chain, group
+        *(tensors | states).values(), seq_idx, carry_mask, norm_eps, rotate, chunk_size, norms_here, needs_final, chain, group
     )
-    if not needs_final:
-        return results, None
-    out, final_ssm = results
-    return out, Mamba3State(_reduced(final_angle[0]).to(wide), final_ssm, *final_samples)
+    out, *final_ssm = results if needs_final else (results,)
+    if norms_here:
+        gate = None if z is None else z.to(wide).flatten(2)
+        options: dict[str, Any] = {"eps": norm_eps, "group_size": norm_weight.shape[1], "norm_before_gate": True}
+        out = rms_norm_gated(out.flatten(2), norm_weight.flatten(), gate, **options)
+        out = out.unflatten(2, norm_weight.shape).to(x.dtype)
+    final = Mamba3State(_reduced(final_angle[0]).to(wide), *final_ssm, *final_samples) if needs_final else None
+    return out, final

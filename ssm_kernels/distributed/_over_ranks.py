@@ -14,7 +14,7 @@ __all__ = ["KEYWORD_SCANS", "define_over_ranks", "given_arguments", "over_ranks"
 # The scans whose arguments GroupOperators takes as they are, and the arguments that ranks do not take.
 KEYWORD_SCANS = {
     "delta_rule_scan": ("states_at",),
-    "mamba3_chunk_scan": ("mimo_x", "mimo_z", "mimo_out", "reverse"),
+    "mamba3_chunk_scan": ("reverse",),
     "mlstm_scan": ("seq_idx", "states_at"),
 }
 _PARAMETERS = {name: inspect.signature(getattr(ops, name)).parameters for name in KEYWORD_SCANS}

@@ -4,7 +4,7 @@ Each rank of a group passes its own contiguous span, in the order of the ranks, 
 unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, with these
 exceptions:
 
-- There is no ``states_at``, ``mlstm_scan`` has no ``seq_idx``, and ``mamba3_chunk_scan`` is of rank one.
+- There is no ``states_at``, ``mlstm_scan`` has no ``seq_idx``, and ``mamba3_chunk_scan`` no ``reverse``.
 - ``selective_scan``, ``ssd_chunk_scan``, ``mamba3_chunk_scan``, ``delta_rule_scan`` and ``causal_conv1d`` take and return no
   states beside ``cu_seqlens``.
 - The recurrences are differentiable once: a second derivative raises a RuntimeError.

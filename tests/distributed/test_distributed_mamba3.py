@@ -37,7 +37,7 @@ SHAPE = {"batch": 2, "seqlen": SEQLEN, "biases": True, "D": "head", "z": True}
 
 def call(function: Callable[..., Any], inputs: dict[str, Any], **options: Any) -> list[Tensor]:
     """``out`` and, with ``return_final_states``, the four states."""
-    given = {name: value for name, value in inputs.items() if not name.startswith("mimo_")}
+    given = dict(inputs)
     states = [given.pop(name, None) for name in STATES]
     results = function(**given, initial_states=None if states[0] is None else tuple(states), **options)
     return [results[0], *results[1]] if isinstance(results, tuple) else [results]
@@ -89,7 +89,10 @@ def check_scan(mesh: Mesh) -> None:
         compare(mesh, exchange, initial_states=False, rotate="halves", angles_of_heads=True)
         compare(mesh, exchange, norm=True, dstate=8, D="channel")
         compare(mesh, exchange, initial_states=False, biases=False, D=None, z=False, norm=True, angles=3)
+        compare(mesh, exchange, ranks=3, rotate="halves", norm=True)
+        compare(mesh, exchange, ranks=2, initial_states=False, factors=False, z=False)
     compare(mesh, "summaries", final=True)
+    compare(mesh, "summaries", final=True, ranks=2)
     compare(mesh, "summaries", final=True, initial_states=False, rotate="halves")
 
 
@@ -98,6 +101,7 @@ def check_packed(mesh: Mesh) -> None:
         for exchange in ("chain", "summaries") if name != "unpacked" else ():
             compare(mesh, exchange, packing=packing)
             compare(mesh, exchange, packing=packing, initial_states=False, angles_of_heads=True)
+            compare(mesh, exchange, packing=packing, ranks=2)
         compare(mesh, "summaries", packing=packing, final=True)
     for exchange in ("chain", "summaries"):
         compare(mesh, exchange, packing={"cu_seqlens": cu_seqlens_of(mesh)}, batch=1, initial_states=False)
